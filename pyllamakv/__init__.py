@@ -221,7 +221,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module behind a public name when the name is first used."""
+    """Import the module of a public name on its first use."""
     if name in _WHOLE:
         return importlib.import_module(f"pyllamakv.{_WHOLE[name]}")
     if name not in _WHERE:

@@ -125,7 +125,7 @@ class UnknownRelease(SourceError):
 
 
 class FetchError(SourceError):
-    """Report that an archive could not be fetched; what was there before is untouched."""
+    """An archive could not be fetched. Existing data is unchanged."""
 
 
 class HashMismatch(FetchError):
@@ -142,11 +142,11 @@ class ArchiveError(FetchError):
 
 
 class DiskFull(FetchError):
-    """Report that there is no room left, and where."""
+    """The disk is full. The message has the path."""
 
 
 class DiskFailed(FetchError):
-    """Report a disk that fails or may only be read, and where."""
+    """The disk failed or is read-only. The message has the path."""
 
 
 class LockFileError(SourceError):
@@ -169,7 +169,7 @@ class GitError(SourceError):
 
 
 class TreeDirty(SourceError):
-    """Name the files of a vendored tree that differ from what was put there."""
+    """Files of a vendored tree differ from the exported ones."""
 
     exit_code = 1
 

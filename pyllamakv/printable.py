@@ -1,4 +1,4 @@
-"""Make any text safe to show: on a terminal, where it could give orders, and in XML."""
+"""Make any text safe to print: on a terminal, which interprets control characters, and in XML."""
 
 from __future__ import annotations
 

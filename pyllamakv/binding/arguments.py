@@ -1,9 +1,9 @@
-"""Check the type and the range of an argument, once, where the caller's value arrives.
+"""Check the type and range of arguments where they enter the package.
 
 A wrong type raises `ArgumentTypeError` (a `UsageError` and a `TypeError`), a wrong value
-`UsageError`. The message names the argument, shows the value and states what is accepted. The same
-rules hold everywhere: a whole number is an int or a numpy integer, never a bool or a float; a flag
-is a bool; text that C reads has no NUL and no lone surrogate.
+`UsageError`. The message contains the argument, its value and the accepted values. The rules are
+the same everywhere: an integer is an int or a numpy integer, never a bool or a float; a flag is a
+bool; text for C has no NUL and no lone surrogate.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def flash_attn(value: object) -> bool | None:
-    """Return how flash attention is asked for: True, False, or None (llama.cpp decides)."""
+    """Return the requested flash attention: True, False, or None (llama.cpp decides)."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, np.bool_):

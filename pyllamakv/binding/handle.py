@@ -103,7 +103,7 @@ class Handle(Generic[Raw]):
     ) -> None:
         """Own ``raw``; ``free`` frees it, and ``what`` names it in messages.
 
-        A child holds its parent, so that nothing is collected before what lives on it.
+        A child references its parent, so that a parent is never collected before its children.
         """
         self._parent = parent
         self._exclusive = exclusive
@@ -119,7 +119,7 @@ class Handle(Generic[Raw]):
 
     @property
     def closed(self) -> bool:
-        """Return whether it was given back."""
+        """Return whether the object was freed."""
         return self._node.closed
 
     @property
@@ -186,7 +186,7 @@ class Handle(Generic[Raw]):
 
 
 def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
-    """Free a handle; with its worker or library gone it is free already."""
+    """Free a handle, unless its worker or library is gone."""
     with suppress(WorkerDied, Closed):
         free(raw)
 

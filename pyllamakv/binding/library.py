@@ -1,4 +1,4 @@
-"""Open a library: find it, check it against its manifest and this machine, own what it gives."""
+"""Open a library: find it, check it against its manifest and this machine, and own its objects."""
 
 from __future__ import annotations
 

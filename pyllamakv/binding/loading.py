@@ -41,11 +41,11 @@ def struct_names() -> list[str]:
 
 
 def load(path: Path) -> Any:
-    """Map a library into this process and return it.
+    """Load a library into this process and return it.
 
-    Its names stay its own (RTLD_LOCAL), and it stays mapped until the process ends: its threads
-    may outlive every object of ours. Raises LoadError when it is missing, of another interface,
-    or needs what this machine lacks.
+    Its symbols are local (RTLD_LOCAL), and it stays loaded until the process ends, because its
+    threads may outlive every Python object. Raises LoadError if it is missing, has another
+    interface version, or needs something that this machine lacks.
     """
     path = Path(os.path.realpath(path))
     name = str(path)

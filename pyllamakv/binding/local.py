@@ -1,8 +1,8 @@
-"""Implement `protocol.Native` over a library in this process.
+"""Implement `protocol.Native` with a library in this process.
 
-cffi releases the GIL around every call. Nothing here locks: one thread at a time per context is
-what `handle.Handle` sees to. A handle that was given back is refused, whatever the order. C's
-names appear in `loading` and here, and nowhere else.
+cffi releases the GIL around every call. This module has no locks: `handle.Handle` ensures one
+thread at a time per context. A freed handle is refused. Names of C functions appear only in
+`loading` and here.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read(kind: type[T], raw: Any) -> T:
 
 
 def fill(raw: Any, values: Any) -> list[Any]:
-    """Write a dataclass into a struct; return what must live as long as the struct.
+    """Write a dataclass into a struct; return the objects that must live as long as the struct.
 
     None becomes -1 for a number (the library decides) and NULL for text.
     """
@@ -122,7 +122,7 @@ def fill(raw: Any, values: Any) -> list[Any]:
 
 
 def _flat(values: Any, dtype: Any) -> Any:
-    """Return an array that C can read in place; copied only where it cannot."""
+    """Return an array that C can read, without a copy if possible."""
     if values.dtype is not dtype or not values.flags.c_contiguous:
         return np.ascontiguousarray(values, dtype)
     return values
@@ -185,7 +185,7 @@ class Local:
         *,
         sink: Callable[[Iterable[tuple[int, str]]], None] = forward,
     ) -> None:
-        """Load the library; raises LoadError. ``sink`` takes its log records as they are read."""
+        """Load the library. Raises LoadError. ``sink`` receives its log records."""
         self._lib: Any = loading.load(path)
         self._log = Log(sink)
         self._draining = threading.Lock()
@@ -284,7 +284,7 @@ class Local:
         self._done(self._lib.plk_rpc_serve(endpoint.encode(), named, memory), f"serve {endpoint}")
 
     def close(self) -> None:
-        """Free what is left: contexts and samplers before their models. May be repeated."""
+        """Free the remaining objects, contexts and samplers before models. May be repeated."""
         for model in list(self._models):
             self.model_free(ModelHandle(model))
         self._drain()
@@ -403,7 +403,7 @@ class Local:
             self._lib.plk_context_free(raw)
 
     def context_info(self, context: ContextHandle) -> ContextInfo:
-        """Describe a context as it was made."""
+        """Return the properties of a context."""
         raw = struct("plk_context_info")
         code = self._lib.plk_context_read(self._context(context), raw)
         self._done(code, "read the context", "context")
@@ -474,7 +474,7 @@ class Local:
         return read(RawDefrag, raw)
 
     def update(self, context: ContextHandle) -> None:
-        """Apply what is pending: shifts and stream copies."""
+        """Apply pending shifts and stream copies."""
         self._done(self._lib.plk_update(self._context(context)), "update the cache", "cache")
 
     def cells(self, context: ContextHandle, cache: int) -> RawCells:
@@ -511,7 +511,7 @@ class Local:
         return read(Counters, raw)
 
     def mapping(self, context: ContextHandle) -> RawMapping:
-        """Read what mapped memory takes, or raise Unsupported."""
+        """Return the memory of a mapped cache. Raises Unsupported."""
         raw, handle = struct("plk_mapping"), self._context(context)
         code = self._lib.plk_mapping_read(handle, raw)
         self._done(code, "read the mapped memory", "cache", capability=Capability.MAPPING)
@@ -548,7 +548,7 @@ class Local:
 
     # states
     def state_save(self, context: ContextHandle, seq: int) -> bytes:
-        """Return everything that the cache holds of a sequence."""
+        """Return the complete state that the cache stores for a sequence."""
         raw = self._context(context)
         size = self._lib.plk_state_size(raw, seq)
         self._done(size, f"measure sequence {seq}", "state", capability=Capability.STATES)
@@ -639,7 +639,7 @@ class Local:
         return code
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return a read-only view (n_vocab,) of logits; it lives until the next decode."""
+        """Return a read-only view (n_vocab,) of logits, valid until the next decode."""
         scratch = self._scratch.get(context) or self._gone("context")
         if not 0 < n_vocab <= scratch.n_vocab:
             raise self._error(

@@ -239,9 +239,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class CellsInfo:
-    """Describe one stream of one cache; ``used``, ``head`` and ``host`` are -1 where unknown.
+    """One stream of one cache; ``used``, ``head`` and ``host`` are -1 if unknown.
 
-    ``host`` is 1 when K and V lie in host memory, 0 when they lie on a device.
+    ``host`` is 1 if K and V are in host memory, and 0 if they are on a device.
     """
 
     stream: int
@@ -308,7 +308,7 @@ class Counters:
     scratch_bytes: int = 0
 
     def __sub__(self, other: Counters) -> Counters:
-        """Return what was counted since ``other``; ``scratch_bytes`` stays the most of all time."""
+        """Return the difference to ``other``; ``scratch_bytes`` remains the maximum."""
         since = {name: getattr(self, name) - getattr(other, name) for name in self.__slots__}
         return Counters(**{**since, "scratch_bytes": self.scratch_bytes})
 
@@ -416,7 +416,7 @@ class Native(Protocol):
         """Load a model or raise `ModelError`."""
 
     def model_free(self, model: ModelHandle) -> None:
-        """Free a model after what lives on it."""
+        """Free a model after its contexts and samplers."""
 
     def model_info(self, model: ModelHandle) -> ModelInfo:
         """Describe a model."""
@@ -443,7 +443,7 @@ class Native(Protocol):
         """Free a context."""
 
     def context_info(self, context: ContextHandle) -> ContextInfo:
-        """Describe a context as it was made."""
+        """Return the properties of a context."""
 
     def buffers(self, context: ContextHandle) -> list[Buffer]:
         """Return the allocations that the library logged for a context; empty if there are none."""
@@ -481,7 +481,7 @@ class Native(Protocol):
         """Defragment or raise `Unsupported`."""
 
     def update(self, context: ContextHandle) -> None:
-        """Apply what is pending: shifts and stream copies."""
+        """Apply pending shifts and stream copies."""
 
     def cells(self, context: ContextHandle, cache: int) -> RawCells:
         """Read the cells of one stream of one cache, or raise `Unsupported`."""
@@ -491,7 +491,7 @@ class Native(Protocol):
 
     # mapped memory
     def mapping(self, context: ContextHandle) -> RawMapping:
-        """Read what mapped memory takes, or raise `Unsupported` where the cache is on the heap."""
+        """Return the memory of a mapped cache. Raises `Unsupported` for a cache on the heap."""
 
     def mapping_trim(self, context: ContextHandle) -> int:
         """Return the memory above the last used cell to the system; return its bytes."""
@@ -546,7 +546,7 @@ class Native(Protocol):
     def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
         """Return the logits (n, n_vocab) of every place of the last batch that has any, in order.
 
-        A view where the library lays the rows out one after the other, else a copy.
+        The result is a view if the library stores the rows contiguously, else a copy.
         """
 
     def cancel(self, context: ContextHandle) -> None:
@@ -566,7 +566,7 @@ class Native(Protocol):
         """Free a sampler."""
 
     def sampler_reset(self, sampler: SamplerHandle) -> None:
-        """Forget what a sampler has seen."""
+        """Clear the token history of a sampler."""
 
     def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
         """Choose a token from the logits of a place in the last batch, and accept it."""

@@ -161,7 +161,7 @@ class Remote(_Declared):
         return found
 
     def _ask_tuple(self, operation: str, *arguments: Any) -> tuple[Any, ...]:
-        """Return the answer as a tuple; the wire makes a list of it."""
+        """Return the answer as a tuple, because the wire format has lists only."""
         return tuple(self._ask(operation, *arguments))
 
     def _release(self, operation: str, handle: int) -> None:

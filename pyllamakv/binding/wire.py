@@ -1,10 +1,10 @@
-"""Carry calls between a program and its worker: a JSON header and raw buffers, no pickle.
+"""The messages between a program and its worker: a JSON header and raw buffers, no pickle.
 
-A message is a prefix (magic, sequence number, length of the header, length of the body), the
-header as JSON, and the body: arrays and bytes one after the other, each begun at a multiple of 8
-so that it can be used in place. In the header a JSON object is always one of ours: ``{"$": kind,
-...}``; what a call takes and gives is numbers, text, None, lists, arrays, bytes, and the
-dataclasses and enumerations of `protocol`.
+A message consists of a prefix (magic, sequence number, length of the header, length of the body),
+the header as JSON, and the body: arrays and bytes, each aligned to 8 bytes so that it can be used
+in place. A JSON object in the header always has the form ``{"$": kind, ...}``. Arguments and
+results are numbers, text, None, lists, arrays, bytes, and the dataclasses and enumerations of
+`protocol`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def pack_error(error: BaseException, body: list[Any]) -> dict[str, Any]:
 
 
 def unpack_error(packed: dict[str, Any], body: _Body) -> Exception:
-    """Return the exception that `pack_error` was given: of its class if that is ours."""
+    """Return the exception for a result of `pack_error`, of its own class if possible."""
     name, message = packed["class"], packed["message"]
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, KvError):
@@ -197,8 +197,8 @@ class Channel:
     def receive(self) -> tuple[int, Any, _Body]:
         """Return the number, the header and the body of the next message.
 
-        Raises EOFError when the other side is gone, TimeoutError when it is silent for longer than
-        the socket allows, WireError when what arrives is no message.
+        Raises EOFError if the other side has ended, TimeoutError after the timeout of the socket,
+        and WireError for an invalid message.
         """
         data = self._fill(self._rest, _PREFIX.size)
         magic, number, n_header, n_body = _PREFIX.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Collect what a build made, and publish it as a variant in one step."""
+"""Collect the files of a build, and publish them as a variant in one step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BuildArtifacts:
 
 
 def collect(folder: Path) -> BuildArtifacts:
-    """Find what the build made: the library, the drop-in's libraries, and the probes' answers."""
+    """Find the files of a build: library, drop-in libraries, and results of probes."""
     library = next((path for path in _shared(folder) if path.name.startswith("libplk.")), None)
     if library is None:
         raise BuildError(f"expected libplk in {folder}, found none; see {folder / 'build.log'}")

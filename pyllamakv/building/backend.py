@@ -141,9 +141,9 @@ def _metal() -> dict[str, str]:
 
 
 def vulkan_missing(environ: Mapping[str, str] | None = None, *, spirv: bool = False) -> str:
-    """Return what building for Vulkan lacks here, in words, or an empty string.
+    """Return what this machine lacks to build for Vulkan, or an empty text.
 
-    ``spirv`` looks for the SPIRV-Headers as well, which later releases need: see `need_spirv`.
+    ``spirv`` includes the SPIRV-Headers, which later releases need: see `need_spirv`.
     """
     env = os.environ if environ is None else environ
     sdk = env.get("VULKAN_SDK")
@@ -163,7 +163,7 @@ def vulkan_missing(environ: Mapping[str, str] | None = None, *, spirv: bool = Fa
 
 
 def need_spirv(tree: Path, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ToolMissing where the sources of a release ask for SPIRV-Headers and there are none."""
+    """Raise ToolMissing if a release requires SPIRV-Headers and they are missing."""
     asks = tree / "ggml/src/ggml-vulkan/CMakeLists.txt"
     if asks.is_file() and "SPIRV-Headers" in asks.read_text(encoding="utf-8", errors="replace"):
         _need_vulkan(os.environ if environ is None else environ, spirv=True)

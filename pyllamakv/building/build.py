@@ -102,7 +102,7 @@ def build_patched(
 
 
 def default_jobs() -> int:
-    """Return how many compilers to run at once: the processors we may use, or what memory holds."""
+    """Return the number of parallel compilers, from the processors and the available memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cpus, available_memory() // _BYTES_PER_JOB))
 
@@ -170,7 +170,7 @@ def _source(wanted: BuildRequest, progress: Progress | None) -> Source:
 
 
 def check_toolchain(wanted: BuildRequest) -> None:
-    """Try what CMake would only stumble over: raise ToolMissing in words of ours."""
+    """Check the tools that CMake needs. Raises ToolMissing with the remedy."""
     if wanted.backend.name == "cuda":
         toolkit = cuda.find()
         nvidia.need_driver(toolkit)
@@ -180,7 +180,7 @@ def check_toolchain(wanted: BuildRequest) -> None:
 
 
 def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
-    """Return the CMake variables of a build: options, tools, and what makes it reproducible."""
+    """Return the CMake variables of a build: options, tools, and settings for reproducibility."""
     names = {wanted.tree: "llama.cpp", shim(): "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
     if wanted.native:
@@ -212,7 +212,7 @@ def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a build, with what lets a compiler cache share objects."""
+    """Return the environment of a build, with settings for a compiler cache."""
     extra = {"CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": "time_macros"}
     # Trees of two releases share objects only if their paths are hashed relative to one parent.
     extra["CCACHE_BASEDIR"] = os.environ.get("CCACHE_BASEDIR") or str(home())

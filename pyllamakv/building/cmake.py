@@ -79,7 +79,7 @@ def binary(name: str) -> Path:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a build: the caller's, without what would change the result."""
+    """Return the caller's environment without variables that would change the result."""
     kept = {name: value for name, value in os.environ.items() if not _DROPPED.fullmatch(name)}
     return {**kept, "LC_ALL": "C", "NINJA_STATUS": "[plk %f/%t] ", **(extra or {})}
 
@@ -222,6 +222,6 @@ def _belongs(cache: Path, source: Path, folder: Path) -> bool:
 
 
 def _short(step: str) -> str:
-    """Return a step as `Building CXX object …/name.cpp.o` says it: verb and last name."""
+    """Return a build step in short: `Building CXX object …/name.cpp.o` as verb and file name."""
     words = step.split()
     return f"{words[0]} {Path(words[-1]).name}" if len(words) > 1 else step

@@ -1,7 +1,7 @@
-"""Find the C and C++ compiler, and what `-march=native` means to it on this machine.
+"""Find the C and C++ compiler, and the meaning of `-march=native` on this machine.
 
-Asking a compiler takes tenths of a second, so the answer is kept under its path, size and time of
-change, together with the processor's own flags.
+Running a compiler takes tenths of a second, so the result is cached by its path, size and
+modification time, together with the features of the processor.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """Return what a variant's id records: version and target, never a path."""
+        """Return the part of a compiler in a variant's id: version and target, never a path."""
         return f"{self.version} for {self.target}"
 
 
 def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) -> Compiler:
-    """Return the compilers: those that CC and CXX name, else gcc, clang or cc on PATH.
+    """Return the compilers in CC and CXX, else gcc, clang or cc on PATH.
 
-    ``cache`` is a file for the answers. Raises ToolMissing with what to install.
+    ``cache`` is a file for results. Raises ToolMissing with the package to install.
     """
     env = os.environ if environ is None else environ
     c, cxx = _paths(env)

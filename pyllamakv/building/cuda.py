@@ -61,7 +61,7 @@ class Toolkit:
 
     @property
     def architecture(self) -> str:
-        """Return what it compiles for."""
+        """Return the target of the toolkit."""
         return self.options["CMAKE_CUDA_ARCHITECTURES"]
 
 
@@ -148,10 +148,10 @@ def _known(nvcc: Path, version: str, wanted: str) -> None:
 
 
 def prepare_wheels(root: Path) -> Path:
-    """Lay out the wheels' files below the home as a toolkit, by hard links where possible.
+    """Arrange the files of the wheels as a toolkit in the data directory, using hard links.
 
-    The wheels lack what compilers and linkers look for: `lib64` and names without versions.
-    Returns the toolkit's folder, one for each set of installed wheels; it appears by a rename.
+    The wheels lack names that compilers and linkers need: `lib64` and names without versions.
+    Returns the toolkit's directory, one per set of installed wheels, created atomically.
     """
     site = root.parents[1]
     wheels = sorted(path.name for path in site.glob("nvidia_*.dist-info"))
@@ -188,7 +188,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _wheel_roots() -> list[Path]:
-    """Return the folders of toolkits made of wheels, the newest first: `nvidia/cu13`."""
+    """Return the directories of toolkits from wheels, the newest first: `nvidia/cu13`."""
     found = [
         (int(root.name[2:]), root)
         for place in _wheel_folders()
@@ -256,7 +256,7 @@ def _system_driver() -> bool:
 
 
 def program_output(*command: str, env: Mapping[str, str] | None = None) -> str:
-    """Return what a program prints, or nothing when it is absent or fails."""
+    """Return the output of a program, or nothing if it is missing or fails."""
     program = shutil.which(command[0], path=env.get("PATH", os.defpath) if env else None)
     if program is None:
         return ""

@@ -221,7 +221,7 @@ def metal() -> ProbeResult:
 
 
 def vulkan(environ: Mapping[str, str] | None = None) -> ProbeResult:
-    """Look for what builds for Vulkan, then for a loader and a driver."""
+    """Probe the tools for building with Vulkan, then a loader and a driver."""
     env = os.environ if environ is None else environ
     lacks = backend.vulkan_missing(env)
     if lacks:

@@ -21,7 +21,7 @@ _FOLDER_SINCE = Version("0.3.1")
 
 @dataclass(frozen=True)
 class DropIn:
-    """The variable, its value, and the package that it is meant for."""
+    """The environment variable, its value, and the package that reads it."""
 
     variable: str
     value: str

@@ -123,7 +123,7 @@ def install(release: Release, *, progress: Progress | None = None) -> LlamaCppPy
 
 
 def requirements(pyproject: str) -> list[str]:
-    """Return what a version and its tests need, but for itself."""
+    """Return the dependencies of a version and its tests, without the package itself."""
     project: dict[str, Any] = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {})
     named = [*project.get("dependencies", ()), *extras.get("test", ("pytest", "scipy"))]

@@ -31,12 +31,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 class Manifest:
     """The inputs, tools and capabilities of a variant.
 
-    ``patched_tree`` equals ``tree`` exactly for a stock variant. ``capabilities`` names the groups
-    of the shim that compiled, ``probes`` the candidate that each group chose (None: absent).
-    ``cpu_flags`` are the names of ``/proc/cpuinfo`` that the code may use. ``library`` is a file
-    name, ``dropin`` are file names below ``lib/``. ``devices`` are the kinds of device that are in
-    the library, where K and V may lie: ``CPU`` is host memory, the others have buffers of their
-    own. Times are in seconds, ``created`` in UTC.
+    ``patched_tree`` equals ``tree`` if and only if the variant is stock. ``capabilities`` are the
+    groups of the shim that compiled, and ``probes`` the candidate that each group chose (None:
+    absent). ``cpu_flags`` are names in ``/proc/cpuinfo`` that the code may use. ``library`` is a
+    file name, ``dropin`` are file names below ``lib/``. ``devices`` are the types of device in the
+    library that can store K and V: ``CPU`` is host memory, the others have their own buffers. Times
+    are in seconds, ``created`` in UTC.
     """
 
     variant: str

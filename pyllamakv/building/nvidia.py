@@ -56,9 +56,9 @@ def mismatch(toolkit: cuda.Toolkit, found: Driver) -> str:
 
 
 def need_driver(toolkit: cuda.Toolkit, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ToolMissing when what is compiled for this machine's GPU could not run on it.
+    """Raise ToolMissing if code for this machine's GPU could not run on it.
 
-    A machine without a driver builds for others, and so does who names an architecture.
+    A machine without a driver, or with a given architecture, builds for other machines.
     """
     env = os.environ if environ is None else environ
     found = None if env.get(cuda.ARCHITECTURE, "").strip() else driver(env)

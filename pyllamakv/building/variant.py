@@ -134,7 +134,7 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """A built variant: the folder that holds its library and its manifest."""
+    """A built variant: the directory with its library and manifest."""
 
     folder: Path
 
@@ -179,14 +179,14 @@ def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> B
 
 
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:
-    """Return the built variant that a spec names on this machine, or None.
+    """Return the built variant of a spec on this machine, or None.
 
-    Release, patches, the code that applies them, shim and options must be those of the build; no
-    compiler is asked or needed. ``native`` None prefers the tuned build and takes a portable one
-    instead. Of builds by several compilers, that of the compiler here comes first, if it was asked
-    before; then the newest that runs on this processor. Where there are no tools for a backend, or
-    no GPU whose architecture decides, its options are not compared. Raises UnknownPatch for what
-    is not built and names a patch that there is not.
+    Release, patches, the code that applies them, shim and options must equal those of the build. No
+    compiler is needed. ``native`` None prefers a tuned build to a portable one. Among builds by
+    several compilers, that of the present compiler comes first, if it is cached, then the newest
+    one that runs on this processor. The options of a backend are not compared if its tools, or the
+    GPU that determines them, are missing. Raises UnknownPatch if nothing is built and the spec has
+    an unknown patch.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
@@ -233,10 +233,10 @@ def _chosen(backend: str, native: bool) -> Backend | None:
 def _newest(
     spec: Spec, release: Release, backend: str, chosen: Mapping[bool, Backend | None]
 ) -> Variant | None:
-    """Return the newest variant by any compiler, tuned ones first, that the index confirms.
+    """Return the newest variant by any compiler that the index confirms, tuned ones first.
 
-    Whoever built it asked for what its manifest records, with the patches and the shim of then. The
-    index has it under the digest of that, which is another when one of these has changed.
+    The manifest records the request of the build, with its patches and shim. The index has the
+    variant under the digest of that request, which changes with each of these.
     """
     shim, texts = shim_digest(), _texts(spec)
 
@@ -275,7 +275,7 @@ def lookup(wanted: BuildRequest) -> Variant | None:
 
 
 def add_to_index(wanted: BuildRequest, variant: Variant) -> None:
-    """Note in the index which variant answers a request."""
+    """Add the variant for a request to the index."""
     write_text_atomic(_index(wanted.key), variant.id + "\n")
 
 
@@ -313,12 +313,12 @@ def files_digest(roots: Iterable[Path], without: tuple[str, ...] = (".pyc",)) ->
 
 
 def _answers() -> Path:
-    """Return the file that keeps what compilers answered."""
+    """Return the file with cached results about compilers."""
     return home() / "objects" / "compilers.json"
 
 
 def _named(key: str) -> str:
-    """Return the id that the index holds under a key, or an empty text."""
+    """Return the id under a key of the index, or an empty text."""
     try:
         return _index(key).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -247,7 +247,7 @@ class Batcher:
         self._enter_decode_only()
 
     def _sweep(self) -> bool:
-        """End what was cancelled; True when anything was."""
+        """End cancelled generations; return whether there were any."""
         others = self.context.cancels - self._interrupts
         if others > self._cancels:
             self._cancels = others
@@ -290,7 +290,7 @@ class Batcher:
     def _failed(
         self, error: DecodeError, portions: list[Portion], *, defragged: bool = False
     ) -> None:
-        """Find out who failed: what fails together is tried one by one."""
+        """Find the failing generation: if a batch fails, its generations are decoded one by one."""
         self._slot_failures += isinstance(error, NoKVSlot)
         if isinstance(error, Cancelled):
             if not self._sweep():
@@ -344,9 +344,10 @@ Portion = tuple["Generation", int]
 
 
 def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
-    """Share a batch out: who was left out too long, then who needs one token, then the prompts.
+    """Schedule a batch: generations left out too long, those that need one token, prompts.
 
-    Of each kind the one first that was fed longest ago. Groups of a prompt are not split.
+    Within each kind, the one that was fed longest ago comes first. Groups of a prompt are not
+    split.
     """
     if len(active) <= n_batch and all(
         len(each.all_tokens) - len(each.ledger.tokens) == 1 for each in active
@@ -373,7 +374,7 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
 
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
-    """Decode one batch, with logits where all of a stream is decoded then."""
+    """Decode one batch. A generation whose tokens are all decoded has logits."""
     if all(n == 1 == len(one.all_tokens) - len(one.ledger.tokens) for one, n in portions):
         if len(portions) == 1:
             one = portions[0][0]
@@ -471,7 +472,7 @@ class GenerationQueue:
         one.release_lease()
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
-        """End one; raises what giving its lease back does, with it struck out."""
+        """End one generation and remove it. Raises the error of releasing its lease, if any."""
         try:
             one.end(reason, error)
         finally:
@@ -507,8 +508,8 @@ GOING, ENDED, NOTHING = StepOutcome
 class DecodeOnlyBatch:
     """Generations that need one token each.
 
-    ``steps`` counts what was decoded, ``decoding`` says that it is being done, and another number
-    than the context's in ``cancels`` ends it before the next step.
+    ``steps`` counts decodes. ``decoding``: a decode is running. If ``cancels`` differs from the
+    context's, the next step does not start.
     """
 
     __slots__ = (

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Branches:
     """The tree and its sequences, at most ``limit``.
 
-    ``partial`` says that a sequence can be cut anywhere, ``cuttable`` that it is worth trying (a
-    window may have passed), ``sharing`` that pages and entries share what they have in common.
+    ``partial``: a sequence can be trimmed to any length. ``cuttable``: trimming is worth trying (a
+    window may have passed). ``sharing``: pages and entries share common prefixes.
     """
 
     def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
@@ -169,7 +169,7 @@ class Branches:
             return
 
     def tidy(self, node: Node) -> None:
-        """Remove what keeps nothing and join what need not be apart, from a node up."""
+        """Remove unused nodes and merge unneeded ones, from a node upwards."""
         path = node.path
         self.tree.prune(node)
         for each in path:
@@ -178,7 +178,7 @@ class Branches:
     # Parting...
 
     def removable(self, node: Node, *, frees_id: bool) -> bool:
-        """Return whether a node's sequence can be paged out, or dropped where there are no pages."""
+        """Return whether a node's sequence can be paged out, or dropped if there are no pages."""
         if node.entry is None or node.leases or (self.can_trim and node.ref_count != 1):
             return False
         if self.pager is not None:
@@ -194,7 +194,7 @@ class Branches:
         return self.drop(node, keep)
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Part with what a node keeps; return its sequence with ``keep`` tokens, if any."""
+        """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
         heir, kept = self.heir(node), None
         if node.entry is not None:
             sequence: Sequence = node.entry
@@ -246,7 +246,7 @@ class Branches:
             self.tidy(above)
 
     def page_out(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Save what only this node's sequence holds, then close it, or cut it to ``keep`` tokens.
+        """Save the tokens of this node's sequence alone, then close or trim it to ``keep`` tokens.
 
         Raises PagingError with nothing changed.
         """
@@ -376,7 +376,7 @@ class Branches:
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of what is in the cache, shared cells counted once."""
+        """Return the bytes of the branches in the cache, shared cells counted once."""
         if self.sharing:
             return self.tree.held_tokens * self.cell_bytes
         return sum(self.bytes_of(len(each)) for each in self.sequences())

@@ -1,8 +1,8 @@
-"""Resume sequences at earlier positions, from checkpoints where their memory cannot remove tokens.
+"""Resume sequences at earlier positions, from checkpoints if their memory cannot remove tokens.
 
-A checkpoint at position p holds everything up to and including p: decoding continues at p + 1.
-`Ring` keeps the checkpoints of one sequence and knows only their bytes; `Past` saves and restores
-the sequences of a context.
+A checkpoint at position p includes the token at p: decoding continues at p + 1. `Ring` stores the
+checkpoints of one sequence as bytes; `SequenceRewinder` saves and restores the sequences of a
+context.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes the checkpoints hold."""
+        """Return the bytes of all checkpoints."""
         return self._bytes
 
     @property
@@ -80,7 +80,7 @@ class Ring:
 
     @property
     def newest(self) -> int:
-        """Return the position of the last checkpoint, -1 where there is none."""
+        """Return the position of the last checkpoint, or -1."""
         return self._kept[-1].pos if self._kept else -1
 
     def put(self, checkpoint: Checkpoint) -> None:
@@ -106,7 +106,7 @@ class Ring:
         return found if found is not None and found.pos == pos else None
 
     def prune(self, last: int) -> None:
-        """Forget every checkpoint behind position ``last``: its tokens are gone."""
+        """Remove every checkpoint after position ``last``, whose tokens were removed."""
         while self._kept and self._kept[-1].pos > last:
             self._bytes -= len(self._kept.pop().saved)
         newest = self._kept[-1].pos + self.schedule.interval if self._kept else 0
@@ -142,7 +142,7 @@ def why_no_rewind(sequence: Sequence, position: int) -> str | None:
 
 
 def why_no_gap_removal(sequence: Sequence, begin: int, end: int) -> str | None:
-    """Return why positions from ``end`` on cannot move to ``begin``; None: they can."""
+    """Return why positions from ``end`` cannot move to ``begin``, or None."""
     info = sequence.context.info
     if info.memory.keeps_states or info.can_remove_partly is False:
         return "this memory stores one state per sequence, which cannot be removed in part"
@@ -196,7 +196,7 @@ class SequenceRewinder:
         return self.rings[sequence.id].at(position - 1) is not None
 
     def latest_resumable(self, sequence: Sequence, target: int) -> int:
-        """Return the last position up to ``target`` that `can_resume`, 0 where there is none."""
+        """Return the last position up to ``target`` that `can_resume`, or 0."""
         if self.can_resume(sequence, target):
             return target
         best = self.rings[sequence.id].best(target)

@@ -317,10 +317,10 @@ def split_batch(
     sequences: Sequence[int],
     logits: Sequence[bool] | None,
 ) -> tuple[dict[int, int], Callable[[], None]]:
-    """Return how many tokens each sequence gets, and what decodes them.
+    """Return the number of tokens per sequence, and the work to decode them.
 
-    Raises UsageError for a sequence that is not there, and for a single token in the wrong place;
-    the rest is checked by the decode.
+    Raises UsageError for an unknown sequence, or for a token at a wrong position; the decode checks
+    the rest.
     """
     counts = lengths(sequences)
     for number in counts:
@@ -390,7 +390,7 @@ def _check_unshared(seq: runtime.Sequence, end: int, *, unshare: bool) -> None:
 
 
 def _close_gap(seq: runtime.Sequence, begin: int, end: int) -> None:
-    """Remove begin <= p < end, and let the positions behind close up, in cells of their own."""
+    """Remove begin <= p < end and shift later positions down, in cells of their own."""
     if _sharers(seq, end):
         try:
             seq.restore(seq.save())

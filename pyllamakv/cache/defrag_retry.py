@@ -61,7 +61,7 @@ def decode_with_defrag(
 ) -> bool:
     """Run a decode of ``counts`` tokens per sequence; return whether a defragmentation helped.
 
-    Raises KVCacheFull; what the cache then holds goes to the debug log.
+    Raises KVCacheFull, and logs the content of the cache at debug level.
     """
     try:
         run()
@@ -91,7 +91,7 @@ def defragment(context: Context, error: NoKVSlot) -> bool:
 
 
 def decode_feed(context: Context, feed: Feed) -> None:
-    """Decode a feed, defragmenting once where that helps; raises KVCacheFull."""
+    """Decode a feed, and defragment once if that can help. Raises KVCacheFull."""
     decode_with_defrag(context, partial(context.decode, feed), {feed.sequence.id: len(feed)})
 
 

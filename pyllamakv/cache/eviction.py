@@ -44,7 +44,7 @@ def cell_stats(context: Context) -> KVStats | None:
 
 
 def capacity(context: Context) -> int | None:
-    """Return how many tokens a sequence may have, None where there is no limit."""
+    """Return the maximum number of tokens of a sequence, or None."""
     found = cell_stats(context)
     if found is None:
         return None
@@ -52,7 +52,7 @@ def capacity(context: Context) -> int | None:
 
 
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
-    """Return the node whose sequence goes next, not one of ``kept`` nor on the way to a lease."""
+    """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes."""
     branches = cache.branches
     protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
     return branches.tree.least_recently_used(
@@ -169,9 +169,9 @@ def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> boo
 
 
 def shortage(cache: PrefixCache, n: int, lease: PrefixLease | None) -> int:
-    """Return how many cells are missing for ``n`` more tokens and what other leases may decode.
+    """Return the number of missing cells for ``n`` more tokens and those granted to other leases.
 
-    Where some are, leases give up what they were granted ahead.
+    If cells are missing, leases first lose the cells that they were granted in advance.
     """
     stats = None if cache.context.stream_per_sequence else cell_stats(cache.context)
     if stats is None:

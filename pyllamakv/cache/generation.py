@@ -1,7 +1,7 @@
 """Continue one prompt in a `Batcher`: its request, its tokens and text, and its stop strings.
 
-The request is checked before anything is decoded. Text passes through `Stops`, which holds back
-what may become a stop string.
+The request is checked before any decode. `StopStrings` withholds text that may be the start of a
+stop string.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Generation:
         return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the text from its beginning, as it comes; raises what made it fail."""
+        """Yield the text from its start, as it is generated. Raises the error of a failure."""
         at = 0
         while True:
             while at < len(self._parts):
@@ -256,7 +256,7 @@ def checked_request(
     groups: Iterable[tuple[int, int]],
     stop_at_end: bool,
 ) -> Request:
-    """Return a request, or raise UsageError or Unsupported for what cannot be right."""
+    """Check and return a request. Raises UsageError or Unsupported."""
     model = context.model
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
     given: list[int] = as_int32(tokens, "tokens").tolist()
@@ -280,7 +280,7 @@ def checked_request(
 
 
 def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
-    """Return a sampler in C where the build has one, else in Python."""
+    """Return a sampler in C if the build has one, else in Python."""
     if Capability.SAMPLER in model.native.about.capabilities:
         return Sampler(model, params)
     return NumpySampler(params)
@@ -338,12 +338,12 @@ class StopStrings:
         return data[: len(data) - held]
 
     def flush(self) -> str:
-        """Return what was held back, once nothing follows."""
+        """Return the withheld text at the end of the generation."""
         held, self._held = self._held, ""
         return held
 
     def _half(self, data: str) -> int:
-        """Return the length of the longest end of ``data`` that begins a stop string."""
+        """Return the length of the longest end of ``data`` that starts a stop string."""
         longest = min(len(data), self._longest - 1)
         ends = (
             n for n in range(longest, 0, -1) if any(s.startswith(data[-n:]) for s in self._stop)

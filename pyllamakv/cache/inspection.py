@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe(context: Context) -> str:
-    """Return what every sequence and every run of cells holds, as text, a line for each."""
+    """Return the content of sequences and runs of cells as text, one line each."""
     with context.lock:
         snapshot = context.kv.try_snapshot()
     lines = [

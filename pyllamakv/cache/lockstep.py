@@ -181,7 +181,7 @@ class LockstepCache:
 
 
 class _Undo:
-    """Remember what a forward pass changes in a cache, and take back what it did."""
+    """Record the changes of a forward pass in a cache, and undo them on request."""
 
     def __init__(self, cache: ContextCache, numbers: tuple[int, ...], *, last: bool) -> None:
         self._cache = cache

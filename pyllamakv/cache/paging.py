@@ -41,7 +41,7 @@ class Page(Protocol):
         """Count a node less; return how many are left."""
 
     def read(self) -> bytes:
-        """Return what was saved, or raise PagingError."""
+        """Return the saved sequence. Raises PagingError."""
 
     def drop(self) -> None:
         """Free the bytes."""
@@ -87,7 +87,7 @@ class MemoryPage(CountedPage):
         pager.count += 1
 
     def read(self) -> bytes:
-        """Return what was saved."""
+        """Return the saved sequence."""
         return self._saved
 
     def drop(self) -> None:
@@ -123,11 +123,11 @@ class FilePage(CountedPage):
         pager.count += 1
 
     def read(self) -> bytes:
-        """Return what was saved; PagingError names a file that is gone, foreign or damaged."""
+        """Return the saved sequence. PagingError names a missing, foreign or damaged file."""
         return read(self.path, self._pager.owner, self.start, self.end)
 
     def drop(self) -> None:
-        """Remove the file; one that is gone already is no matter."""
+        """Remove the file, if it exists."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._pager.size -= self.size
@@ -149,7 +149,7 @@ class FilePager:
             raise PagingError(msg, folder) from error
 
     def write(self, saved: bytes, start: int, end: int) -> Page:
-        """Write a save as a file in one step; PagingError leaves nothing behind."""
+        """Write a saved sequence atomically. PagingError leaves no file."""
         path = self.folder / f"{self._written}{SUFFIX}"
         self._written += 1
         about = json.dumps({"owner": self.owner, "start": start, "end": end}).encode()
@@ -173,7 +173,7 @@ class FilePager:
         return FilePage(self, path, start, end, len(head) + len(saved))
 
     def close(self) -> None:
-        """Remove the folder with whatever is left in it."""
+        """Remove the directory with its content."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -200,7 +200,7 @@ def read(path: Path, owner: str, start: int, end: int) -> bytes:
 
 
 def pager(where: str | os.PathLike[str] | None) -> Pager | None:
-    """Return what keeps pages: "memory", a folder, or None for nothing."""
+    """Return the storage of pages: memory, a directory, or None."""
     if where is None:
         return None
     return (

@@ -1,7 +1,7 @@
 """Cache decoded prefixes, and start each prompt after its longest cached prefix.
 
-One cache for one or many conversations: `PrefixCache` holds a tree of token runs over sequences
-of a context. A prompt gets a sequence with the longest beginning that any of them has.
+`PrefixCache` serves one or many conversations. It stores a tree of token runs over the sequences of
+a context. A prompt gets a sequence with the longest prefix that any of them has.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ class PrefixLease:
         cache.enforce(n)
 
     def sync_node(self) -> None:
-        """Move to the node where the tokens of the sequence end now."""
+        """Move to the node of the sequence's present last token."""
         ledger, branches = self.ledger, self.cache.branches
         count = len(ledger) if self.sequence.open else 0
         seen = (count, ledger.next, ledger.marks[-1] if count else -1, ledger.moved)
@@ -481,7 +481,7 @@ COUNTED = (
 
 
 class PrefixCounts(dict[str, int]):
-    """Count what a prefix cache does, by the names in `COUNTED`."""
+    """The totals of a prefix cache, by the names in `COUNTER_NAMES`."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(COUNTED, 0))
@@ -527,7 +527,7 @@ class PrefixStats:
 
 
 def measure(cache: PrefixCache) -> PrefixStats:
-    """Count what a cache has."""
+    """Return the statistics of a cache."""
     branches = cache.branches
     tree = branches.tree
     resident, paged = branches.resident_bytes, branches.paged_bytes
@@ -548,7 +548,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
 
 
 def draw(cache: PrefixCache) -> str:
-    """Draw the tree: positions, what holds each node, when it was last used."""
+    """Return the tree as text: positions, owners of each node, last use."""
     lines = [repr(cache.stats())]
     waiting: list[tuple[Node, int]] = [(cache.branches.tree.root, 0)]
     while waiting:
@@ -572,7 +572,7 @@ def _facts(node: Node) -> list[str]:
 
 
 def check(cache: PrefixCache) -> None:
-    """Raise AssertionError naming the invariant that does not hold; it is our bug."""
+    """Raise AssertionError with the broken invariant, which is a defect of this package."""
     cache.sync()
     branches = cache.branches
     tree = branches.tree

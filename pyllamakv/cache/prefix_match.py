@@ -26,9 +26,9 @@ LOG = logging.getLogger("pyllamakv.cache")
 def fork_longest_prefix(
     cache: PrefixCache, key: bytes, groups: Sequence[Group]
 ) -> tuple[runtime.Sequence, int]:
-    """Return a sequence with the longest beginning of a prompt, short of its last token.
+    """Return a sequence with the longest prefix of a prompt, without its last token.
 
-    Raises KVCacheFull where the rest can find no room, NoSlotAvailable; nothing is lost then.
+    Raises NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
     """
     exact = not cache.branches.may_trim
     while True:
@@ -46,9 +46,9 @@ def fork_longest_prefix(
 def _find(
     cache: PrefixCache, key: bytes, groups: Sequence[Group], *, exact: bool
 ) -> tuple[Node, int]:
-    """Return the node where the usable beginning ends, in the cache, and the beginning's length.
+    """Return the node in which the usable prefix ends, and the prefix's length.
 
-    ``exact``: it can only be the end of a node that keeps something itself.
+    ``exact``: the prefix must end at a node with an entry of its own.
     """
     pages = True
     while True:
@@ -88,7 +88,7 @@ def _tail(branches: Branches, donor: runtime.Sequence, length: int) -> Node | No
 
 
 def _paged(node: Node) -> Node | None:
-    """Return a node whose page holds all of a node's tokens, where pages are whole sequences."""
+    """Return a node whose page has all tokens of a node, if pages are whole sequences."""
     return next((each for each in node.walk() if each.page is not None), None)
 
 

@@ -1,11 +1,11 @@
 """A prefix tree of token sequences, with a search for the longest prefix.
 
-A run of tokens is a string of bytes, four per token: comparing two is one comparison of memory,
-whatever their length. Nothing here knows a cache: a node holds an ``entry`` and a ``page``, which
-are its owner's, and ``leases`` of those who work there now.
+A run of tokens is a byte string with four bytes per token, so that two runs are compared at once.
+The tree knows no cache: a node has an ``entry`` and a ``page``, which belong to its owner, and
+``leases``.
 
-A node is *held* while an entry or a lease is at it or below it: then the tokens of its run are in
-the cache. A page holds the run of a node that is not held, and may hold the runs of several.
+A node is *held* while an entry or a lease is at it or below it; the tokens of its run are then in
+the cache. A page contains the run of a node that is not held, and may contain the runs of several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def common(a: bytes, b: bytes, at: int = 0) -> int:
 
 
 class Node:
-    """One run: the tokens ``start`` to ``end`` of every sequence that goes through it."""
+    """One run: the tokens ``start`` to ``end`` of every sequence that contains it."""
 
     __slots__ = (
         "children",
@@ -152,7 +152,7 @@ class PrefixTree:
         return node, at // TOKEN_BYTES
 
     def insert(self, key: bytes) -> Node:
-        """Return the node that ends with a key, made where there is none."""
+        """Return the node at the end of a key, creating it if necessary."""
         node, length = self.match(key)
         if length < node.end:
             node = self.split(node, length)
@@ -186,7 +186,7 @@ class PrefixTree:
         return upper
 
     def merge(self, node: Node) -> bool:
-        """Join a node with its only child where nothing is kept between them."""
+        """Merge a node with its only child if neither needs the boundary."""
         parent = node.parent
         if parent is None or len(node.children) != 1 or not node.bare or not node.linked:
             return False
@@ -275,7 +275,7 @@ class PrefixTree:
         return nodes
 
     def check(self) -> None:
-        """Raise AssertionError naming the invariant that does not hold."""
+        """Raise AssertionError with the broken invariant."""
         nodes = tokens = held_tokens = 0
         pages: dict[int, tuple[Any, int]] = {}
         for node in self.walk():

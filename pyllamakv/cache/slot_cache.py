@@ -299,7 +299,7 @@ class SlotCache:
         return not slot.sequence.ledger.shared_with(enumerate(self.context.ledgers), end, None)
 
     def _begin_again(self) -> None:
-        """Clear an empty context of states: some releases begin none beside a removed one."""
+        """Clear an empty context of states: some releases start no state next to a removed one."""
         context = self.context
         if context.info.memory.keeps_states and not any(len(each) for each in context.ledgers):
             context.clear()
@@ -371,11 +371,11 @@ class SlotLease:
         self.released = False
 
     def make_room(self, n: int = 1) -> None:
-        """Free cells for ``n`` more tokens: shift, and evict where slots share all cells.
+        """Free cells for ``n`` more tokens: shift, and evict if slots share all cells.
 
-        Raises KVCacheFull with nothing changed when it cannot. Raises ReprocessNeeded where the
-        memory cannot shift, or another sequence shares what would move: the sequence then has the
-        head that stays, and the error the tokens to decode after it; `decode` does that.
+        Raises KVCacheFull with nothing changed. Raises ReprocessNeeded if the memory cannot shift,
+        or if another sequence shares cells that would move: the sequence then has the first tokens,
+        and the error the tokens to decode after them, which `decode` does.
         """
         if type(n) is not int or not 0 <= n <= arguments.INT32:
             n = arguments.integer("n", n, 0, arguments.INT32)
@@ -390,11 +390,11 @@ class SlotLease:
             self._cache.reserve(n, self._slot)
 
     def decode(self, tokens: int | Iterable[int] | None = None) -> None:
-        """Decode tokens, what is left of the prompt by default, with logits of the last.
+        """Decode tokens (default: the rest of the prompt), with logits of the last one.
 
-        Makes room first, and decodes again what that could not keep. In pieces of n_batch that
-        split no group of the prompt; when one fails those before it stay, and the next call goes on
-        from there. Raises KVCacheFull where not even a defragmentation makes room.
+        Frees cells first, and decodes tokens again that were lost thereby. Batches of n_batch split
+        no group of the prompt. If one fails, those before it remain, and the next call continues.
+        Raises KVCacheFull if not even a defragmentation helps.
         """
         given: list[int] = []
         together: tuple[Group, ...] = ()
@@ -445,7 +445,7 @@ class SlotLease:
             self._decode_again()
 
     def _decode_again(self) -> None:
-        """Decode again what a shift could not keep; when a piece fails the next call goes on."""
+        """Decode tokens again that a shift lost; after a failure, the next call continues."""
         context, again = self._cache.context, self._to_decode_again
         while (have := len(self.sequence)) < len(again):
             piece = again[have : have + context.info.n_batch]
@@ -498,7 +498,7 @@ class SlotStats:
 
 
 class SlotCounts:
-    """Count what happens."""
+    """The totals of a slot cache."""
 
     def __init__(self) -> None:
         self.prompts = self.hits = self.prompt_tokens = self.reused_tokens = 0
@@ -597,10 +597,10 @@ def _hold(fact: bool, otherwise: str) -> None:
 def shift_discard(
     size: int, keep: int, length: int, groups: Sequence[Group] = (), *, wanted: int = 0
 ) -> int:
-    """Return how many tokens behind the first ``keep`` to discard of ``length`` in ``size`` places.
+    """Return the number of tokens after the first ``keep`` to discard, of ``length`` in ``size``.
 
-    Half of ``size - keep`` is free afterwards, and at least ``wanted``; a group at the end of what
-    is discarded goes as a whole.
+    This frees half of ``size - keep``, and at least ``wanted``. A group at the end of the discarded
+    range is discarded completely.
     """
     target = max((size - keep) // 2, 1, wanted)
     discard = min(max(target - (size - length), 0), max(length - keep, 0))
@@ -617,9 +617,9 @@ def head(size: int, keep: int, groups: Sequence[Group] = ()) -> int:
 def truncate(
     tokens: Iterable[int], keep: int, size: int, groups: Iterable[tuple[int, int]] = ()
 ) -> tuple[list[int], tuple[Group, ...]]:
-    """Return a prompt that fits into ``size``, and its groups: cut out behind its first ``keep``.
+    """Return a prompt truncated to ``size`` after its first ``keep`` tokens, and its groups.
 
-    Raises UsageError when what may not be split leaves nothing to cut.
+    Raises UsageError if the unsplittable parts are too large.
     """
     given = list(tokens)
     whole = grouping.checked(groups, len(given), len(given))

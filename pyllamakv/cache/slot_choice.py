@@ -1,8 +1,8 @@
-"""Choose a slot for a prompt, and the slot whose beginning it shares. Pure: no context behind it.
+"""Choose a slot for a prompt, and the slot whose prefix it shares. All functions are pure.
 
-A slot is *gone on with* when its history and the prompt belong together: then it keeps what they
-have in common. Otherwise the prompt gets an empty slot, or else the one that was used longest ago,
-and the prompt's beginning is copied from the slot that has most of it.
+A slot is *reused* if its history and the prompt belong together; it keeps the common prefix.
+Otherwise, the prompt gets an empty slot, or the least recently used one, and its prefix is copied
+from the slot with the longest common prefix.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Candidate:
 
     @property
     def discards(self) -> int:
-        """Return how many tokens would be thrown away."""
+        """Return the number of tokens that would be discarded."""
         return self.length - self.common
 
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """Name a slot, what of the prompt it will hold, and the slot that this is copied from."""
+    """A choice: the slot, the length of its prefix, and the slot from which that is copied."""
 
     slot: int
     common: int
@@ -50,7 +50,7 @@ class SlotChoice:
 
 
 def count_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
-    """Return how many items two sequences of one type begin with in common."""
+    """Return the length of the common prefix of two sequences of one type."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,7 +1,7 @@
 """Groups of tokens: ranges (first, end) of a prompt that must not be split.
 
-What belongs together (the tokens of one picture, say) must be decoded in one batch, be reused as a
-whole, and be discarded as a whole. All functions are pure; groups are sorted and do not overlap.
+A group (the tokens of one image, for example) must be decoded in one batch, reused completely, and
+discarded completely. All functions are pure; groups are sorted and do not overlap.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def around(groups: Sequence[Group], at: int) -> Group | None:
 
 
 def floor(groups: Sequence[Group], at: int) -> int:
-    """Return the last place up to ``at`` where a cut splits no group."""
+    """Return the last index up to ``at`` where a cut splits no group."""
     group = around(groups, at)
     return at if group is None else group[0]
 
 
 def ceil(groups: Sequence[Group], at: int) -> int:
-    """Return the first place from ``at`` on where a cut splits no group."""
+    """Return the first index from ``at`` where a cut splits no group."""
     group = around(groups, at)
     return at if group is None else group[1]
 
 
 def without(groups: Sequence[Group], first: int, end: int) -> tuple[Group, ...]:
-    """Return where the groups lie once tokens first..end are gone; none of them may be split."""
+    """Return the groups after removing tokens first..end; none of them may be split."""
     kept = [group for group in groups if group[1] <= first]
     moved = [(a - (end - first), b - (end - first)) for a, b in groups if a >= end]
     return (*kept, *moved)

@@ -59,7 +59,7 @@ def default_page() -> Path:
 
 
 def plan(specs: Sequence[CellSpec], as_json: bool) -> None:
-    """Show the cells of a plan, and what is known of them."""
+    """Print the cells of a plan, and known verdicts."""
     from pyllamakv.verification import result_cache
 
     rows: list[dict[str, Any]] = []

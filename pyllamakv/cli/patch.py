@@ -291,7 +291,7 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
 
 
 def _waiting(names: list[str], patches: Path | None) -> str:
-    """Return the patch whose rebase waits; ``patches`` must be what it was started with."""
+    """Return the patch whose rebase is in progress; ``patches`` must be its series."""
     from pyllamakv.patching import rebase_session
     from pyllamakv.source.store import open_store
 
@@ -447,7 +447,7 @@ def import_patch(
 
 
 def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
-    """Yield where a patch applies, and where not: releases with one reason in one line."""
+    """Yield where a patch applies, and otherwise releases with the reason, one line each."""
     for trial in trials:
         if trial.applies:
             moved = f", moved by {trial.offset} lines in all" if trial.offset else ""

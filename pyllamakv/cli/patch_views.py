@@ -1,4 +1,4 @@
-"""Draw what `pyllamakv patch` reports."""
+"""Print the reports of `pyllamakv patch`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "y
 
 
 def _safe(text: str) -> str:
-    """Escape control characters and markup of a patch, which may come from anywhere."""
+    """Escape control characters and markup in the text of an untrusted patch."""
     return escape(printable(text, keep="\n\t"))
 
 
@@ -93,7 +93,7 @@ def _summary(one: PatchStatus) -> str:
 
 
 def facts(patch: Definition) -> dict[str, Any]:
-    """Return what is known of a patch as plain data."""
+    """Return the facts of a patch as plain data."""
     return {
         "id": patch.id,
         "title": patch.title,
@@ -128,7 +128,7 @@ def series(found: Sequence[dict[str, Any]]) -> None:
 
 
 def patch(definition: Definition) -> None:
-    """Write what a patch is for and where it applies."""
+    """Print the purpose of a patch and its releases."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"[bold]{_safe(definition.id)}[/]: {_safe(definition.title)}\n")
     console.print(_safe(definition.why) + "\n")
@@ -149,7 +149,7 @@ def patch(definition: Definition) -> None:
 
 
 def comparison(found: PortComparison) -> None:
-    """Write what the second of two texts lost, and what it gained."""
+    """Print the losses and gains of the second of two ports."""
     console = Console(soft_wrap=True, highlight=False)
     between = _safe(f"{found.id}: {found.one} to {found.other}")
     console.print(f"{between}: [bold]{found.change}[/]")
@@ -163,7 +163,7 @@ def comparison(found: PortComparison) -> None:
 
 
 def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
-    """Write what became of each hunk; of patches not meant for a release only when named."""
+    """Print the state of each hunk; for patches of other releases, only if named."""
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         against = _safe(f", text for {one.base}" if one.base else "")

@@ -74,7 +74,7 @@ def command(
 
 
 def _check_options(context: typer.Context) -> None:
-    """Refuse what a script says itself, instead of leaving it out without a word."""
+    """Refuse options that a script contains itself, instead of ignoring them."""
     given = [
         f"--{name.replace('_', '-')}"
         for name in _OF_PROMPTS

@@ -40,7 +40,7 @@ def note(text: str) -> None:
 
 
 class StdoutClosed(Exception):
-    """Report that the reader of stdout is gone (a pager, head)."""
+    """The reader of stdout has ended (a pager, head)."""
 
 
 class StdoutFull(DiskFull):

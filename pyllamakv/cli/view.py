@@ -122,7 +122,7 @@ def _follow(
 
 
 def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
-    """Refuse what cannot be written before anything is played."""
+    """Refuse invalid output files before anything is played."""
     if timeline is not None and timeline.suffix not in (".svg", ".png"):
         raise UsageError(f"--timeline takes a file that ends in .svg or .png, not {timeline.name}")
     for folder in (svg, png):

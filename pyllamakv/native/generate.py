@@ -25,9 +25,9 @@ _CFFI = "# written by cffi "
 
 
 def declarations(text: str) -> str:
-    """Return what stands between the cdef marks of a header, without comments.
+    """Return the text between the cdef marks of a header, without comments.
 
-    Raises ValueError when the marks are missing.
+    Raises ValueError if the marks are missing.
     """
     before, begin, rest = text.partition(_BEGIN)
     body, end, _after = rest.partition(_END)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchedRelease:
-    """Name a patched release: its commit and tree in the store, and what went into it.
+    """A patched release: its commit and tree in the store, and the applied ports.
 
-    ``digest`` is the sha256 over the changes in order (of nothing for stock); ``skipped`` is what
-    the series has and this release does not take.
+    ``digest`` is the sha256 of the changes in order (of nothing for stock). ``skipped`` has the
+    patches of the series that do not apply to this release.
     """
 
     release: str

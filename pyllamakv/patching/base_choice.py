@@ -1,4 +1,4 @@
-"""Find the release where a patch is committed, to be picked onto another one."""
+"""Find the release on which a patch is committed before a cherry-pick onto another one."""
 
 from __future__ import annotations
 

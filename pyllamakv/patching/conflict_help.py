@@ -26,7 +26,7 @@ def conflict_error(
 ) -> RebaseConflict:
     """Create the error with directory, files and the action for each.
 
-    ``marked`` are the files that still hold marks, where that is known: others of theirs are done.
+    ``marked`` are the files that still have conflict markers, if known; the others are resolved.
     """
     folder = session.folder(store)
     clashes = worktree.unmerged_files(folder) if folder.is_dir() else ()

@@ -47,7 +47,7 @@ def normalize(line: bytes) -> str:
 
 
 def is_significant(line: bytes) -> bool:
-    """Return whether a line says something: no blank line, lone brace or mere comment."""
+    """Return whether a line is code: not blank, a lone brace or a comment."""
     return _NAME.search(normalize(line)) is not None
 
 
@@ -63,7 +63,7 @@ def kind(line: bytes) -> str:
 
 
 def calls(lines: Iterable[bytes]) -> Counter[str]:
-    """Count what is called (or defined) in lines, by name."""
+    """Count the called or defined names in lines."""
     found: Counter[str] = Counter()
     for line in lines:
         text = _QUOTED.sub('""', normalize(line))

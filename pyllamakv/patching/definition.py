@@ -1,4 +1,4 @@
-"""Describe a patch: what it is for, where it belongs, and its port for each base release."""
+"""Describe a patch: its purpose, its releases, and its port for each base release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_ID = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True)
 class Marker:
-    """State what a tree must hold for a text to be meant for it; all parts must hold."""
+    """A condition on a tree for a port to be a candidate; all parts must hold."""
 
     file: str
     has: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Marker:
     exists: bool | None = None
 
     def holds(self, tree: Tree) -> bool:
-        """Return whether the tree is as the marker says."""
+        """Return whether the condition holds in a tree."""
         entry = tree.entry(self.file)
         if self.exists is not None and self.exists != (entry is not None):
             return False
@@ -74,7 +74,7 @@ class Port:
 
     @classmethod
     def from_file(cls, path: Path | str, id: str | None = None) -> Port:
-        """Read any git patch; id, base and requirements come from its header where it has them."""
+        """Read any git patch; id, base and requirements come from its header, if present."""
         path = Path(path)
         return cls.of(hunks.read(path), path, id=id)
 
@@ -82,9 +82,9 @@ class Port:
     def of(
         cls, patch: Patch, path: Path, *, id: str | None = None, stem: str | None = None
     ) -> Port:
-        """Return the text that a patch of a file is.
+        """Return the port from a patch file.
 
-        ``id`` goes before the one that its header says, ``stem`` stands where it says none.
+        ``id`` has precedence over the header, and ``stem`` is used if the header has none.
         """
         said: dict[bytes, list[str]] = {}
         for key, value in _TRAILER.findall(patch.header):
@@ -116,7 +116,7 @@ class Port:
         return replace(self, patch=self.patch.without(file, hunk))
 
     def failed_markers(self, tree: Tree) -> tuple[Marker, ...]:
-        """Return the markers that do not hold in a tree; none means that the text is meant."""
+        """Return the markers that do not hold in a tree; without any, the port is a candidate."""
         return tuple(marker for marker in self.markers if not marker.holds(tree))
 
 
@@ -162,8 +162,7 @@ _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "releases", "requ
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     """Read ``patch.toml`` of a patch, its hooks and its shared files.
 
-    With ``missing_ok`` a port whose file is not written yet is empty. Raises PatchFormatError,
-    with the file, for what is wrong.
+    With ``missing_ok``, a port without a file is empty. Raises PatchFormatError with the file.
     """
     path = folder / "patch.toml"
     table = strict_toml.load(path, _KEYS, schema=1)

@@ -230,7 +230,7 @@ def _successors(
 
 
 def fuzz(hunk: Hunk, index: hunk_locator.LineIndex) -> Fuzz:
-    """Return the fuzz that `patch` would need for a hunk, or None where it would give up."""
+    """Return the fuzz that `patch` would need for a hunk, or None if it would fail."""
     before, after = hunk.context
     if not hunk.added and not hunk.removed:
         return None
@@ -258,13 +258,12 @@ def changed(
     line: Sequence[ChainLink],
     store: Store,
 ) -> str:
-    """Return the release between a text's base and the target that changed a hunk's lines.
+    """Return the release between a port's base and the target that changed a hunk's lines.
 
-    Walks the chain from the base: the first release where the lines stand no more changed them. For
-    a target older than the base it is the release that brought them. A text that names no base
-    counts as written for the release nearest to the target that has the lines, an older one first.
-    Empty when the base is not in the chain, or its stock tree has not got the lines (a required
-    patch brings them).
+    Searches the chain from the base for the first release without the lines. For a target older
+    than the base, it is the release that added them. A port without a base is treated as written
+    for the release nearest to the target that has the lines, an older one first. Empty if the base
+    is not in the chain, or its stock tree does not have the lines (a required patch adds them).
     """
     links = [link for link in line if link.release.kind in ("sdist", "npm")]
     names = [link.release.name for link in links]
@@ -287,7 +286,7 @@ def changed(
 def _home(
     file: FilePatch, hunk: Hunk, release: Release, links: Sequence[ChainLink], store: Store
 ) -> str:
-    """Return the release where a hunk's lines stand: the newest before the target, or after it."""
+    """Return the release that has a hunk's lines: the newest before the target, or one after it."""
     older = [link for link in links if link.release.order < release.order]
     for link in (*older[::-1], *links[len(older) :]):
         if _stands(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):

@@ -22,11 +22,11 @@ _ENDINGS = (".patch", ".diff")
 
 
 def load(path: Path) -> Series:
-    """Read a patch file, a mailbox of several patches, or a folder.
+    """Read a patch file, a mailbox of several patches, or a directory.
 
-    A folder holds `series.toml` (our own shape), a quilt `series` file (one name per line, ``#``
-    begins a comment, options after the name are ignored) or plain patch files, which are taken in
-    the order of their names.
+    A directory contains `series.toml` (the layout of this package), a quilt `series` file (one name
+    per line, ``#`` starts a comment, options after the name are ignored) or plain patch files,
+    which are sorted by name.
     """
     if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
         return Series(_distinct(_texts(path)), path.parent)
@@ -56,7 +56,7 @@ def _texts(file: Path) -> list[Port]:
 
 
 def definition_of(text: Port) -> Definition:
-    """Wrap one text as a patch that is meant for every tree."""
+    """Return a file as a patch that is a candidate for every tree."""
     return Definition(id=text.id, title=text.title, ports=(text,), requires=text.requires)
 
 

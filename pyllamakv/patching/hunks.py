@@ -1,7 +1,7 @@
-"""Read git patches: mail header, files and hunks, every byte kept as it stood.
+"""Read git patches: mail header, files and hunks, preserving every byte.
 
-Own model of a patch because it must come out as it went in: headers are never normalised, and a
-hunk can be taken out without touching any other line.
+A separate model of a patch is necessary because the output must equal the input: headers are never
+normalised, and a hunk can be removed without changing any other line.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FilePatch:
-    """Hold what a patch does to one file.
+    """The changes of a patch to one file.
 
-    ``old`` is None for a new file, ``new`` is None for a deleted one; modes are git's ("100644"),
-    or None where the patch does not name them. ``line`` is where the part begins in the patch.
+    ``old`` is None for a new file, ``new`` is None for a deleted one. Modes are git's ("100644"),
+    or None if the patch does not contain them. ``line`` is where the part starts in the patch.
     """
 
     header: bytes
@@ -115,7 +115,7 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch: the header (mail header and message), its files, and what follows them."""
+    """One patch: the header (mail header and message), its files, and the text after them."""
 
     header: bytes
     files: tuple[FilePatch, ...]
@@ -123,7 +123,7 @@ class Patch:
 
     @property
     def data(self) -> bytes:
-        """Return the patch as it stood, byte for byte."""
+        """Return the patch unchanged, byte for byte."""
         return self.header + b"".join(file.data for file in self.files) + self.trailer
 
     @property
@@ -141,9 +141,9 @@ class Patch:
         raise UsageError(f"The patch does not touch {path}; it touches {known}.")
 
     def without(self, path: str, number: int) -> Patch:
-        """Return the patch without one hunk; the hunks of a file are counted from 1.
+        """Return the patch without one hunk; the hunks of a file are numbered from 1.
 
-        Later hunks of the file move accordingly; a file whose last hunk goes is left out.
+        Later hunks of the file are renumbered. A file without hunks is omitted.
         """
         target = self.file(path)
         if not 1 <= number <= len(target.hunks):
@@ -168,7 +168,7 @@ class Patch:
 
 
 def read(path: Path) -> Patch:
-    """Read a file that holds one patch; raise PatchFormatError with the line that is wrong."""
+    """Read a file with one patch. Raises PatchFormatError with the line."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -239,7 +239,7 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
 
 @dataclass
 class _FileFacts:
-    """Collect what the header of one file says."""
+    """Collect the facts in the header of one file."""
 
     raw: bytes = b""
     old: str | None = None
@@ -252,7 +252,7 @@ class _FileFacts:
 
 
 class _PatchReader:
-    """Walk the lines of a patch and know where it is."""
+    """Iterate over the lines of a patch, with the line number."""
 
     def __init__(self, data: bytes, name: str) -> None:
         # not splitlines: a lone carriage return ends no line for git
@@ -268,7 +268,7 @@ class _PatchReader:
         return self.lines[at] if at < len(self.lines) else b""
 
     def take(self) -> bytes:
-        """Return the next line and go on."""
+        """Return the next line and advance."""
         self.at += 1
         return self.lines[self.at - 1]
 
@@ -278,7 +278,7 @@ class _PatchReader:
         return PatchFormatError(f"{self.name}:{at}: {message}", self.name, at)
 
     def at_file(self) -> bool:
-        """Return whether a file's part begins here."""
+        """Return whether a file's part starts here."""
         return self.peek().startswith(b"diff --git ") or self.at_names(strict=True)
 
     def at_names(self, *, strict: bool = False) -> bool:
@@ -287,7 +287,7 @@ class _PatchReader:
         return names and (not strict or _RANGE.match(self.peek(2)) is not None)
 
     def at_hunk(self) -> bool:
-        """Return whether a hunk begins here."""
+        """Return whether a hunk starts here."""
         return self.peek().startswith(b"@@ ")
 
     def until_file(self) -> bytes:
@@ -298,10 +298,10 @@ class _PatchReader:
         return b"".join(self.lines[start : self.at])
 
     def between(self) -> bytes:
-        """Take what stands between two files' parts, or after the last one.
+        """Read the text between the parts of two files, or after the last one.
 
-        Lines that look like a hunk's are refused: they mean that its counts are wrong, and git
-        would pass over them without a word.
+        Lines that look like a hunk's are refused: the counts of the hunk are wrong then, and git
+        would ignore the lines silently.
         """
         start = self.at
         while self.at < len(self.lines) and not self.at_file():
@@ -371,7 +371,7 @@ def _extended(reader: _PatchReader, facts: _FileFacts) -> bool:
 
 
 def _hunk(reader: _PatchReader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
-    """Take one hunk: its ranges, its ``@@`` line and its lines."""
+    """Parse one hunk: its ranges, its ``@@`` line and its lines."""
     match = _RANGE.match(reader.peek())
     if match is None:
         raise reader.wrong("expected `@@ -start,count +start,count @@`.")

@@ -1,4 +1,4 @@
-"""Check what the applier cannot: descriptions, style, and files that nothing names."""
+"""Check properties that the applier cannot: descriptions, style, and unused files."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _LONGEST = 1000
 
 @dataclass(frozen=True)
 class MailHeader:
-    """Hold what a patch's header says about its commit; empty where it says nothing."""
+    """The facts of a patch's header about its commit; empty if absent."""
 
     name: str = ""
     email: str = ""

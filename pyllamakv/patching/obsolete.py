@@ -1,9 +1,8 @@
-"""Look for signs that upstream does itself what a patch is for.
+"""Find signs that upstream already does what a patch does.
 
-Three signs, none of which decides alone: the text is in the release already, the names that the
-patch needs are gone or those that it brings are there, and the stock release passes the patch's
-scenarios. Two of three make a patch obsolete. The third is the harness's: it hands over what it
-saw. Nothing is ever deleted on such a word.
+Three signs, two of which must agree: the release contains the text of the port; the names that the
+patch needs are gone, or those that it adds exist; the stock release passes the patch's scenarios.
+The verification provides the third one. Nothing is deleted automatically.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Obsolescence:
-    """Hold what the signs say about one patch on one release."""
+    """The signs about one patch on one release."""
 
     release: str
     id: str
@@ -57,7 +56,7 @@ class Obsolescence:
 
     @property
     def votes(self) -> int:
-        """Count the signs that say obsolete."""
+        """Count the signs that the patch is obsolete."""
         return sum(sign.obsolete is True for sign in self.signs)
 
     @property
@@ -66,7 +65,7 @@ class Obsolescence:
         return self.votes >= 2
 
     def with_behaviour(self, stock: Mapping[str, str]) -> Obsolescence:
-        """Return the same with what the harness saw of the stock release (see `behaviour`)."""
+        """Return a copy with outcomes of scenarios on the stock release (see `scenario_sign`)."""
         others = tuple(sign for sign in self.signs if sign.name != "behaviour")
         return replace(self, signs=(*others, scenario_sign(stock)))
 
@@ -165,11 +164,11 @@ def _before(old: Sequence[bytes], lines: bytes) -> bool:
 
 
 def symbols_sign(texts: Sequence[Port], release: Release, store: Store) -> Sign:
-    """Judge by names: those that the patch hooks into are gone, or those that it brings are there.
+    """Decide from names: those that the patch hooks into are gone, or those that it adds exist.
 
-    What a text hooks into and brings is read off its base release; the text whose needs the
-    release meets best speaks. Mute where the store has no base that is older than the release: what
-    is not there yet is not gone.
+    The names are read from the port's base release; the port whose requirements the release meets
+    best decides. Unknown if the store has no base older than the release, because names that do not
+    exist yet are not gone.
     """
     known = lockfile.known()
     best: tuple[float, set[str], set[str], set[str]] | None = None

@@ -1,7 +1,7 @@
-"""Write patch files from commits and folders, and check that each comes out as it went in.
+"""Write patch files from commits and directories, and check that each can be read back.
 
-A patched release is also written as a plain series of mails, for people who build llama.cpp
-themselves: `git am` takes them on upstream's own commit, and quilt takes the folder.
+A patched release is also exported as a plain series of mails, for users who build llama.cpp
+themselves: `git am` applies them to upstream's commit, and quilt accepts the directory.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class ExportCheck:
 
     @property
     def same(self) -> bool:
-        """Return whether the file is as it would be exported."""
+        """Return whether the file equals its export."""
         return self.kind == "same"
 
 
 @dataclass(frozen=True)
 class _Ground:
-    """Hold what a text is written against: its base with the patches it requires."""
+    """The base of a port, with the patches that it requires."""
 
     store: Store
     commit: str

@@ -68,7 +68,7 @@ class ApplyResult:
 
 @dataclass(frozen=True)
 class Imported:
-    """Say what was written for an imported patch, and on which releases it applies."""
+    """The result of an import: the written patch, and the releases on which it applies."""
 
     id: str
     base: str
@@ -133,12 +133,12 @@ def import_patch(
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Copy a user's patch into a series folder (made where there is none) as the patch ``id_``.
+    """Copy a user's patch into a series directory (created if necessary) as the patch ``id_``.
 
-    ``base`` is the release that it is written against; without it the one that its header names,
-    else the one among ``releases`` where its hunks moved least, the newest of several. Raises
-    PatchConflict when it does not apply there, NoPortApplies when it applies nowhere, UsageError
-    for an id that is taken; nothing is written then.
+    ``base`` is the release for which it was written. The default is the release in its header, else
+    the one among ``releases`` with the smallest offsets, the newest of several. Raises
+    PatchConflict if it does not apply there, NoPortApplies if it applies nowhere, and UsageError
+    for an existing id; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):

@@ -1,4 +1,4 @@
-"""Choose the texts for a release: markers first, then strict apply; requirements come along."""
+"""Choose the ports for a release: by markers, then by strict apply, including requirements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AppliedPort:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Say why a patch of the series is left out on a release."""
+    """A patch of the series that is skipped on a release, with the reason."""
 
     id: str
     reason: str
@@ -80,11 +80,11 @@ def choose_for_tree(
     release: str,
     names: Sequence[str | Port] | None = None,
 ) -> PortChoice:
-    """Choose texts for a stock tree.
+    """Choose ports for a stock tree.
 
-    With names every one of them, and what it requires, must apply: otherwise NoPortApplies with
-    each conflict. Without names, patches that do not apply are left out, with the reason; when
-    nothing is left, NoPortApplies too.
+    With names, all of them and their requirements must apply; otherwise, NoPortApplies lists each
+    conflict. Without names, patches that do not apply are skipped with the reason. Raises
+    NoPortApplies if none applies.
     """
     if names is None:
         return _every(series, tree, release)

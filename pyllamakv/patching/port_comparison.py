@@ -1,8 +1,8 @@
-"""Compare two texts of one patch, for two bases, and name what the second one lost.
+"""Compare two ports of one patch, for two bases, and list what the second one lacks.
 
-A port may apply and build and yet lack the hunk that mattered. Lines move, and are spelled
-differently from one base to the next, so hunks are matched by what they add, wherever that stands,
-and calls and classes of lines are counted over the whole text.
+A port may apply and build without the hunk that matters. Lines move and change between bases, so
+hunks are matched by the lines that they add, wherever these are, and calls and classes of lines are
+counted over the whole port.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class PortDifference:
-    """Name one thing that a text has more of than the other.
+    """One difference: something that one port has more of than the other.
 
-    ``name`` is the file, the hunk's number, the function or the class of lines; ``function`` is
-    where the hunk stands; ``before`` and ``after`` count it; ``lines`` are what the hunk adds.
+    ``name`` is the file, the hunk's number, the function or the class of lines. ``function`` is the
+    function around the hunk. ``before`` and ``after`` are counts, and ``lines`` are those that the
+    hunk adds.
     """
 
     what: What
@@ -91,7 +92,7 @@ class PortComparison:
 
     @property
     def missing(self) -> tuple[PortDifference, ...]:
-        """Return what is lost as a whole: what a person must look at."""
+        """Return what is missing completely, which a person must check."""
         return tuple(loss for loss in self.lost if loss.whole)
 
     def as_json(self) -> dict[str, Any]:
@@ -149,9 +150,9 @@ def missing_parts(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
 
 
 def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
-    """Pair hunks that change the same lines; return who found a partner, and the other's rest.
+    """Match hunks that change the same lines; return matched ones, and the rest of the other port.
 
-    What one hunk has found must not vouch for another: two hunks of a patch often look alike.
+    Each hunk can match only once, because two hunks of a patch are often similar.
     """
     theirs = Counter(_said(hunk) for file in other.files for hunk in file.hunks)
     found = []
@@ -174,7 +175,7 @@ def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class _Pool:
-    """Hold what hunks add and remove, to look hunks of another text up in."""
+    """An index of added and removed lines, to look up hunks of another port."""
 
     def __init__(self, hunks: Sequence[Hunk]) -> None:
         added = [line for hunk in hunks for line in hunk.added if cpp_lines.is_significant(line)]
@@ -186,7 +187,7 @@ class _Pool:
         self.names = cpp_lines.names(added)
 
     def has(self, hunk: Hunk) -> bool:
-        """Return whether most of a hunk stands here."""
+        """Return whether most of a hunk is present."""
         added = [cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)]
         if not added:
             removed = [
@@ -211,7 +212,7 @@ def _hunk(file: FilePatch, number: int, hunk: Hunk) -> PortDifference:
 
 
 def heading(hunk: Hunk) -> str:
-    """Return the function that git wrote behind a hunk's ranges, without its arguments."""
+    """Return the function in a hunk's header, without its arguments."""
     return headings.written(hunk).decode("utf-8", "replace").split("(", 1)[0].strip()
 
 
@@ -222,7 +223,7 @@ def _counted(what: What, one: Counter[str], other: Counter[str]) -> Iterable[Por
 
 
 def _calls(patch: Patch) -> Counter[str]:
-    """Count the calls that a text brings, those that it only moves left out."""
+    """Count the calls that a port adds, without those that it only moves."""
     return cpp_lines.calls(_lines(patch, b"+")) - cpp_lines.calls(_lines(patch, b"-"))
 
 

@@ -31,7 +31,7 @@ _LENGTH = range(16, 96)
 
 
 def check_writable(series: Series, definition: Definition, release: Release) -> None:
-    """Raise UsageError where a text for a release cannot be put into the series."""
+    """Raise UsageError if a port for a release cannot be added to the series."""
     if definition.folder is None or series.folder is None:
         msg = (
             f"{definition.id} is a foreign patch without a series directory; name a directory "
@@ -90,10 +90,10 @@ def _others(definition: Definition, store: Store) -> list[trees.StoreTree]:
 
 
 def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tuple[Marker, ...]:
-    """Return markers that hold in ``tree``: per changed file one line, new files must be absent.
+    """Return markers that hold in ``tree``: one line per changed file; new files must be absent.
 
-    Of the lines that a file's hunks rest on, the one that most of the ``others`` lack is taken,
-    and of those the longest: it says most about the place.
+    Among the lines that a file's hunks need, the one is chosen that is missing in most of the
+    ``others``, and of those the longest, because it is the most specific.
     """
     seen = tuple(others)
     found: list[Marker] = []

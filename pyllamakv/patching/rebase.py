@@ -1,8 +1,8 @@
-"""Carry a patch over to another release: commit it where it applies, pick it onto the target.
+"""Rebase a patch onto another release: commit it where it applies, and cherry-pick the commit.
 
-`git am -3` needs blobs that exist nowhere; a commit on the nearest release where a text applies
-strictly gives git a true common ancestor from the store alone. The merge happens in a work tree of
-the store, below the home and outside any checkout.
+`git am -3` needs blobs that exist nowhere. A commit on the nearest release on which a port applies
+strictly gives git a common ancestor. The merge happens in a work tree of the store, in the data
+directory, outside of any checkout.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ State = Literal["applies", "empty", "clean", "resolved", "skipped"]
 
 @dataclass(frozen=True)
 class Rebased:
-    """Say what became of one patch: the file written, and what it lost against its old text.
+    """The result for one patch: the written file, and its losses against the old port.
 
-    ``base`` is the text that was carried over, ``anchor`` the release where it was committed.
+    ``base`` is the port that was rebased, and ``anchor`` the release on which it was committed.
     """
 
     id: str
@@ -128,7 +128,7 @@ def skip(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
 
 
 def abort(id_: str, *, store: Store | None = None) -> None:
-    """Remove a rebase that waits, or what a killed process left of one; texts stay as they were."""
+    """Remove an unfinished rebase, or the remains of a killed process; ports do not change."""
     store = store or open_store()
     with store.lock(f"rebase-{id_}"):
         rebase_session.clear(store, id_)

@@ -1,8 +1,8 @@
-"""Keep what a rebase needs to go on after a person has solved its conflict.
+"""Store the state of a rebase until its conflict is resolved.
 
-One folder per patch, below ``rebase/`` beside the store: ``state.json`` and the work tree. The
-state is written before anything else and removed last, so whatever a killed process leaves can be
-found and cleaned.
+There is one directory per patch, below ``rebase/`` next to the store, with ``state.json`` and the
+work tree. The state is written first and removed last, so that the remains of a killed process can
+be found and removed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Session:
     phase: Literal["starting", "waiting"] = "starting"
 
     def folder(self, store: Store) -> Path:
-        """Return the work tree where the person works."""
+        """Return the work tree of the conflict."""
         return place(store, self.id) / "tree"
 
     def write(self, store: Store, *, phase: Literal["starting", "waiting"]) -> Session:
@@ -83,7 +83,7 @@ def load(store: Store, id_: str) -> Session | None:
 
 
 def ids(store: Store) -> tuple[str, ...]:
-    """Return the patches with a rebase that waits, or whose remains lie there."""
+    """Return the patches with an unfinished rebase, or with its remains."""
     folder = store.path.parent / "rebase"
     return tuple(sorted(path.name for path in folder.glob("*") if path.is_dir()))
 

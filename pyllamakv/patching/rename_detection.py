@@ -32,11 +32,11 @@ class Successor(NamedTuple):
 
 
 def find(tree: StoreTree, path: str, lines: Iterable[bytes]) -> tuple[Successor, ...]:
-    """Return files that hold lines which stood in ``path`` once, the likeliest first.
+    """Return files with lines that were in ``path``, the most likely first.
 
-    Files of the same kind in the same top folder are searched. A line or name counts the less the
-    more files have it. At most three are returned, none where nothing is like it, or nothing is
-    more like it than ``path`` itself.
+    Searches files of the same type in the same top directory. A line or name has less weight if
+    more files contain it. Returns at most three files, and none if no file is more similar than
+    ``path`` itself.
     """
     old = [line for line in lines if cpp_lines.is_significant(line)]
     wanted = {cpp_lines.normalize(line) for line in old} | set(cpp_lines.names(old))

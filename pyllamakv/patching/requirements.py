@@ -1,4 +1,4 @@
-"""Tell what a text still requires on a release that it is carried to."""
+"""Determine the patches that a rebased port still requires on its release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def needed_on(
     series: Series, text: Port, release: Release, store: Store, to: Path | None
 ) -> tuple[str, ...]:
-    """Return what a text requires, without patches that the release has no use for."""
+    """Return the requirements of a port, without patches that the release does not need."""
     tree = trees.StoreTree(store, store.tree_of(release))
 
     def meant(id_: str) -> bool:
@@ -40,7 +40,7 @@ def needed_on(
 
 
 def patches(requires: Sequence[str], to: Path | None) -> list[str | Port]:
-    """Return what is required; what was just written to a folder goes before the series."""
+    """Return a required port; one just written to a directory has precedence over the series."""
     files = {id_: to / f"{id_}.patch" for id_ in requires} if to else {}
     return [
         Port.from_file(files[id_], id_) if id_ in files and files[id_].is_file() else id_

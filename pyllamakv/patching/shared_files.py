@@ -63,10 +63,9 @@ def compose(header: bytes, hooks: Patch, shared: Mapping[str, bytes]) -> Patch:
 
 
 def separate(patch: Patch, shared: Iterable[str]) -> tuple[bytes, dict[str, bytes]]:
-    """Return the hooks of a composed patch as a file, and the content of the shared files it adds.
+    """Split a composed patch into its hooks and the shared files that it adds.
 
-    Raises PatchFormatError where it does not add one of the shared files, or where nothing else
-    is left.
+    Raises PatchFormatError if it does not add one of the shared files, or has no hooks.
     """
     names = set(shared)
     contents = {

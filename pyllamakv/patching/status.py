@@ -42,9 +42,9 @@ class PatchStatus:
     """The state of one patch on one release.
 
     ``applies``: every hunk is at its recorded position; ``offset``: hunks moved, each to one
-    possible position; ``fails``: a port is meant for the tree, but a hunk has no position;
-    ``blocked``: a required patch is not applied; ``not-applicable``: no port is meant for this
-    tree. ``text`` is the base of the port in use.
+    possible position; ``fails``: a port is a candidate, but a hunk has no position; ``blocked``: a
+    required patch is not applied; ``not-applicable``: no port is a candidate. ``text`` is the base
+    of the port in use.
     """
 
     release: str

@@ -71,7 +71,7 @@ class Tree(Protocol):
     """Read a tree: a commit of the store, or a mapping in a test."""
 
     def entry(self, path: str) -> DraftEntry | None:
-        """Return the file, or None where there is none."""
+        """Return the file, or None."""
 
     def paths(self) -> Iterable[str]:
         """Return the paths of all files."""
@@ -84,7 +84,7 @@ class MemoryTree:
     files: Mapping[str, bytes | DraftEntry]
 
     def entry(self, path: str) -> DraftEntry | None:
-        """Return the file, or None where there is none."""
+        """Return the file, or None."""
         found = self.files.get(path)
         return DraftEntry(found) if isinstance(found, bytes) else found
 
@@ -101,7 +101,7 @@ class TreeOverlay:
     changes: dict[str, DraftEntry | None] = field(default_factory=dict)
 
     def entry(self, path: str) -> DraftEntry | None:
-        """Return the file as it is with all changes so far."""
+        """Return the file with all changes so far."""
         return self.changes[path] if path in self.changes else self.base.entry(path)
 
     def below(self, path: str) -> str:
@@ -111,7 +111,7 @@ class TreeOverlay:
         return next((name for name in there if self.entry(name) is not None), "")
 
     def copy(self) -> TreeOverlay:
-        """Return a draft that can go another way."""
+        """Return a copy of the draft."""
         return TreeOverlay(self.base, dict(self.changes))
 
     def dry_run(self, patch: Patch) -> tuple[Placement, ...]:
@@ -220,7 +220,7 @@ def _create(
 
 
 def _above(draft: TreeOverlay, path: str) -> str:
-    """Return what stands where a path needs a folder: git would put a folder in its place."""
+    """Return the file in the place of a directory that a path needs; git would replace it."""
     parts = path.split("/")
     names = ("/".join(parts[:count]) for count in range(1, len(parts)))
     return next((name for name in names if draft.entry(name) is not None), "")

@@ -34,7 +34,7 @@ class StoreTree:
         return {entry.path: entry.mode for entry in self.store.entries(self.tree)}
 
     def entry(self, path: str) -> DraftEntry | None:
-        """Return a file, or None where there is none."""
+        """Return a file, or None."""
         if path not in self._read:
             self.fetch([path])
         return self._read[path]

@@ -109,7 +109,7 @@ def unmerged_files(folder: Path) -> tuple[UnmergedFile, ...]:
 
 
 def with_conflict_markers(folder: Path, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the files among these that still hold the marks of a conflict."""
+    """Return those files that still have conflict markers."""
     return tuple(path for path in paths if _is_marked(folder / path))
 
 
@@ -137,7 +137,7 @@ def changed(folder: Path, commit: str) -> tuple[str, ...]:
 
 
 def _busy(folder: Path) -> AbstractContextManager[int]:
-    """Lock a work tree: a git left behind would go on to write into what is being removed."""
+    """Lock a work tree, because a surviving git would continue to write into it."""
     return inheritable_lock(folder.with_name(f"{folder.name}.busy"))
 
 

@@ -1,8 +1,8 @@
-"""Choose what the KV cache is made of, see what that takes, give it back, and keep it in a file.
+"""Select the memory of a KV cache, measure it, return it to the system, and store it in a file.
 
-`Model.context` takes ``kv_backing``: "heap", as llama.cpp does it; "mmap", memory that is committed
-page by page as cells are written; a folder, for a temporary file without a name in it; or a file.
-A file may be kept: what `KV.flush` wrote is there for the next process.
+`Model.context` takes ``kv_backing``: "heap", as in llama.cpp; "mmap", memory that is committed page
+by page when cells are written; a directory, for an unnamed temporary file in it; or a file. A file
+may be kept: the next process can use the content written by `KV.flush`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PIECE: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class BackingChoice:
-    """A checked choice, as `ContextParams` takes it; ``what`` is how it was given."""
+    """A checked choice in the format of `ContextParams`; ``what`` is the user's value."""
 
     kind: Backing = Backing.HEAP
     path: str | None = None
@@ -134,7 +134,7 @@ def identity(model: Model) -> str:
 
 
 def read(context: Context) -> KVMemory:
-    """Return what the cache takes; the caller holds the context's lock."""
+    """Return the memory of the cache. The caller holds the context's lock."""
     # The environment may have chosen otherwise.
     try:
         raw = context.native.mapping(context.handle)
@@ -177,7 +177,7 @@ class KVFile:
         self._native.mapping_flush(handle, np.concatenate(parts))
 
     def free(self, handle: ContextHandle) -> None:
-        """Flush and free the context, the latter also where the former fails."""
+        """Flush and free the context, also if the flush fails."""
         try:
             if self.flushes:
                 self.flush(handle)
@@ -226,7 +226,7 @@ def resume(context: Context) -> None:
 
 
 def _leave(context: Context) -> None:
-    """Close a context, and leave its file as it is."""
+    """Close a context without changing its file."""
     if context.kv_file:
         context.kv_file.flushes = False
     context.close()
@@ -243,7 +243,7 @@ def _has(raw: RawCells, number: int) -> NDArray[np.bool_]:
 
 
 def _tokens(raw: RawCells, ledgers: tuple[Ledger, ...]) -> NDArray[np.int32]:
-    """Return the token of each cell (n,) int32, -1 where no ledger knows it."""
+    """Return the token of each cell (n,) int32, -1 if no ledger has it."""
     tokens = np.full(len(raw.pos), -1, np.int32)
     for number, ledger in enumerate(ledgers):
         if not len(ledger):

@@ -1,4 +1,4 @@
-"""Describe and check what to decode: tokens that follow (`Feed`), or placed ones (`Batch`)."""
+"""Describe and check work for a decode: next tokens (`Feed`) or positioned ones (`Batch`)."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ def _as_flags(values: Any) -> NDArray[np.int8]:
 
 
 def to_arrays(context: Context, work: Feed | Batch | Iterable[Feed]) -> BatchArrays:
-    """Return a batch's arrays, or feeds one after the other, each where its sequence ends.
+    """Return the arrays of a batch, or of feeds, each continuing its sequence.
 
-    Raises UsageError for what is neither, and Closed for a closed sequence's feed.
+    Raises UsageError for anything else, and Closed for the feed of a closed sequence.
     """
     if isinstance(work, Batch):
         return work.arrays()
@@ -264,9 +264,9 @@ def _check_lengths(arrays: BatchArrays) -> None:
 
 
 def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True) -> None:
-    """Refuse a batch that llama.cpp would assert on, misread or silently place wrong.
+    """Refuse a batch that would fail an assertion of llama.cpp or be placed wrongly.
 
-    ``positions`` False leaves out what holds already when feeds were laid out.
+    With ``positions`` False, checks are omitted that feeds satisfy by construction.
     """
     n = len(batch.token)
     if n == 0:

@@ -505,7 +505,7 @@ class Context:
     # times what it costs in a loop of its own.
 
     def _group_of(self, sequences: Iterable[Sequence]) -> StepGroup:
-        """Return the group of these sequences: the last one, where they are the same."""
+        """Return the group of these sequences, reusing the last one if it is the same."""
         last = self._group
         if type(sequences) is list:
             wanted = sequences.copy()
@@ -617,7 +617,7 @@ class Context:
     def _picker(
         self, sampler: TokenSampler | SamplerParams | None
     ) -> tuple[TokenSampler, Sampler | None]:
-        """Return what chooses tokens, and the sampler to close afterwards if one was made."""
+        """Return the sampler to use, and the one to close afterwards if it was created here."""
         if sampler is not None and not isinstance(sampler, SamplerParams):
             return sampler, None
         params = sampler or SamplerParams()
@@ -637,9 +637,9 @@ class Context:
 
 @contextmanager
 def intercept(context: Context, make: Callable[[], Any]) -> Iterator[None]:
-    """Replace a context's library by what ``make`` returns, to the end of the block.
+    """Replace the library of a context by the result of ``make`` until the end of the block.
 
-    The replacement passes each call on. The caller holds the context's lock while ``make`` runs.
+    The replacement forwards each call. The caller holds the context's lock while ``make`` runs.
     """
     with context.lock:
         native, decode_one = context.native, context.decode_one

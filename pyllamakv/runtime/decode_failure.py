@@ -1,4 +1,4 @@
-"""Explain a decode that failed, and restore what it changed."""
+"""Explain a failed decode, and restore the previous state."""
 
 from __future__ import annotations
 

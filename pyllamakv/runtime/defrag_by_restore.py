@@ -1,7 +1,8 @@
-"""Compact a cache by saving, removing and restoring sequences, where the library moves no cells.
+"""Compact a cache by saving, removing and restoring sequences, if the library cannot move cells.
 
-llama.cpp's public calls alone: what works on stock. Sequences that share cells would each get
-cells of their own, so they are refused; so is whatever a state would leave out.
+This uses public functions of llama.cpp only, and works on stock. Sequences that share cells are
+refused, because each would get its own cells, and so is memory that a state does not contain
+completely.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ class RestoreDefragReport:
 def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
     """Move all used cells together by saving and restoring sequences.
 
-    The caller holds the context's lock. ``before``: its cells now.
-
-    Raises Unsupported with nothing changed, StateError when the library refuses what it gave
-    itself: then ``saved`` of the error holds the sequences that are gone. What else ends it, such
-    as a Ctrl-C, is raised when all sequences are back.
+    The caller holds the context's lock. ``before``: its cells now. Raises Unsupported with nothing
+    changed, or StateError if the library refuses a state of its own; ``saved`` of that error has
+    the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences were
+    restored.
     """
     _check(context, before)
     held: dict[int, bytes] = {}
@@ -73,7 +73,7 @@ def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Resto
 
 
 def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -> None:
-    """Restore what is held. Another Ctrl-C begins anew: the first one is heeded in the end."""
+    """Restore the removed sequences. A further Ctrl-C restarts this; the first is raised later."""
     while held:
         try:
             if not _exchange(context, held, alone=False):
@@ -130,7 +130,7 @@ def _high(snapshot: Snapshot) -> list[int]:
 
 
 def _saved(context: Context, numbers: list[int], held: dict[int, bytes]) -> dict[int, bytes]:
-    """Return the states of sequences that are not held: what could not be put back is not there."""
+    """Return the states of sequences that could not be restored."""
     native, handle = context.native, context.handle
     try:
         return {n: native.state_save(handle, n) for n in numbers if n not in held}

@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return what still waits, as it must be read when nothing follows."""
+        """Return the text of the remaining bytes at the end."""
         text, _ = codecs.utf_8_decode(self.held, _HANDLER, True)
         self.held = b""
         return text

@@ -88,7 +88,7 @@ class _Header:
 
 
 def check_file(path: str | os.PathLike[str]) -> ModelFile:
-    """Return what the header says, or raise ModelError saying what is wrong with the file."""
+    """Read the header of a file. Raises ModelError with the reason."""
     file = Path(path)
     try:
         if file.is_dir():

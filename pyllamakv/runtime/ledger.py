@@ -72,7 +72,7 @@ class Ledger:
         self.logits_at, self.logits_epoch = place, epoch
 
     def extend(self, tokens: Iterable[int], positions: Iterable[int], marks: Iterable[int]) -> None:
-        """Add decoded tokens; positions may come in any order."""
+        """Add decoded tokens; positions may be in any order."""
         first = len(self.positions)
         self.tokens.extend(tokens)
         self.positions.extend(positions)
@@ -101,7 +101,7 @@ class Ledger:
         self.marks = list(range(first, first + len(self.marks)))
 
     def span(self, p0: int | None, p1: int | None) -> tuple[int, int]:
-        """Return which entries lie at positions p0 <= p < p1, as a slice."""
+        """Return the entries at positions p0 <= p < p1, as a slice."""
         start = 0 if p0 is None else bisect_left(self.positions, p0)
         end = len(self.positions) if p1 is None else bisect_left(self.positions, p1)
         return start, max(start, end)
@@ -137,7 +137,7 @@ class Ledger:
         return {mark for mark in self.marks[start:end] if mark >= 0}
 
     def move(self, p0: int | None, p1: int | None, change: Callable[[int], int]) -> None:
-        """Change the positions p0 <= p < p1; what becomes negative is gone."""
+        """Change the positions p0 <= p < p1, and remove entries that become negative."""
         start, end = self.span(p0, p1)
         if start == end:
             return
@@ -241,7 +241,7 @@ def record_batch(ledgers: Sequence[Ledger], batch: BatchArrays, mark: int, epoch
 
 
 def record_step(ledgers: Sequence[Ledger], tokens: Iterable[int], mark: int, epoch: int) -> None:
-    """Write one decoded token of each ledger, with logits; their marks begin with ``mark``."""
+    """Add one decoded token with logits to each ledger; their marks start at ``mark``."""
     # Every line costs: this runs between two decodes.
     for place, (ledger, token) in enumerate(zip(ledgers, tokens, strict=True)):
         pos = ledger.next

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _View(NDArrayOperatorsMixin):
-    """View what a decode left, for as long as it is there."""
+    """A view of the logits of a decode, valid until the next one."""
 
     __slots__ = ("_context", "_epoch", "_lock", "_values")
 

@@ -1,8 +1,8 @@
-"""Estimate what a context needs, and refuse it before anything is allocated when it cannot fit.
+"""Estimate the memory of a context, and refuse it before any allocation if it cannot fit.
 
-The kernel grants more memory than there is and kills later; limits on address space end the
-process inside C. Both are asked first here. The estimate is a lower bound: what passes may still
-be refused by the library, what is refused could not have worked.
+The kernel overcommits memory and kills processes later, and a limit of the address space ends the
+process inside C. Therefore, both limits are checked first. The estimate is a lower bound: an
+accepted context may still be refused by the library, but a refused one could not have worked.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ def metrics(
     counters: Counters | None = None,
     managers: Mapping[str, ManagerStats] | None = None,
 ) -> tuple[Metric, ...]:
-    """Return the metrics of a cache; what is None is left out.
+    """Return the metrics of a cache; None values are omitted.
 
-    ``managers`` are by a name that becomes the label ``manager``. What they count up since their
-    start is known by its name, or by ``COUNTERS`` of their stats; other numbers go up and down.
+    ``managers`` maps names, which become the label ``manager``, to statistics. Counters are
+    recognised by name, or by ``COUNTERS`` of the statistics; other numbers are gauges.
     """
     _check(stats, counters, managers)
     found = [] if stats is None else _of_cells(stats)
@@ -167,7 +167,7 @@ def aligned(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _check(stats: object, counters: object, managers: object) -> None:
-    """Refuse what has not the numbers that are read here."""
+    """Raise unless the argument has the required numbers."""
     wanted = ("size", "used", "free", "shared", "holes", "largest_hole", "used_max_p1", "to_json")
     if stats is not None and not all(hasattr(stats, name) for name in wanted):
         raise arguments.wrong_type("stats", stats, "statistics of cells (kv.stats), or None")

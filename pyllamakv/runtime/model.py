@@ -259,9 +259,9 @@ def load(
     isolated: bool,
     kind: type[Model] = Model,
 ) -> Model:
-    """Load a GGUF file after checking that it is one, and whole; ``kind`` is what is made.
+    """Load a GGUF file after checking that it is complete; ``kind`` is the class to create.
 
-    Raises ModelError saying what is wrong with the file.
+    Raises ModelError with the reason.
     """
     _ = parent.raw
     file = check_file(path)

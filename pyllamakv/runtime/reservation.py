@@ -1,10 +1,10 @@
 """Let a context allocate all memory that it can need, so that it fails now or never.
 
-llama.cpp allocates the cache and the graph of the largest micro-batch over the whole cache when a
-context is made. What it leaves for later is done here once: the rows of logits for a batch that
-wants all of them, a batch that is spread over all sequences, the graph that turns keys. A batch is
-cancelled as soon as it computes. One thing cannot be had without computing over a full cache: the
-space in which values are multiplied without flash attention. There is room for it, or an error.
+At its creation, llama.cpp allocates the cache and the graph of the largest micro-batch over the
+whole cache. The other allocations are made here: logits for all tokens of a batch, a batch that is
+spread over all sequences, and the graph that rotates keys. Each batch is cancelled as soon as its
+computation starts. The buffer for multiplying V without flash attention would need a decode over a
+full cache; its size is checked against the available memory instead.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TokenSampler(Protocol):
 
 
 def check_params(params: SamplerParams) -> SamplerParams:
-    """Return parameters, which check their values themselves."""
+    """Return sampler parameters, which check their own values."""
     return arguments.instance("params", params, SamplerParams, "SamplerParams")
 
 

@@ -311,7 +311,7 @@ def _check_range(p0: int | None, p1: int | None) -> tuple[int, int]:
 
 
 def checked(value: Any, name: str = "sequence") -> Sequence:
-    """Return an argument that must be a sequence, of whatever context."""
+    """Check that an argument is a sequence, of any context, and return it."""
     return arguments.instance(name, value, Sequence, "a Sequence")
 
 

@@ -1,7 +1,7 @@
 """Every cell of a KV cache at one moment, as numpy arrays.
 
-A cell is free where its position is -1. A hole is a longest run of free cells. All numbers are
-counted from the cells themselves, never from what the library believes.
+A cell is free if its position is -1. A hole is a maximal run of free cells. All statistics are
+computed from the cells, not from counters of the library.
 """
 
 from __future__ import annotations
@@ -319,10 +319,10 @@ def find_moves(
     new_pos: NDArray[np.int32],
     new_seqs: NDArray[np.uint64],
 ) -> Moves:
-    """Pair old with new cells of one stream.
+    """Match old with new cells of one stream.
 
-    A cell that holds the same position and sequences as before has not moved. Where several of
-    the others are alike, the first goes with the first.
+    A cell with the same position and sequences has not moved. If several others are equal, they are
+    matched in order.
     """
     same = (old_pos == new_pos) & (old_seqs == new_seqs).all(axis=1)
     old = np.flatnonzero((old_pos >= 0) & ~same)

@@ -1,4 +1,4 @@
-"""Save a sequence with its tokens, and restore it without losing what was there."""
+"""Save a sequence with its tokens, and restore it without losing the present content on failure."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
 
 
 def _put_back(sequence: Sequence, backup: bytes) -> bool:
-    """Load what the sequence had; its cells are its own then, also where they were shared."""
+    """Restore the previous content of the sequence, in cells of its own."""
     if not _try(sequence, backup):
         return False
     sequence.ledger.renew_marks(sequence.context.new_marks(len(sequence.ledger)))

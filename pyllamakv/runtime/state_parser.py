@@ -1,11 +1,11 @@
-"""Read the K and V rows of a sequence out of its saved state, exactly as the cache stores them.
+"""Read the K and V rows of a sequence from its saved state, exactly as the cache stores them.
 
-The layouts that llama.cpp has had differ in what precedes the cells and in what follows each
-position; they are candidates here, and the one that explains every byte is taken. Nothing asks
-for a version. V may be stored by columns (transposed, without flash attention) or by rows.
+The layouts of llama.cpp differ in the data before the cells and after each position. Each layout is
+a candidate, and the one that explains every byte is used, without a version check. V may be stored
+by columns (transposed, without flash attention) or by rows.
 
-A state is one cache after the other: the full one, then a sliding-window one, then the states of
-recurrent layers. Later releases write a magic number and the sequence in front of it all.
+A state consists of the full cache, then a sliding-window cache, then the states of recurrent
+layers. Later releases write a magic number and the sequence before them.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 def first_missing_position(context: Context, number: int, positions: Positions[int]) -> int | None:
-    """Return the first position that is missing in a sequence's window.
+    """Return the first position that is missing in a sequence's window, or None.
 
-    The caller holds the context's lock.
-
-    ``positions`` are what the sequence has, or would have, in order. None: nothing is missing.
+    The caller holds the context's lock. ``positions`` are those of the sequence, present or
+    intended, in order.
     """
     window = context.info.n_swa
     if not window or not positions:
@@ -43,10 +42,10 @@ def first_missing_position(context: Context, number: int, positions: Positions[i
 
 
 def reusable_cells(cells: CellMap, window: int) -> int:
-    """Count the cells of a sliding-window cache that the next tokens may have.
+    """Count the cells of a sliding-window cache that the next tokens may use.
 
-    These are the free ones, and those behind the window of the one sequence that has them:
-    llama.cpp gives nothing away that several sequences share.
+    These are free cells, and cells outside of the window of their only sequence: llama.cpp does not
+    reuse cells that several sequences share.
     """
     found = len(cells) - int(cells.used.sum())
     for number in np.flatnonzero(cells.counts).tolist():
@@ -87,10 +86,10 @@ def check(context: Context, number: int, positions: Positions[int], what: str) -
 
 
 def check_shared(context: Context, ids: Iterable[int]) -> None:
-    """Raise UsageError unless sequences may share a token; the caller holds the context's lock.
+    """Raise UsageError unless sequences may share a token. The caller holds the context's lock.
 
-    Their parts of the sliding-window cache have to begin and end alike: llama.cpp asks for it, and
-    refuses the batch otherwise. Where there is no such cache nothing is asked.
+    llama.cpp requires that their parts of a sliding-window cache start and end at the same
+    positions, and otherwise refuses the batch. Without such a cache, there is no condition.
     """
     if not context.info.n_swa or context.info.n_caches < 2:
         return

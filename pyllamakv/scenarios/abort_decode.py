@@ -1,4 +1,4 @@
-"""Abort decodes at chosen moments, and settle what a release documents to leave behind."""
+"""Abort decodes at chosen polls, and remove tokens that a release keeps by its documentation."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Shape:
     A head is ``n_embd / n_head`` wide, of a llama or gemma2 ``head`` where that is not 0.
     ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
     ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
-    ``window`` is how many positions a sliding layer sees.
+    ``window`` is the number of positions that a sliding-window layer attends to.
     """
 
     name: str
@@ -64,13 +64,13 @@ class WeightGenerator:
         self._generator = np.random.default_rng(seed)
 
     def matrix(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Return weights whose products have ``scale`` times the size of what they multiply."""
+        """Return weights whose products have ``scale`` times the size of their input."""
         values = self._generator.standard_normal(shape) * (scale / np.sqrt(shape[-1]))
         return np.asarray(values, dtype=np.float32)
 
 
 def gain(shape: Shape) -> float:
-    """Return the size of what a layer adds, next to what all of them add."""
+    """Return the relative size of a layer's contribution."""
     # The residual stream of a deep model must not drown what a single layer's cache says.
     return float(1.0 / np.sqrt(shape.n_layer))
 
@@ -96,7 +96,7 @@ def attention(shape: Shape, draw: WeightGenerator) -> Tensors:
 
 
 def feed_forward(shape: Shape, draw: WeightGenerator) -> Tensors:
-    """Return the tensors of a dense network behind the attention."""
+    """Return the tensors of a dense feed-forward network."""
     width, ff = shape.n_embd, shape.n_ff
     return {
         "ffn_norm.weight": ones(width),

@@ -22,7 +22,7 @@ Feeds = Mapping[Any, int | Sequence[int]]
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The arrays of one batch and what each row of logits belongs to."""
+    """The arrays of one batch, and the tokens that each row of logits belongs to."""
 
     token: NDArray[np.int32]
     pos: NDArray[np.int32]
@@ -41,7 +41,7 @@ class BatchRows:
     def read(
         self, native: Native, context: ContextHandle, n_vocab: int
     ) -> dict[int, NDArray[np.float32]]:
-        """Return a copy of the logits that the batch asked for, by place."""
+        """Return a copy of the batch's logits, by index."""
         return {
             int(place): np.array(native.logits(context, int(place), n_vocab), dtype=np.float32)
             for place in np.flatnonzero(self.logits)

@@ -91,7 +91,7 @@ class Picture:
         return f"{printable(self.label)}: {numbers}" if self.label else numbers
 
     def numbers(self) -> str:
-        """Return what is counted of the cells in words."""
+        """Return the statistics of the cells in words."""
         holes, largest = self.holes
         plural = "hole" if holes == 1 else "holes"
         return f"{self.used} of {len(self.owner)} cells used, {holes} {plural}, largest {largest}"

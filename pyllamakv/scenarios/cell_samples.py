@@ -1,7 +1,7 @@
-"""Look at the cells of a context now, and say later, in plain values, what was seen.
+"""Sample the cells of a context, and evaluate the samples later.
 
-A look costs a copy of a few arrays. Counting holes, drawing and finding moves cost more, and are
-done when the look is written down.
+A sample costs a copy of a few arrays. Statistics, pictures and moves cost more, and are computed
+when the sample is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CellSample:
 
     @property
     def bytes(self) -> int:
-        """Return the memory that it holds."""
+        """Return the memory of the sample in bytes."""
         return sum(each.pos.nbytes * 2 + each.seqs.nbytes for each in self.snapshot.streams)
 
     @cached_property

@@ -22,7 +22,7 @@ KEPT_PREFIX = 5
 
 @dataclass
 class ClientRequest:
-    """Follow one request: how many tokens of its prompt and of its answer are still to come."""
+    """One request: the remaining tokens of its prompt and its answer."""
 
     seq: int
     prompt: int = 0
@@ -45,10 +45,10 @@ class SlotServer:
         self.slid = 0
 
     def serve(self, requests: Iterable[tuple[int, int]]) -> None:
-        """Answer (prompt, answer) counts of tokens, in order; a prompt is longer than `HEAD`.
+        """Serve (prompt, answer) token counts in order; a prompt is longer than `HEAD`.
 
-        All shares together are the cache, so every decode has its cells and must succeed. What
-        does not fit into a share is cut from the prompt, or slides out while answering.
+        The shares sum up to the cache, so every decode has enough cells and must succeed. Prompts
+        are truncated to a share, and old tokens are dropped during an answer.
         """
         waiting = deque(requests)
         while waiting or any(client.busy for client in self.clients):

@@ -34,7 +34,7 @@ class DevicePlacement:
 
     @property
     def host(self) -> bool:
-        """Return whether caches lie in the memory of the worker."""
+        """Return whether caches are in the memory of the worker."""
         return self.backend == "cpu"
 
     @property
@@ -44,7 +44,7 @@ class DevicePlacement:
 
     @property
     def off_cpu(self) -> bool:
-        """Return whether other kernels than the processor's compute; they may be wrong themselves."""
+        """Return whether other kernels than those of the CPU compute; they may be wrong."""
         return self.backend not in ("cpu", "rpc")
 
     def model(self, name: str) -> str:

@@ -34,7 +34,7 @@ _LONG = ("interleave", "expect", "pos", "logits", "state")
 class Frame:
     """One operation and the cells after it.
 
-    ``failed`` is the result of a failed operation in a word, otherwise empty. ``moves`` holds
+    ``failed`` is the result of a failed operation in a word, otherwise empty. ``moves`` contains
     (source, target, cells) of each run of cells that moved, and ``moved`` the number of these
     cells. ``tokens`` is the number of tokens of a decode, 0 if unknown.
     """
@@ -61,7 +61,7 @@ class Frame:
         return f"{self.tokens} {plural}, largest hole {self.picture.holes[1]}"
 
     def caption(self) -> str:
-        """Return what was done, and how it ended, in one line."""
+        """Return operation and result in one line."""
         parts = [f"{self.op} {self.detail}".rstrip()]
         if self.moved:
             plural = "cell" if self.moved == 1 else "cells"
@@ -156,7 +156,7 @@ class TimelinePlayer(Player):
         self._before = None
 
     def defrag(self) -> RawDefrag:
-        """Defragment now; raises Unsupported where the build cannot."""
+        """Defragment now. Raises Unsupported if the build cannot."""
         done = super().defrag()
         self._take("defrag", "")
         return done

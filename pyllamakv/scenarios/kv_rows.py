@@ -1,7 +1,7 @@
 """Compare K and V as stored: every byte of every sequence, position and layer.
 
-The bytes come from the sequence states, which llama.cpp itself writes cell by cell. Where cells
-lie does not show in them once they are ordered by position, so a defragmentation must not show.
+The bytes come from sequence states, which llama.cpp writes cell by cell. Ordered by position, they
+are independent of cell indexes, so a defragmentation must not change them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Rows = dict[int, state_parser.SequenceState]
 
 
 def read(native: Native, context: ContextHandle, sequences: Iterable[int]) -> Rows:
-    """Return K and V of the sequences as they are stored."""
+    """Return K and V of the sequences as stored."""
     return {seq: state_parser.parse(native.state_save(context, seq)) for seq in sequences}
 
 
 def compare(before: Rows, after: Rows, what: str, *, window: int = 0) -> None:
-    """Raise ScenarioFailed unless everything in ``before`` is in ``after`` with the same bytes.
+    """Raise ScenarioFailed unless ``after`` contains all of ``before`` with the same bytes.
 
-    With a ``window``, the second cache has to keep only what the next token sees. The states of
-    recurrent layers are compared where no token came after them.
+    With a ``window``, the second cache needs only the positions that the next token sees. States of
+    recurrent layers are compared if no token followed.
     """
     for seq, old in before.items():
         new = after.get(seq)
@@ -91,7 +91,7 @@ def contents(snapshot: Snapshot) -> Counter[Content]:
 
 
 def sliding(snapshot: Snapshot) -> dict[int, list[int]] | None:
-    """Return the positions of each sequence in the sliding-window cache; None where none is."""
+    """Return the positions of each sequence in the sliding-window cache, or None without one."""
     streams = [cells for cells in snapshot.streams if cells.swa]
     if not streams:
         return None

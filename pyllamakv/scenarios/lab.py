@@ -1,4 +1,4 @@
-"""Provide what a scenario works with: players, references, evidence and notes of one run."""
+"""The environment of a scenario: players, references, evidence and notes of one run."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Lab:
         return self._references[id(player)]
 
     def verify(self, player: Player) -> None:
-        """Prove that a cache holds what it should: its cells, then the logits it leads to.
+        """Check a cache: its cells, then the logits of a further token.
 
-        Needs one free cell, for the token that is decoded and taken back.
+        Needs one free cell for that token, which is removed afterwards.
         """
         player.check_cells()
         reference = self.reference(player)
@@ -109,7 +109,7 @@ class Lab:
         player.check_cells()
 
     def expect(self, holds: bool, message: str, **evidence: Any) -> None:
-        """Break the claim with a message unless something holds."""
+        """Fail the claim with a message unless a condition holds."""
         if not holds:
             raise ScenarioFailed(message, failure="claim", evidence=evidence)
 
@@ -121,7 +121,7 @@ class Lab:
             raise Unsupported(msg, capability=name.lower())
 
     def counters(self, player: Player) -> Counters:
-        """Return a player's counters; raises Unsupported where the build does not count."""
+        """Return a player's counters. Raises Unsupported if the build has none."""
         found = player.counters()
         if found is None:
             msg = "this build has no counters (patch kv-counters)"
@@ -129,7 +129,7 @@ class Lab:
         return found
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with what the model wants in front."""
+        """Return the tokens of a text, including the model's first token."""
         return self.native.tokenize(self.model, text.encode(), True, False)
 
     def text(self, tokens: Sequence[int]) -> str:

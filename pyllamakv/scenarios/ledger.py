@@ -40,7 +40,7 @@ class CellLedger:
             self.cells.append(Cell(int(at), set(owners), int(token)))
 
     def remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Remove a sequence from its cells in [p0, p1): a negative bound is open, seq < 0 is all."""
+        """Remove a sequence from its cells in [p0, p1); negative bounds are open, seq < 0: all."""
         for cell in self._range(p0, p1):
             if seq < 0:
                 cell.seqs.clear()

@@ -31,7 +31,7 @@ GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 
 
 def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
-    """Decode, copy, cut, shift, save, restore, defragment; wrong input must only be refused."""
+    """Decode, copy, trim, shift, save, restore, defragment; invalid input must be refused."""
     done: dict[str, bool] = {}
     snapshot = player.snapshot()
     if snapshot is not None:
@@ -128,10 +128,10 @@ def check_invalid_calls(player: Player) -> None:
 
 
 def require_deterministic(lab: Lab, player: Player, tokens: int = 40) -> None:
-    """Raise Untestable where two sequences of the same tokens do not get the same logits.
+    """Raise Untestable if two sequences of equal tokens have different logits.
 
-    A reference on the same library would be just as wrong. Notes whether a sequence that begins
-    where another one was removed is clean; `routine` begins none there.
+    A reference on the same library would be wrong too. Also records whether a new sequence in the
+    place of a removed one starts clean; `exercise_memory` avoids that otherwise.
     """
     same = [number % player.n_vocab for number in range(tokens)]
     player.decode({0: same})

@@ -1,7 +1,7 @@
 """Run operations on one context, and track its expected content in a ledger.
 
-A player speaks to `binding.protocol.Native` directly: nothing of ours stands between an operation
-and what the library makes of it. Scenarios, scripts and replays all drive one.
+A player calls `binding.protocol.Native` directly, without other code of this package in between.
+Scenarios, scripts and replays use players.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Player:
         return status
 
     def fill(self, counts: Mapping[Any, int], *, interleave: bool = False) -> None:
-        """Decode as many made-up tokens as asked for, in batches of at most ``n_batch``."""
+        """Decode generated tokens for each sequence, in batches of at most ``n_batch``."""
         left = dict(counts)
         while any(left.values()):
             share = max(1, self.info.n_batch // sum(1 for count in left.values() if count))
@@ -186,11 +186,11 @@ class Player:
     # --- the cache --------------------------------------------------------------------------
 
     def defrag(self) -> RawDefrag:
-        """Defragment now; raises Unsupported where the build cannot."""
+        """Defragment now. Raises Unsupported if the build cannot."""
         return self.native.defrag(self.context)
 
     def update(self) -> None:
-        """Apply what is pending."""
+        """Apply pending changes."""
         self.native.update(self.context)
         self._step("update")
 
@@ -205,7 +205,7 @@ class Player:
         return self.info.n_ctx if snapshot is None else int(snapshot.stats.size)
 
     def snapshot(self) -> Snapshot | None:
-        """Return the cells as they lie, or None where the build cannot read them."""
+        """Return the present cells, or None if the build cannot read them."""
         if not self.native.about.capabilities & Capability.CELLS or not self.info.n_caches:
             return None
         raw = [self.native.cells(self.context, cache) for cache in range(self.info.n_caches)]
@@ -215,7 +215,7 @@ class Player:
         )
 
     def counters(self) -> Counters | None:
-        """Return what the context counted, or None where the build does not count."""
+        """Return the counters of the context, or None if the build has none."""
         if not self.native.about.capabilities & Capability.COUNTERS:
             return None
         try:
@@ -234,7 +234,7 @@ class Player:
         self.ledger, self.steps = other.ledger, list(other.steps)
 
     def check_cells(self) -> None:
-        """Raise ScenarioFailed ("lost") unless the cells hold what the ledger says, and no more."""
+        """Raise ScenarioFailed ("lost") unless cells and ledger agree."""
         snapshot = self.snapshot()
         if snapshot is None:
             self._check_positions()
@@ -263,11 +263,11 @@ class Player:
 
     @contextmanager
     def unchanged(self, what: str = "a defragmentation", *, window: int = 0) -> Iterator[None]:
-        """Raise ScenarioFailed unless K and V of all that was there survive what is done inside.
+        """Raise ScenarioFailed unless K and V survive the operations inside.
 
-        Rows that are not there any more are "lost", rows with other bytes are "data". Only without
-        a pending shift: applying one rewrites K, as it should. A sliding-window cache has to keep
-        what the next tokens see through their ``window``.
+        Missing rows are "lost", rows with other bytes are "data". Use it only without a pending
+        shift, because applying one rewrites K. A sliding-window cache needs only the positions in
+        the ``window`` of the next tokens.
         """
         before = self.rows()
         yield
@@ -293,7 +293,7 @@ class Player:
 
 
 def word(status: int) -> str:
-    """Return the word for a decode's status."""
+    """Return the name of a decode's status."""
     try:
         return WORDS[DecodeStatus(status)]
     except ValueError:

@@ -1,12 +1,12 @@
-"""Rebuild what a player did on a roomy context, where nothing has to move, and compare logits.
+"""Repeat a player's operations on a larger context without defragmentation, and compare logits.
 
-The reference runs on the same library, in the same worker, and repeats only what succeeded: no
-defragmentation, no decode that failed. Its cache is so large that every slot is found at once.
+The reference runs on the same library, in the same worker, and repeats successful operations only:
+no defragmentation, no failed decode. Its cache is so large that every slot search succeeds.
 
-Cells that a sliding window has passed are given away, in a cache of full size as well, once a
-removal lets llama.cpp search from the start again. But no cell is that two sequences own: in the
-reference of such a model a spare sequence owns what the others do.
-Logits are never compared across libraries: their kernels differ from release to release.
+When a removal restarts llama.cpp's slot search, cells outside of every window are reused, even in a
+cache of full size, unless two sequences share them. Therefore, in the reference of a sliding-window
+model, a spare sequence shares all cells. Logits are never compared across libraries, because
+kernels differ between releases.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Reference:
             self._context = None
 
     def catch_up(self) -> None:
-        """Repeat what the player did since the last time; raise ScenarioFailed on other logits."""
+        """Repeat the player's latest operations. Raises ScenarioFailed if logits differ."""
         while not self._advance():
             self._grow()
 

@@ -90,7 +90,7 @@ class Workers:
         return library
 
     def model(self, key: Key, name: str) -> ModelHandle:
-        """Return a named model in a worker; raises Untestable where it cannot be loaded."""
+        """Return a named model in a worker. Raises Untestable if it cannot be loaded."""
         name = self._place.model(name)
         found = self._models.get((key, name))
         if found is None:
@@ -150,7 +150,7 @@ def _close(library: Any) -> None:
 
 
 class DeviceControls:
-    """Remember for each key what the control found."""
+    """Cache the result of the control for each key."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Untestable | None] = {}
@@ -183,7 +183,7 @@ def _run_control(make: Callable[[], Lab]) -> Untestable | None:
 
 
 def control(lab: Lab) -> str:
-    """Return what the device does wrong, or nothing."""
+    """Return the defect of the device, or an empty text."""
     player = lab.player()
     same = [number % player.n_vocab for number in range(TOKENS)]
     player.decode({0: same})

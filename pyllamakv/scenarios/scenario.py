@@ -1,7 +1,7 @@
-"""Describe scenarios, and find them: in the package and in any folder outside it.
+"""Describe scenarios, and find them in the package and in directories outside of it.
 
 A scenario is one small file that ends in ``SCENARIO = Scenario(…)``: a deterministic KV workload
-with a claim. What it may do is what `pyllamakv.scenarios.lab.Lab` offers.
+with a claim. Its operations are those of `pyllamakv.scenarios.lab.Lab`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Return the setting in a word: ``flash q8_0``, ``plain f16``."""
+        """Return the name of the setting: ``flash q8_0``, ``plain f16``."""
         types = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
         words = ["flash" if self.flash_attn else "plain", types]
         words += [f"{key}={value}" for key, value in self.environment]
@@ -102,9 +102,9 @@ class Scenario:
 
     @property
     def few(self) -> tuple[Setting, ...]:
-        """Return one setting per layout of V, and of a deep model one alone.
+        """Return one setting per layout of V; for a deep model, a single one.
 
-        For devices behind a network, where every read of a row takes a round trip.
+        For devices behind a network, where every read of a row needs a round trip.
         """
         usual = [each for each in self.settings if not each.environment] or list(self.settings)
         rows = [each for each in usual if each.flash_attn]

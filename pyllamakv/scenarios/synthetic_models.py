@@ -64,11 +64,11 @@ WIDE = "-wide"
 
 
 def with_wide_rows(shape: Shape) -> Shape:
-    """Return the twin of a shape that devices compute rightly, with rows of 256 values.
+    """Return the variant of a shape with rows of 256 values, which devices compute correctly.
 
-    Kernels for flash attention know heads of 64 values. Vulkan writes a row of quantized blocks to
-    a wrong place unless it begins at a multiple of what the device aligns buffers to, 4 to 16 bytes
-    as a rule: 256 values are 272 bytes in q8_0, 144 in q4_0.
+    Kernels for flash attention support heads of 64 values. Vulkan writes a row of quantized blocks
+    to a wrong place unless its offset is a multiple of the device's buffer alignment, usually 4 to
+    16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
     """
     heads = 4 * (shape.n_head // shape.n_head_kv)
     return replace(shape, name=shape.name + WIDE, head=64, n_head=heads, n_head_kv=4)
@@ -97,10 +97,10 @@ def model(name: str) -> Path:
     if name == TEST:
         named = os.environ.get(VARIABLE, "")
         if not named:
-            msg = f"{VARIABLE} names no model"
+            msg = f"{VARIABLE} is not set to the path of a model"
             raise Untestable(msg)
         name = named
-    # A path that no system takes, too long or with a zero byte, names no model either.
+    # A path that no system takes, too long or with a zero byte, is not set to the path of a model either.
     with suppress(OSError, ValueError):
         path = Path(name)
         if path.is_file():

@@ -134,7 +134,7 @@ def _too_long(part: Path, url: str, name: str) -> FetchError:
 
 
 def _start(response: Any, have: int, part: Path, url: str, name: str) -> int:
-    """Return where the body that the server sends belongs in the file."""
+    """Return the offset in the file at which the server's response starts."""
     status = int(response.status_code)
     if status == 206:
         said = response.headers.get("Content-Range", "")

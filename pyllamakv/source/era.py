@@ -1,6 +1,7 @@
-"""Name the stretch of upstream's history that a tree belongs to, from what its files contain.
+"""Determine the era of a tree, a period of upstream's history, from the content of its files.
 
-The name is a label for reports: nothing branches on it, and it never comes from a version number.
+The era is a label for reports. No code depends on it, and it is never derived from a version
+number.
 """
 
 from __future__ import annotations

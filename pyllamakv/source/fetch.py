@@ -33,16 +33,15 @@ _NPM_SPEC = re.compile(r"node-llama-cpp@(?P<version>[0-9][\w.+-]*)")
 
 
 def downloads() -> Path:
-    """Return the folder where archives lie while they are fetched."""
+    """Return the directory of archives during a fetch."""
     return home() / "downloads"
 
 
 def fetch(release: Release, *, progress: Progress | None = None, keep: bool = False) -> Release:
     """Fetch a release's objects into the store, check its hashes, and return it.
 
-    What is there already is not fetched again. With ``keep`` the archive stays in `downloads`.
-    Raises FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, and then leaves the
-    store as it was.
+    Existing objects are not fetched again. With ``keep``, the archive stays in `downloads`. Raises
+    FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, with the store unchanged.
     """
     store = open_store()
     if store.has(release):
@@ -99,11 +98,11 @@ def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release
 def add(
     what: str, *, progress: Progress | None = None, pin: Path | None = None, keep: bool = False
 ) -> Release:
-    """Add a release that no lock has, and fetch it.
+    """Add a release that is not pinned, and fetch it.
 
     ``what`` is a version, ``node-llama-cpp@VERSION``, an archive file, ``git:URL@REF`` or
-    ``path:DIR``. The release is written to the home's lock, or to ``pin``. An archive of a release
-    that a lock has must match that lock; a git reference is looked up anew.
+    ``path:DIR``. The release is written to the user's lock file, or to ``pin``. The archive of a
+    pinned release must match its lock file. A git reference is resolved again.
     """
     what = what.strip()
     if what.startswith("path:"):

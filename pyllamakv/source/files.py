@@ -61,9 +61,9 @@ def write_text_atomic(file: Path, text: str) -> None:
 
 
 def write_bytes_atomic(file: Path, data: bytes) -> None:
-    """Write a file beside its place and rename it: what was there stays until all is written.
+    """Write a file under a temporary name and rename it; the old content remains until then.
 
-    What a killed process leaves beside it has one name, and the next write of the file takes it.
+    The remains of a killed process have a fixed name, which the next write uses again.
     """
     part = file.with_name(f".{file.name}.part")
     with translate_disk_errors(file):

@@ -1,7 +1,7 @@
 """Run git so that the same inputs give the same result on any machine.
 
 Every git command of the package is started here, through GitPython's `git.cmd.Git.execute`.
-Whatever the user, the system or a surrounding repository configured is switched off: variables,
+Settings of the user, the system and surrounding repositories are disabled: variables,
 config files, hooks, attributes, signing, paging and prompts. Identity and date are fixed, and git
 never climbs above the folder it is started in: inside another work tree `git apply` would exit 0
 and do nothing.
@@ -122,13 +122,13 @@ def run(
     bounded: bool = False,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run ``git args`` in ``folder``, whatever it returns, and give back status and both outputs.
+    """Run ``git args`` in ``folder``, and return exit status and both outputs.
 
-    ``input`` is what git reads: bytes, text, or the path of a file. ``env`` is laid over the clean
-    environment (for example another ``GIT_INDEX_FILE``). ``hold`` are descriptors that it inherits,
-    to keep their locks for as long as it runs. ``bounded`` sets the limits of `git_limits`; with
-    ``network`` none of address space. Raises GitError only when git cannot be started, or is not
-    done within ``timeout`` seconds: it is ended with all that it started.
+    ``input`` is git's stdin: bytes, text, or the path of a file. ``env`` updates the clean
+    environment (for example ``GIT_INDEX_FILE``). git inherits the descriptors in ``hold``, and with
+    them their locks. ``bounded`` sets the limits of `git_limits`; with ``network``, the address
+    space is not limited. Raises GitError only if git cannot be started or exceeds ``timeout``
+    seconds; it is killed then, with its child processes.
     """
     data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
     with ExitStack() as stack:
@@ -155,10 +155,10 @@ def run(
 def stream(
     folder: Path, *args: str, env: Mapping[str, str] | None = None, bounded: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Run ``git args`` in ``folder`` and yield its stdout, to be read to the end as it comes.
+    """Run ``git args`` in ``folder`` and yield its stdout, to be read to the end.
 
-    Git, and all that it started, is killed if the caller raises an exception. Otherwise raises
-    GitError when git fails, with the first bytes of stderr.
+    git and its child processes are killed if the caller raises an exception. Otherwise, raises
+    GitError if git fails, with the start of its stderr.
     """
     said = bytearray()
     started = _start(folder, args, env=env, bounded=bounded, process_group=0)
@@ -284,10 +284,10 @@ def git(
     bounded: bool = False,
     timeout: float | None = None,
 ) -> str:
-    """Run ``git args`` in ``folder`` and return what it wrote, without the last line break.
+    """Run ``git args`` in ``folder`` and return its output, without the last line break.
 
-    Undecodable bytes come as surrogate escapes. Raises GitError with the command, its exit status
-    and its words when it fails and ``check`` is set.
+    Undecodable bytes become surrogate escapes. With ``check``, raises GitError with the command,
+    its exit status and its stderr if it fails.
     """
     options: dict[str, Any] = {"env": env, "network": network, "hold": hold, "bounded": bounded}
     out = git_bytes(folder, *args, input=input, check=check, timeout=timeout, **options)

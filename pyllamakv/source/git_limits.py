@@ -71,12 +71,12 @@ def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[s
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that bound what git, and what it starts, allocates at once."""
+    """Return the variables that limit a single allocation of git and its child processes."""
     return {"GIT_ALLOC_LIMIT": str(MAX_OBJECT_BYTES)}
 
 
 def raise_if_limit_hit(error: GitError, what: str) -> None:
-    """Raise ArchiveError when a limit is what git failed of; ``what`` is what it unpacked."""
+    """Raise ArchiveError if git failed because of a limit; ``what`` was unpacked."""
     if error.code == -signal.SIGXCPU or _ENDED in error.output:
         msg = (
             f"{what} takes more than {MAX_CPU_SECONDS} s of processor time to unpack; refused, "

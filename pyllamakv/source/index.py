@@ -62,7 +62,7 @@ class PackageIndex:
 
     @property
     def session(self) -> Any:
-        """Return the HTTP client that asks and downloads; it also reads ``file://``."""
+        """Return the HTTP client for requests and downloads; it also reads ``file://``."""
         if self._session is None:
             from unearth.auth import MultiDomainBasicAuth
             from unearth.fetchers import PyPIClient
@@ -138,10 +138,9 @@ class PackageIndex:
 
 
 def _bounded(response: Any) -> None:
-    """Have the client give up what it would read into memory as a whole, where that has no end.
+    """Limit responses that the client would read into memory completely.
 
-    These are pages, and what comes with redirects and refusals. A download goes piece by piece, and
-    is counted where it is written.
+    These are pages, redirects and errors. A download is read in pieces and limited by its writer.
     """
     pieces, whole = response.iter_bytes, response.read
 

@@ -42,7 +42,7 @@ def shipped() -> Path:
 
 
 def added() -> Path:
-    """Return the path of the lock that holds what was added on this machine."""
+    """Return the path of the user's lock file."""
     return home() / "added.lock.toml"
 
 

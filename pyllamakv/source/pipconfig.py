@@ -1,4 +1,4 @@
-"""Read where packages come from, out of pip's own environment variables and config files."""
+"""Read the sources of packages from pip's environment variables and config files."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Quarantine:
                 raise
 
     def add_pack(self, pack: Path) -> None:
-        """Index a pack anew; whatever index came with it is not believed."""
+        """Index a pack; an index in the archive is not trusted."""
         try:
             self.git("index-pack", "--stdin", input=pack)
         except GitError as error:
@@ -61,9 +61,9 @@ class Quarantine:
             raise ArchiveError(msg) from error
 
     def add_loose(self, name: str, data: bytes) -> None:
-        """Add one loose object after checking that it is what its name says.
+        """Add one loose object after checking its hash.
 
-        Raises ArchiveError where it is not, or all of them unpack to more than any release has.
+        Raises ArchiveError if it is wrong, or if all objects together exceed the size of a release.
         """
         unpacker = zlib.decompressobj()
         try:

@@ -55,7 +55,7 @@ class Release:
 def natural_sort_key(text: str) -> list[tuple[int, str]]:
     """Split a name so that numbers sort as numbers: ``0.3.9`` before ``0.3.10``.
 
-    Only the digits of ASCII make numbers, and only so many of them as Python always takes for one.
+    Only ASCII digits count as numbers, up to the length that Python always converts.
     """
     words = re.findall(r"[0-9]{1,64}|[^0-9]+", text)
     return [(int(word), "") if "0" <= word[0] <= "9" else (-1, word) for word in words]

@@ -35,10 +35,10 @@ class PlainFile(NamedTuple):
 
 
 def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> str:
-    """Create a commit without parents from files; return it, or "" when there are none.
+    """Create a commit without parents from files; return it, or "" without files.
 
     The same files and message give the same commit. Files that upstream's build writes into its
-    tree, and anything of git's own, are left out. Raises ArchiveError for a path that leads out.
+    tree, and files of git, are ignored. Raises ArchiveError for a path outside of the tree.
     """
     stream = held.folder / "stream"
     marks = held.folder / "marks"
@@ -99,10 +99,10 @@ _TEXTS = 1 << 20
 def import_sdist(
     store: Store, archive: Path, *, commit: str = "", tree: str = ""
 ) -> tuple[str, str]:
-    """Import an sdist's llama.cpp; return its commit and tree. No ref is made.
+    """Import an sdist's llama.cpp; return its commit and tree. Creates no ref.
 
-    ``commit`` and ``tree``, where given, must be the ones found. Raises ArchiveError for an archive
-    that is truncated, hostile or holds no llama.cpp, HashMismatch for another commit or tree.
+    ``commit`` and ``tree``, if given, must match. Raises ArchiveError for an archive that is
+    truncated, hostile or without llama.cpp, and HashMismatch for another commit or tree.
     """
     with quarantine(store) as held:
         head = _take_clone(archive, held)

@@ -126,9 +126,10 @@ def existing_path(text: str) -> Path | None:
 
 
 def _bring(held: Store, store: Store, place: str, ref: str) -> str:
-    """Fetch into a repository that is thrown away, and sees what the store has; return the commit.
+    """Fetch into a temporary repository that uses the objects of the store; return the commit.
 
-    So nothing is left of what is refused; a pack that never ends is given up at a limit.
+    Therefore, a refused fetch leaves nothing in the store. A pack that exceeds the limit is
+    aborted.
     """
     near = place.startswith(("/", "file:"))
     # A bundle holds what it holds: git cannot cut its history.

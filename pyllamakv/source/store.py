@@ -134,7 +134,7 @@ class Store:
         return {name: sha for sha, name in pairs}
 
     def entries(self, what: Release | str, prefix: str = "") -> list[TreeEntry]:
-        """Return the files of a tree, submodule links left out, in git's order."""
+        """Return the files of a tree, without submodules, in git's order."""
         tree = self.tree_of(what)
         out = git_command.git(self.path, "ls-tree", "-r", "-z", "--full-tree", tree)
         found = []
@@ -149,7 +149,7 @@ class Store:
         return found
 
     def ls(self, what: Release | str, prefix: str = "") -> list[str]:
-        """Return the paths of a tree that are ``prefix`` or lie below it."""
+        """Return the paths of a tree that equal ``prefix`` or are below it."""
         return [entry.path for entry in self.entries(what, prefix)]
 
     def read(self, what: Release | str, path: str) -> bytes | None:
@@ -296,9 +296,9 @@ class Store:
         )
 
     def problems(self, release: Release) -> list[str]:
-        """Return where the store differs from what the lock says about a release.
+        """Return the differences between the store and the lock file for a release.
 
-        Git reads and hashes every object of its tree again, which also finds damage on the disk.
+        git reads and hashes every object of its tree, which also finds damage on the disk.
         """
         found = self.ref(f"refs/upstream/{release.key}")
         if found is None:

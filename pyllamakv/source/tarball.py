@@ -33,10 +33,9 @@ _CHUNK = 1 << 20
 
 @contextmanager
 def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
-    """Open a gzipped tar for one pass; reading it to its end checks its length and checksum.
+    """Open a gzipped tar for one pass; reading to the end checks length and checksum.
 
-    Raises ArchiveError for what is no such archive, and as soon as more comes out than any release
-    holds.
+    Raises ArchiveError for other data, and if the content exceeds the size of a release.
     """
     try:
         with gzip.open(archive, "rb") as file:
@@ -54,7 +53,7 @@ def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
 
 
 def is_plain(member: tarfile.TarInfo) -> bool:
-    """Return whether a member is a file, all of which the archive holds."""
+    """Return whether a member is a file with all of its content in the archive."""
     # A sparse member is larger than what the archive holds of it.
     return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
 
@@ -125,7 +124,7 @@ class _Stream:
         return self._at
 
     def seek(self, place: int) -> int:
-        """Read on to a place, or to the end where that comes first."""
+        """Read to a position, or to the end if that comes first."""
         if place < self._at:
             msg = "a header points backwards"
             raise tarfile.StreamError(msg)
@@ -155,7 +154,7 @@ class _Stream:
 
     @contextmanager
     def header(self) -> Iterator[None]:
-        """Count what is read meanwhile as text of one header."""
+        """Count the bytes read in the block as text of one header."""
         self._text = HEADER
         try:
             yield

@@ -186,7 +186,7 @@ def _refuse_twice(entries: Sequence[TreeEntry]) -> None:
 
 
 def _folders_of(paths: Iterable[str]) -> set[str]:
-    """Return the folders that hold these paths, the root as an empty text."""
+    """Return the parent directories of these paths; the root is an empty text."""
     found = {""}
     for path in paths:
         parent = posixpath.dirname(path)
@@ -263,7 +263,7 @@ def _is_program(entry: TreeEntry) -> bool:
 
 
 def blob_id(data: bytes) -> str:
-    """Return the id that git gives to a file's content."""
+    """Return git's id of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
@@ -289,7 +289,7 @@ def _put(folder: Path, entry: TreeEntry, data: bytes) -> None:
 
 
 def _target(entry: TreeEntry, data: bytes) -> str:
-    """Return what a link says. Raises SourceError where it leads out, or is none."""
+    """Return the target of a link. Raises SourceError if it is outside of the tree or invalid."""
     target = os.fsdecode(data)
     if _leads_out(entry.path, target):
         shown = target[: tree_limits.MAX_PATH_BYTES]

@@ -1,4 +1,4 @@
-"""Refuse trees that are small as git keeps them and endless once they are written out."""
+"""Refuse trees that are small in git's storage and huge when exported."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CHUNK = 1 << 20
 
 
 def check(folder: Path, tree: str, env: Mapping[str, str] | None = None) -> None:
-    """Raise ArchiveError for a tree with more files or bytes than any release has.
+    """Raise ArchiveError for a tree with more files or bytes than any release.
 
-    ``folder`` is the repository. The list is read as it comes: trees that hold each other ten times
-    over name more files than memory has room for.
+    ``folder`` is the repository. The list of files is streamed, because nested trees can name more
+    files than fit into memory.
     """
     words = ("ls-tree", "-r", "-l", "-z", "--full-tree", tree)
     count = TreeSizeLimit(f"tree {tree}")
@@ -66,7 +66,7 @@ def within(folder: Path, paths: Iterable[str]) -> list[str]:
 
 
 class TreeSizeLimit:
-    """Count files and their bytes; raise ArchiveError where no release has so many."""
+    """Count files and bytes. Raises ArchiveError above the limits."""
 
     def __init__(self, what: str) -> None:
         self._what = what

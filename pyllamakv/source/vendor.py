@@ -27,7 +27,7 @@ _RECORD = ".json"
 
 @dataclass(frozen=True)
 class Vendored:
-    """Describe a tree that was put in place."""
+    """A vendored tree."""
 
     #: What was asked for: ``0.3.9`` or ``0.3.9+full-defrag``.
     spec: str
@@ -40,7 +40,7 @@ class Vendored:
 
 
 def trees() -> Path:
-    """Return the folder that vendored trees lie in."""
+    """Return the directory of vendored trees."""
     return home() / "trees"
 
 
@@ -77,7 +77,7 @@ def sync(
 
 
 def listed() -> list[Vendored]:
-    """Return what is recorded, ordered by name; damaged records count as absent."""
+    """Return the records, ordered by name; damaged ones are ignored."""
     found = (_read(path) for path in trees().glob(f"*{_RECORD}"))
     there = [vendored for vendored in found if vendored is not None]
     return sorted(there, key=lambda vendored: natural_sort_key(Path(vendored.folder).name))
@@ -134,7 +134,7 @@ def _gone(folder: Path) -> Path:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what is left of a folder that was removed before."""
+    """Remove the remains of a removed directory."""
     if _gone(folder).is_dir():
         shutil.rmtree(_gone(folder))
 

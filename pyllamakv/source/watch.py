@@ -27,7 +27,7 @@ class IndexChanges:
 
 
 def compare_with_index(index: PackageIndex | None = None) -> IndexChanges:
-    """Compare the index with the locks. Raises FetchError when no source answers."""
+    """Compare the index with the lock files. Raises FetchError if no source responds."""
     if index is None:
         with PackageIndex() as opened:
             return compare_with_index(opened)

@@ -41,7 +41,7 @@ class BuildUnderTest:
 
     @property
     def place(self) -> DevicePlacement:
-        """Return where caches lie."""
+        """Return where caches are stored."""
         return DevicePlacement(self.backend)
 
     @property
@@ -87,7 +87,7 @@ class BuildUnderTest:
 
 
 def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[BuildUnderTest]:
-    """Return what the options name: every release with every series. Raises UsageError."""
+    """Return the selection of the options: every release with every series. Raises UsageError."""
     known = backends.known(backend)
     return [
         _subject(release, chosen, known)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceModel(Model):
-    """A model whose caches must lie where its library's tests want them."""
+    """A model whose caches must be on the tested device."""
 
     place: DevicePlacement = DevicePlacement()
 

@@ -28,7 +28,7 @@ _MARKERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that choose what is tested."""
+    """Add the options that select builds."""
     group = parser.getgroup("pyllamakv", "llama.cpp under test")
     group.addoption(
         "--llama-release",
@@ -99,9 +99,9 @@ def kv_worker(kv_build: BuildUnderTest, request: pytest.FixtureRequest) -> Itera
 
 @pytest.fixture
 def kv_context(request: pytest.FixtureRequest, kv_build: BuildUnderTest) -> Iterator[Context]:
-    """Return a context as the test's `kv` marker says: by default 256 cells of a tiny model.
+    """Return a context for the test's `kv` marker: by default, 256 cells of a tiny model.
 
-    It lives in this process, unless the marker asks for ``env``, ``timeout`` or ``guard="off"``.
+    It is in this process, unless the marker has ``env``, ``timeout`` or ``guard="off"``.
     """
     from pyllamakv.testing import build_under_test
 
@@ -113,7 +113,7 @@ def kv_context(request: pytest.FixtureRequest, kv_build: BuildUnderTest) -> Iter
 
 
 def _asked(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return what the markers of a test ask for; the closest one wins."""
+    """Return the arguments of a test's markers; the closest marker has precedence."""
     asked: dict[str, Any] = {}
     for marker in request.node.iter_markers("kv"):
         asked = {**marker.kwargs, **asked}
@@ -121,7 +121,7 @@ def _asked(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _subjects(config: pytest.Config) -> list[BuildUnderTest]:
-    """Return what is under test, once per session."""
+    """Return the tested builds, once per session."""
     from pyllamakv.errors import UsageError
     from pyllamakv.testing import build_under_test
 

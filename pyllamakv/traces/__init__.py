@@ -1,1 +1,1 @@
-"""Record what a program does with a cache, play it again, and minimize what fails."""
+"""Record the cache operations of a program, play them again, and minimize failures."""

@@ -1,7 +1,7 @@
-"""Write batches as words of a script, and read them back: tokens, positions, sequences, logits.
+"""Encode batches as arguments of a script: tokens, positions, sequences, logits.
 
-What mostly holds takes no room: one sequence is a number, positions that follow each other are the
-first of them, and logits of the last token alone are left out.
+Common values are short: a single sequence is a number, contiguous positions are the first one, and
+logits of the last token alone are omitted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def cut(words: dict[str, Any], n: int) -> dict[str, Any]:
 
 
 def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the words of two batches as one; both say nothing of positions."""
+    """Return the arguments of two batches as one; neither has positions."""
     n = len(one["tokens"])
     places = [*_places(one), *(n + place for place in _places(other))]
     tokens = [*one["tokens"], *other["tokens"]]
@@ -95,7 +95,7 @@ def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(words: dict[str, Any]) -> str:
-    """Return what is wrong with the words of a batch; empty when nothing is."""
+    """Return the error in a batch's arguments, or an empty text."""
     tokens, seq, pos = words["tokens"], words["seq"], words.get("pos")
     logits = words.get("logits", "last")
     if not _numbers(tokens) or not tokens:

@@ -24,7 +24,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt with what the model made of it."""
+    """One prompt with its generated text."""
 
     prompt: str
     text: str

@@ -135,7 +135,7 @@ def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model:
 
 
 def failure_key(outcome: Outcome) -> tuple[str, str]:
-    """Return what makes two failures the same: their class, and what claim was broken."""
+    """Return the identity of a failure: its class, and the broken claim."""
     claim = failure_message(outcome) if outcome.failure == "claim" else ""
     return outcome.failure, re.sub(r"\d+", "#", claim)
 

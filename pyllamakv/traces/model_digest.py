@@ -54,9 +54,9 @@ def name(path: Path) -> str:
 
 
 def find(recorded: str, digest: str) -> Path:
-    """Return the file of a recorded model: where it was, or what PYLLAMAKV_TEST_MODEL names.
+    """Return the file of a recorded model: its former path, or PYLLAMAKV_TEST_MODEL.
 
-    Raises UsageError when it is at neither place; whether it is the same is not looked at.
+    Raises UsageError if neither exists. The identity is not checked here.
     """
     try:
         return synthetic_models.model(recorded)

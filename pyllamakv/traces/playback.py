@@ -110,12 +110,12 @@ def _failed(result: Mapping[str, Any]) -> str:
 
 
 def title(path: Path, variant: str) -> str:
-    """Return what a picture of a run is called."""
+    """Return the title of a run's pictures."""
     return printable(f"{path.stem}, {variant}" if variant else path.stem)
 
 
 def play_timeline(path: Path, variant: str, model: str = "") -> Timeline:
-    """Return the timeline of a script or a trace on a build, whatever its operations come to."""
+    """Return the timeline of a script or a trace on a build, accepting any result of operations."""
     with variant_selection.open_run(path, variant, model) as run:
         run.stage.play_leniently()
         made = Timeline(title(path, run.variant))
@@ -124,9 +124,9 @@ def play_timeline(path: Path, variant: str, model: str = "") -> Timeline:
 
 
 def unseen(lines: list[Line]) -> int:
-    """Count the decodes of a trace that kept no cells: a recording looks where they may move.
+    """Count the decodes of a trace without recorded cells: recordings skip them without moves.
 
-    One that failed was looked at, and has no picture when it changed nothing.
+    A failed decode has no picture if nothing changed.
     """
     decodes = (line.result for line in lines if line.op in script.DECODES and line.result)
     return sum("picture" not in result and not result.get("status") for result in decodes)

@@ -47,9 +47,9 @@ def words(params: ContextParams, model: str) -> dict[str, Any]:
 
 
 def rows(context: Context, model: str) -> list[dict[str, Any]]:
-    """Return the first rows of a trace: the context, and what brings it to where it is.
+    """Return the first rows of a trace: the context, and operations that recreate its content.
 
-    Raises UsageError where the cache holds what no ledger knows.
+    Raises UsageError if the cache has tokens that no ledger knows.
     """
     result: dict[str, Any] = {"n_ctx": context.info.n_ctx, "at": 0}
     found = [{**words(context.params, model), "result": result}]
@@ -111,7 +111,7 @@ class Recording:
 
 
 def _recorded(native: Any) -> bool:
-    """Return whether a recording stands between a context and its library, also behind a watch."""
+    """Return whether a context is being recorded, also together with `watch`."""
     while native is not None and not isinstance(native, RecordingNative):
         native = getattr(native, "inner", None)
     return native is not None

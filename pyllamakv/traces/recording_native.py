@@ -34,7 +34,7 @@ clock = time.perf_counter_ns
 
 
 class CallRecorder:
-    """Note calls on one context. The caller holds the context's lock in every call."""
+    """Record calls on one context. The caller holds the context's lock in every call."""
 
     def __init__(self, context: Context, notes: RowWriter) -> None:
         native = context.native
@@ -107,7 +107,7 @@ class CallRecorder:
         return found
 
     def pause(self, code: int, n: int) -> None:
-        """Complete the row of a decode with what is not asked for every time."""
+        """Complete the row of a decode with values that are not read for each decode."""
         kind, what, began, ended, status, more, seen = whole(self.notes.rows.pop())
         more = dict(more or {})
         if code == 0 and self.calm <= 0 and _asked(kind, what):
@@ -139,7 +139,7 @@ class CallRecorder:
 
 
 def _asked(kind: str, what: Any) -> bool:
-    """Return whether a batch asked for logits at all."""
+    """Return whether a batch has logits at all."""
     flags = what[4] if kind == "batch" else None
     return flags is None or bool(flags.any())
 
@@ -181,10 +181,10 @@ _BY_HAND: Final = (
 
 @forwards(Native, via="_noted", by_hand=_BY_HAND, only=_CHANGES)
 class RecordingNative(CallRecorder):
-    """Forward every call to a library, and note those on one context.
+    """Forward every call to a library, and record those on one context.
 
-    Costs a decode of one token two looks at a clock and an append; what costs more is done every
-    few rows, in `pause`. The caller holds the context's lock in every call.
+    For a decode of one token, this costs two reads of a clock and one append; the rest is done
+    every few rows, in `pause`. The caller holds the context's lock in every call.
     """
 
     def __init__(self, context: Context, notes: RowWriter) -> None:

@@ -33,9 +33,9 @@ _ASIDE = ("at", "us", "before", "polls", "chosen", "n_ctx")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Name one result that came out otherwise, with the counts of cells around it.
+    """One different result, with the counts of cells before and after.
 
-    ``recorded`` and ``found`` are the result ``what``; ``row`` is the line in the trace.
+    ``recorded`` and ``found`` are values of ``what``; ``row`` is the line in the trace.
     """
 
     row: int
@@ -52,7 +52,7 @@ class Divergence:
         return f"{where} was {recorded}, now {found}{around}"
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Return it as texts: where, what was recorded, what came, cells before and after."""
+        """Return the difference as texts: place, recorded value, present value, cells."""
         return (
             f"row {self.row} ({self.op}): {self.what}",
             _shown(self.what, self.recorded),
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def failed(self) -> bool:
-        """Return whether the recorded build itself came out otherwise."""
+        """Return whether results differ on the recording build itself."""
         return self.recorded and bool(self.divergences or self.error)
 
     def to_json(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _differences(
 
 
 def _counts(line: Line, result: dict[str, Any], strict: bool) -> bool:
-    """Return whether another error matters: one build moves cells where another cannot."""
+    """Return whether a different error matters: some builds cannot move cells."""
     return strict or (line.op not in ("defrag", "update") and bool(result.get("error")))
 
 

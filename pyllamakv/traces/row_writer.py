@@ -1,8 +1,9 @@
-"""Write down what a recording noted: rows of a trace, made of notes many at a time.
+"""Write recorded notes as rows of a trace, many at a time.
 
-A note is ``(kind, what, began, ended, found, more, seen)``: nanoseconds, what the library returned,
-words for the result, and the cells before and after with whether nothing came in between. Most
-notes are of one token, and shorter: ``(began, ended, token, pos, sequence, code)``.
+A note is ``(kind, what, began, ended, found, more, seen)``: times in nanoseconds, the return value
+of the library, words for the result, and the cells before and after, with a flag whether other
+operations came in between. The usual note of one token is shorter: ``(began, ended, token, pos,
+sequence, code)``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RowWriter:
 
     @property
     def heavy(self) -> bool:
-        """Return whether the notes hold much memory."""
+        """Return whether the notes need much memory."""
         return self._bytes > HEAVY
 
     def count(self, look: CellSample | None) -> None:
@@ -69,7 +70,7 @@ class RowWriter:
                 self._used = look.counts["used"]
 
     def flush(self) -> None:
-        """Write all notes as rows; what cannot be written is dropped from now on."""
+        """Write all notes as rows. After an error, notes are dropped."""
         waiting, self._bytes = len(self.rows), 0
         notes = self.rows[:waiting]
         # In place: who appends has bound the list.
@@ -91,7 +92,7 @@ class RowWriter:
             log.warning("%s", error)
 
     def close(self) -> None:
-        """Write what is left, and the end."""
+        """Write the remaining notes and the end."""
         self.flush()
         try:
             if self.error is None:
@@ -259,7 +260,7 @@ def _plain(values: Any) -> list[int]:
 
 
 def _place(op: str, words: dict[str, Any]) -> int:
-    """Return the last place of a batch that asked for logits."""
+    """Return the last index of a batch that has logits."""
     if op == "step":
         return 0
     if op == "advance":

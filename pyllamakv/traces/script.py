@@ -32,7 +32,7 @@ _PLACE = re.compile(r"[0-9]{1,9}")
 
 
 def check(result: dict[str, Any]) -> str:
-    """Return what is wrong with a result; empty when nothing is."""
+    """Return the error in a result, or an empty text."""
     for name in ("status", "polls", "used", "cells"):
         if not whole(result.get(name, 0)):
             return f"its {name} must be a number of 32 bits, found {result[name]!r}"

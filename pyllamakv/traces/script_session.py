@@ -60,7 +60,7 @@ class ScriptSession:
         self.reference = reference
 
     def accept_foreign_state(self) -> None:
-        """Note that a state came from outside, so that no reference can follow."""
+        """Record that a state came from outside, so that no reference is possible."""
         self.foreign = True
 
     def take_back_later(self, feed: BatchRows) -> None:
@@ -74,7 +74,7 @@ class ScriptSession:
         self.extra = None
 
     def sample(self) -> dict[str, int]:
-        """Sample the cells and return their counts, none where the build shows no cells."""
+        """Sample the cells and return their counts; empty if the build cannot show cells."""
         assert self.player is not None
         player = self.player
         self.look = cell_samples.sample_cells(player.native, player.context, player.info)
@@ -97,7 +97,7 @@ def model_name(lines: Iterable[Line], default: str) -> str:
 
 
 def open_context(line: Line, stage: ScriptSession) -> None:
-    """Create the context that a line asks for."""
+    """Create the context of a line."""
     if stage.player is not None:
         raise line.wrong("a second context: it must be the first operation")
     words = dict(line.arguments)
@@ -125,7 +125,7 @@ def open_context(line: Line, stage: ScriptSession) -> None:
 
 
 def remove(player: Player, feed: BatchRows) -> None:
-    """Remove what a batch has brought."""
+    """Remove the tokens of a batch."""
     ends: dict[int, tuple[int, int]] = {}
     for pos, seqs in zip(feed.pos.tolist(), feed.owners, strict=True):
         for seq in seqs:

@@ -55,7 +55,7 @@ def _refused(path: Path, error: OSError) -> UsageError:
 
 
 def _opened(path: Path) -> int:
-    """Open an empty file for one writer; BlockingIOError when it has one."""
+    """Open an empty file for one writer. Raises BlockingIOError if another process writes it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,10 +68,10 @@ def _opened(path: Path) -> int:
 
 
 class TraceFile:
-    """Write lines to a new file at ``path``, which replaces what was there."""
+    """Write lines to a new file at ``path``, replacing an existing one."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises UsageError where that cannot be or another writes, DiskFull."""
+        """Open the file. Raises UsageError if it cannot be written or is in use, or DiskFull."""
         self.path = path
         self._size = 0
         try:
@@ -156,7 +156,7 @@ def recorded(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def wrong(environment: Mapping[str, str]) -> str:
-    """Return what is wrong with the variables of a trace; empty when nothing is."""
+    """Return the error in a trace's environment variables, or an empty text."""
     for name, value in environment.items():
         if name not in KNOWN:
             return f"may set {', '.join(KNOWN)}, not {name[:80]!r}"
@@ -234,9 +234,9 @@ def spec_of(variant: str) -> str:
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether the first line of a file is the head of a trace of any version, or begins so.
+    """Return whether the first line of a file is the head of a trace of any version.
 
-    What can be read but once, a pipe for one, is not looked into: it is a script.
+    An input that can be read only once, such as a pipe, is treated as a script.
     """
     try:
         if not path.is_file():
@@ -301,7 +301,7 @@ def model_file(head: Head, given: str = "") -> Path:
 
 
 class Recorder:
-    """Write a trace while a script is played: its `observe` goes into `playing.play`."""
+    """Write a trace while a script is played; `observe` is the callback of the player."""
 
     def __init__(self, path: Path, head: Head, stage: ScriptSession) -> None:
         self._file = TraceFile(path)
@@ -312,7 +312,7 @@ class Recorder:
         self._file.write([json.dumps(head.to_json())])
 
     def observe(self, line: Line, result: dict[str, Any]) -> None:
-        """Write one line with its result, and the cells where they changed."""
+        """Write one line with its result, and the cells if they changed."""
         now, look = time.perf_counter_ns(), self._stage.look
         written = dict(result)
         if look is not None:

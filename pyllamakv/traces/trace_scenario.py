@@ -44,7 +44,7 @@ CLAIM = "What was recorded goes through, with nothing lost and nothing wrong."
 
 
 def scenario(path: Path) -> Scenario:
-    """Return the scenario of a trace or script; raises ScriptError where it is none."""
+    """Return the scenario of a trace or script. Raises ScriptError if it is neither."""
     try:
         head, lines = load(path)
     except ScriptError as error:
@@ -111,7 +111,7 @@ def run_trace(head: Head, lines: list[Line], lab: Lab, *, why: str = "") -> None
 
 
 def _model(head: Head) -> tuple[str, str]:
-    """Return the model to load, and why the right one is not there."""
+    """Return the model to load, and the reason if the recorded one is missing."""
     try:
         return model_digest.name(trace.model_file(head)), ""
     except (UsageError, ScriptError, Untestable) as error:
@@ -159,7 +159,7 @@ def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
 
 
 def _expected(line: Line, recorded: dict[str, Any], head: Head, free: int | None) -> int | None:
-    """Return how a decode must end; None where it may end as it will."""
+    """Return the required status of a decode; None if any is accepted."""
     status = recorded.get("status")
     if status == DecodeStatus.ABORTED or not isinstance(status, int):
         return None

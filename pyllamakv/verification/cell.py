@@ -115,7 +115,7 @@ class CellSpec:
         return " ".join(words if self.native else [*words, "portable"])
 
     def check_request(self, *, fresh: bool = False) -> checking.CheckRequest:
-        """Return what `check` is asked for this cell."""
+        """Return the check request of this cell."""
         return checking.CheckRequest(
             release=self.release,
             series=self.series,
@@ -140,7 +140,7 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class ScenarioRow:
-    """One scenario of a cell; ``word`` is its verdict as people read it."""
+    """One scenario of a cell; ``word`` is its verdict for display."""
 
     id: str
     kind: str
@@ -153,7 +153,7 @@ class ScenarioRow:
 
     @property
     def on_stock(self) -> str:
-        """Return how stock ended in a word: "pass", "fail", or "skip" where that says nothing."""
+        """Return the result on stock: "pass", "fail", or "skip" if it is not meaningful."""
         ended = self.stock.split(" ", 1)[0]
         lacks = ended == "absent" and self.kind == "feature"
         return "pass" if ended == "passes" else "fail" if ended == "fails" or lacks else "skip"
@@ -199,7 +199,7 @@ class CellResult:
 
     @property
     def measured(self) -> str:
-        """Return the counts behind the verdict in a line."""
+        """Return the counts of the verdict in one line."""
         if not self.runs:
             return self.reason.splitlines()[0] if self.reason else ""
         if self.variants.get("patched"):
@@ -241,7 +241,7 @@ class CellResult:
 def verify_cell(
     spec: CellSpec, *, fresh: bool = False, progress: Progress | None = None
 ) -> CellResult:
-    """Judge a cell, fetching and building what is missing; ``fresh`` runs everything again."""
+    """Verify a cell, fetching and building if necessary; ``fresh`` ignores the result cache."""
     started = time.monotonic()
     release: Release | None = None
     try:
@@ -268,7 +268,7 @@ def verify_cell(
 
 
 def verify_cell_json(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
-    """Judge a cell from JSON to JSON: what executors of other processes are given."""
+    """Verify a cell from JSON to JSON, for executors of other processes."""
     return verify_cell(CellSpec.from_json(raw), fresh=fresh).to_json()
 
 

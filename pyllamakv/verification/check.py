@@ -72,9 +72,9 @@ class CheckResult:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, *, pictures: bool = True) -> dict[str, Any]:
-        """Return the answer as plain JSON values (docs/verification.md explains the verdicts).
+        """Return the result as JSON values (docs/verification.md explains the verdicts).
 
-        Pictures and timelines of the cells are most of it, and are left out without ``pictures``.
+        Pictures and timelines are most of its size; without ``pictures``, they are omitted.
         """
         drawn = ("pictures", "timelines")
         found = self.decision
@@ -120,7 +120,7 @@ class PatchedSide:
 def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
     """Run a check. Raises UsageError for an invalid request, HarnessError for an internal error.
 
-    What cannot be fetched or built without any patch is an answer too: untestable.
+    A stock build that cannot be fetched or built has the verdict untestable.
     """
     chosen = discovery.select(discovery.discover(question.folders), question.scenarios)
     shipped = series.load()
@@ -283,6 +283,6 @@ def _patch(
 
 
 def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:
-    """Return whether a scenario proves only patches that were left out."""
+    """Return whether a scenario belongs only to patches that were not selected."""
     owners = {patch for patch, names in claimed.items() if name in names}
     return bool(owners) and owners <= set(made.skipped)

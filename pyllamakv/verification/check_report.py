@@ -1,4 +1,4 @@
-"""Summarize the answer of a check: in words, as JUnit, with its pictures."""
+"""Format the result of a check: text, JUnit, pictures."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def summary(outcomes: list[Outcome | None]) -> str:
 
 
 def junit(answer: CheckResult) -> str:
-    """Return the answer as a JUnit document: a suite per side, a case per run.
+    """Return the result as a JUnit document: a suite per side, a case per run.
 
-    Failures of stock are what it is there to show, and are kept as output; only failures on
-    patched, and a bad verdict, count.
+    Failures on stock are expected and are stored as output. Only failures on patched, and a bad
+    verdict, count.
     """
     root = ET.Element("testsuites", name="pyllamakv check")
     for side, runs in answer.runs.items():

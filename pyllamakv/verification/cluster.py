@@ -22,7 +22,7 @@ _PATIENCE = 30
 
 
 class Cluster(Executor):
-    """Submit cells to a dask client, each where the device of its backend is."""
+    """Submit cells to a dask client, each to a worker with the device of its backend."""
 
     def __init__(self, client: Any, address: str = "ADDRESS") -> None:
         self._client = client

@@ -77,7 +77,7 @@ Table = dict[str, Accepted]
 
 
 def rank(verdict: str) -> int:
-    """Return how bad a verdict is: 0 for good ones."""
+    """Return the badness of a verdict, 0 for good ones."""
     return _RANK[Verdict(verdict)]
 
 
@@ -112,7 +112,7 @@ def name_of(spec: CellSpec) -> str:
 
 
 def compare(results: Iterable[CellResult], table: Table) -> list[Comparison]:
-    """Compare results with what is accepted, one by one."""
+    """Compare results with the accepted verdicts, one by one."""
     return [_compare(result, table.get(name_of(result.spec))) for result in results]
 
 
@@ -152,7 +152,7 @@ def _improved(result: CellResult, accepted: Accepted) -> bool:
 
 
 def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]:
-    """Write results as accepted, keep comments and other cells; return what changed, in words."""
+    """Write results as accepted, keeping comments and other cells; return the changes in words."""
     path = path or local_file()
     document = _document(path)
     if "schema" not in document:

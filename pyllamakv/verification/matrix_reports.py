@@ -86,7 +86,7 @@ def markdown(results: Iterable[CellResult]) -> str:
 
 
 def _fixed(result: CellResult) -> str:
-    """Name what patched does and stock does not; many are counted."""
+    """Name the scenarios that patched passes and stock fails; many are counted."""
     names = [row.id for row in result.scenarios if row.verdict == Verdict.NEEDED]
     return ", ".join(names) if len(names) <= FEW else f"{len(names)} scenarios"
 
@@ -94,7 +94,7 @@ def _fixed(result: CellResult) -> str:
 def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
     """Return a JUnit document: a suite per cell, a case per scenario, and one for the verdict.
 
-    What is accepted does not fail, however bad it is: failures are regressions.
+    Only regressions are failures. An accepted verdict is none, however bad.
     """
     root = ET.Element("testsuites", name="pyllamakv matrix")
     for result, one in zip(results, compared, strict=True):
@@ -120,7 +120,7 @@ def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
 
 
 def workflow(compared: Iterable[Comparison]) -> list[str]:
-    """Return what is not as accepted as workflow commands of GitHub, one line each."""
+    """Return regressions as workflow commands of GitHub, one line each."""
     lines = []
     for one in compared:
         level = _LEVELS.get(one.outcome)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(StrEnum):
-    """Name what a patch is worth on a release."""
+    """The verdicts on a patch for a release."""
 
     UNTESTABLE = "untestable"
     BROKEN_APPLY = "broken-apply"
@@ -68,7 +68,7 @@ class Pair:
 
     @property
     def broken(self) -> bool:
-        """Return whether patched does not do what it should, in a run that counts."""
+        """Return whether patched fails in a run that counts."""
         if self.patched is None or _absent_on_both(self):
             return False
         return _countable(self.patched) and self.patched.status != "pass"
@@ -150,7 +150,7 @@ def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
 def is_harmful(pair: Pair) -> bool:
     """Return whether patched fails in a way that stock does not.
 
-    Another class of harm than stock's counts, and so does any failure where stock passes.
+    A failure of another class than stock's counts, and so does every failure if stock passes.
     """
     if pair.patched is None or not pair.patched.failed:
         return False
@@ -216,10 +216,10 @@ def _countable(outcome: Outcome) -> bool:
 
 
 def _absent_on_both(pair: Pair) -> bool:
-    """Return whether a capability that the scenario needs exists on neither side.
+    """Return whether neither side has the capability that the scenario needs.
 
-    Where upstream has no defragmentation and no patch brings it back, a scenario that asks for one
-    says nothing about either.
+    For example, if neither upstream nor a patch has a defragmentation, a scenario that requests one
+    has no verdict.
     """
     if pair.kind == "feature" or pair.stock.status != "absent":
         return False
@@ -227,5 +227,5 @@ def _absent_on_both(pair: Pair) -> bool:
 
 
 def _stock_fails(pair: Pair) -> bool:
-    """Return whether stock does not do what the scenario claims."""
+    """Return whether stock fails the claim of the scenario."""
     return pair.stock.failed or (pair.kind == "fix" and pair.stock.status == "absent")

@@ -101,7 +101,7 @@ def _equal(answer: CheckResult, name: str) -> bool:
 
 
 def _failing(answer: CheckResult) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return what patched fails: by scenario and class, for settings mostly fail alike."""
+    """Return the failures of patched by scenario and class, because settings mostly fail alike."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for pair in answer.pairs:
         one = pair.patched

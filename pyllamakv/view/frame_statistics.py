@@ -1,4 +1,4 @@
-"""Count a run: its cells at the end, and what was done on the way, as metrics."""
+"""The statistics of a run as metrics: final cells, and operations."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ LABELS = ("op", "failure")
 
 
 def timeline_metrics(timeline: Timeline) -> tuple[Metric, ...]:
-    """Return what was done in a run: operations, failures and cells that moved."""
+    """Return the statistics of operations: counts, failures and moved cells."""
     deeds = timeline.operations()
     operations = Counter(frame.op for frame in deeds)
     failures = Counter((frame.op, frame.failed) for frame in deeds if frame.failed)

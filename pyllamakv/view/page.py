@@ -58,7 +58,7 @@ class CellSection:
 
 
 def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str:
-    """Return the page for results and how they stand to what is accepted."""
+    """Return the page for results and their comparison with accepted verdicts."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -82,7 +82,7 @@ def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str
 
 
 def css_class(verdict: str) -> str:
-    """Return the class of a verdict's colour: good, idle, bad or dim."""
+    """Return the CSS class of a verdict's colour: good, idle, bad or dim."""
     if verdict in ("needed", "holds", "works"):
         return "good"
     if verdict in GOOD:

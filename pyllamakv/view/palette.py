@@ -17,7 +17,7 @@ Scheme = Literal["light", "dark"]
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of one scheme by what they are for, as ``#rrggbb``."""
+    """The colours of one scheme by role, as ``#rrggbb``."""
 
     paper: str
     ink: str

@@ -37,7 +37,7 @@ def png(drawing: Drawing, *, scheme: Scheme = "light", scale: int = 2) -> bytes:
 
 
 def check() -> None:
-    """Raise Unsupported where Pillow is not installed: before a long run, not after it."""
+    """Raise Unsupported if Pillow is not installed, before a long run."""
     _pillow()
 
 
@@ -59,7 +59,7 @@ class _Painter:
         self._brush = draw.Draw(self.image)
 
     def paint(self, item: Item) -> None:
-        """Paint one item over what is there; what can only be hovered leaves no trace."""
+        """Paint one item over the others; tooltips are not painted."""
         colour = "" if isinstance(item, Tooltip) else self._roles[item.role]
         match item:
             case Area(boxes=boxes):

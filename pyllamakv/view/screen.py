@@ -1,6 +1,6 @@
-"""Show a timeline in the terminal, frame by frame as it comes: cells, what moves, numbers.
+"""Show a timeline in the terminal, frame by frame: cells, moves, statistics.
 
-Where the output is no terminal, each frame that changed something is printed once instead.
+If the output is not a terminal, each frame with a change is printed once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Screen:
             self._live = None
 
     def show(self, frame: Frame) -> None:
-        """Show a frame; moving cells on their way where there is time."""
+        """Show a frame; animate moving cells if there is time."""
         self._count += 1
         self._failures += bool(frame.failed)
         self._moved += frame.moved

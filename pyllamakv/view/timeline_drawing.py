@@ -85,7 +85,7 @@ class Plot:
 
     @property
     def gap(self) -> float:
-        """Return the room between columns, in which bands show where cells went."""
+        """Return the space between columns, in which bands show moves."""
         share = self.width / len(self.columns)
         return min(0.38 * share, 48.0) if share >= 24 else 1.0 if share >= 10 else 0.0
 
@@ -101,7 +101,7 @@ class Plot:
 
     @property
     def bottom(self) -> float:
-        """Return where cell 0 begins."""
+        """Return the y coordinate of the lower edge of cell 0."""
         return TOP + self.height
 
     def left(self, number: int) -> float:
@@ -109,7 +109,7 @@ class Plot:
         return LEFT + number * self.pitch
 
     def right(self, number: int) -> float:
-        """Return a column's right edge."""
+        """Return the right edge of a column."""
         return self.left(number) + self.pitch - self.gap
 
     def middle(self, number: int) -> float:
@@ -169,7 +169,7 @@ def _subtitle(timeline: Timeline, plot: Plot) -> str:
 
 
 def _notes(plot: Plot) -> Iterator[str]:
-    """Yield what the rows show where a row is not one cell in one colour."""
+    """Yield explanations of rows that are not one cell in one colour."""
     if plot.step > 1:
         yield f"A row shows {plot.step} cells in the colour of most of them."
     if any(len(each) > 1 for column in plot.columns for each, *_ in runs_of(column.picture, plot)):
@@ -211,7 +211,7 @@ def _cells(plot: Plot) -> Iterator[Area]:
 
 
 def _bands(plot: Plot) -> Iterator[Band]:
-    """Yield, where there is room, bands from the cells that moved to where they went."""
+    """Yield bands from the old to the new place of moved cells, if there is space."""
     if plot.gap < 6:
         return
     for number, column in enumerate(plot.columns[1:], start=1):
@@ -313,7 +313,7 @@ def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Text
 def _legend(
     plot: Plot, owners: list[int], right: float, y: float
 ) -> tuple[list[Area | Mark | Text], float]:
-    """Return the legend's items from ``y`` down, and where it ends."""
+    """Return the items of the legend from ``y`` downwards, and its lower edge."""
     kinds: dict[str, list[int]] = {}
     for owner in owners:
         if owner >= 0:
@@ -357,7 +357,7 @@ def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
 
 
 def lay_out(timeline: Timeline) -> Plot:
-    """Return where a timeline's columns and cells stand."""
+    """Return the layout of a timeline's columns and cells."""
     share = -(-len(timeline) // _COLUMNS)
     columns = tuple(
         Column(tuple(timeline.frames[at : at + share])) for at in range(0, len(timeline), share)
