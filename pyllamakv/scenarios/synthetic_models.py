@@ -100,7 +100,7 @@ def model(name: str) -> Path:
             msg = f"{VARIABLE} is not set to the path of a model"
             raise Untestable(msg)
         name = named
-    # A path that no system takes, too long or with a zero byte, is not set to the path of a model either.
+    # An invalid path (too long, or with a zero byte) is not a model either.
     with suppress(OSError, ValueError):
         path = Path(name)
         if path.is_file():
