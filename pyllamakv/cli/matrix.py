@@ -21,6 +21,7 @@ from pyllamakv.cli.options import (
     Releases,
     Scenarios,
     Series,
+    Verbose,
 )
 from pyllamakv.cli.stdout import note, write_json
 from pyllamakv.errors import UsageError
@@ -107,6 +108,7 @@ def run(
     html: Html = None,
     junit: Junit = None,
     github: Github = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Verify releases; exits 1 if a verdict is worse than accepted."""
@@ -115,7 +117,8 @@ def run(
     specs = matrix.plan(
         _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
     )
-    _verify(specs, fresh, scheduler, views.ReportOptions(expected, html, junit, github, as_json))
+    wanted = views.ReportOptions(expected, html, junit, github, as_json, verbose=verbose)
+    _verify(specs, fresh, scheduler, wanted)
 
 
 @app.command()
@@ -128,11 +131,13 @@ def show(
     isolate: Isolates = None,
     each: Each = False,
     expected: Expected = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Show the last results; run nothing."""
     results, specs = _last_results(None, names, era, backend, series, isolate, each)
-    views.write_reports(results, views.ReportOptions(expected, as_json=as_json))
+    wanted = views.ReportOptions(expected, as_json=as_json, verbose=verbose)
+    views.write_reports(results, wanted)
     views.missing(specs, results)
 
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.cli.stdout import note, write_json
+from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.home import home
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class ReportOptions:
     github: bool = False
     as_json: bool = False
     quiet: bool = False
+    verbose: bool = False
 
 
 def write_reports(results: Sequence[CellResult], wanted: ReportOptions) -> bool:
@@ -46,6 +47,8 @@ def write_reports(results: Sequence[CellResult], wanted: ReportOptions) -> bool:
         write_json(matrix_reports.document(results, compared))
     elif not wanted.quiet:
         _table(results, compared)
+        if wanted.verbose:
+            _details(results)
     if wanted.github:
         # Workflow commands are read from both streams; JSON must stay JSON.
         out = sys.stderr if wanted.as_json else sys.stdout
@@ -103,6 +106,25 @@ def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:
         return
     sys.stdout.writelines(f"{line}\n" for line in changed or ("nothing changed",))
     note(f"written to {path}" if changed else f"{path} is up to date")
+
+
+def _details(results: Sequence[CellResult]) -> None:
+    """Print the reason of each verdict, and the scenarios that are not good."""
+    from pyllamakv.verification.verdict import GOOD
+
+    for result in results:
+        lines = [f"{result.spec.name}: {result.verdict}: {result.reason}"]
+        lines += [f"  skipped patch {name}: {why}" for name, why in result.skipped.items()]
+        lines += [
+            f"  {row.id} ({row.kind}): {row.word}: stock {row.stock}, patched {row.patched}"
+            for row in result.scenarios
+            if row.verdict not in GOOD
+        ]
+        lines += [
+            f"  {failed.scenario} [{failed.setting}]: {failed.failure}: {failed.message}"
+            for failed in result.failing
+        ]
+        write_lines(["", *lines])
 
 
 def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> None:

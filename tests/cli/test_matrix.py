@@ -87,6 +87,15 @@ def test_json_is_the_schema_s(run: Run) -> None:
     assert len(json.loads(out)["cells"]) == 4
 
 
+def test_verbose_shows_reasons(run: Run) -> None:
+    """With -v, each verdict has its reason, and each failure its message."""
+    run("matrix", "run")
+    plain, verbose = run("matrix", "show")[1], run("matrix", "show", "-v")[1]
+    assert len(verbose) > len(plain)
+    for line in ("0.3.9: needed: stock fails", "skipped patch kv-counters: requires"):
+        assert line in verbose and line not in plain
+
+
 def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
     """What is accepted does not fail; better than accepted is told, and passes."""
     run("matrix", "run")
