@@ -69,7 +69,7 @@ def test_a_variant_for_a_gpu_serves_the_first(
     for where, device in ((gpu, None), (gpu, "FAKE"), (variant(tmp_path / "cpu"), None)):
         kv.serve_rpc(where, device=device).close()
     assert asked == ["FAKE", "FAKE", None]
-    with pytest.raises(LoadError, match="finds no such device here"):
+    with pytest.raises(LoadError, match="no such device was found"):
         kv.serve_rpc(variant(tmp_path / "none", backend="cuda"))
 
 
