@@ -41,7 +41,7 @@ def test_quick_reports_what_it_left_out(pytester: pytest.Pytester, parallel: tup
 
 
 def test_durations_are_recorded(pytester: pytest.Pytester) -> None:
-    """Those of half a second and more, every phase together; other tests keep their record."""
+    """Those of 0.3 seconds and more, every phase together; other tests keep their record."""
     shutil.copy(long_tests.__file__, pytester.mkdir("kits"))
     (pytester.mkdir("data") / "durations.json").write_text('{"test_b.py::test_z": 3.0}', "utf-8")
     pytester.makeini("[pytest]\npythonpath = kits\n")

@@ -27,7 +27,9 @@ def command(
     portable: Portable = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, help="Number of parallel compilers; default: CPUs."),
+        typer.Option(
+            "--jobs", "-j", min=1, help="Parallel compilers; default: by CPUs and memory."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

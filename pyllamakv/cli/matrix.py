@@ -40,9 +40,7 @@ Eras = Annotated[
 ]
 Each = Annotated[bool, typer.Option("--each", help="Also verify each patch alone.")]
 Sample = Annotated[bool, typer.Option("--sample", help="Verify one release per era.")]
-Scheduler = Annotated[
-    str, typer.Option("--scheduler", help="Run on the workers of this Dask scheduler.")
-]
+Scheduler = Annotated[str, typer.Option("--scheduler", help="Address of a Dask scheduler to use.")]
 Merge = Annotated[
     list[Path] | None, typer.Option("--merge", help="Read results from this JSON; repeatable.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, VariantName
+from pyllamakv.cli.options import Json, Model, PlayedOn
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -16,8 +16,8 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="Failing trace or script.")],
-    variant: VariantName = "",
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Failing trace or script.")],
+    variant: PlayedOn = "",
     output: Annotated[
         Path | None,
         typer.Option(

@@ -118,12 +118,13 @@ Backends = Annotated[
     typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
-VariantName = Annotated[str, typer.Option("--variant", help="Build to use: 0.3.9+patched.")]
+VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patched, +stock.")]
+PlayedOn = Annotated[str, typer.Option("--variant", help="Build to play on; default: as recorded.")]
 Variants = Annotated[
     list[str] | None,
     typer.Option("--variant", help="Build, `stock`, `patched` or `recorded`; repeatable."),
 ]
-Model = Annotated[str, typer.Option("--model", help="GGUF file or generated model.")]
+Model = Annotated[str, typer.Option("--model", help="GGUF file, or name of a test model.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Maximum number of compute threads.")
 ]

@@ -19,7 +19,9 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    trace: Annotated[Path, typer.Argument(help="Trace of `run --trace` or `kv.record`.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Trace of `run --trace` or `kv.record`.")
+    ],
     variants: Variants = None,
     model: Model = "",
     every: Annotated[

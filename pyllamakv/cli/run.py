@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False)
 def command(
     context: typer.Context,
     script: Annotated[
-        Path | None, typer.Argument(help="Decode script (JSON lines) or trace.")
+        Path | None, typer.Argument(metavar="SCRIPT", help="Decode script (JSON lines) or trace.")
     ] = None,
     variant: VariantName = "0.3.9+patched",
     model: Model = "",

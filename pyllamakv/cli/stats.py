@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, Run, VariantName
+from pyllamakv.cli.options import Json, Model, PlayedOn, Run
 from pyllamakv.cli.stdout import write_json
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     run: Run,
-    variant: VariantName = "",
+    variant: PlayedOn = "",
     model: Model = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", help="KEY=VALUE label for metrics; repeatable.")

@@ -124,7 +124,7 @@ def add(
         ),
     ],
     *,
-    pin: Annotated[bool, typer.Option("--pin", help="Add to the shipped lock.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Add to the shipped lock file.")] = False,
     keep: Keep = False,
     as_json: Json = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, Run, VariantName
+from pyllamakv.cli.options import Json, Model, PlayedOn, Run
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import ScenarioFailed, ScriptError, UsageError
 from pyllamakv.scenarios import frames
@@ -22,13 +22,15 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     run: Run,
-    variant: VariantName = "",
+    variant: PlayedOn = "",
     model: Model = "",
     speed: Annotated[
         float, typer.Option("--speed", min=0.0, help="Operations per second; 0: no pauses.")
     ] = 4.0,
     width: Annotated[int, typer.Option("--width", min=8, help="Cells per line.")] = 64,
-    line: Annotated[int, typer.Option("--line", min=0, help="Show only this line; 0: all.")] = 0,
+    line: Annotated[
+        int, typer.Option("--line", min=0, help="Show only this trace line; 0: all.")
+    ] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Print without animation.")] = False,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Write a timeline: .svg or .png.")

@@ -16,7 +16,7 @@ from qa.bench.measure import clock
 GROUP = "The checkout"
 Tick = Callable[[], None]
 #: Runs of `make check` per revision, alternating.
-ROUNDS = 2
+ROUNDS = 1
 _KIB = 1000
 
 

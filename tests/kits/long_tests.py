@@ -16,7 +16,7 @@ import pytest
 FILE = Path(__file__).resolve().parents[1] / "data" / "durations.json"
 
 #: Seconds from which a test is long, and its duration is recorded.
-LONG = 0.5
+LONG = 0.3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +54,8 @@ def long_ones(ids: list[str], known: dict[str, float]) -> set[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark long tests; with `--quick` deselect them."""
     long = long_ones([item.nodeid for item in items], durations())
+    # A fixture of the module is charged to its first test, so those tests have the marker.
+    long |= {item.nodeid for item in items if item.get_closest_marker("long")}
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
@@ -90,8 +92,8 @@ class Summary:
         if left_out:
             known = durations()
             terminalreporter.section(f"{len(left_out)} long tests left out (make test-all)")
-            for each in sorted(left_out, key=lambda name: -known[name]):
-                terminalreporter.write_line(f"{known[each]:7.1f} s  {each}")
+            for each in sorted(left_out, key=lambda name: -known.get(name, 0.0)):
+                terminalreporter.write_line(f"{known.get(each, 0.0):7.1f} s  {each}")
         if self.config.getoption("--record-durations"):
             # Tests that did not run keep their record: a part of the suite may be measured.
             both = {k: v for k, v in durations().items() if k not in self.seconds}

@@ -65,12 +65,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[Header, Path]:
     return {each: each.program(tmp_path_factory.mktemp(each.source.stem)) for each in GROUPS}
 
 
+def test_every_group_has_a_test() -> None:
+    """Each group that is run below is defined in the source of its program."""
+    for header, groups in GROUPS.items():
+        source = header.source.read_text(encoding="utf-8")
+        assert all(f'{{ "{group}", ' in source for group in groups), header.name
+
+
+@pytest.mark.long
 def test_every_group_is_listed(programs: dict[Header, Path]) -> None:
     """The programs know the groups that are run below, and no others."""
     for header, program in programs.items():
         assert tuple(run(program).stdout.split()) == GROUPS[header]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("header", "group"), [(header, group) for header, names in GROUPS.items() for group in names]
 )

@@ -57,6 +57,14 @@ def scattered(ctx: kv.Context) -> kv.Sequence:
     return keep
 
 
+@pytest.mark.parametrize("name", ["graphs-fail.patch", "device-refuses.patch"])
+def test_the_faults_apply_to_the_default_release(name: str) -> None:
+    """A fault that no longer applied would leave the tests below without a subject."""
+    made = apply.apply(spec_resolver.resolve(DEFAULT_RELEASE), [Port.from_file(FOLDER / name)])
+    assert [text.id for text in made.texts][-1:] == [Port.from_file(FOLDER / name).id]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
@@ -80,6 +88,7 @@ def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn
             assert np.allclose(ctx.logits().copy(), fresh.logits().copy(), atol=0.05)
 
 
+@pytest.mark.long
 def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
     """What overlaps cannot be undone: the worker dies, and the script goes on."""
     with (
@@ -92,6 +101,7 @@ def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
             ctx.kv.defrag()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize(
     ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "f16")]

@@ -117,9 +117,9 @@ def test_variants_are_named_in_words(story) -> None:
     assert variant_selection.specs(bare, ["patched"]) == ["0.3.9+patched"]
     with pytest.raises(UsageError, match=r"0\.3\.9\+patched"):
         variant_selection.specs(trace.Head(), ["patched"])
-    with pytest.raises(UsageError, match="name one"):
+    with pytest.raises(UsageError, match="pass --variant"):
         variant_selection.opened("recorded", trace.Head())
-    with pytest.raises(UsageError, match="name one"):
+    with pytest.raises(UsageError, match="pass --variant"):
         variant_selection.variant_folder("recorded", trace.Head())
 
 
