@@ -136,6 +136,11 @@ CLAIMS = (
         "",
     ),
     Claim(
+        "A contributor's tests run within five minutes in a new clone with an empty home",
+        "The checkout",
+        "`make test`",
+    ),
+    Claim(
         "`pyllamakv check` takes minutes with an empty data directory",
         "Whole commands",
         "with an empty data directory",
