@@ -24,31 +24,24 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 def list_releases(
     *,
     new: Annotated[
-        bool, typer.Option("--new", help="List versions on the index that are not pinned.")
+        bool,
+        typer.Option("--new", help="List versions on the indexes that are not pinned."),
     ] = False,
     every: OlderReleases = False,
     as_json: Json = False,
 ) -> None:
     """List known releases, and whether they are fetched.
 
-    With --new: versions on the package index that are newer than the newest pinned one.
+    With --new: versions of llama-cpp-python, node-llama-cpp and xllamacpp on the package indexes
+    that are newer than the newest pinned one of the same project, newest upload first.
     """
-    from pyllamakv.source import lockfile, watch
+    from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
-    store = open_store()
     if new:
-        found = asdict(watch.compare_with_index())
-        older = found["unpinned"] if every else found.pop("unpinned")
-        if as_json:
-            write_json(found)
-            return
-        write_lines(f"{word:<10} {' '.join(names)}" for word, names in found.items() if names)
-        if not found["new"]:
-            note("there is no newer version on the index")
-        if older and not every:
-            note(f"{len(older)} older versions are not pinned; --all lists them")
+        _list_new(every, as_json)
         return
+    store = open_store()
     if every:
         raise errors.UsageError("--all requires --new: known releases are all listed")
     rows = [
@@ -120,7 +113,7 @@ def add(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="Version, node-llama-cpp@VERSION, archive, git:URL@REF, path:DIR.",
+            help="Version, package with version, archive, git:URL@REF, path:DIR.",
         ),
     ],
     *,
@@ -128,7 +121,11 @@ def add(
     keep: Keep = False,
     as_json: Json = False,
 ) -> None:
-    """Add a release to the lock of the data directory, and fetch it."""
+    """Add a release to the lock of the data directory, and fetch it.
+
+    A version names a release of llama-cpp-python. Other packages that contain llama.cpp are
+    node-llama-cpp@VERSION (npm) and xllamacpp==VERSION.
+    """
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch as fetching
     from pyllamakv.source import lockfile
@@ -168,6 +165,31 @@ def show_log(
         write_json(rows)
     else:
         write_lines(f"{row['line']} {row['date'][:10]} {row['name']}" for row in rows)
+
+
+def _list_new(every: bool, as_json: bool) -> None:
+    from pyllamakv.source import watch
+
+    found = watch.new_versions()
+    for problem in found.unreachable:
+        note(f"warning: an index did not answer: {problem}")
+    if as_json:
+        facts = asdict(found)
+        if not every:
+            del facts["unpinned"]
+        write_json(facts)
+        return
+    listed = watch.newest_first([*found.new, *found.unpinned]) if every else found.new
+    width = max((len(each.spec) for each in listed), default=0)
+    write_lines(
+        f"{each.spec:<{width}}  {each.date[:10] or '-':<10}  {each.source}" for each in listed
+    )
+    if not found.new:
+        note("there is no new version on the indexes that answered")
+    if found.unpinned and not every:
+        note(f"{len(found.unpinned)} older versions are not pinned; --all lists them")
+    if found.lost:
+        note(f"removed or changed on their index: {', '.join(found.lost)}")
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:

@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import FetchError, HashMismatch
-from pyllamakv.source import progress as telling
 from pyllamakv.source import tree_limits
 from pyllamakv.source.files import translate_disk_errors
 from pyllamakv.source.pipconfig import redacted
+from pyllamakv.source.progress import no_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ def download(
         with translate_disk_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             return _download(
-                session, url, part, place=place, sha256=sha256, tell=progress or telling.no_progress
+                session, url, part, place=place, sha256=sha256, tell=progress or no_progress
             )
     except OSError as error:
         msg = f"cannot write {part}: {error}"

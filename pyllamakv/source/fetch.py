@@ -1,20 +1,20 @@
-"""Fetch releases into the store: from the package index, npm, git, or a local file."""
+"""Fetch releases into the store: from a package index, npm, git, or a local file."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.home import home
-from pyllamakv.source import era, lockfile, npm, spec_resolver
-from pyllamakv.source import progress as telling
+from pyllamakv.source import era, lockfile, npm, spec_resolver, xllamacpp
 from pyllamakv.source import sdist_import as archives
 from pyllamakv.source.download import download, file_hash
-from pyllamakv.source.index import PROJECT, IndexFile, PackageIndex
+from pyllamakv.source.index import IndexFile, PackageIndex
+from pyllamakv.source.package_sources import find_archive, find_package, free_name
+from pyllamakv.source.progress import no_progress
 from pyllamakv.source.releases import Release, is_safe_name
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import Store, open_store
@@ -22,14 +22,8 @@ from pyllamakv.source.store import Store, open_store
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pyllamakv.source.package_sources import PackageSource
     from pyllamakv.source.progress import Progress
-
-_SDIST = re.compile(r"llama[-_]cpp[-_]python-(?P<version>[0-9][\w.+-]*)\.tar\.gz")
-_TARBALL = re.compile(r"node-llama-cpp-(?P<version>[0-9][\w.+-]*)\.tgz")
-_VERSION = re.compile(r"[0-9]+(\.[0-9]+)+[\w.+-]*")
-#: The longest name of a version that is asked for: files are named after it.
-_LONGEST = 100
-_NPM_SPEC = re.compile(r"node-llama-cpp@(?P<version>[0-9][\w.+-]*)")
 
 
 def downloads() -> Path:
@@ -66,7 +60,7 @@ def ensure(spec: str, *, progress: Progress | None = None) -> Release:
     try:
         release = resolve(spec)
     except UnknownRelease:
-        if not _VERSION.fullmatch(spec.strip()):
+        if not find_package(spec.strip()):
             raise
         return add(spec, progress=progress)
     return fetch(release, progress=progress)
@@ -100,9 +94,10 @@ def add(
 ) -> Release:
     """Add a release that is not pinned, and fetch it.
 
-    ``what`` is a version, ``node-llama-cpp@VERSION``, an archive file, ``git:URL@REF`` or
-    ``path:DIR``. The release is written to the user's lock file, or to ``pin``. The archive of a
-    pinned release must match its lock file. A git reference is resolved again.
+    ``what`` is a version of llama-cpp-python, ``node-llama-cpp@VERSION``, ``xllamacpp==VERSION``,
+    an archive file, ``git:URL@REF`` or ``path:DIR``. The release is written to the user's lock
+    file, or to ``pin``. The archive of a pinned release must match its lock file. A git reference
+    is resolved again.
     """
     what = what.strip()
     if what.startswith("path:"):
@@ -120,8 +115,9 @@ def add(
         return release
     else:
         msg = (
-            f"{what!r} is neither a file nor a version; expected are a version as on the package "
-            "index, node-llama-cpp@VERSION, an archive, git:URL@REF or path:DIR"
+            f"{what!r} is neither a file nor a version; expected are a version of "
+            "llama-cpp-python, node-llama-cpp@VERSION, xllamacpp==VERSION, an archive, "
+            "git:URL@REF or path:DIR"
         )
         raise UsageError(msg)
     _note(release, pin)
@@ -129,11 +125,8 @@ def add(
 
 
 def _brings(what: str) -> Callable[..., Release] | None:
-    if len(what) > _LONGEST:
-        return None
-    if match := _NPM_SPEC.fullmatch(what):
-        return partial(_add_npm, match["version"])
-    return partial(_add_version, what) if _VERSION.fullmatch(what) else None
+    found = find_package(what)
+    return partial(_add_version, *found) if found else None
 
 
 def _note(release: Release, pin: Path | None) -> None:
@@ -155,11 +148,11 @@ def archive(release: Release, progress: Progress | None = None) -> Path:
     if place.is_file() and file_hash(place) == release.sha256:
         return place
     if release.kind == "npm":
-        (progress or telling.no_progress)(f"npm pack {release.package}", 0, None)
+        (progress or no_progress)(f"npm pack {release.package}", 0, None)
         version = release.package.rpartition("@")[2]
         return npm.pack(version, place.parent, sha256=release.sha256)
-    version = release.package.rpartition("==")[2]
-    with PackageIndex() as index:
+    project, _, version = release.package.partition("==")
+    with PackageIndex(project=project) as index:
         offered = _offered(index, version, release.sha256)
         download(index.session, offered.url, place, sha256=release.sha256, progress=progress)
     return place
@@ -171,7 +164,7 @@ def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile
     files = [file for file in everything if file.version == version]
     if not files:
         newest = f"; the newest there is {everything[-1].version}" if everything else ""
-        msg = f"{index.settings.sources} has no sdist of {PROJECT} {version}{newest}"
+        msg = f"{index.settings.sources} has no sdist of {index.project} {version}{newest}"
         if index.unreachable:
             msg += f"; not every source answered: {'; '.join(index.unreachable)}"
             raise FetchError(msg)
@@ -191,21 +184,40 @@ def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile
 
 
 def _import(store: Store, release: Release, file: Path, progress: Progress | None) -> None:
-    (progress or telling.no_progress)(f"import {release.name}", 0, None)
-    if release.kind == "npm":
-        npm.import_package(store, file, commit=release.commit, tree=release.tree)
-    else:
-        archives.import_sdist(store, file, commit=release.commit, tree=release.tree)
+    (progress or no_progress)(f"import {release.name}", 0, None)
+    found = find_package(release.package or "")
+    if not found:
+        msg = f"the lock file has no package of a known source for {release.name}"
+        raise FetchError(msg)
+    _import_archive(store, *found, file, commit=release.commit, tree=release.tree)
     store.update_ref(f"refs/upstream/{release.key}", release.commit)
+
+
+def _import_archive(
+    store: Store,
+    source: PackageSource,
+    version: str,
+    file: Path,
+    *,
+    commit: str = "",
+    tree: str = "",
+) -> tuple[str, str, str]:
+    """Import an archive; return its commit, tree, and upstream's tag, which may be empty."""
+    if source.kind == "npm":
+        return npm.import_package(store, file, commit=commit, tree=tree)
+    if source.kind == "xllamacpp":
+        return xllamacpp.import_package(store, file, version, commit=commit, tree=tree)
+    return *archives.import_sdist(store, file, commit=commit, tree=tree), ""
 
 
 def _fetch_git(release: Release) -> Release:
     url, _ = spec_resolver.split_git(release.name)
+    wanted = release.commit
     try:
-        return spec_resolver.fetch_git(f"git:{url}@{release.commit}")
+        return spec_resolver.fetch_git(f"git:{url}@{wanted}", commit=wanted)
     except FetchError:
         # Some servers do not serve a commit by id; its reference may still point to it.
-        return spec_resolver.fetch_git(release.name)
+        return spec_resolver.fetch_git(release.name, commit=wanted)
 
 
 def _same(wanted: Release, found: Release) -> Release:
@@ -218,27 +230,22 @@ def _same(wanted: Release, found: Release) -> Release:
 # --- what no lock has yet ---------------------------------------------------------------------
 
 
-def _add_version(version: str, progress: Progress | None, *, keep: bool) -> Release:
-    known = lockfile.known().get(version)
-    if known is not None:
-        return fetch(known, progress=progress, keep=keep)
-    with PackageIndex() as index:
-        offered = _offered(index, version, None)
-        place = downloads() / offered.name
-        download(index.session, offered.url, place, sha256=offered.sha256, progress=progress)
-    release = _add_file(place, progress)
-    if not keep:
-        place.unlink(missing_ok=True)
-    return release
-
-
-def _add_npm(version: str, progress: Progress | None, *, keep: bool) -> Release:
-    package = f"{npm.PROJECT}@{version}"
-    known = [r for r in lockfile.known().values() if r.package == package]
+def _add_version(
+    source: PackageSource, version: str, progress: Progress | None, *, keep: bool
+) -> Release:
+    package = source.package(version)
+    names = (source.spec(version), package)
+    known = [r for r in lockfile.known().values() if {r.name, r.package} & set(names)]
     if known:
         return fetch(known[0], progress=progress, keep=keep)
-    (progress or telling.no_progress)(f"npm pack {package}", 0, None)
-    place = npm.pack(version, downloads(), sha256=None)
+    if source.kind == "npm":
+        (progress or no_progress)(f"npm pack {package}", 0, None)
+        place = npm.pack(version, downloads(), sha256=None)
+    else:
+        with PackageIndex(project=source.project) as index:
+            offered = _offered(index, version, None)
+            place = downloads() / offered.name
+            download(index.session, offered.url, place, sha256=offered.sha256, progress=progress)
     release = _add_file(place, progress)
     if not keep:
         place.unlink(missing_ok=True)
@@ -246,11 +253,11 @@ def _add_npm(version: str, progress: Progress | None, *, keep: bool) -> Release:
 
 
 def _add_file(file: Path, progress: Progress | None) -> Release:
-    sdist, tarball = _SDIST.fullmatch(file.name), _TARBALL.fullmatch(file.name)
-    if not sdist and not tarball:
+    found = find_archive(file.name)
+    if not found:
         msg = (
-            f"{file.name} is neither llama_cpp_python-VERSION.tar.gz nor node-llama-cpp-VERSION"
-            ".tgz; a git bundle is given as git:FILE@REF"
+            f"{file.name} is neither llama_cpp_python-VERSION.tar.gz, node-llama-cpp-VERSION.tgz "
+            "nor xllamacpp-VERSION.tar.gz; a git bundle is given as git:FILE@REF"
         )
         raise UsageError(msg)
     store = open_store()
@@ -263,28 +270,22 @@ def _add_file(file: Path, progress: Progress | None) -> Release:
         if not store.has(known[0]):
             _import(store, known[0], file, progress)
         return known[0]
-    name = sdist["version"] if sdist else file.name.removesuffix(".tgz")
-    if not is_safe_name(name):
+    source, version = found
+    if not is_safe_name(free_name(source, version, "", ())):
         msg = f"{file.name} is not usable as the name of a release"
         raise UsageError(msg)
-    (progress or telling.no_progress)(f"import {file.name}", 0, None)
-    if sdist:
-        package = f"{PROJECT}=={name}"
-        commit, tree = archives.import_sdist(store, file)
-    elif tarball:
-        package = f"{npm.PROJECT}@{tarball['version']}"
-        commit, tree, tag = npm.import_package(store, file)
-        name = tag or name
+    (progress or no_progress)(f"import {file.name}", 0, None)
+    commit, tree, tag = _import_archive(store, source, version, file)
     release = Release(
-        name=name,
-        kind="sdist" if sdist else "npm",
+        name=free_name(source, version, tag, lockfile.known()),
+        kind=source.kind,
         commit=commit,
         tree=tree,
         era=era.detect(store, tree),
         date=store.date(commit),
         archive=file.name,
         sha256=sha256,
-        package=package,
+        package=source.package(version),
     )
     store.update_ref(f"refs/upstream/{release.key}", commit)
     return release

@@ -17,7 +17,7 @@ from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError, UsageE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Only a process that hangs holds a lock longer than this; waiting for ever would hide it.
+#: Only a process that hangs holds a lock longer than this; waiting without a limit would hide it.
 LOCK_SECONDS = 900
 
 
@@ -26,7 +26,7 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold a file lock of the data directory.
 
     Raises SourceError, naming the file, when another process keeps it, and UsageError when the
-    home cannot be written.
+    data directory cannot be written.
     """
     try:
         with translate_disk_errors(file), translate_permission_errors(file.parent):
@@ -63,7 +63,7 @@ def write_text_atomic(file: Path, text: str) -> None:
 def write_bytes_atomic(file: Path, data: bytes) -> None:
     """Write a file under a temporary name and rename it; the old content remains until then.
 
-    The remains of a killed process have a fixed name, which the next write uses again.
+    The temporary name is fixed, so that the next write replaces what a killed process left.
     """
     part = file.with_name(f".{file.name}.part")
     with translate_disk_errors(file):
@@ -134,7 +134,7 @@ def _lock(handle: int, part: Path) -> bool:
 
 @contextlib.contextmanager
 def translate_permission_errors(folder: Path) -> Iterator[None]:
-    """Raise UsageError where a folder of the home belongs to others, or below a file."""
+    """Raise UsageError for a data directory without write permission or below a file."""
     try:
         yield
     except (PermissionError, NotADirectoryError, FileExistsError) as error:

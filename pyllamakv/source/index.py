@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,12 @@ from packaging.version import InvalidVersion, Version
 
 from pyllamakv.errors import FetchError
 from pyllamakv.source import pipconfig, tree_limits
+from pyllamakv.source.package_sources import LLAMA_CPP_PYTHON, find_archive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pyllamakv.source.pipconfig import PipSettings
-
-PROJECT = "llama-cpp-python"
-
-_SDIST = re.compile(r"llama[-_.]cpp[-_.]python-(?P<version>.+)\.tar\.gz", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,8 @@ class IndexFile:
     #: What the index says; None when it says nothing.
     sha256: str | None
     yanked: bool = False
+    #: When it was uploaded, ISO 8601 in UTC; empty if the index does not say.
+    uploaded: str = ""
 
     @property
     def order(self) -> Version:
@@ -44,10 +43,16 @@ class IndexFile:
 
 
 class PackageIndex:
-    """List the sdists of llama-cpp-python on pip's indexes and find-links."""
+    """List the files of a project on pip's indexes and find-links."""
 
-    def __init__(self, settings: PipSettings | None = None) -> None:
+    def __init__(
+        self,
+        settings: PipSettings | None = None,
+        *,
+        project: str = LLAMA_CPP_PYTHON.project,
+    ) -> None:
         self.settings = settings or pipconfig.read()
+        self.project = project
         self._session: Any = None
         #: What went wrong with the sources that did not answer the last question.
         self.unreachable: list[str] = []
@@ -86,6 +91,14 @@ class PackageIndex:
 
         Raises FetchError with the errors of all sources if none responds.
         """
+        return self.files(self._sdist_version, "sdist")
+
+    def files(self, version_of: Callable[[str], str | None], what: str) -> list[IndexFile]:
+        """Return the files for whose names ``version_of`` returns a version, ordered by version.
+
+        ``what`` names the wanted file in errors. Raises FetchError with the errors of all sources
+        if none responds.
+        """
         found: dict[tuple[str, str], IndexFile] = {}
         said: list[str] = []
         self.unreachable = []
@@ -96,7 +109,7 @@ class PackageIndex:
             notes: list[str] = []
             try:
                 with _warnings(notes):
-                    for file in self._ask(kind, url):
+                    for file in self._ask(kind, url, version_of):
                         found.setdefault((file.name, file.url), file)
             # The HTTP clients of unearth's versions share no base class for what they raise.
             except Exception as error:
@@ -106,14 +119,21 @@ class PackageIndex:
             self.unreachable += [note for note in notes if "Server Error" in note]
         problems = list(dict.fromkeys([*self.unreachable, *said]))
         if not found and problems:
+            listed = "; ".join(problems)
             msg = (
-                f"no sdist of {PROJECT} was found on {chosen.sources}: {'; '.join(problems)}. "
+                f"no {what} of {self.project} was found on {chosen.sources}: {listed}. "
                 "Check the network and pip's settings (`pip config list`)"
             )
             raise FetchError(msg)
         return sorted(found.values(), key=lambda file: (file.order, file.yanked))
 
-    def _ask(self, kind: str, url: str) -> Iterator[IndexFile]:
+    def _sdist_version(self, name: str) -> str | None:
+        found = find_archive(name)
+        return found[1] if found and found[0].project == self.project else None
+
+    def _ask(
+        self, kind: str, url: str, version_of: Callable[[str], str | None]
+    ) -> Iterator[IndexFile]:
         from unearth import PackageFinder
 
         finder = PackageFinder(
@@ -123,17 +143,17 @@ class PackageIndex:
             trusted_hosts=self.settings.trusted_hosts,
             ignore_compatibility=True,
         )
-        for package in finder.find_all_packages(PROJECT, allow_yanked=True):
+        for package in finder.find_all_packages(self.project, allow_yanked=True):
             link = package.link
-            match = _SDIST.fullmatch(link.filename)
-            version = match["version"] if match else ""
-            if _is_version(version):
+            version = version_of(link.filename) or ""
+            if is_version(version):
                 yield IndexFile(
                     name=link.filename,
                     version=version,
                     url=link.normalized.split("#", 1)[0],
                     sha256=_stated_hash(link),
                     yanked=bool(link.is_yanked),
+                    uploaded=utc(link.upload_time),
                 )
 
 
@@ -161,12 +181,23 @@ def _bounded(response: Any) -> None:
     response.read = read
 
 
-def _is_version(text: str) -> bool:
+def is_version(text: str) -> bool:
+    """Return whether a text is a version that sorts."""
     try:
         Version(text)
-    except InvalidVersion:
+    except (InvalidVersion, ValueError):  # Python converts no number of thousands of digits
         return False
     return True
+
+
+def utc(when: datetime | None) -> str:
+    """Return a time as ISO 8601 in UTC, or an empty text for none."""
+    if when is None:
+        return ""
+    with contextlib.suppress(OverflowError, ValueError):
+        when = when.replace(tzinfo=when.tzinfo or UTC)
+        return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return ""
 
 
 def _stated_hash(link: Any) -> str | None:
@@ -188,7 +219,7 @@ def _certificates(cert: str | None) -> ssl.SSLContext | bool:
             cafile=None if folder else os.fspath(place), capath=os.fspath(place) if folder else None
         )
     except (OSError, ssl.SSLError) as error:
-        msg = f"cannot read the certificates that pip is told to use, {place}: {error}"
+        msg = f"cannot read the certificates that pip is configured to use, {place}: {error}"
         raise FetchError(msg) from error
 
 

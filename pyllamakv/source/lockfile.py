@@ -17,7 +17,7 @@ from tomlkit.exceptions import TOMLKitError
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data, home
 from pyllamakv.source.files import locked, write_text_atomic
-from pyllamakv.source.releases import Kind, Release, is_safe_name
+from pyllamakv.source.releases import ARCHIVE_KINDS, Kind, Release, is_safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,7 +144,7 @@ def _release(path: Path, table: Any) -> Release:
         problem = "has a sha256 that is not 64 hexadecimal digits"
     elif "archive" in facts and not is_safe_name(facts["archive"]):
         problem = "has an archive name that is not a file name"
-    elif facts["kind"] in ("sdist", "npm") and not is_safe_name(name):
+    elif facts["kind"] in ARCHIVE_KINDS and not is_safe_name(name):
         problem = "has a name that is not safe in file names"
     if problem:
         msg = f"{path}: release {name!r} {problem}"

@@ -11,11 +11,15 @@ import re
 import shutil
 import subprocess
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import ArchiveError, FetchError, GitError, HashMismatch, ToolMissing
+from pyllamakv.source import tree_limits
 from pyllamakv.source.download import file_hash
+from pyllamakv.source.index import is_version, utc
+from pyllamakv.source.package_sources import NODE_LLAMA_CPP
 from pyllamakv.source.quarantine import quarantine
 from pyllamakv.source.releases import is_safe_name
 from pyllamakv.source.tarball import copy_member, open_tar
@@ -23,12 +27,13 @@ from pyllamakv.source.tarball import copy_member, open_tar
 if TYPE_CHECKING:
     from pyllamakv.source.store import Store
 
-PROJECT = "node-llama-cpp"
+PROJECT = NODE_LLAMA_CPP.project
 
 _BUNDLE = "package/llama/gitRelease.bundle"
 _ABOUT = "package/llama/llama.cpp.info.json"
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
-_SECONDS = 900
+#: Timeouts of npm in seconds: for a package of 40 MB, and for the list of versions.
+_SECONDS, _LIST_SECONDS = 900, 120
 #: The package has one reference in its bundle, and 200 bytes about it.
 _REFERENCES, _ABOUT_BYTES = 1000, 64 << 10
 
@@ -38,19 +43,14 @@ def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
 
     Raises ToolMissing without npm, FetchError when npm fails, HashMismatch for another file.
     """
-    npm = shutil.which("npm")
-    if npm is None:
-        msg = (
-            f"{PROJECT} {version} comes from npm's registry, and npm is not installed; "
-            "install Node.js, or give the tarball to `pyllamakv upstream add FILE`"
-        )
-        raise ToolMissing(msg, tool="npm", hint="install Node.js, which brings npm")
+    npm = _npm()
     if not _VERSION.fullmatch(version):
         msg = f"{version!r} is not a version of {PROJECT}"
         raise FetchError(msg)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="npm-") as scratch:
-        _run_npm(npm, version, Path(scratch))
+        words = ["pack", f"{PROJECT}@{version}", "--ignore-scripts", "--no-audit", "--no-fund"]
+        _run([npm, *words, f"--pack-destination={scratch}"], Path(scratch), _SECONDS)
         packed = Path(scratch) / f"{PROJECT}-{version}.tgz"
         if not packed.is_file():
             msg = f"`npm pack {PROJECT}@{version}` succeeded, but wrote no {packed.name}"
@@ -62,25 +62,69 @@ def pack(version: str, folder: Path, *, sha256: str | None) -> Path:
         return packed.replace(folder / packed.name)
 
 
-def _run_npm(npm: str, version: str, folder: Path) -> None:
-    command = [npm, "pack", f"{PROJECT}@{version}", "--ignore-scripts", "--no-audit", "--no-fund"]
-    command += ["--loglevel=error", f"--pack-destination={folder}"]
+def versions() -> dict[str, str]:
+    """Return the versions of node-llama-cpp on npm's registry, each with its date of upload.
+
+    Dates are ISO 8601 in UTC, or empty where the registry states none. Entries that are no versions
+    are left out. Raises ToolMissing without npm, and FetchError when npm fails or the answer is not
+    a list of versions.
+    """
+    npm = _npm()
+    with tempfile.TemporaryDirectory(prefix="npm-") as scratch:
+        output = _run([npm, "view", PROJECT, "time", "--json"], Path(scratch), _LIST_SECONDS)
+    try:
+        if len(output) > tree_limits.MAX_INDEX_PAGE_BYTES:
+            msg = f"the answer is longer than {tree_limits.MAX_INDEX_PAGE_BYTES} bytes"
+            raise ValueError(msg)
+        listed = json.loads(output)
+    except (ValueError, RecursionError) as error:
+        msg = f"`npm view {PROJECT}` did not print JSON: {error}"
+        raise FetchError(msg) from error
+    listed = listed if isinstance(listed, dict) else {}
+    found = {name: _date(when) for name, when in listed.items() if is_version(name)}
+    if not found:
+        msg = f"`npm view {PROJECT}` printed no version: {output[:100]!r}"
+        raise FetchError(msg)
+    return found
+
+
+def _date(when: object) -> str:
+    try:
+        return utc(datetime.fromisoformat(str(when)))
+    except ValueError:
+        return ""
+
+
+def _npm() -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        msg = (
+            f"{PROJECT} comes from npm's registry, and npm is not installed; "
+            "install Node.js, or give the tarball to `pyllamakv upstream add FILE`"
+        )
+        raise ToolMissing(msg, tool="npm", hint="install Node.js, which brings npm")
+    return npm
+
+
+def _run(command: list[str], folder: Path, seconds: float) -> bytes:
+    shown = f"npm {' '.join(command[1:3])}"
     try:
         done = subprocess.run(
-            command,
+            [*command, "--loglevel=error"],
             cwd=folder,
             check=False,
             capture_output=True,
             stdin=subprocess.DEVNULL,
-            timeout=_SECONDS,
+            timeout=seconds,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        msg = f"`npm pack {PROJECT}@{version}` did not finish: {error}"
+        msg = f"`{shown}` did not finish: {error}"
         raise FetchError(msg) from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
-        msg = f"`npm pack {PROJECT}@{version}` exited with {done.returncode}: {said}"
+        output = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
+        msg = f"`{shown}` exited with {done.returncode}: {output}"
         raise FetchError(msg)
+    return done.stdout
 
 
 def import_package(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.store import Store
 
+#: Where llama.cpp has its public header; every release has one of these files.
+API_HEADERS = ("include/llama.h", "llama.h")
+
 
 class Quarantine:
     """Git objects that have not been checked; `quarantine` creates it."""
@@ -89,7 +92,7 @@ class Quarantine:
         """Check the commit and move all objects into the store; return the commit's tree.
 
         Raises HashMismatch when commit or tree is not the expected one, ArchiveError when the
-        commit is not whole, has no date or its tree no bounds.
+        commit is not whole, has no date, or its tree exceeds the limits or is not llama.cpp.
         """
         if expected_commit and commit != expected_commit:
             _mismatch("commit", expected_commit, commit)
@@ -107,6 +110,9 @@ class Quarantine:
         if expected_tree and tree != expected_tree:
             _mismatch("tree", expected_tree, tree)
         tree_limits.check(self.store.path, tree, self._env)
+        if not self.git("ls-tree", "--name-only", tree, *API_HEADERS):
+            msg = f"the archive has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
+            raise ArchiveError(msg)
         # Who takes the release asks for both, when its objects are in the store already.
         commit_date(said)
         commit_parents(said)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pyllamakv.errors import SourceError
 from pyllamakv.source import git_command, lockfile
-from pyllamakv.source.releases import Release
+from pyllamakv.source.releases import ARCHIVE_KINDS, Release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Chain
     """
     if releases is None:
         known = lockfile.known().values()
-        releases = [r for r in known if r.kind in ("sdist", "npm") and store.has(r)]
+        releases = [r for r in known if r.kind in ARCHIVE_KINDS and store.has(r)]
     line: list[ChainLink] = []
     for release in sorted(releases, key=lambda r: r.order):
         message = f"{release.name}\n\nEra: {release.era}\nUpstream-commit: {release.commit}"

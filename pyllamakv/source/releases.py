@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping
 
-Kind = Literal["sdist", "npm", "git", "path"]
+Kind = Literal["sdist", "npm", "xllamacpp", "git", "path"]
+
+#: Kinds of releases that come as archives of a package index and are named by tag or version.
+ARCHIVE_KINDS: Final = ("sdist", "npm", "xllamacpp")
 
 #: The release that is meant where none is named: the last whose decode fails by default.
 DEFAULT_RELEASE = "0.3.9"
@@ -34,7 +37,8 @@ class Release:
     #: File name of the archive and its SHA-256, for releases that come as archives.
     archive: str | None = None
     sha256: str | None = None
-    #: Where the archive comes from: ``llama-cpp-python==0.3.9`` or ``node-llama-cpp@3.7.0``.
+    #: Where the archive comes from: ``llama-cpp-python==0.3.9``, ``node-llama-cpp@3.7.0`` or
+    #: ``xllamacpp==2026.10.11549``.
     package: str | None = None
     #: The git URL or folder, for releases that come from one.
     url: str | None = None
@@ -42,7 +46,7 @@ class Release:
     @property
     def key(self) -> str:
         """Return a name that is safe in file names and refs."""
-        if self.kind in ("sdist", "npm"):
+        if self.kind in ARCHIVE_KINDS:
             return self.name
         return f"{self.kind}-{self.commit[:12]}"
 
@@ -77,10 +81,16 @@ def sdist_version(name: str) -> Version | None:
         return None
 
 
-def canonical_name(name: str, known: Container[str]) -> str:
+def canonical_name(name: str, known: Mapping[str, Release]) -> str:
     """Return a release's name as the lock spells it: ``0.3.9`` for ``v0.3.9``.
 
-    A name in ``known`` is returned as it is.
+    A name in ``known`` is returned as it is; a package (``node-llama-cpp@3.7.0``) is replaced by
+    the name of its release. Only a version of llama-cpp-python may have a ``v`` in front: the tags
+    of llama.cpp begin with one.
     """
+    if name in known:
+        return name
+    if packaged := next((each.name for each in known.values() if each.package == name), None):
+        return packaged
     name = name.removeprefix("llama-cpp-python==")
     return name[1:] if name not in known and re.fullmatch(r"v\d.*", name) else name

@@ -34,18 +34,25 @@ class PlainFile(NamedTuple):
     data: bytes
 
 
-def import_files(held: Quarantine, files: Iterable[PlainFile], message: str) -> str:
+def import_files(
+    held: Quarantine,
+    files: Iterable[PlainFile],
+    message: str,
+    *,
+    seconds: int = git_command.SECONDS,
+) -> str:
     """Create a commit without parents from files; return it, or "" without files.
 
-    The same files and message give the same commit. Files that upstream's build writes into its
-    tree, and files of git, are ignored. Raises ArchiveError for a path outside of the tree.
+    ``seconds`` is the time of the commit. The same arguments give the same commit. Files that
+    upstream's build writes into its tree, and files of git, are ignored. Raises ArchiveError for a
+    path outside of the tree.
     """
     stream = held.folder / "stream"
     marks = held.folder / "marks"
     name = "refs/heads/incoming"
     count = 0
     text = (message.strip() + "\n").encode()
-    who = f"{git_command.NAME} <{git_command.EMAIL}> {git_command.SECONDS} +0000"
+    who = f"{git_command.NAME} <{git_command.EMAIL}> {seconds} +0000"
     with translate_disk_errors(stream), stream.open("wb") as out:
         out.write(f"commit {name}\nmark :1\ncommitter {who}\ndata {len(text)}\n".encode())
         out.write(text)
@@ -108,7 +115,9 @@ def import_sdist(
         head = _take_clone(archive, held)
         if head:
             return head, held.admit(head, expected_commit=commit, expected_tree=tree)
-        head = import_files(held, _plain_files(archive), f"llama.cpp as unpacked in {archive.name}")
+        head = import_files(
+            held, plain_files(archive, _TREE), f"llama.cpp as unpacked in {archive.name}"
+        )
         if not head:
             msg = f"{archive.name} has neither a git clone nor a tree under vendor/llama.cpp"
             raise ArchiveError(msg)
@@ -155,10 +164,14 @@ def _head(texts: dict[str, str], archive: Path) -> str:
     return value
 
 
-def _plain_files(archive: Path) -> Iterator[PlainFile]:
+def plain_files(archive: Path, pattern: re.Pattern[str]) -> Iterator[PlainFile]:
+    """Yield the files and links of an archive whose names match; ``path`` is their path.
+
+    Raises ArchiveError for hard links, devices and other special files.
+    """
     with open_tar(archive) as tar:
         for member in tar:
-            found = _TREE.fullmatch(member.name)
+            found = pattern.fullmatch(member.name)
             if not found or member.isdir():
                 continue
             path = found["path"]

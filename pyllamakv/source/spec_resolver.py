@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import FetchError, GitError, UnknownRelease, UsageError
+from pyllamakv.errors import FetchError, GitError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.source import era, git_command, git_limits, lockfile, tree_limits
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 from pyllamakv.source.pipconfig import redacted
-from pyllamakv.source.quarantine import move
+from pyllamakv.source.quarantine import API_HEADERS, move
 from pyllamakv.source.releases import Release, canonical_name
 from pyllamakv.source.store import Store, open_store
 from pyllamakv.source.tree_export import GENERATED_FILES, STAMP
@@ -24,7 +24,6 @@ from pyllamakv.source.tree_export import GENERATED_FILES, STAMP
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_API = ("include/llama.h", "llama.h")
 _HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
 _PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
@@ -38,9 +37,8 @@ def resolve(spec: str) -> Release:
     """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
 
     Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
-    also asks the package index. The exact name of a release has precedence; otherwise
-    ``llama-cpp-python==0.3.9`` and ``v0.3.9`` are spellings of ``0.3.9``. A git reference is pinned
-    when it is first resolved. Raises UnknownRelease with the closest names.
+    also asks the package indexes. `releases.canonical_name` has the other spellings of a name. A
+    git reference is pinned when it is first resolved. Raises UnknownRelease with the closest names.
     """
     spec = spec.strip()
     if spec.startswith("path:"):
@@ -85,17 +83,21 @@ def split_git(spec: str) -> tuple[str, str]:
 
 
 def pin_git(spec: str) -> Release:
-    """Fetch the commit that a git URL or bundle has under a reference, and pin it in the home.
+    """Fetch the commit that a git URL or bundle has under a reference and pin it locally.
 
-    Raises FetchError when the URL or the reference cannot be had; what was there stays.
+    Raises FetchError if the URL or the reference does not exist; the pins are then unchanged.
     """
     release = fetch_git(spec)
     lockfile.save(lockfile.added(), [release])
     return release
 
 
-def fetch_git(spec: str) -> Release:
-    """Fetch like `from_git`, but pin nothing."""
+def fetch_git(spec: str, *, commit: str = "") -> Release:
+    """Fetch the commit that a git URL or bundle has under a reference, without pinning it.
+
+    ``commit``, if given, must be the one found. Raises HashMismatch for another one, and FetchError
+    if the URL or the reference does not exist; the store is then unchanged.
+    """
     url, ref = split_git(spec)
     here = existing_path(url)
     place = os.fspath(here.resolve()) if here else url
@@ -103,23 +105,26 @@ def fetch_git(spec: str) -> Release:
     with store.scratch() as folder:
         held = Store(folder)
         try:
-            commit = _bring(held, store, place, ref)
+            found = _bring(held, store, place, ref)
         except GitError as error:
             shown = redacted(url)
             git_limits.raise_if_limit_hit(error, f"what {shown} has under {ref}")
-            said = error.output.strip().replace(url, shown)
-            msg = f"cannot fetch {ref} from {shown}: {said}"
+            output = error.output.strip().replace(url, shown)
+            msg = f"cannot fetch {ref} from {shown}: {output}"
             raise FetchError(msg) from error
-        release = _described(held, Release(spec, "git", commit, "", "", "", url=place))
-        held.parents(commit)  # too many are refused while nothing is in the store
+        if commit and found != commit:
+            msg = f"{redacted(spec)} is now {found}, was {commit}; add it again to use the new one"
+            raise HashMismatch(msg, commit, found)
+        release = _described(held, Release(spec, "git", found, "", "", "", url=place))
+        held.parents(found)  # too many are refused while nothing is in the store
         move(held.path / "objects", store)
-    store.update_ref(f"refs/upstream/{release.key}", commit)
+    store.update_ref(f"refs/upstream/{release.key}", found)
     return release
 
 
 def existing_path(text: str) -> Path | None:
     """Return the file or folder that a text names on this machine, if it names one."""
-    with suppress(OSError, RuntimeError, ValueError):  # no path of this system, a home of nobody
+    with suppress(OSError, RuntimeError, ValueError):  # no path here, or an unknown user
         place = Path(text).expanduser()
         return place if place.exists() else None
     return None
@@ -155,12 +160,12 @@ def from_folder(spec: str) -> Release:
     """
     try:
         folder = Path(spec.removeprefix("path:")).expanduser().resolve()
-        found = any((folder / name).is_file() for name in _API)
+        found = any((folder / name).is_file() for name in API_HEADERS)
     except (OSError, RuntimeError, ValueError) as error:  # no path of this system
         msg = f"{spec[:200]!r} is not a directory: {error}"
         raise UnknownRelease(msg, name=spec) from error
     if not found:
-        msg = f"{folder} has no llama.cpp: neither {_API[0]} nor {_API[1]} exists"
+        msg = f"{folder} has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
         raise UnknownRelease(msg, name=spec)
     store = open_store()
     paths, date = _tracked(folder) or (_walk(folder), "")
@@ -182,7 +187,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
         listed = git_command.git(folder, *listing, timeout=git_limits.MAX_SECONDS)
-        told = git_command.git(
+        output = git_command.git(
             folder, *asking, "HEAD^{commit}", "--", check=False, timeout=git_limits.MAX_SECONDS
         )
     except GitError as error:
@@ -190,7 +195,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
             raise
         # An unpacked sdist has a link to a repository that is not there.
         return None
-    date = told.rpartition("\n")[2]
+    date = output.rpartition("\n")[2]
     return [path for path in listed.split("\0") if path], date if _DATE.fullmatch(date) else ""
 
 
@@ -198,8 +203,8 @@ def _described(store: Store, release: Release) -> Release:
     """Fill in the facts of a commit, after checking that it is llama.cpp."""
     tree = store.tree_of(release.commit)
     tree_limits.check(store.path, tree)
-    if not any(store.read_many(tree, _API).values()):
-        msg = f"{release.name} has no llama.cpp: neither {_API[0]} nor {_API[1]} exists"
+    if not any(store.read_many(tree, API_HEADERS).values()):
+        msg = f"{release.name} has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
         raise UnknownRelease(msg, name=release.name)
     date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
     return replace(release, tree=tree, era=era.detect(store, tree), date=date)

@@ -208,13 +208,13 @@ class Store:
 
         Raises ArchiveError for more than `PARENTS`.
         """
-        return commit_parents(self._said(commit))
+        return commit_parents(self._commit_text(commit))
 
     def date(self, commit: str) -> str:
         """Return when a commit was made, ISO 8601 in UTC. Raises ArchiveError where it has none."""
-        return commit_date(self._said(commit))
+        return commit_date(self._commit_text(commit))
 
-    def _said(self, commit: str) -> str:
+    def _commit_text(self, commit: str) -> str:
         return git_command.git(self.path, "cat-file", "commit", commit)
 
     def _reaches_back(self, commit: str) -> bool:
@@ -312,15 +312,15 @@ class Store:
             damaged = self._damaged(blobs)
         except (GitError, SourceError) as error:
             return [f"objects are missing or damaged: {error}"]
-        said = []
+        faults = []
         if tree != release.tree:
-            said.append(f"the store holds tree {tree}, the lock says {release.tree}")
+            faults.append(f"the store holds tree {tree}, the lock says {release.tree}")
         if damaged:
-            said.append(f"object {damaged[0]} is damaged ({len(damaged)} in all)")
+            faults.append(f"object {damaged[0]} is damaged ({len(damaged)} in all)")
         now = era.detect(self, tree)
         if now != release.era:
-            said.append(f"its files look like era {now}, the lock says {release.era}")
-        return said
+            faults.append(f"its files look like era {now}, the lock says {release.era}")
+        return faults
 
     def _damaged(self, blobs: list[str]) -> list[str]:
         from pyllamakv.source.tree_export import blob_id
@@ -364,7 +364,7 @@ class Store:
 
 
 def open_store(path: Path | None = None) -> Store:
-    """Open the store below home, or the one at ``path``; make it when there is none."""
+    """Open the store of the data directory, or the one at ``path``; create a missing one."""
     store = Store((path or home() / "store.git").absolute())
     if _whole(store.path):
         return store
@@ -395,11 +395,11 @@ def commit_parents(text: str) -> list[str]:
 
 def commit_date(text: str) -> str:
     """Return when a commit was made, ISO 8601 in UTC. Raises ArchiveError where it has no date."""
-    said = next((value for key, value in _header(text) if key == "committer"), "")
+    committer = next((value for key, value in _header(text) if key == "committer"), "")
     try:
-        when = datetime.fromtimestamp(int(said.rsplit(" ", 2)[1]), tz=UTC)
+        when = datetime.fromtimestamp(int(committer.rsplit(" ", 2)[1]), tz=UTC)
     except (IndexError, ValueError, OverflowError, OSError) as error:
-        msg = f"the commit has no valid date: committer {said[:200]!r}"
+        msg = f"the commit has no valid date: committer {committer[:200]!r}"
         raise ArchiveError(msg) from error
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from source_kit import Server, index_page, isolate, pinned, sdist, serving
+from source_kit import Server, index_page, isolate, json_index, pack, pinned, serving
 from typer.main import get_command
 
 from pyllamakv.cli import upstream
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
-from pyllamakv.source import lockfile
+from pyllamakv.source import lockfile, npm
+from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -73,33 +75,94 @@ def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixt
     assert "download" not in out
 
 
-def test_news(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """The index is asked for versions that no lock has."""
+@pytest.fixture
+def offers(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer three versions of llama-cpp-python, one of xllamacpp, and two on npm; pin two."""
     release, file = pinned(tmp_path / "up", "1.0")
-    lockfile.save(lockfile.shipped(), [release])
-    index_page(server, file, sdist(tmp_path / "new", "1.1"))
-    found = answer(capsys, "list", "--new")
-    assert found == {"new": ["1.1"], "lost": []}
+    made = Release("b1", "npm", "1" * 40, "2" * 40, "rows", "2026-01-01T00:00:00Z")
+    older = replace(release, date="2026-02-01T00:00:00Z")
+    lockfile.save(lockfile.shipped(), [older, replace(made, package="node-llama-cpp@3.2.0")])
+    others = [pack(tmp_path / f"llama_cpp_python-{v}.tar.gz", {}) for v in ("0.9", "1.1")]
+    x = pack(tmp_path / "xllamacpp-2026.10.11549.tar.gz", {})
+    dates = {x.name: "2026-10-10T12:00:00Z", others[0].name: "2025-01-01T00:00:00Z"}
+    json_index(server, file, *others, x, dates=dates)
+    listed = {"3.1.0": "2025-06-01T00:00:00Z", "3.2.0": "", "3.3.0": "2026-10-11T00:00:00Z"}
+    monkeypatch.setattr(npm, "versions", lambda: listed)
 
 
-def test_old_versions_are_listed_on_request(
-    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An index has many that nobody pinned: without --all they are a number on stderr."""
-    release, file = pinned(tmp_path / "up", "1.0")
-    lockfile.save(lockfile.shipped(), [release])
-    old = [sdist(tmp_path / name, name) for name in ("0.8", "0.9")]
-    index_page(server, file, *old, sdist(tmp_path / "new", "1.1"))
+@pytest.mark.usefixtures("offers")
+def test_new_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions that no lock has are listed by upload, as `upstream add` takes them."""
     run("list", "--new")
     out, err = capsys.readouterr()
-    assert out.split() == ["new", "1.1"]
-    assert "2 older versions" in err and "--all" in err
+    assert [line.split() for line in out.splitlines()] == [
+        ["node-llama-cpp@3.3.0", "2026-10-11", "node-llama-cpp"],
+        ["xllamacpp==2026.10.11549", "2026-10-10", "xllamacpp"],
+        ["1.1", "-", "llama-cpp-python"],
+    ]
+    assert "2 older versions" in err
+    assert "--all" in err
+    assert "warning" not in err
+    found = answer(capsys, "list", "--new")
+    assert set(found) == {"new", "lost", "unreachable"}
+    assert found["new"][0] == {
+        "source": "node-llama-cpp",
+        "version": "3.3.0",
+        "spec": "node-llama-cpp@3.3.0",
+        "date": "2026-10-11T00:00:00Z",
+        "sha256": None,
+    }
+
+
+@pytest.mark.usefixtures("offers")
+def test_old_versions_are_listed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --all, older versions are listed among the others."""
     run("list", "--new", "--all")
-    assert "0.8 0.9" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    specs = [line.split()[0] for line in lines]
+    assert specs[2:] == ["node-llama-cpp@3.1.0", "0.9", "1.1"]
     found = answer(capsys, "list", "--new", "--all")
-    assert found == {"new": ["1.1"], "unpinned": ["0.8", "0.9"], "lost": []}
+    assert [each["spec"] for each in found["unpinned"]] == ["node-llama-cpp@3.1.0", "0.9"]
     with pytest.raises(UsageError):
         run("list", "--all")
+
+
+@pytest.mark.usefixtures("offers")
+def test_an_index_that_does_not_answer(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a warning while another answers; when none does, the command fails."""
+    del server.files["/simple/xllamacpp/"]
+    run("list", "--new")
+    out, err = capsys.readouterr()
+    assert "xllamacpp" not in out
+    assert "1.1" in out
+    assert "warning: an index did not answer: xllamacpp: no sdist" in err
+    assert "xllamacpp: no sdist" in answer(capsys, "list", "--new")["unreachable"][0]
+
+    def fail() -> dict[str, str]:
+        raise FetchError("npm does not answer")
+
+    monkeypatch.setattr(npm, "versions", fail)
+    server.files.clear()
+    with pytest.raises(FetchError, match="npm does not answer"):
+        run("list", "--new")
+
+
+@pytest.mark.usefixtures("offers")
+def test_nothing_is_new(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is nothing new is stated, on stderr."""
+    made = Release("b11549", "xllamacpp", "1" * 40, "2" * 40, "rows", "2026-10-10T00:00:00Z")
+    pins = [replace(made, package="xllamacpp==2026.10.11549"), replace(made, name="1.1")]
+    pins[1] = replace(pins[1], kind="sdist", package="llama-cpp-python==1.1")
+    lockfile.save(lockfile.added(), pins)
+    monkeypatch.setattr(npm, "versions", lambda: {"3.2.0": ""})
+    run("list", "--new")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no new version" in err
 
 
 def test_one_failure_does_not_stop_the_rest(

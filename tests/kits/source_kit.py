@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.server
+import io
+import json
+import math
 import os
 import tarfile
 import threading
@@ -34,6 +37,17 @@ TREE = {
     "docs/crlf.txt": b"one\r\ntwo\r\n",
     ".gitattributes": b"* text=auto eol=lf\n",
 }
+#: The same with every file that an sdist of xllamacpp must have.
+WHOLE_TREE = TREE | {
+    "CMakeLists.txt": b"project(llama)\n",
+    "src/CMakeLists.txt": b"add_library(llama)\n",
+    "common/CMakeLists.txt": b"add_library(common)\n",
+    "ggml/CMakeLists.txt": b"project(ggml)\n",
+    "ggml/include/ggml.h": b"// ggml\n",
+    "ggml/src/CMakeLists.txt": b"add_library(ggml)\n",
+}
+#: The newest modification time in an sdist of xllamacpp: 2026-10-10T15:29:42Z.
+NEWEST = 1_791_646_182
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -75,6 +89,36 @@ def sdist(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> Path
     """Write an sdist of llama-cpp-python with a tiny llama.cpp inside."""
     members = sdist_members(folder / "making", version, files)
     return pack(folder / f"llama_cpp_python-{version}.tar.gz", members)
+
+
+def xllamacpp_sdist(
+    folder: Path,
+    version: str,
+    files: Mapping[str, bytes] = WHOLE_TREE,
+    *,
+    newest: float = NEWEST,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write an sdist of xllamacpp; its files in llama.cpp are a second apart, up to ``newest``."""
+    top = f"xllamacpp-{version}"
+    tree = f"{top}/thirdparty/llama.cpp"
+    members: dict[str, Any] = {f"{top}/setup.py": b"raise SystemExit('nothing of it may run')\n"}
+    members |= {f"{tree}/{name}": data for name, data in files.items()}
+    members[f"{tree}/.git"] = b"gitdir: ../../.git/modules/thirdparty/llama.cpp\n"
+    members |= extra or {}
+    file = pack(folder / f"{top}.tar.gz", members)
+    with tarfile.open(file) as made:
+        found = [(info, made.extractfile(info)) for info in made]
+        contents = [(info, source.read() if source else b"") for info, source in found]
+    with tarfile.open(file, "w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as out:
+        for age, (info, data) in enumerate(contents):
+            seconds = newest - age if "/thirdparty/" in info.name else newest + 1000
+            if math.isfinite(seconds):
+                info.mtime = seconds
+            else:
+                info.pax_headers = {"mtime": str(seconds)}
+            out.addfile(info, io.BytesIO(data))
+    return file
 
 
 def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
@@ -128,6 +172,8 @@ class Server:
         #: Status of the next answers.
         self.fail: list[int] = []
         self.ranges = True
+        #: Content types of paths, where a test needs others than those of a plain server.
+        self.types: dict[str, str] = {}
         self.url = ""
 
 
@@ -156,7 +202,7 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
                 self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             self.send_header("Content-Length", str(len(data) - start))
             kind = "text/html" if self.path.endswith("/") else "application/octet-stream"
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", server.types.get(self.path, kind))
             self.end_headers()
             body = data[start:]
             if server.cut and kind != "text/html":
@@ -169,7 +215,7 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
 
     http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http_server.server_port}"
-    thread = threading.Thread(target=http_server.serve_forever, daemon=True)
+    thread = threading.Thread(target=http_server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server
@@ -178,15 +224,39 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
         http_server.server_close()
 
 
-def index_page(server: Server, *files: Path, stated: bool = True) -> str:
-    """Make the server a package index that offers these files; return the index's URL."""
-    anchors = []
+def index_page(server: Server, *files: Path, stated: bool = True, project: str = "") -> str:
+    """Make the server a package index that offers these files; return the index's URL.
+
+    The project of a file is the name before its version, unless ``project`` is given.
+    """
+    pages: dict[str, list[str]] = {project or "llama-cpp-python": []}
     for file in files:
         server.files[f"/files/{file.name}"] = file.read_bytes()
         mark = f"#sha256={sha256(file)}" if stated else ""
-        anchors.append(f'<a href="/files/{file.name}{mark}">{file.name}</a>')
-    page = "<html><body>" + "".join(anchors) + "</body></html>"
-    server.files["/simple/llama-cpp-python/"] = page.encode()
+        name = project or file.name.rpartition("-")[0].replace("_", "-")
+        anchor = f'<a href="/files/{file.name}{mark}">{file.name}</a>'
+        pages.setdefault(name, []).append(anchor)
+    for name, anchors in pages.items():
+        page = "<html><body>" + "".join(anchors) + "</body></html>"
+        server.files[f"/simple/{name}/"] = page.encode()
+    return server.url + "/simple"
+
+
+def json_index(server: Server, *files: Path, dates: Mapping[str, str]) -> str:
+    """Make the server a JSON index with dates of upload by file name; return the index's URL."""
+    index_page(server, *files)
+    pages: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        facts = {"filename": file.name, "url": f"/files/{file.name}"}
+        entry: dict[str, Any] = facts | {"hashes": {"sha256": sha256(file)}}
+        if file.name in dates:
+            entry["upload-time"] = dates[file.name]
+        pages.setdefault(file.name.rpartition("-")[0].replace("_", "-"), []).append(entry)
+    for project, entries in pages.items():
+        path = f"/simple/{project}/"
+        page = {"meta": {"api-version": "1.1"}, "name": project, "files": entries}
+        server.files[path] = json.dumps(page).encode()
+        server.types[path] = "application/vnd.pypi.simple.v1+json"
     return server.url + "/simple"
 
 

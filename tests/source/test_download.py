@@ -30,7 +30,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_file_arrives(session: Any, tmp_path: Path) -> None:
-    """A whole transfer ends with the file in its place, and progress told to the end."""
+    """A complete transfer creates the file, and reports progress to the end."""
     told: list[tuple[str, int, int | None]] = []
     with serving({"/f": DATA}) as server:
         place = tmp_path / "d" / "f"
@@ -44,7 +44,7 @@ def test_a_file_arrives(session: Any, tmp_path: Path) -> None:
 
 
 def test_a_broken_transfer_is_resumed(session: Any, tmp_path: Path) -> None:
-    """A transfer that breaks off goes on where it stopped."""
+    """An interrupted transfer continues where it stopped."""
     with serving({"/f": DATA}) as server:
         server.cut = [300_000, 200_000]
         download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
@@ -91,7 +91,7 @@ def test_a_wrong_hash_keeps_the_old_file(session: Any, tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_told(session: Any, tmp_path: Path) -> None:
-    """When every try breaks off, the error says how far it came, and what came is kept."""
+    """If every attempt is interrupted, the error has the received size, and the part is kept."""
     with serving({"/f": DATA}) as server:
         server.cut = [1000] * TRIES
         with pytest.raises(FetchError, match="resumes it"):

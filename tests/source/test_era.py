@@ -1,4 +1,4 @@
-"""Eras: told from what the files contain, never from a version."""
+"""Eras are detected from the content of files, never from a version."""
 
 from __future__ import annotations
 

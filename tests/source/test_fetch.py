@@ -107,7 +107,7 @@ def test_another_commit_in_the_archive(tmp_path: Path, server: Server, home: Pat
 
 
 def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
-    """A truncated archive whose hash nobody knows is found when it is read."""
+    """A truncated archive without a known hash is detected while it is read."""
     file = sdist(tmp_path / "up", "1.0")
     file.write_bytes(file.read_bytes()[:-50])
     index_page(server, file, stated=False)
@@ -175,7 +175,7 @@ def test_two_add_the_same_version(
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network a fetch says so, and what is in the store can still be used."""
+    """Without a network, a fetch fails with the reason, and stored releases stay usable."""
     with serving({}) as server:
         monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
         first, file = pinned(tmp_path / "up", "1.0")
@@ -209,7 +209,7 @@ def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
 
 
 def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
-    """A version that the index has not is told with what it has."""
+    """A version that the index lacks is refused with the versions that it has."""
     index_page(server, sdist(tmp_path / "up", "1.0"))
     with pytest.raises(UnknownRelease, match=r"newest there is 1\.0"):
         fetch.ensure("1.7")
@@ -218,7 +218,7 @@ def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
 
 
 def test_an_archive_at_hand(tmp_path: Path) -> None:
-    """An archive that lies here is added without any network and left where it is."""
+    """A local archive is added without a network and is not moved."""
     expected, file = pinned(tmp_path / "up", "1.0")
     assert fetch.add(str(file)) == expected
     assert open_store().has(expected)
@@ -245,7 +245,7 @@ def test_things_that_cannot_be_added(tmp_path: Path) -> None:
 
 
 def test_a_release_without_an_archive() -> None:
-    """A lock entry without an archive cannot be fetched, and that is said."""
+    """A lock entry without an archive cannot be fetched, and the error has the reason."""
     release = lockfile.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
     with pytest.raises(FetchError, match="no archive"):
         fetch.fetch(release)

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, one writer after the other, and disks that fail are told."""
+"""Files are written completely or not at all, by one writer at a time; disk errors are reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_was_planted_where_the_part_goes_is_not_written_into(
 
 
 def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
-    """It is not removed: somebody may have put something there."""
+    """It is not removed, because another program may have created content there."""
     (tmp_path / ".file.part").mkdir()
     with pytest.raises(SourceError, match="is a directory"):
         write_text_atomic(tmp_path / "file", "all")
@@ -110,7 +110,7 @@ def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is one of ours, and nothing lies beside the file."""
+    """The error is typed, and no temporary file is left beside the file."""
     write_text_atomic(tmp_path / "file", "old")
 
     def full(*_: object) -> None:
@@ -148,7 +148,7 @@ def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path
 def test_a_home_of_others_is_told(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may not write the home is told what to set, before anything is done."""
+    """If the data directory is read-only, the error names the variable to set, before any work."""
 
     def refused(*_words: object, **_options: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -172,7 +172,7 @@ def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lock_lasts_as_long_as_who_inherited_it(tmp_path: Path) -> None:
-    """A child that outlives its parent goes on writing: nobody else may begin."""
+    """A child that outlives its parent keeps the lock: no other process may begin."""
     with inheritable_lock(tmp_path / "lock") as handle:
         kept = os.dup(handle)
     entered = threading.Event()

@@ -93,7 +93,7 @@ def test_failure_shows_command_and_words(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a missing folder and a missing git are told apart."""
+    """Check that a missing folder and a missing git have different errors."""
     with pytest.raises(GitError, match="no folder"):
         git_command.git(tmp_path / "absent", "version")
     (tmp_path / "file").write_text("")

@@ -86,7 +86,7 @@ def ran(folder: Path) -> list[str]:
 
 
 def test_config_and_hooks_of_a_folder_never_run(tmp_path: Path) -> None:
-    """A work tree is taken as it stands, and no program that its config names is started."""
+    """A work tree is read without running programs that its config names."""
     folder = hostile(tmp_path / "up", CONFIG)
     release = fetch.add(f"path:{folder}")
     store = open_store()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import index_page, isolate, pack, serving, sha256
+from source_kit import index_page, isolate, json_index, pack, serving, sha256
 
 from pyllamakv.errors import FetchError
 from pyllamakv.source import tree_limits
@@ -39,7 +39,7 @@ def test_versions_sort_as_versions(tmp_path: Path) -> None:
 
 
 def test_wheels_and_other_projects_are_left_out(tmp_path: Path) -> None:
-    """Only sdists of the project count, whatever else lies there."""
+    """Only sdists of the project count, whatever else the page lists."""
     folder = tmp_path / "links"
     sdists(folder, "0.3.9")
     names = ("llama_cpp_python-0.3.9-py3-none-any.whl", "other-1.0.tar.gz")
@@ -130,3 +130,61 @@ def test_bad_certificates_are_named(tmp_path: Path) -> None:
     )
     with PackageIndex(settings) as index, pytest.raises(FetchError, match=r"ca\.pem"):
         index.sdists()
+
+
+def test_other_projects(tmp_path: Path) -> None:
+    """An index is asked for one project, and files of others on its page do not count."""
+    files = [pack(tmp_path / f"xllamacpp-{v}.tar.gz", {}) for v in ("2026.9.1", "2026.10.2")]
+    with serving({}) as server:
+        dates = {files[0].name: "2026-09-06T05:39:43.160187Z"}
+        url = json_index(server, *files, *sdists(tmp_path, "0.3.9"), dates=dates)
+        server.files["/simple/other/"] = server.files["/simple/xllamacpp/"]
+        settings = PipSettings(index_urls=(url,))
+        with PackageIndex(settings, project="xllamacpp") as index:
+            found = index.sdists()
+        with PackageIndex(settings, project="other") as index:
+            assert index.sdists() == []
+    assert [(file.version, file.uploaded) for file in found] == [
+        ("2026.9.1", "2026-09-06T05:39:43Z"),
+        ("2026.10.2", ""),
+    ]
+    assert found[0].sha256 == sha256(files[0])
+
+
+def test_a_json_page_that_is_cut_off(tmp_path: Path) -> None:
+    """Half of a page is a source that does not answer, and others still do."""
+    (file,) = sdists(tmp_path, "0.3.9")
+    with serving({}) as server:
+        url = json_index(server, file, dates={})
+        server.files["/bad/llama-cpp-python/"] = server.files["/simple/llama-cpp-python/"][:-9]
+        server.types["/bad/llama-cpp-python/"] = server.types["/simple/llama-cpp-python/"]
+        bad = server.url + "/bad"
+        with PackageIndex(PipSettings(index_urls=(bad,))) as index, pytest.raises(FetchError):
+            index.sdists()
+        with PackageIndex(PipSettings(index_urls=(bad, url))) as index:
+            assert [each.version for each in index.sdists()] == ["0.3.9"]
+            assert any(bad in problem for problem in index.unreachable)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"files": 7}'])
+def test_json_of_something_else(tmp_path: Path, text: str) -> None:
+    """JSON that is no page of an index is a source that does not answer."""
+    with serving({"/simple/llama-cpp-python/": text.encode()}) as server:
+        server.types["/simple/llama-cpp-python/"] = "application/vnd.pypi.simple.v1+json"
+        settings = PipSettings(index_urls=(server.url + "/simple",))
+        with PackageIndex(settings) as index, pytest.raises(FetchError):
+            index.sdists()
+
+
+def test_versions_that_are_none(tmp_path: Path) -> None:
+    """Files whose versions are no versions are left out, and hide no others."""
+    strange = ["1..2", "0.3.9-extra", "1.0.", "0x10"]
+    (file,) = sdists(tmp_path, "0.3.9")
+    anchors = [
+        f'<a href="/f/{n}">{n}</a>' for n in (f"llama_cpp_python-{v}.tar.gz" for v in strange)
+    ]
+    with serving({}) as server:
+        url = index_page(server, file)
+        server.files["/simple/llama-cpp-python/"] += "".join(anchors).encode()
+        with PackageIndex(PipSettings(index_urls=(url,))) as index:
+            assert [each.version for each in index.sdists()] == ["0.3.9"]

@@ -186,7 +186,7 @@ def test_the_shipped_lock_pins_every_reference_release(monkeypatch: pytest.Monke
 
 
 def test_the_shipped_lock_names_no_host() -> None:
-    """No registry's address stands in the lock."""
+    """The lock contains no address of a registry."""
     text = (ROOT / "vendor" / "upstream.lock.toml").read_text()
     assert "://" not in text
 

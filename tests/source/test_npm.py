@@ -14,7 +14,7 @@ import pytest
 from source_kit import TREE, isolate, link, objects, pack, refs, repository, sha256
 
 from pyllamakv.errors import ArchiveError, FetchError, HashMismatch, ToolMissing
-from pyllamakv.source import fetch, git_command, lockfile, npm
+from pyllamakv.source import fetch, git_command, lockfile, npm, tree_limits
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
@@ -46,16 +46,21 @@ def tarball(folder: Path, version: str = "3.7.0", tag: str = "b4980") -> Path:
     return pack(folder / f"node-llama-cpp-{version}.tgz", members)
 
 
-def fake_npm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def fake_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Put an npm on the PATH that runs a few lines of Python."""
     place = folder / "bin" / "npm"
     place.parent.mkdir(exist_ok=True)
-    head = "import sys, pathlib, shutil\nargs = sys.argv[1:]\n"
-    folder_of = "next(a for a in args if a.startswith('--pack-destination=')).split('=', 1)[1]"
-    body = f"{head}to = pathlib.Path({folder_of})\n{script}"
-    place.write_text(f"#!{sys.executable}\n{body}")
+    place.write_text(
+        f"#!{sys.executable}\nimport sys, pathlib, shutil\nargs = sys.argv[1:]\n{script}"
+    )
     place.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def fake_npm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put an npm on the PATH whose script knows the folder ``to`` for packages."""
+    folder_of = "next(a for a in args if a.startswith('--pack-destination=')).split('=', 1)[1]"
+    fake_tool(folder, monkeypatch, f"to = pathlib.Path({folder_of})\n{script}")
 
 
 def test_a_bundle_is_imported(tmp_path: Path) -> None:
@@ -205,3 +210,85 @@ def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     except FetchError as error:
         pytest.skip(f"the registry cannot be reached: {error}")
     assert open_store().tree_of(release) == release.tree
+
+
+def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions come with their upload in UTC; what is no version or no date is left out."""
+    listed = {
+        "created": "2023-08-01T00:00:00.000Z",
+        "3.7.0": "2025-03-28T01:02:03.456Z",
+        "3.0.0-beta.4": "2024-01-01T02:00:00+02:00",
+        "3.8.0": "yesterday",
+        "3.9.0": None,
+        "latest": "2025-03-28T01:02:03.456Z",
+        "1" * 5000: "2025-03-28T01:02:03.456Z",
+    }
+    head = "assert args[:4] == ['view', 'node-llama-cpp', 'time', '--json'], args\n"
+    fake_tool(tmp_path, monkeypatch, f"{head}print({json.dumps(json.dumps(listed))})\n")
+    assert npm.versions() == {
+        "3.7.0": "2025-03-28T01:02:03Z",
+        "3.0.0-beta.4": "2024-01-01T00:00:00Z",
+        "3.8.0": "",
+        "3.9.0": "",
+    }
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["<html>busy</html>", '{"3.7.0": "2025', "", "[]", "7", "{}", '{"error": {"code": "E"}}'],
+)
+def test_answers_that_are_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    """A registry that answers with something else is a failed fetch, not an empty list."""
+    fake_tool(tmp_path, monkeypatch, f"print({output!r})\n")
+    with pytest.raises(FetchError, match="npm view node-llama-cpp"):
+        npm.versions()
+
+
+def test_a_list_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of npm, a timeout and a missing npm have typed errors."""
+    fake_tool(tmp_path, monkeypatch, "sys.exit('npm ERR! code E503')\n")
+    with pytest.raises(FetchError, match="E503"):
+        npm.versions()
+    monkeypatch.setattr(npm, "_LIST_SECONDS", 0.2)
+    fake_tool(tmp_path, monkeypatch, "import time\ntime.sleep(60)\n")
+    with pytest.raises(FetchError, match="did not finish"):
+        npm.versions()
+    monkeypatch.setattr(tree_limits, "MAX_INDEX_PAGE_BYTES", 10)
+    monkeypatch.setattr(npm, "_LIST_SECONDS", 60)
+    fake_tool(tmp_path, monkeypatch, """print('{"3.7.0": ""}')\n""")
+    with pytest.raises(FetchError, match="longer than 10"):
+        npm.versions()
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ToolMissing):
+        npm.versions()
+
+
+def test_a_tag_that_begins_with_v(tmp_path: Path) -> None:
+    """The tag `v0.5.0` of llama.cpp is the name of the release, and stays it."""
+    release = fetch.add(str(tarball(tmp_path, "3.22.1", "v0.5.0")))
+    assert release.name == "v0.5.0"
+    assert resolve("v0.5.0") == resolve("node-llama-cpp@3.22.1") == release
+
+
+def test_a_tag_that_is_taken(tmp_path: Path) -> None:
+    """A second package of the same build gets a name of its own, and replaces nothing."""
+    first = fetch.add(str(tarball(tmp_path / "1")))
+    second = fetch.add(str(tarball(tmp_path / "2", "3.7.1")))
+    assert (first.name, second.name) == ("b4980", "node-llama-cpp-3.7.1")
+    assert resolve("b4980") == first
+    assert resolve("node-llama-cpp@3.7.1") == second
+
+
+def test_a_bundle_without_its_commit(tmp_path: Path) -> None:
+    """A bundle whose reference names a commit that its pack lacks is refused."""
+    data = bundle(tmp_path / "up", "HEAD")
+    head = git_command.git(tmp_path / "up", "rev-parse", "HEAD").encode()
+    file = pack(tmp_path / "node-llama-cpp-3.7.0.tgz", {BUNDLE: data.replace(head, b"1" * 40)})
+    store = open_store()
+    before = objects(store)
+    with pytest.raises(ArchiveError):
+        fetch.add(str(file))
+    assert objects(store) == before
+    assert not refs(store)

@@ -80,7 +80,7 @@ def test_bisect_and_log_work(store: Store) -> None:
 
 
 def test_an_empty_line(store: Store) -> None:
-    """Without any release the history says what to do."""
+    """Without any release, the history has a remedy."""
     assert release_chain.chain(store) == []
     with pytest.raises(SourceError, match="upstream fetch"):
         release_chain.pickaxe(store, "x")

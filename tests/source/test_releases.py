@@ -1,4 +1,4 @@
-"""Names of releases: which one a spec means, and what is said when it means none."""
+"""Names of releases: which release a spec means, and the error if it means none."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def test_signs_of_a_name_that_are_no_number(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "-x", "../x", "a/b", "a..b", "x.lock", "a b", ".x"])
 def test_unsafe_names(name: str) -> None:
-    """Names that could be options, paths or broken refs are told apart."""
+    """Names that could be options, paths or broken refs are distinguished."""
     assert not is_safe_name(name)
     assert is_safe_name("0.3.9-rc1")

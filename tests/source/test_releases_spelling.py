@@ -10,17 +10,25 @@ import pytest
 from patching_kit import SeriesSandbox, numbered
 from source_kit import isolate
 
+from pyllamakv.building import variant
 from pyllamakv.cli import main
 from pyllamakv.patching import series
 from pyllamakv.patching.definition import Definition
-from pyllamakv.source import era, lockfile
+from pyllamakv.source import era, lockfile, vendor
 from pyllamakv.source.releases import sdist_version
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 OLD = {"include/llama.h": b"// the API\n", "src/a.cpp": numbered(60)}
 NEW = OLD | {"src/a.cpp": numbered(60, l10="x")}
-NAMES = ("0.4.0", "b4980", "v0.5.0")
+NAMES = ("0.4.0", "b4980", "v0.5.0", "b11549")
+KINDS = {"b4980": "npm", "v0.5.0": "npm", "b11549": "xllamacpp"}
+PACKAGES = {
+    "0.4.0": "llama-cpp-python==0.4.0",
+    "b4980": "node-llama-cpp@3.7.0",
+    "v0.5.0": "node-llama-cpp@3.22.1",
+    "b11549": "xllamacpp==2026.10.11549",
+}
 
 #: The verbs that take a release, and what they exit with on a release that is not built.
 VERBS = {
@@ -40,6 +48,12 @@ VERBS = {
     "check {} --quick": 125,
     "env {}": 2,
     "rpc serve {}": 2,
+    "vendor sync {}+patched": 0,
+    "vendor sync {}+one": 0,
+    "vendor sync {}+stock": 0,
+    "build {}+patched": 1,
+    "env {}+stock": 2,
+    "rpc serve {}+patched": 2,
 }
 #: Each of these configures a build.
 COSTLY = ("bisect", "build", "check")
@@ -52,10 +66,10 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     for day, name in enumerate((*NAMES, "0.4.1"), 1):
         files = OLD | {"README.md": f"llama.cpp of {name}\n".encode()}
-        kind = "sdist" if sdist_version(name) else "npm"
         made = bench.add_release(name, files, f"2026-09-{day:02}")
         found = era.detect(bench.store, made.tree)
-        bench.releases[name] = replace(made, kind=kind, era=found)
+        facts = {"kind": KINDS.get(name, "sdist"), "package": PACKAGES.get(name), "era": found}
+        bench.releases[name] = replace(made, **facts)
         lockfile.save(lockfile.shipped(), [bench.releases[name]])
     bench.add_patch("one", {"0.4.0": (OLD, NEW)})
     loaded = series.load(bench.folder)
@@ -80,6 +94,8 @@ def test_a_name_of_the_lock_is_never_taken_for_another(bench: SeriesSandbox) -> 
         assert resolve(f" {name} ").name == name
     assert resolve("v0.4.0").name == "0.4.0"
     assert resolve("llama-cpp-python==0.5.0").name == "0.5.0"
+    for name, package in PACKAGES.items():
+        assert resolve(package).name == name
 
 
 @pytest.mark.parametrize("words", VERBS)
@@ -98,5 +114,34 @@ def test_versions_are_those_of_llama_cpp_python(bench: SeriesSandbox) -> None:
     """Tags of llama.cpp are not versions of llama-cpp-python, so markers decide for them."""
     assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
     assert str(sdist_version("0.5.0")) == "0.5.0"
-    limited = Definition("one", "t", "w", "o", "u", "<=0.3.8", (), ())
-    assert [limited.covers_release(name) for name in (*NAMES, "0.3.8")] == [False, True, True, True]
+    limited = Definition("one", "t", "w", "o", "u", releases="<=0.3.8")
+    assert [limited.covers_release(name) for name in (*NAMES, "0.3.8")] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_the_variants_of_a_name_that_begins_with_v(bench: SeriesSandbox) -> None:
+    """Specs of variants keep the name, and a request has the release of that name."""
+    other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
+    lockfile.save(lockfile.added(), [other])
+    for patches in ("", "+stock", "+patched", "+one"):
+        assert str(variant.parse(f"v0.5.0{patches}")).startswith("v0.5.0+")
+        wanted = variant.request(f"v0.5.0{patches}")
+        assert wanted.release.commit == bench.releases["v0.5.0"].commit
+        assert wanted.variant_id("0" * 40).startswith("v0.5.0-patched-cpu-")
+    assert [variant.release_name(name) for name in (*NAMES, "v0.4.0")] == [*NAMES, "0.4.0"]
+
+
+def test_the_trees_of_a_name_that_begins_with_v(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vendored tree of `v0.5.0` is verified and removed by that name, with and without series."""
+    for spec in ("v0.5.0", "v0.5.0+patched"):
+        assert call(capsys, "vendor", "sync", spec)[0] == 0
+        assert call(capsys, "vendor", "verify", spec)[0] == 0
+        assert vendor.find(spec).release == "v0.5.0"
+        assert call(capsys, "vendor", "clean", spec)[0] == 0

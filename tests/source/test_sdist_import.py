@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from archive_kit import refused
 from source_kit import (
     MODULE,
     TREE,
@@ -47,7 +48,7 @@ def packed(tmp_path: Path, members: dict[str, Any]) -> Path:
 
 
 def untouched(store: Store, before: set[str]) -> bool:
-    """Say whether a store is as it was, without anything left lying about."""
+    """Return whether a store is unchanged, without leftover files."""
     left = [p for p in Path(store.path).iterdir() if p.name.startswith("tmp-")]
     return objects(store) == before and not refs(store) and not left
 
@@ -277,3 +278,9 @@ def test_importing_twice_is_harmless(store: Store, tmp_path: Path, members: dict
     before = objects(store)
     assert import_sdist(store, file) == first
     assert objects(store) == before
+
+
+def test_a_tree_without_the_api(store: Store, tmp_path: Path) -> None:
+    """A plain tree that has no llama.h is not llama.cpp."""
+    plain = {f"llama_cpp_python-1.0/vendor/llama.cpp/{n}": b"x" for n in ("README.md", "src/x.cpp")}
+    refused(store, packed(tmp_path, plain), "no llama.cpp: neither include/llama.h nor")

@@ -1,4 +1,4 @@
-"""Archives that want more than to be read: out of the tree, told wrong, or run."""
+"""Hostile archives: paths outside of the tree, wrong sizes, programs to run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -
     of="Python",
 )
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str, str]) -> None:
-    """A link that leads out by itself, or by way of another link, never reaches a folder."""
+    """A link that leads outside, directly or through another link, never reaches a folder."""
     members = PLAIN | {at: link(f"{UNPACKED}/{at}", to) for at, to in links.items()}
     store = open_store()
     commit, _ = import_sdist(store, sdist(tmp_path, members))
@@ -91,7 +91,7 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
     of="Python",
 )
 def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
-    """The file that says what a folder holds is ours alone; one of the tree is left out."""
+    """The file that describes a folder is written by this package; one of the tree is left out."""
     store = open_store()
     for name in (".PYLLAMAKV-TREE", ".pyllamakv-tree/x"):
         commit, _ = store.commit(None, TREE | {name: b'{"complete": true}'}, "x")

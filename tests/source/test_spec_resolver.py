@@ -1,14 +1,15 @@
-"""Git URLs, bundles and folders as sources, taken as they stand."""
+"""Git URLs, bundles and folders as sources, used unchanged."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
-from pyllamakv.errors import FetchError, SourceError, UnknownRelease, UsageError
+from pyllamakv.errors import FetchError, HashMismatch, SourceError, UnknownRelease, UsageError
 from pyllamakv.source import fetch, git_command, git_limits, lockfile, spec_resolver
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
@@ -68,7 +69,7 @@ def test_a_password_stays_out_of_the_lock(url: str) -> None:
 
 @pytest.mark.regression("a token in a git URL stood in errors", by="hostile input", of="Python")
 def test_a_token_stays_out_of_errors() -> None:
-    """What stands for a name in a URL may be as secret."""
+    """The user name in a URL may be secret as well."""
     with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
         resolve("git:http://s3cret@127.0.0.1:9/x@main")
     assert "s3cret" not in str(caught.value)
@@ -82,7 +83,7 @@ def test_a_token_stays_out_of_errors() -> None:
     of="Python",
 )
 def test_what_no_path_can_be(kind: str, place: str) -> None:
-    """A name that is too long, and the home of nobody."""
+    """A name that is too long, and the home of an unknown user."""
     with pytest.raises((SourceError, UsageError)):
         resolve(f"{kind}:{place}")
 
@@ -204,7 +205,7 @@ def test_a_folder_follows_its_content(tmp_path: Path) -> None:
     of="Python",
 )
 def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
-    """Its lock file is no obstacle to the next who reads the folder."""
+    """A stale lock file does not block the next reader of the folder."""
     folder = fill(tmp_path / "plain", TREE)
     first = resolve(f"path:{folder}")
     (index,) = (p for p in (tmp_path / "home" / "indexes").iterdir() if not p.suffix)
@@ -219,7 +220,7 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
     of="Python",
 )
 def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) -> None:
-    """Git would wait for ever for somebody who writes into it."""
+    """Git would wait forever for a writer of the pipe."""
     up = tmp_path / "up"
     repository(up)
     with (up / ".git/config").open("a") as config:
@@ -240,7 +241,7 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
     of="Python",
 )
 def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
-    """A folder is taken as it stands: its date is that of another, and no error."""
+    """A folder is used unchanged: an unreadable date is replaced and is no error."""
     up = tmp_path / "up"
     repository(up)
     blob = git_command.git(up, "rev-parse", "HEAD:include/llama.h")
@@ -263,3 +264,39 @@ def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
     (folder / "scripts/run.sh").chmod(0o644)
     lockfile.save(lockfile.added(), [release])
     assert resolve(f"path:{folder}").date == release.date
+
+
+def test_a_rewritten_tag(tmp_path: Path) -> None:
+    """A pinned commit that its tag no longer has is refused, and the store is unchanged."""
+    up = tmp_path / "up"
+    repository(up)
+    git_command.git(up, "tag", "b1")
+    spec = f"git:file://{up}@b1"
+    release = resolve(spec)
+    git_command.git(up, "commit", "-q", "--amend", "--allow-empty", "-m", "another state")
+    git_command.git(up, "tag", "-f", "b1")
+    git_command.git(up, "reflog", "expire", "--expire=now", "--all")
+    git_command.git(up, "gc", "-q", "--prune=now")
+    store = open_store()
+    assert fetch.fetch(release) == release
+    shutil.rmtree(store.path)
+    store = open_store()
+    with pytest.raises(HashMismatch, match="add it again"):
+        fetch.fetch(release)
+    assert not refs(store)
+    assert not objects(store)
+    moved = fetch.add(spec)
+    assert moved.commit != release.commit
+    assert resolve(spec) == moved
+
+
+def test_a_bundle_that_requires_history(tmp_path: Path) -> None:
+    """A bundle without the commits that it builds on is refused, and the store is unchanged."""
+    up = tmp_path / "up"
+    repository(up, commits=3)
+    git_command.git(up, "bundle", "create", "-q", "../x.bundle", "main~1..main")
+    with pytest.raises(FetchError, match="prerequisite"):
+        fetch.add(f"git:{tmp_path / 'x.bundle'}@main")
+    assert not refs(open_store())
+    assert not objects(open_store())
+    assert lockfile.known() == {}

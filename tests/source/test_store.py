@@ -41,7 +41,7 @@ def test_many_may_open_at_once(tmp_path: Path) -> None:
 
 
 def test_home_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a path the store lies below home."""
+    """Without a path, the store is below the data directory."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "h"))
     assert open_store().path == tmp_path / "h" / "store.git"
 
@@ -144,7 +144,7 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     of="Python",
 )
 def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_path: Path) -> None:
-    """A clone may be shallow further back, with the parent at hand and not the parent's own."""
+    """A clone may be shallow, with the parent present and the parent's parent missing."""
     commit = repository(tmp_path / "up", commits=4)
     packed = git_command.git_bytes(
         tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~2\n"
@@ -164,7 +164,7 @@ def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_
     of="Python",
 )
 def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit may name a parent again and again: whoever publishes it holds everybody else up."""
+    """A commit may name a parent many times, which must not slow down its readers."""
     commit, tree = store.commit(None, TREE, "m")
     said = git_command.git(store.path, "cat-file", "commit", commit).replace(
         "author", f"parent {commit}\n" * 1000 + "author", 1
@@ -209,7 +209,7 @@ def test_scratch_is_removed(store: Store) -> None:
     of="Python",
 )
 def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
-    """What somebody works in is told by its lock: its age is that of a clock that may jump."""
+    """A folder in use is recognized by its lock, because clocks may jump."""
     with store.scratch() as folder:
         before = time.time() - 2 * 86400
         os.utime(folder, (before, before))
@@ -225,7 +225,7 @@ def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
     of="Python",
 )
 def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, left: str) -> None:
-    """Git refuses to write where a lock file lies; who writes alone may take it away."""
+    """Git refuses to write where a lock file exists; the only writer may remove it."""
     repository(tmp_path / "source", TREE)
     words = ("fetch", "-q", "--depth=1", f"file://{tmp_path / 'source'}", "HEAD:refs/incoming/x")
     (store.path / left).parent.mkdir(parents=True, exist_ok=True)

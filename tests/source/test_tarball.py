@@ -105,7 +105,7 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
     file = tmp_path / "llama_cpp_python-1.0.tar.gz"
     with gzip.open(file, "wb") as out:
         out.write(head.tobuf(tarfile.GNU_FORMAT) + text.ljust(512, b"\0"))
-        info = tarfile.TarInfo(f"{UNPACKED}/src/x")
+        info = tarfile.TarInfo(f"{UNPACKED}/include/llama.h")
         out.write(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     if kind == tarfile.XGLTYPE:
         refused(open_store(), file, "attributes for all")

@@ -303,7 +303,7 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     of="Python",
 )
 def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> None:
-    """What an early end leaves of a stamp is a file; a link there was put by somebody."""
+    """An interrupted write leaves a file; a link there was created by another program."""
     victim, folder = tmp_path / "victim", tmp_path / "theirs"
     victim.write_text("mine")
     folder.mkdir()

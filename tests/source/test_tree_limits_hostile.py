@@ -44,7 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_archive_that_unpacks_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes out is counted, wherever in the archive it lies."""
+    """Unpacked bytes are counted, wherever in the archive they are."""
     monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
     bomb = bytes(2 << 20)
     where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]

@@ -63,7 +63,7 @@ def test_another_folder_has_no_record(store: Store, release: Release, tmp_path: 
 
 
 def test_what_is_absent(store: Store, release: Release) -> None:
-    """An unknown spec names what there is; a folder that is gone says how to get it back."""
+    """An unknown spec lists the known ones; a missing folder has the command to restore it."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     with pytest.raises(UnknownRelease, match=r"there is: 0\.3\.9"):
         vendor.find("0.4")
@@ -92,7 +92,7 @@ def test_clean_removes_only_what_lies_in_trees(
 def test_nobody_removes_what_another_fills(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`clean` waits for a `sync` that is at work in the same folder."""
+    """`clean` waits for a `sync` that is running in the same folder."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     ended = threading.Event()
 
@@ -124,7 +124,7 @@ def test_nobody_removes_what_another_fills(
 def test_what_is_put_in_place_again_can_be_found_all_the_time(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two may sync the same tree, one behind the other; of another tree no old record tells."""
+    """Two processes may sync the same tree one after the other, and no old record remains."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     found: list[list[vendor.Vendored]] = []
     real = Store.export
@@ -167,7 +167,7 @@ def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole:
 def test_a_clean_that_was_killed(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of a tree is in nobody's way, and goes with the next."""
+    """A partial tree blocks nothing, and the next sync removes it."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
 
     def killed(*_: object) -> None:
@@ -190,7 +190,7 @@ def test_a_clean_that_was_killed(
     of="Python",
 )
 def test_damaged_records_count_as_absent(store: Store, release: Release) -> None:
-    """A record that cannot be read, or that tells of another folder, is passed over."""
+    """A record that cannot be read, or that belongs to another folder, is ignored."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     record = vendor.trees() / "0.3.9.json"
     (vendor.trees() / "other.json").write_text(record.read_text())

@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import index_page, isolate, pack, serving, sha256
+from source_kit import Server, index_page, isolate, json_index, pack, serving, sha256
 
-from pyllamakv.errors import FetchError
-from pyllamakv.source import lockfile, watch
-from pyllamakv.source.index import PackageIndex
-from pyllamakv.source.pipconfig import PipSettings
+from pyllamakv.errors import FetchError, ToolMissing
+from pyllamakv.source import lockfile, npm, watch
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from pyllamakv.source.releases import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +34,17 @@ def release(file: Path, version: str) -> Release:
     return replace(found, archive=file.name, sha256=sha256(file))
 
 
-def test_news(tmp_path: Path) -> None:
+def test_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions above the lock are new, others are unpinned; a changed or absent one is lost."""
     files = {v: offered(tmp_path, v) for v in ("0.3.2", "0.3.9", "0.3.10", "0.3.11", "0.10.0")}
     known = [release(files["0.3.10"], "0.3.10"), release(files["0.3.2"], "0.3.9")]
     lockfile.save(lockfile.shipped(), [*known, release(files["0.3.2"], "0.3.4")])
     with serving({}) as server:
-        url = index_page(server, *files.values())
-        with PackageIndex(PipSettings(index_urls=(url,))) as index:
-            news = watch.compare_with_index(index)
-    assert news.new == ("0.3.11", "0.10.0")
-    assert news.unpinned == ("0.3.2",)
-    assert news.lost == ("0.3.4", "0.3.9")
+        monkeypatch.setenv("PIP_INDEX_URL", index_page(server, *files.values()))
+        news = watch.new_versions()
+    assert [each.spec for each in news.new] == ["0.10.0", "0.3.11"]
+    assert [each.spec for each in news.unpinned] == ["0.3.2"]
+    assert news.lost == ("llama-cpp-python==0.3.4", "llama-cpp-python==0.3.9")
 
 
 def test_everything_is_new_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_everything_is_new_without_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     offered(tmp_path / "links", "0.3.9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
-    assert watch.compare_with_index().new == ("0.3.9",)
+    assert [each.spec for each in watch.new_versions().new] == ["0.3.9"]
 
 
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +60,119 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({}) as server:
         monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
     with pytest.raises(FetchError):
-        watch.compare_with_index()
+        watch.new_versions()
+
+
+def sources(folder: Path) -> list[Path]:
+    """Write archives of two projects, two versions each."""
+    names = ("llama_cpp_python-0.3.36", "llama_cpp_python-0.3.37")
+    names += ("xllamacpp-2026.9.10809", "xllamacpp-2026.10.11549")
+    return [pack(folder / f"{name}.tar.gz", {"x": name.encode()}) for name in names]
+
+
+DATES = {
+    "llama_cpp_python-0.3.37.tar.gz": "2026-11-01T00:00:00Z",
+    "xllamacpp-2026.10.11549.tar.gz": "2026-10-10T15:54:57.042696Z",
+    "xllamacpp-2026.9.10809.tar.gz": "2026-09-06T05:39:43Z",
+}
+NPM = {"3.7.0": "2025-03-28T01:00:00Z", "3.22.1": "2026-10-20T00:00:00Z", "2.8.0": "", "3.1.0": ""}
+
+
+def pin(name: str, kind: Kind, package: str) -> None:
+    made = Release(name, kind, "1" * 40, "2" * 40, "rows", "2026-01-01T00:00:00Z", package=package)
+    lockfile.save(lockfile.shipped(), [made])
+
+
+@pytest.fixture(autouse=True)
+def without_npm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Npm is not asked, unless a test says what it has."""
+
+    def absent() -> dict[str, str]:
+        raise ToolMissing("npm is not installed", tool="npm", hint="install Node.js")
+
+    monkeypatch.setattr(npm, "versions", absent)
+
+
+@pytest.fixture
+def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Serve an index with two projects, and versions of npm; one of each is pinned."""
+    pin("0.3.36", "sdist", "llama-cpp-python==0.3.36")
+    pin("b4980", "npm", "node-llama-cpp@3.7.0")
+    monkeypatch.setattr(npm, "versions", lambda: NPM)
+    with serving({}) as server:
+        url = json_index(server, *sources(tmp_path), dates=DATES)
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        yield server
+
+
+def test_new_versions_of_all_sources(tmp_path: Path, indexes: Server) -> None:
+    """What no lock has is listed by upload, each as `fetch.add` takes it, per index."""
+    found = watch.new_versions()
+    x = "xllamacpp"
+    file = sha256(tmp_path / "xllamacpp-2026.10.11549.tar.gz")
+    assert [each.spec for each in found.new] == [
+        "0.3.37",
+        "node-llama-cpp@3.22.1",
+        "xllamacpp==2026.10.11549",
+        "xllamacpp==2026.9.10809",
+    ]
+    assert found.new[2] == watch.NewVersion(
+        x, "2026.10.11549", "xllamacpp==2026.10.11549", "2026-10-10T15:54:57Z", file
+    )
+    # 2.8.0 has no bundle of llama.cpp.
+    assert [each.spec for each in found.unpinned] == ["node-llama-cpp@3.1.0"]
+    assert (found.lost, found.unreachable) == ((), ())
+    pin("b11549", "xllamacpp", "xllamacpp==2026.10.11549")
+    found = watch.new_versions()
+    assert [each.spec for each in found.new] == ["0.3.37", "node-llama-cpp@3.22.1"]
+    assert "xllamacpp==2026.9.10809" in [each.spec for each in found.unpinned]
+
+
+def test_a_build_that_is_pinned_from_another_source(indexes: Server) -> None:
+    """A version of xllamacpp is not new if its build is pinned from npm."""
+    pin("b11549", "npm", "node-llama-cpp@3.22.1")
+    specs = [each.spec for each in watch.new_versions().new]
+    assert specs == ["0.3.37", "xllamacpp==2026.9.10809"]
+
+
+def test_packages_that_are_gone(indexes: Server) -> None:
+    """Pinned packages that their index no longer has are named as packages."""
+    pin("b1", "npm", "node-llama-cpp@3.99.0")
+    pin("b2", "xllamacpp", "xllamacpp==2026.1.2")
+    assert watch.new_versions().lost == ("node-llama-cpp@3.99.0", "xllamacpp==2026.1.2")
+
+
+def test_one_index_does_not_hide_the_others(
+    indexes: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each index that fails is named with its error; only the failure of all is an error."""
+
+    def fail() -> dict[str, str]:
+        raise ToolMissing("npm is not installed", tool="npm", hint="")
+
+    monkeypatch.setattr(npm, "versions", fail)
+    del indexes.files["/simple/llama-cpp-python/"]
+    found = watch.new_versions()
+    assert {each.source for each in found.new} == {"xllamacpp"}
+    problems = found.unreachable
+    assert [text.partition(":")[0] for text in problems] == ["llama-cpp-python", "node-llama-cpp"]
+    del indexes.files["/simple/xllamacpp/"]
+    with pytest.raises(FetchError, match="node-llama-cpp: npm is not installed"):
+        watch.new_versions()
+
+
+@pytest.mark.parametrize("page", [b"<html><h1>Log in</h1></html>", b"", b"\xff\xfe", b"{}"])
+def test_a_page_that_is_no_index(indexes: Server, page: bytes) -> None:
+    """A page without files is an index that does not answer: pinned versions are not lost."""
+    indexes.files["/simple/llama-cpp-python/"] = page
+    indexes.types["/simple/llama-cpp-python/"] = "text/html"
+    found = watch.new_versions()
+    assert not found.lost
+    assert "llama-cpp-python" in found.unreachable[0]
+
+
+def test_versions_that_cannot_be_added(indexes: Server) -> None:
+    """A version that `fetch.add` would not take is not offered."""
+    page = b'{"files": [{"filename": "llama_cpp_python-%s.tar.gz", "url": "/f/x"}]}'
+    indexes.files["/simple/llama-cpp-python/"] = page % b"7"
+    assert "llama-cpp-python" not in {each.source for each in watch.new_versions().new}
