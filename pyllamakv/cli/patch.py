@@ -20,9 +20,9 @@ from pyllamakv.cli.options import (
     PatchNames,
     ReleaseName,
     Releases,
-    Scenarios,
     To,
     Verbose,
+    VerifyingScenarios,
     patch_names,
     release_names,
 )
@@ -98,7 +98,7 @@ def apply(
         "commit": patched.commit,
         "tree": patched.tree,
         "digest": patched.digest,
-        "patches": [(f"{text.id}@{text.base}" if text.base else text.id) for text in patched.texts],
+        "patches": [(f"{port.id}@{port.base}" if port.base else port.id) for port in patched.ports],
         "skipped": {skip.id: skip.reason for skip in patched.skipped},
     }
     _result(facts, as_json)
@@ -110,7 +110,7 @@ def export(
     *,
     base: BaseOption = None,
     folder: Annotated[
-        Path | None, typer.Option("--from", help="Directory with the edited tree.")
+        Path | None, typer.Option("--from", help="Edited tree of `patch apply --to`.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only compare; write nothing.")] = False,
     patches: Patches = None,
@@ -231,10 +231,14 @@ def rebase(
     *,
     onto: Annotated[
         str | None,
-        typer.Option(help="Release to rebase to.", autocompletion=release_names),
+        typer.Option(
+            help="Release to rebase onto (required to start).", autocompletion=release_names
+        ),
     ] = None,
     to: To = None,
-    force: Annotated[bool, typer.Option("--force", help="Rebase even if a port applies.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write a port even if one applies.")
+    ] = False,
     go_on: Annotated[
         bool, typer.Option("--continue", help="Continue after resolving a conflict.")
     ] = False,
@@ -279,6 +283,31 @@ def rebase(
         write_json({"done": done, "waiting": None})
 
 
+@app.command()
+def accept(
+    spec: ReleaseName,
+    *,
+    patches: Patches = None,
+    as_json: Json = False,
+) -> None:
+    """Write carried patches as ports for a release.
+
+    Verify the release before with `pyllamakv check RELEASE`.
+    """
+    from pyllamakv.cli import progress_bar
+    from pyllamakv.patching import carry_acceptance
+    from pyllamakv.source import fetch
+
+    with progress_bar.progress() as progress:
+        release = fetch.ensure(spec, progress=progress)
+        done = carry_acceptance.accept(release, patches=patches, progress=progress)
+    if as_json:
+        return write_json([one.as_json() for one in done])
+    lines = [f"{one.id}: {one.path} (carried from {one.carried_from})" for one in done]
+    lines += [f"  {note}" for one in done for note in one.notes]
+    return write_lines(lines or [f"no patch is carried to {release.name}"])
+
+
 def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
     from pyllamakv.patching import rebase as rebasing
 
@@ -316,7 +345,7 @@ def _rebased(one: Rebased) -> None:
     for text in one.notes:
         note(text)
     for loss in one.comparison.missing if one.comparison else ():
-        note(f"missing against the text for {one.base}: {loss}")
+        note(f"missing in comparison with port {one.base}: {loss}")
 
 
 @app.command()
@@ -363,7 +392,7 @@ def drift(
         write_json([one.as_json() for one in found])
     else:
         patch_views.drift(found, names or [])
-    if any(one.state in ("fails", "blocked") for one in found):
+    if any(one.bad for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
 
@@ -397,9 +426,9 @@ def obsolete(
         return write_json([one.as_json() for one in found])
     words = {True: "yes", False: "no", None: "unknown"}
     for one in found:
-        said = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
+        result = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
         meant = "" if one.meant else ", and not meant for this release"
-        write_lines([f"{one.id} on {one.release}: {said}{meant}"])
+        write_lines([f"{one.id} on {one.release}: {result}{meant}"])
         write_lines(f"  {sign.name}: {words[sign.obsolete]} ({sign.why})" for sign in one.signs)
     return None
 
@@ -407,31 +436,43 @@ def obsolete(
 @app.command("import")
 def import_patch(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Patch file or directory of patches.")
-    ],
+        str | None,
+        typer.Argument(metavar="PATH", help="Patch file, directory, or git:REPOSITORY@FROM..TO."),
+    ] = None,
     *,
-    id_: Annotated[str, typer.Option("--id", help="Name of the new patch.")],
+    id_: Annotated[str, typer.Option("--id", help="Patch name.")],
+    until: Annotated[
+        str | None,
+        typer.Option(help="Last release of the patch; without PATH, change that of --id."),
+    ] = None,
     base: BaseOption = None,
     to: To = None,
-    scenario: Scenarios = None,
+    scenario: VerifyingScenarios = None,
     title: Annotated[str | None, typer.Option(help="Title; default: its subject.")] = None,
     every: AllReleases = False,
     as_json: Json = False,
 ) -> None:
-    """Import a patch into a series and try it on releases."""
+    """Import patches into a series and try them on releases."""
     from pyllamakv import home
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import patch_import
 
+    folder = to or home.data("patches")
+    if path is None:
+        if until is None:
+            raise errors.UsageError("name the PATH of a patch, or --until for an imported one")
+        write_lines([str(patch_import.accept_until(folder, id_, until))])
+        return None
     tried = {release.name: release for release in _releases_of([], every=every, none=bool(base))}
     if base:
         tried.setdefault(base, _release_of(base))
     with progress_bar.progress() as progress:
         done = patch_import.import_patch(
-            path,
+            path if path.startswith("git:") else Path(path),
             id_,
             list(tried.values()),
-            folder=to or home.data("patches"),
+            folder=folder,
+            until=until,
             scenarios=scenario or sorted(_scenarios(features=False) or ()),
             base=base,
             title=title,
@@ -439,7 +480,7 @@ def import_patch(
         )
     if as_json:
         return write_json(done.as_json())
-    write_lines([f"{done.id}: {done.path}"])
+    write_lines(f"{one}: {file}" for one, file in zip(done.ids, done.paths, strict=True))
     write_lines(_trials(done.trials))
     for finding in done.findings:
         note(str(finding))
@@ -462,10 +503,13 @@ def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
 
 
 def _series_of(patches: Path | None) -> Series:
-    """Return the shipped series, or a foreign one."""
-    from pyllamakv.patching import foreign_series, series
+    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
+    from pyllamakv.patching import foreign_series, port_choice, series
 
-    return series.load() if patches is None else foreign_series.load(patches)
+    shipped = series.load()
+    if patches is None:
+        return shipped
+    return port_choice.with_requirements(foreign_series.load(patches), shipped)
 
 
 def _release_of(name: str) -> FoundRelease:

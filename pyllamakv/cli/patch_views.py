@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pyllamakv.patching.drift import changed_text
 from pyllamakv.printable import printable
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from pyllamakv.patching.port_comparison import PortComparison
     from pyllamakv.patching.status import PatchStatus
 
-_COLOURS = {"applies": "green", "offset": "green", "fails": "red", "blocked": "yellow",
-            "not-applicable": "dim", "unknown": "magenta"}  # fmt: skip
+_COLOURS = {"applies": "green", "offset": "green", "carried": "cyan", "manual": "red",
+            "fails": "red", "blocked": "yellow", "not-applicable": "dim",
+            "unknown": "magenta"}  # fmt: skip
 
 
 def _safe(text: str) -> str:
@@ -36,7 +38,7 @@ def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
     console.print(_detailed(found) if verbose else _grouped(found))
     bad = False
     for one in found:
-        failing = one.state in ("fails", "blocked", "unknown")
+        failing = one.bad or one.state == "unknown"
         bad |= failing
         if failing or (verbose and one.state != "not-applicable"):
             reason = one.reason or "applies"
@@ -45,6 +47,7 @@ def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
             console.print(f"[bold]{_safe(one.id)} on {one.release}[/]: {_safe(reason)}")
             if verbose:
                 _hunks(console, one)
+                _conflicts(console, one)
     if bad and not verbose:
         console.print("-v shows each hunk", style="dim")
 
@@ -79,11 +82,22 @@ def _hunks(console: Console, one: PatchStatus) -> None:
         )
 
 
+def _conflicts(console: Console, one: PatchStatus) -> None:
+    for base in one.manual:
+        for place in base.conflicts:
+            console.print(f"  {_safe(place.file)}:{place.line}, merging port {_safe(base.base)}")
+            for side in ("base", "upstream", "patch"):
+                for line in getattr(place, side):
+                    console.print(f"    {side:8} {_safe(line)}", highlight=False)
+
+
 def _summary(one: PatchStatus) -> str:
     best = one.best
     if best is None or one.state == "not-applicable":
         return one.reason
     total = len(best.placements)
+    if one.state == "carried":
+        return one.reason
     if not one.good:
         return f"{len(best.failed)} of {total} fail (port for {best.base})"
     moved = [place.offset for place in best.placements if place.offset]
@@ -143,7 +157,7 @@ def patch(definition: Definition) -> None:
         console.print(f"{key}: {_safe(value)}")
     for text in definition.ports:
         touched = ", ".join(text.patch.paths)
-        console.print(_safe(f"text for {text.base} ({text.era}): {touched}"))
+        console.print(_safe(f"port {text.base} ({text.era}): {touched}"))
         for marker in text.markers:
             console.print(f"  where {_safe(str(marker))}")
 
@@ -160,24 +174,28 @@ def comparison(found: PortComparison) -> None:
             if title == "lost" and loss.whole:
                 for line in loss.lines[:6]:
                     console.print(f"      {_safe(line)}")
+    for each in found.changed:
+        console.print(f"  changed {_safe(str(each))}")
+        for line in each.lines:
+            console.print(f"      {_safe(line)}")
 
 
 def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
     """Print the state of each hunk; for patches of other releases, only if named."""
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
-        against = _safe(f", text for {one.base}" if one.base else "")
+        against = _safe(f", port {one.base}" if one.base else "")
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
         console.print(f"[bold]{_safe(one.id)}[/] on {one.release}: {state}{against}")
         if one.state == "not-applicable" and one.id not in named:
             console.print(f"  {_safe(one.reason.split('; ')[0])}")
             continue
-        told = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
-        for line in _moved_or_failing(told):
+        inexact = [hunk for hunk in one.hunks if hunk.placement.state != "exact"]
+        for line in _moved_or_failing(inexact):
             console.print(f"  {_safe(line)}")
-        exact = len(one.hunks) - len(told)
+        exact = len(one.hunks) - len(inexact)
         if exact:
-            console.print(f"  {_count(exact, 'other hunk' if told else 'hunk')} exact")
+            console.print(f"  {_count(exact, 'other hunk' if inexact else 'hunk')} exact")
 
 
 def _moved_or_failing(hunks: Sequence[HunkDrift]) -> Iterator[str]:
@@ -219,4 +237,4 @@ def _went(hunk: HunkDrift) -> Iterator[str]:
         there = hunk.moved[0]
         yield f"perhaps gone to {there.path} ({there.similarity:.0%} alike)"
     if hunk.changed_in:
-        yield f"changed in {hunk.changed_in}"
+        yield changed_text(hunk.changed_after, hunk.changed_in)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import mail_header, port_choice, trees
+from pyllamakv.patching import series as series_module
+from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command
 from pyllamakv.source.store import Store, open_store, translate_disk_errors
@@ -38,9 +40,14 @@ class PatchedRelease:
     skipped: tuple[Skipped, ...] = ()
 
     @property
-    def texts(self) -> tuple[Port, ...]:
-        """Return the texts that were applied, in order."""
+    def ports(self) -> tuple[Port, ...]:
+        """Return the ports that were applied, in order."""
         return tuple(step.port for step in self.steps)
+
+    @property
+    def carried(self) -> dict[str, str]:
+        """Return the base of the port that each carried patch was merged from, by id."""
+        return {port.id: port.carried_from for port in self.ports if port.carried_from}
 
 
 def apply(
@@ -60,12 +67,16 @@ def apply(
     release = trees.ensure_fetched(store, release, progress)
     if names is not None and not names:
         return PatchedRelease(release.name, release.commit, store.tree_of(release), digest(()), ())
-    plan = port_choice.choose_for_release(release, names, series=series, store=store)
+    series = series_module.load() if series is None else series
+    carrier = Carrier(store, release, series, progress=progress)
+    plan = port_choice.choose_for_release(
+        release, names, series=series, store=store, carrier=carrier
+    )
     return write(store, release, plan)
 
 
 def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
-    """Commit a plan's texts, one commit each, on the release's own commit."""
+    """Commit a plan's ports, one commit each, on the release's own commit."""
     commit, tree = release.commit, store.tree_of(release)
     draft = TreeOverlay(trees.StoreTree(store, tree))
     for step in plan.steps:
@@ -76,8 +87,8 @@ def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
         release=release.name,
         commit=commit,
         tree=tree,
-        digest=digest(plan.texts),
-        patches=tuple(text.id for text in plan.texts),
+        digest=digest(plan.ports),
+        patches=tuple(port.id for port in plan.ports),
         steps=plan.steps,
         skipped=plan.skipped,
     )
@@ -89,7 +100,7 @@ def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
 def apply_requirements(
     series: Series, requires: Sequence[str | Port], release: Release, *, store: Store
 ) -> tuple[str, str]:
-    """Return commit and tree of a release with the patches that a text requires."""
+    """Return commit and tree of a release with the patches that a port requires."""
     if not requires:
         return release.commit, store.tree_of(release)
     plan = port_choice.choose_for_release(release, requires, series=series, store=store)
@@ -97,14 +108,14 @@ def apply_requirements(
     return patched.commit, patched.tree
 
 
-def digest(texts: Sequence[Port]) -> str:
-    """Return the sha256 over the changes of several texts, in order."""
-    return hashlib.sha256("".join(f"{text.digest}\n" for text in texts).encode()).hexdigest()
+def digest(ports: Sequence[Port]) -> str:
+    """Return the sha256 over the changes of several ports, in order."""
+    return hashlib.sha256("".join(f"{port.digest}\n" for port in ports).encode()).hexdigest()
 
 
-def commit_port(store: Store, tree: str, parent: str, text: Port) -> str:
-    """Commit a tree with the author, date and message of a text's header."""
-    author, message = mail_header.author_and_message(text)
+def commit_port(store: Store, tree: str, parent: str, port: Port) -> str:
+    """Commit a tree with the author, date and message of a port's header."""
+    author, message = mail_header.author_and_message(port)
     with translate_disk_errors(store.path):
         return git_command.git(
             store.path, "commit-tree", tree, "-p", parent, input=message, env=author

@@ -30,29 +30,29 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
     """Return the commit that a patch is picked from for a target.
 
     Releases are tried by their distance from the target in the lock's order: those that the store
-    has, and the bases of the texts. Markers do not count here: what applies strictly is a place
-    to start from. Raises NoPortApplies.
+    has, and the bases of the ports. Markers are ignored: a port that
+    applies strictly is a valid start. Raises NoPortApplies.
     """
-    bases = {text.base for text in definition.ports}
+    bases = {port.base for port in definition.ports}
     known = {r.commit: r for r in lockfile.known().values() if store.has(r) or r.name in bases}
     known[onto.commit] = onto
     line = sorted(known.values(), key=lambda release: release.order)
     at = line.index(onto)
     conflicts: list[PatchConflict] = []
     for release in sorted(line, key=lambda r: abs(line.index(r) - at)):
-        for text in port_choice.candidates(definition, release.name):
+        for port in port_choice.candidates(definition, release.name):
             try:
                 found = trees.ensure_fetched(store, release)
-                commit, tree = apply.apply_requirements(series, text.requires, found, store=store)
+                commit, tree = apply.apply_requirements(series, port.requires, found, store=store)
                 draft = TreeOverlay(trees.StoreTree(store, tree))
-                draft.apply(text.patch, text.name)
+                draft.apply(port.patch, port.name)
             except PatchConflict as error:
                 conflicts.append(error)
                 continue
             except NoPortApplies:
                 continue
-            made = apply.commit_port(store, trees.write(store, tree, draft), commit, text)
-            return NearestPort(found, text, made)
+            made = apply.commit_port(store, trees.write(store, tree, draft), commit, port)
+            return NearestPort(found, port, made)
     msg = (
         f"No port of {definition.id} applies strictly to any "
         "fetched release; run `pyllamakv upstream fetch` for more releases"

@@ -47,6 +47,21 @@ class Marker:
             text.encode() in data for text in self.lacks
         )
 
+    def problem(self, tree: Tree) -> str:
+        """Return which part of the condition does not hold in a tree."""
+        entry = tree.entry(self.file)
+        if entry is None:
+            if self.exists is not False and (self.has or self.exists):
+                return f"{self.file} does not exist"
+        elif self.exists is False:
+            return f"{self.file} exists, but must not"
+        data = b"" if entry is None else entry.data
+        for text in self.has:
+            if text.encode() not in data:
+                return f"required marker `{text}` not found in {self.file}"
+        found = next((text for text in self.lacks if text.encode() in data), "")
+        return f"excluded marker `{found}` found in {self.file}"
+
     def __str__(self) -> str:
         parts = [f"has `{text}`" for text in self.has]
         parts += [f"lacks `{text}`" for text in self.lacks]
@@ -71,6 +86,8 @@ class Port:
     requires: tuple[str, ...] = ()
     title: str = ""
     path: Path | None = None
+    #: The base of the port that this one was merged from, for a carried patch.
+    carried_from: str = ""
 
     @classmethod
     def from_file(cls, path: Path | str, id: str | None = None) -> Port:
@@ -103,6 +120,8 @@ class Port:
     @property
     def name(self) -> str:
         """Return the name that reports use: id and base."""
+        if self.carried_from:
+            return f"{self.id} ({self.base}, carried from {self.carried_from})"
         return f"{self.id} ({self.base})" if self.base else self.id
 
     @cached_property
@@ -112,7 +131,7 @@ class Port:
         return hashlib.sha256(self.id.encode() + b"\0" + body).hexdigest()
 
     def without(self, file: str, hunk: int) -> Port:
-        """Return the text without one hunk of a file, hunks counted from 1."""
+        """Return the port without one hunk of a file, hunks counted from 1."""
         return replace(self, patch=self.patch.without(file, hunk))
 
     def failed_markers(self, tree: Tree) -> tuple[Marker, ...]:
@@ -122,41 +141,60 @@ class Port:
 
 @dataclass(frozen=True)
 class Definition:
-    """One patch: identity, reasons and ports (see docs/patches.md for each field)."""
+    """One patch: identity, reasons and ports (see docs/patches.md for each field).
+
+    ``author`` ("Name <email>") and ``date`` (as in a mail) are those of an imported patch, whose
+    mails keep them.
+    """
 
     id: str
     title: str
     why: str = ""
     origin: str = ""
     upstream: str = ""
+    author: str = ""
+    date: str = ""
     releases: str = ""
     requires: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    #: Conditions of which one must hold for the patch to be carried; see `may_be_carried`.
+    carry: tuple[Marker, ...] = ()
     ports: tuple[Port, ...] = ()
     folder: Path | None = None
 
     def covers_release(self, name: str) -> bool:
         """Return whether the patch is meant for a release of this name.
 
-        Only sdist versions are compared; for other releases the markers of the texts decide.
+        Only sdist versions are compared; for other releases the markers of the ports decide.
         """
         version = sdist_version(name)
         if version is None:
             return True
         return SpecifierSet(self.releases).contains(version, prereleases=True)
 
+    def may_be_carried(self, tree: Tree) -> bool:
+        """Return whether the patch of a series may be merged into a stock tree without a port.
+
+        By default, a port's markers must hold. An imported patch is meant for every tree.
+        """
+        if self.folder is None:
+            return False
+        if self.carry:
+            return any(marker.holds(tree) for marker in self.carry)
+        return bool(self.author) or any(not port.failed_markers(tree) for port in self.ports)
+
     def port(self, base: str) -> Port:
-        """Return the text for a base release."""
-        for text in self.ports:
-            if text.base == base:
-                return text
-        known = ", ".join(text.base for text in self.ports) or "none"
+        """Return the port for a base release."""
+        for port in self.ports:
+            if port.base == base:
+                return port
+        known = ", ".join(port.base for port in self.ports) or "none"
         raise PatchFormatError(f"{self.id} has no port for {base}; it has ports for {known}.")
 
 
-_KEYS = {"schema", "id", "title", "why", "origin", "upstream", "releases", "requires",
-         "scenarios", "shared", "port"}  # fmt: skip
+_KEYS = {"schema", "id", "title", "why", "origin", "upstream", "author", "date", "releases",
+         "requires", "scenarios", "shared", "carry", "port"}  # fmt: skip
 
 
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:
@@ -177,19 +215,22 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     definition = Definition(
         id=id_,
         title=table.string("title"),
-        why=table.string("why").strip(),
+        why=table.string("why", "" if table.data.get("author") else None).strip(),
         origin=table.string("origin"),
         upstream=table.string("upstream"),
+        author=table.string("author", ""),
+        date=table.string("date", ""),
         releases=releases,
         requires=table.strings("requires", ()),
         scenarios=table.strings("scenarios"),
         shared=table.strings("shared", ()),
+        carry=tuple(_marker(part) for part in table.tables("carry", {*_MARKER}, optional=True)),
         folder=folder,
     )
     shared = shared_files.read(folder.parent, definition.shared)
-    ports = table.tables("port", {"base", "era", "requires", "markers"})
-    texts = tuple(_port(part, definition, shared, missing_ok=missing_ok) for part in ports)
-    return replace(definition, ports=texts)
+    tables = table.tables("port", {"base", "era", "requires", "markers"})
+    ports = tuple(_port(part, definition, shared, missing_ok=missing_ok) for part in tables)
+    return replace(definition, ports=ports)
 
 
 def file_of(definition: Definition, base: str) -> Path:
@@ -213,7 +254,7 @@ def _port(
         raise table.wrong(f"base {base} has no file {path.name}")
     markers = tuple(_marker(part) for part in table.tables("markers", {*_MARKER}))
     more = table.strings("requires", ())
-    text = Port(
+    port = Port(
         id=definition.id,
         patch=hunks.Patch(b"", ()),
         base=base,
@@ -224,7 +265,7 @@ def _port(
         path=path,
     )
     if not path.is_file():
-        return text
+        return port
     hooks = hunks.read(path)
     if hooks.header or hooks.trailer.strip():
         msg = f"{path} has text besides its hooks: the message belongs in patch.toml"
@@ -233,8 +274,8 @@ def _port(
         if file.path in shared:
             msg = f"{path} changes {file.path}: change {shared_files.FOLDER}/{file.path} instead"
             raise PatchFormatError(msg, str(path), file.line)
-    head = mail_header.write(definition, text)
-    return replace(text, patch=shared_files.compose(head, hooks, shared))
+    head = mail_header.write(definition, port)
+    return replace(port, patch=shared_files.compose(head, hooks, shared))
 
 
 _MARKER = ("file", "has", "lacks", "exists")

@@ -18,7 +18,7 @@ from pyllamakv.patching import (
     trees,
 )
 from pyllamakv.patching import series as series_module
-from pyllamakv.source import lockfile, release_chain
+from pyllamakv.source import lockfile, release_chain, releases
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class HunkDrift:
     whitespace_only: bool = False
     moved: tuple[rename_detection.Successor, ...] = ()
     changed_in: str = ""
+    #: The last known release before ``changed_in``, which has the other state of the lines.
+    changed_after: str = ""
 
     def __str__(self) -> str:
         place = self.placement
@@ -63,10 +65,10 @@ class HunkDrift:
             where += f" in {self.function.rsplit(' ', 1)[-1]}"
         said = [f"{where} (line {place.line}): {strict_apply.STATE_MESSAGES[place.state]}"]
         if self.changed_in:
-            said.append(f"changed in {self.changed_in}")
+            said.append(changed_text(self.changed_after, self.changed_in))
         if self.moved:
             said.append(f"perhaps gone to {self.moved[0].path}")
-        if place.expected:
+        if place.expected.strip():
             said.append(f"expected `{place.expected.strip()}`, found `{place.found.strip()}`")
         return "; ".join(said)
 
@@ -84,6 +86,7 @@ class HunkDrift:
             "blanks": self.whitespace_only,
             "moved_to": [{"file": m.path, "likeness": m.similarity} for m in self.moved],
             "changed_in": self.changed_in or None,
+            "changed_after": self.changed_after or None,
             "expected": place.expected or None,
             "found": place.found or None,
         }
@@ -146,14 +149,14 @@ def why(release: Release, names: Sequence[str | Port] | None = None) -> str:
     series = port_choice.only(series_module.load(), names)
     said = []
     for one in drift(release, series=series):
-        if one.state == "fails" and one.bad:
+        if one.state in ("manual", "fails") and one.bad:
             more = f" (and {len(one.bad) - 1} more hunks)" if len(one.bad) > 1 else ""
             said.append(f"{one.id} does not apply: {one.bad[0]}{more}")
     return "; ".join(said)
 
 
 def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
-    """Return the attempt to measure: of texts that are not meant the one for the nearest base."""
+    """Return the attempt to measure; without an applicable port, that of the nearest base."""
     if one.state != "not-applicable":
         return one.best
     line = sorted({**lockfile.known(), release.name: release}.values(), key=lambda r: r.order)
@@ -167,17 +170,17 @@ def _one(one: status.PatchStatus, release: Release, series: Series, store: Store
     best = _best(one, release)
     if best is None:
         return Drift(one.release, one.id, one.state, "", (), one.reason)
-    text = next(t for t in series.definition(one.id).ports if t.base == best.base)
-    tree = _ground(text, release, series, store)
+    port = next(t for t in series.definition(one.id).ports if t.base == best.base)
+    tree = _ground(port, release, series, store)
     line = release_chain.chain(store)
-    measured = tuple(_hunk(place, text, tree, store, line, release) for place in best.placements)
+    measured = tuple(_hunk(place, port, tree, store, line, release) for place in best.placements)
     return Drift(one.release, one.id, one.state, best.base, measured, one.reason)
 
 
-def _ground(text: Port, release: Release, series: Series, store: Store) -> trees.StoreTree:
+def _ground(port: Port, release: Release, series: Series, store: Store) -> trees.StoreTree:
     # lines that a required patch brings are part of the ground, where that patch applies at all
     try:
-        _, tree = apply.apply_requirements(series, text.requires, release, store=store)
+        _, tree = apply.apply_requirements(series, port.requires, release, store=store)
     except (PatchConflict, NoPortApplies):
         tree = store.tree_of(release)
     return trees.StoreTree(store, tree)
@@ -185,13 +188,13 @@ def _ground(text: Port, release: Release, series: Series, store: Store) -> trees
 
 def _hunk(
     place: Placement,
-    text: Port,
+    port: Port,
     tree: trees.StoreTree,
     store: Store,
     line: Sequence[ChainLink],
     release: Release,
 ) -> HunkDrift:
-    file = text.patch.file(place.file)
+    file = port.patch.file(place.file)
     if not place.hunk or not file.hunks:
         return HunkDrift(place)
     hunk = file.hunks[place.hunk - 1]
@@ -218,7 +221,7 @@ def _hunk(
         blanks,
         tuple(there for there in went if entry is None or there.similarity >= _LIKE),
         # lines that are there, at a place that is refused, changed nowhere
-        "" if stands else changed(text, file, hunk, release, line, store),
+        *(("", "") if stands else changed(port, file, hunk, release, line, store)),
     )
 
 
@@ -251,25 +254,26 @@ def _blanks(hunk: Hunk, index: hunk_locator.LineIndex) -> bool:
 
 
 def changed(
-    text: Port,
+    port: Port,
     file: FilePatch,
     hunk: Hunk,
     release: Release,
     line: Sequence[ChainLink],
     store: Store,
-) -> str:
+) -> tuple[str, str]:
     """Return the release between a port's base and the target that changed a hunk's lines.
 
+    Also returns the release before it in the chain; upstream changed the lines between the two.
     Searches the chain from the base for the first release without the lines. For a target older
     than the base, it is the release that added them. A port without a base is treated as written
     for the release nearest to the target that has the lines, an older one first. Empty if the base
     is not in the chain, or its stock tree does not have the lines (a required patch adds them).
     """
-    links = [link for link in line if link.release.kind in ("sdist", "npm")]
+    links = [link for link in line if link.release.kind in releases.ARCHIVE_KINDS]
     names = [link.release.name for link in links]
-    base = text.base or _home(file, hunk, release, links, store)
+    base = port.base or _matching_release(file, hunk, release, links, store)
     if base not in names:
-        return ""
+        return "", ""
     start = names.index(base)
     later = release.order > links[start].release.order
     stretch = links[start:] if later else links[start::-1]
@@ -277,24 +281,32 @@ def changed(
     for link in stretch:
         if (link.release.order > release.order) is later and link.release.order != release.order:
             break
-        if not _stands(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
-            return (link.release.name if later else previous) if previous else ""
+        if not _matches(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
+            if not previous:
+                return "", ""
+            pair = (link.release.name, previous)
+            return pair if later else pair[::-1]
         previous = link.release.name
-    return release.name if later else previous
+    return (release.name, previous) if later else (previous, release.name)
 
 
-def _home(
+def changed_text(after: str, release: str) -> str:
+    """Return when the lines changed: only pinned releases are known."""
+    return f"changed between {after} and {release}" if after else f"changed in {release}"
+
+
+def _matching_release(
     file: FilePatch, hunk: Hunk, release: Release, links: Sequence[ChainLink], store: Store
 ) -> str:
-    """Return the release that has a hunk's lines: the newest before the target, or one after it."""
+    """Return the release with a hunk's lines: the newest before the target, else a later one."""
     older = [link for link in links if link.release.order < release.order]
     for link in (*older[::-1], *links[len(older) :]):
-        if _stands(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
+        if _matches(file, hunk, trees.StoreTree(store, store.tree_of(link.commit))):
             return link.release.name
     return ""
 
 
-def _stands(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:
+def _matches(file: FilePatch, hunk: Hunk, tree: Tree) -> bool:
     entry = tree.entry(file.old or "")
     if entry is None:
         return False

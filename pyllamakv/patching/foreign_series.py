@@ -1,35 +1,40 @@
 """Read foreign patches: a file, a directory of files, or a series of any layout.
 
-They go through the same doors as the shipped ones: applied strictly, reported hunk by hunk.
+Foreign patches are applied like the shipped ones: strictly, with a report for each hunk.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path, PurePosixPath
 
 from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import hunks
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.series import Series
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pyllamakv.source import git_command, lockfile
 
 _ENDINGS = (".patch", ".diff")
+_SCENARIO = re.compile(rb"^Scenario: (\S+)\r?$", re.MULTILINE)
+#: Prefix of commits in a repository.
+GIT = "git:"
 
 
-def load(path: Path) -> Series:
-    """Read a patch file, a mailbox of several patches, or a directory.
+def load(path: Path | str) -> Series:
+    """Read a patch file, a mailbox of several patches, a directory, or commits of a repository.
 
-    A directory contains `series.toml` (the layout of this package), a quilt `series` file (one name
-    per line, ``#`` starts a comment, options after the name are ignored) or plain patch files,
-    which are sorted by name.
+    Commits are ``git:REPOSITORY@FROM..TO``, or ``git:REPOSITORY@BRANCH``: those since the newest
+    known release in the branch. A directory contains `series.toml` (the layout of this package), a
+    quilt `series` file (one name per line, ``#`` starts a comment, options after the name are
+    ignored) or plain patch files, which are sorted by name.
     """
+    if str(path).startswith(GIT):
+        return Series(_distinct(_commits(str(path))), Path())
+    path = Path(path)
     if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
-        return Series(_distinct(_texts(path)), path.parent)
+        return Series(_distinct(_ports(path)), path.parent)
     if not os.path.isdir(path):  # noqa: PTH112
         raise UsageError(f"There is no patch file or directory {path}.")
     if (path / "series.toml").is_file():
@@ -40,24 +45,80 @@ def load(path: Path) -> Series:
         files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
     if not files:
         raise UsageError(f"{path} has no patch: expected series.toml, series or *.patch files.")
-    return Series(_distinct([text for file in files for text in _texts(file)]), path)
+    return Series(_distinct([port for file in files for port in _ports(file)]), path)
 
 
-def _texts(file: Path) -> list[Port]:
+def _commits(source: str) -> list[Port]:
+    """Read commits of a user's repository as mails; it is not changed, and none of it runs."""
+    place, _, revisions = source.removeprefix(GIT).rpartition("@")
+    folder = Path(place)
+    if not place or not revisions or revisions.startswith("-") or not folder.is_dir():
+        raise UsageError(f"{source} is not {GIT}REPOSITORY@FROM..TO with a local repository.")
+    if ".." not in revisions:
+        revisions = f"{_newest_release(folder, revisions)}..{revisions}"
+    options = ("--stdout", "--no-ext-diff", "--no-textconv", "--no-signature", "--full-index")
+    done = git_command.run(folder, "format-patch", *options, revisions, bounded=True)
+    if done.returncode:
+        reason = done.stderr.decode("utf-8", "replace").strip()
+        raise UsageError(f"git cannot read {revisions} in {folder}: {reason}")
+    if not done.stdout:
+        raise UsageError(f"{revisions} in {folder} has no commit.")
+    name = revisions.rpartition("..")[2].rpartition("/")[2]
+    return _parsed(done.stdout, Path(f"{name}.patch"))
+
+
+def _newest_release(folder: Path, branch: str) -> str:
+    releases = sorted(lockfile.known().values(), key=lambda release: release.order, reverse=True)
+    for release in releases:
+        if not git_command.run(
+            folder, "merge-base", "--is-ancestor", release.commit, branch
+        ).returncode:
+            return release.commit
+    msg = f"no known release is part of {branch} in {folder}: name a range, FROM..{branch}"
+    raise UsageError(msg)
+
+
+def _ports(file: Path) -> list[Port]:
     """Read the patches of a file: one, or the mails of a mailbox."""
     try:
-        pieces = hunks.split(file.read_bytes())
+        data = file.read_bytes()
     except OSError as error:
         raise PatchFormatError(f"{file} cannot be read: {error.strerror}", str(file)) from error
+    return _parsed(data, file)
+
+
+def _parsed(data: bytes, file: Path) -> list[Port]:
+    pieces = hunks.split(_unix_line_ends(data))
     if len(pieces) < 2:
         return [Port.of(hunks.parse(pieces[0], file.name), file)]
     named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
     return [Port.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
 
 
-def definition_of(text: Port) -> Definition:
-    """Return a file as a patch that is a candidate for every tree."""
-    return Definition(id=text.id, title=text.title, ports=(text,), requires=text.requires)
+def _unix_line_ends(data: bytes) -> bytes:
+    """Return a file whose every line ends in CRLF with LF, as before a mail program changed it.
+
+    In a patch for files with CRLF, at least the lines that git wrote end in LF.
+    """
+    lines = data.split(b"\n")
+    if len(lines) > 1 and all(line.endswith(b"\r") for line in lines if line):
+        return data.replace(b"\r\n", b"\n")
+    return data
+
+
+def definition_of(port: Port) -> Definition:
+    """Return a file as a patch that is a candidate for every tree.
+
+    ``Scenario: ID`` lines in its header name the scenarios that it claims to pass.
+    """
+    named = (name.decode("utf-8", "replace") for name in _SCENARIO.findall(port.patch.header))
+    return Definition(
+        id=port.id,
+        title=port.title,
+        ports=(port,),
+        requires=port.requires,
+        scenarios=tuple(named),
+    )
 
 
 def _quilt(path: Path) -> list[str]:
@@ -78,9 +139,9 @@ def _quilt(path: Path) -> list[str]:
     return names
 
 
-def _distinct(texts: list[Port]) -> tuple[Definition, ...]:
-    ids = [text.id for text in texts]
+def _distinct(ports: list[Port]) -> tuple[Definition, ...]:
+    ids = [port.id for port in ports]
     twice = sorted({id_ for id_ in ids if ids.count(id_) > 1})
     if twice:
         raise UsageError(f"Two files define the patch {twice[0]}; rename one of them.")
-    return tuple(definition_of(text) for text in texts)
+    return tuple(definition_of(port) for port in ports)

@@ -15,6 +15,7 @@ from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.source import tree_limits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _MAIL = re.compile(rb"^From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?$", re.MULTILINE)
@@ -91,6 +92,7 @@ class FilePatch:
 
     ``old`` is None for a new file, ``new`` is None for a deleted one. Modes are git's ("100644"),
     or None if the patch does not contain them. ``line`` is where the part starts in the patch.
+    ``plain`` is whether it has no `diff --git` line, as in the output of `diff -ru` and quilt.
     """
 
     header: bytes
@@ -101,10 +103,11 @@ class FilePatch:
     new_mode: str | None = None
     copied: bool = False
     line: int = 0
+    plain: bool = False
 
     @property
     def path(self) -> str:
-        """Return the path after the patch, or the one that it deletes."""
+        """Return the path of the patched file, or of the deleted one."""
         return self.new or self.old or ""
 
     @property
@@ -205,10 +208,35 @@ def parse(data: bytes, name: str = "patch") -> Patch:
         )
     if len(_MAIL.findall(data)) > 1:
         raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
-    patch = Patch(header, tuple(files), lead)
+    patch = Patch(header, _without_directories(files), lead)
     if patch.data != data:  # the promise of this module: checked, not assumed
         raise PatchFormatError(f"{name} cannot be stored byte for byte.", name)
     return patch
+
+
+def _without_directories(files: Sequence[FilePatch]) -> tuple[FilePatch, ...]:
+    """Return plain parts without the two directories that were compared.
+
+    The names of one part show them: ``llama.cpp.orig/src/x`` and ``llama.cpp/src/x``. The names of
+    an added or deleted file need those of another part.
+    """
+    seen = {part for file in files if file.plain for part in _compared(file)}
+
+    def stripped(path: str | None) -> str | None:
+        if path is None:
+            return None
+        first, _, rest = path.partition("/")
+        return rest if first in seen and rest else _PREFIX.sub("", path)
+
+    return tuple(
+        replace(file, old=stripped(file.old), new=stripped(file.new)) if file.plain else file
+        for file in files
+    )
+
+
+def _compared(file: FilePatch) -> tuple[str, ...]:
+    old, new = (file.old or "").partition("/"), (file.new or "").partition("/")
+    return (old[0], new[0]) if old[0] != new[0] and old[2] == new[2] != "" else ()
 
 
 def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
@@ -219,6 +247,10 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         start = reader.at + 1
         ranges, head, lines = _hunk(reader)
         hunks.append(Hunk(*ranges, head, lines, start))
+    if facts.plain and hunks:
+        # `diff -N` names a file that is not there, with an empty range.
+        facts.created |= hunks[0].old_start == hunks[0].old_count == 0
+        facts.deleted |= hunks[0].new_start == hunks[0].new_count == 0
     if facts.created and facts.deleted:
         raise reader.wrong("a file cannot be created and deleted at once.")
     if (facts.created and any(hunk.old_count for hunk in hunks)) or (
@@ -234,6 +266,7 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         new_mode=facts.new_mode,
         copied=facts.copied,
         line=line,
+        plain=facts.plain,
     )
 
 
@@ -249,6 +282,8 @@ class _FileFacts:
     created: bool = False
     deleted: bool = False
     copied: bool = False
+    #: A part without a `diff --git` line, as `diff -ru` and quilt write it.
+    plain: bool = False
 
 
 class _PatchReader:
@@ -319,14 +354,17 @@ def _file_header(reader: _PatchReader) -> _FileFacts:
     facts = _FileFacts()
     start = reader.at
     named: tuple[str, str] | None = None
-    if not reader.at_names():
+    facts.plain = reader.at_names()
+    if not facts.plain:
         named = _git_names(reader, reader.take())
         while not (reader.at_names() or reader.at_hunk()) and _extended(reader, facts):
             reader.at += 1
     if reader.at_names():
-        old, new = (_name(reader, reader.take()[4:]) for _ in range(2))
+        old, new = (_name(reader, reader.take()[4:], whole=facts.plain) for _ in range(2))
         facts.created = facts.created or old == _NOTHING
         facts.deleted = facts.deleted or new == _NOTHING
+        if facts.plain and old == f"{new}.orig":
+            old = new
         facts.old, facts.new = facts.old or old, facts.new or new
     elif facts.old is None or facts.new is None:
         if named is None:
@@ -453,14 +491,17 @@ def _mode(reader: _PatchReader, word: bytes) -> str:
     return word.decode()
 
 
-def _name(reader: _PatchReader, raw: bytes) -> str:
+def _name(reader: _PatchReader, raw: bytes, *, whole: bool) -> str:
+    """Return a path, without a prefix such as ``a/``, unless ``whole``."""
     text = raw.rstrip(b"\r\n")
     quoted = _STRING.match(text)
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
     if not path:
         raise reader.wrong("expected the name of a file.")
     # Only in this place, and written in full, does it mean no file.
-    return path if path == _NOTHING else _checked(reader, _PREFIX.sub("", path))
+    if path == _NOTHING:
+        return path
+    return _checked(reader, path if whole else _PREFIX.sub("", path))
 
 
 def _unquoted(text: bytes) -> str:

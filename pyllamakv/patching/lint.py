@@ -63,8 +63,8 @@ def lint(
     findings = [*_files(found, folder), *_shared(found, folder)]
     for definition in found:
         findings += _described(definition, scenarios)
-        for text in definition.ports:
-            findings += _text(definition, text)
+        for port in definition.ports:
+            findings += _port(definition, port)
     return tuple(sorted(findings, key=lambda f: (f.path, f.line, f.rule)))
 
 
@@ -76,7 +76,7 @@ def check(folder: Path | None = None, *, scenarios: Collection[str] | None = Non
 
 
 def _files(found: Series, folder: Path) -> Iterator[LintFinding]:
-    named = {text.path for definition in found for text in definition.ports}
+    named = {port.path for definition in found for port in definition.ports}
     for path in sorted(folder.iterdir()):
         unlisted = path.is_dir() and path.name not in (*found.order, shared_files.FOLDER)
         if unlisted and any(file.is_file() for file in path.rglob("*")):
@@ -93,12 +93,12 @@ def _files(found: Series, folder: Path) -> Iterator[LintFinding]:
 def _described(definition: Definition, scenarios: Collection[str] | None) -> Iterator[LintFinding]:
     path = f"{definition.id}/patch.toml"
     title = definition.title
-    if len(title) > TITLE or not title.isascii() or title.endswith("."):
+    if not definition.author and (len(title) > TITLE or not title.isascii() or title.endswith(".")):
         yield LintFinding(
             path, 0, "title", f"expected at most {TITLE} ASCII characters, no full stop"
         )
     for line in definition.why.splitlines():
-        if len(line) > LINE:
+        if len(line) > LINE and not definition.author:
             yield LintFinding(path, 0, "why", f"a line is longer than {LINE}: {line[:40]}...")
         if DIFF_LIKE_LINE.match(line):
             yield LintFinding(path, 0, "why", f"git would cut the message at {line!r}")
@@ -111,7 +111,7 @@ def _described(definition: Definition, scenarios: Collection[str] | None) -> Ite
         yield LintFinding(
             path, 0, "upstream", f"expected to begin with one of: {', '.join(STATES)}"
         )
-    bases = [text.base for text in definition.ports]
+    bases = [port.base for port in definition.ports]
     for base in sorted({base for base in bases if bases.count(base) > 1}):
         yield LintFinding(path, 0, "base", f"two ports for {base}")
     for name in definition.scenarios:
@@ -119,9 +119,9 @@ def _described(definition: Definition, scenarios: Collection[str] | None) -> Ite
             yield LintFinding(path, 0, "scenario", f"there is no scenario {name!r}")
 
 
-def _text(definition: Definition, text: Port) -> Iterator[LintFinding]:
-    path = f"{definition.id}/{text.base}.patch"
-    for file in text.patch.files:
+def _port(definition: Definition, port: Port) -> Iterator[LintFinding]:
+    path = f"{definition.id}/{port.base}.patch"
+    for file in port.patch.files:
         if file.path in definition.shared:
             continue  # `_shared` reads it once
         if b"\r" in file.data:

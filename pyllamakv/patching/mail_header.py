@@ -39,31 +39,33 @@ class MailHeader:
     body: str = ""
 
 
-def message(definition: Definition, text: Port) -> str:
-    """Write the commit message of a text from its patch's description."""
+def message(definition: Definition, port: Port) -> str:
+    """Write the commit message of a port from its patch's description.
+
+    An imported patch gets no statement about its licence.
+    """
     lines = [
         definition.title,
         "",
-        definition.why,
-        "",
+        *((definition.why, "") if definition.why else ()),
         f"Patch: {definition.id}",
-        f"Base: {text.base}",
-        *(f"Requires: {id_}" for id_ in text.requires),
+        f"Base: {port.base}",
+        *(f"Requires: {id_}" for id_ in port.requires),
         f"Origin: {definition.origin}",
         f"Upstream-Status: {definition.upstream}",
         *(f"Scenario: {name}" for name in definition.scenarios),
-        f"Licence: {LICENCE}",
+        *(() if definition.author else (f"Licence: {LICENCE}",)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def write(definition: Definition, text: Port) -> bytes:
-    """Write the header of a text's file, as `git format-patch` would."""
-    body = message(definition, text).split("\n", 1)[1]
+def write(definition: Definition, port: Port) -> bytes:
+    """Write the header of a port's file, as `git format-patch` would."""
+    body = message(definition, port).split("\n", 1)[1]
     lines = [
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001",
-        f"From: {git_command.NAME} <{git_command.EMAIL}>",
-        f"Date: {_MAIL_DATE}",
+        f"From: {definition.author or f'{git_command.NAME} <{git_command.EMAIL}>'}",
+        f"Date: {definition.date or _MAIL_DATE}",
         f"Subject: [PATCH] {definition.title}",
     ]
     return ("\n".join(lines) + "\n" + body + "\n").encode()
@@ -102,23 +104,23 @@ def parse(data: bytes) -> MailHeader:
     )
 
 
-def author_and_message(text: Port) -> tuple[dict[str, str], str]:
-    """Return the variables that name author and date of a text's commit to git, and its message.
+def author_and_message(port: Port) -> tuple[dict[str, str], str]:
+    """Return the variables that name author and date of a port's commit to git, and its message.
 
     Raises PatchFormatError for a header with characters that no commit can hold.
     """
-    mail = parse(text.patch.header)
+    mail = parse(port.patch.header)
     author = {}
     if _LETTER.search(mail.name) and mail.email:
         author = {"GIT_AUTHOR_NAME": mail.name, "GIT_AUTHOR_EMAIL": mail.email}
-    message = f"{mail.subject or text.title}\n\n{mail.body}".strip() + "\n"
+    message = f"{mail.subject or port.title}\n\n{mail.body}".strip() + "\n"
     for what, said in (("author", "".join(author.values())), ("message", message)):
         if _UNSAYABLE.search(said) or (what == "author" and len(said) > _LONGEST):
             msg = (
-                f"{text.name}: the {what} in the patch's header holds zero bytes, half characters "
+                f"{port.name}: the {what} in the patch's header holds zero bytes, half characters "
                 f"or an author of more than {_LONGEST} characters; a commit cannot contain that"
             )
-            raise PatchFormatError(msg, text.name)
+            raise PatchFormatError(msg, port.name)
     if mail.date:
         author["GIT_AUTHOR_DATE"] = _date(mail.date)
     return author, message

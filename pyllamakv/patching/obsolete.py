@@ -118,26 +118,26 @@ def scenario_sign(stock: Mapping[str, str]) -> Sign:
     If stock passes every fix scenario, no patch is needed. One failure shows that it is.
     Scenarios without a result do not count.
     """
-    judged = {name: how for name, how in stock.items() if how in ("pass", "fail")}
-    failed = sorted(name for name, how in judged.items() if how == "fail")
-    if not judged:
+    verified = {name: how for name, how in stock.items() if how in ("pass", "fail")}
+    failed = sorted(name for name, how in verified.items() if how == "fail")
+    if not verified:
         return Sign("behaviour", None, "nothing was run on stock; `pyllamakv matrix run` does")
     if failed:
         return Sign("behaviour", False, f"stock fails {', '.join(failed)}")
-    return Sign("behaviour", True, f"stock passes {', '.join(sorted(judged))}")
+    return Sign("behaviour", True, f"stock passes {', '.join(sorted(verified))}")
 
 
 def reverse_apply_sign(one: PatchStatus, texts: Iterable[Port], tree: Tree) -> Sign:
     """Decide from the text: whether the tree already contains everything the port would write."""
     if one.good:
-        return Sign("text", False, f"the text for {one.port} applies")
+        return Sign("text", False, f"port {one.port} applies")
     best = 0.0
     for text in texts:
         part = present_fraction(text.patch, tree)
         if part == 1:
-            return Sign("text", True, f"all that the text for {text.base} adds is there already")
+            return Sign("text", True, f"the tree contains everything that port {text.base} adds")
         best = max(best, part)
-    return Sign("text", False, f"{best:.0%} of what a text adds is there already")
+    return Sign("text", False, f"{best:.0%} of the lines that a port adds are in the tree")
 
 
 def present_fraction(patch: Patch, tree: Tree) -> float:

@@ -220,7 +220,7 @@ def export_tree(store: Store, parent: str, tree: str, definition: Definition, te
 
     The header comes from the definition; a foreign patch, which has none, keeps its own words.
     """
-    head = mail_header.write(definition, text) if definition.why else text.patch.header
+    head = mail_header.write(definition, text) if definition.origin else text.patch.header
     ours = replace(text, patch=replace(text.patch, header=head))
     return format_patch(store, apply.commit_port(store, tree, parent, ours))
 
@@ -241,6 +241,9 @@ def _compared(file: bytes, data: bytes) -> tuple[Kind, str]:
         return "content", str(error)
     line = _first_difference(file, data)
     if [f.data for f in there.files] == [f.data for f in made.files]:
+        # git encodes names and folds long subjects.
+        if mail_header.parse(there.header) == mail_header.parse(made.header):
+            return "same", ""
         return "header", f"line {line}: the header is written from patch.toml"
     if _changes(there) == _changes(made):
         return "positions", f"line {line}: blob ids, positions or context as git writes them differ"
@@ -275,17 +278,17 @@ def mail_series(store: Store, base: str, patched: PatchedRelease) -> tuple[Mail,
 
     Raises UsageError for a release that no patch is meant for.
     """
-    if not patched.texts:
+    if not patched.ports:
         reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in patched.skipped)
         raise UsageError(f"no patch changes {patched.release}: {reasons or 'none was named'}")
     listed = git_command.git(store.path, "rev-list", "--reverse", f"{base}..{patched.commit}")
     commits = listed.split()
     return tuple(
         Mail(
-            f"{number:04d}-{text.id}.patch",
+            f"{number:04d}-{port.id}.patch",
             format_patch(store, commit, f"PATCH {number}/{len(commits)}"),
         )
-        for number, (commit, text) in enumerate(zip(commits, patched.texts, strict=True), 1)
+        for number, (commit, port) in enumerate(zip(commits, patched.ports, strict=True), 1)
     )
 
 

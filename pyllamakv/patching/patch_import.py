@@ -1,20 +1,21 @@
-"""Import a patch of a user into the series: apply it strictly to releases, then write it.
+"""Import patches of a user into a series: apply them strictly to releases, then write them.
 
-The files of a directory are one patch, applied in order. The result has the layout of the series:
-`patch.toml`, one port, and a place in the order. `origin` names the author.
+Each mail, or file, becomes one patch with its author, date and message. Its directory has the
+layout of the series: `patch.toml`, one port, and a place in the order.
 """
 
 from __future__ import annotations
 
 import re
-import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import (
+    apply,
     foreign_series,
     hunks,
     lint,
@@ -28,12 +29,11 @@ from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
-from pyllamakv.source.releases import is_safe_name
+from pyllamakv.source.releases import is_safe_name, sdist_version
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from pyllamakv.patching.definition import Marker
     from pyllamakv.source.progress import Progress
@@ -57,55 +57,57 @@ class ApplyResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
-        said = str(self.conflict) if self.conflict else None
+        conflict = str(self.conflict) if self.conflict else None
         return {
             "release": self.release.name,
             "applies": self.applies,
             "offset": self.offset,
-            "conflict": said,
+            "conflict": conflict,
         }
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import: the written patch, and the releases on which it applies."""
+    """The result of an import: ids and files of the written patches, and where they apply."""
 
-    id: str
+    ids: tuple[str, ...]
     base: str
-    path: Path
+    paths: tuple[Path, ...]
     trials: tuple[ApplyResult, ...]
     findings: tuple[lint.LintFinding, ...] = ()
 
     @property
     def applies(self) -> tuple[str, ...]:
-        """Return the names of the releases that it applies to."""
+        """Return the names of the releases that all of them apply to."""
         return tuple(trial.release.name for trial in self.trials if trial.applies)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
         return {
-            "patch": self.id,
+            "patches": [
+                {"patch": id_, "path": str(path)}
+                for id_, path in zip(self.ids, self.paths, strict=True)
+            ],
             "base": self.base,
-            "path": str(self.path),
             "applies": list(self.applies),
             "trials": [trial.as_json() for trial in self.trials],
             "findings": [finding.__dict__ for finding in self.findings],
         }
 
 
-def read(path: Path) -> tuple[Port, ...]:
-    """Read what a user hands over: a file, a mailbox of several mails, or a folder of files."""
-    return tuple(text for definition in foreign_series.load(path) for text in definition.ports)
+def read(path: Path | str) -> tuple[Port, ...]:
+    """Read patches of a user: a file, a mailbox, a directory of files, or commits of a branch."""
+    return tuple(port for definition in foreign_series.load(path) for port in definition.ports)
 
 
 def try_releases(
-    texts: Sequence[Port],
+    ports: Sequence[Port],
     releases: Sequence[Release],
     *,
     store: Store,
     progress: Progress | None = None,
 ) -> tuple[ApplyResult, ...]:
-    """Apply texts, one on top of the other, to each release; nothing is written."""
+    """Apply ports, one on top of the other, to each release; nothing is written."""
     found = []
     for number, release in enumerate(releases):
         if progress:
@@ -113,7 +115,7 @@ def try_releases(
         there = trees.ensure_fetched(store, release, progress)
         tree = trees.StoreTree(store, store.tree_of(there))
         try:
-            moved = _applied(TreeOverlay(tree), texts)
+            moved = _applied(TreeOverlay(tree), ports)
         except PatchConflict as error:
             found.append(ApplyResult(there, conflict=error))
         else:
@@ -122,23 +124,27 @@ def try_releases(
 
 
 def import_patch(
-    path: Path,
+    path: Path | str,
     id_: str,
     releases: Sequence[Release],
     *,
     folder: Path,
     scenarios: Sequence[str],
     base: str | None = None,
+    until: str | None = None,
     title: str | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Copy a user's patch into a series directory (created if necessary) as the patch ``id_``.
+    """Copy patches of a user into a series directory, which is created if necessary.
 
-    ``base`` is the release for which it was written. The default is the release in its header, else
-    the one among ``releases`` with the smallest offsets, the newest of several. Raises
-    PatchConflict if it does not apply there, NoPortApplies if it applies nowhere, and UsageError
-    for an existing id; nothing is written then.
+    ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``. A single patch gets
+    the id ``id_``; several get ``id_-1``, ``id_-2``, each of which requires the one before.
+    ``base`` is the release for which they were written. The default is the release in their header,
+    else the one among ``releases`` with the smallest offsets, the newest of several. ``until`` is
+    the last release that they are meant for; without it, `patch status` reports newer ones that
+    they do not apply to. Raises PatchConflict if they do not apply to the base, NoPortApplies if
+    they apply nowhere, and UsageError for an existing id; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
@@ -147,41 +153,87 @@ def import_patch(
         )
     if not scenarios:
         raise UsageError("A patch needs at least one scenario that verifies it.")
-    if (folder / id_).exists():
-        raise UsageError(f"{folder / id_} exists already; choose another id.")
-    texts = read(path)
-    tried = try_releases(texts, releases, store=store, progress=progress)
-    chosen = _base(tried, base or texts[0].base, named=base is not None, path=path)
+    ports = read(path)
+    ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
+    if title and len(ports) > 1:
+        raise UsageError(f"A title is for one patch; {path} contains {len(ports)}.")
+    for each in ids:
+        if (folder / each).exists():
+            raise UsageError(f"{folder / each} exists already; choose another id.")
+    tried = try_releases(ports, releases, store=store, progress=progress)
+    chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
     if not is_safe_name(chosen.name):
         raise UsageError(
             f"{chosen.name} has no archive; a base must be a release in the lock file."
         )
-    stock = trees.StoreTree(store, store.tree_of(chosen))
-    draft = TreeOverlay(stock)
-    _applied(draft, texts)
-    shape = _described(texts, id_, path, scenarios, title)
-    text = Port(id_, hunks.Patch(b"", ()), chosen.name, title=shape.title)
-    tree = trees.write(store, stock.tree, draft)
-    data = patch_export.export_tree(store, chosen.commit, tree, shape, text)
-    text = replace(text, patch=hunks.parse(data, f"{id_}.patch"))
-    found = port_writer.propose_markers(text.patch, stock)
-    file = folder / id_ / f"{chosen.name}.patch"
-    write_bytes_atomic(file, shared_files.separate(text.patch, ())[0])
-    write_text_atomic(folder / id_ / "patch.toml", _toml(shape, chosen, found))
-    _order(folder / "series.toml", id_)
-    faults = [f for f in lint.lint(folder) if f.path.startswith(f"{id_}/")]
-    return Imported(id_, chosen.name, file, tried, tuple(faults))
+    covered = _releases(chosen.name, until)
+    written: dict[Path, str | bytes] = {}
+    files = []
+    commit, tree = chosen.commit, trees.StoreTree(store, store.tree_of(chosen))
+    stock = tree
+    for foreign, each, before in zip(ports, ids, ["", *ids], strict=False):
+        shape = replace(_described(foreign, each, path, scenarios, title), releases=covered)
+        requires = (before,) if before else ()
+        port = Port(each, hunks.Patch(b"", ()), chosen.name, title=shape.title, requires=requires)
+        draft = TreeOverlay(tree)
+        draft.apply(foreign.patch, foreign.name)
+        made = trees.write(store, tree.tree, draft)
+        data = patch_export.export_tree(store, commit, made, shape, port)
+        port = replace(port, patch=hunks.parse(data, f"{each}.patch"))
+        head = mail_header.write(shape, port)
+        commit = apply.commit_port(
+            store, made, commit, replace(port, patch=replace(port.patch, header=head))
+        )
+        tree = trees.StoreTree(store, made)
+        markers = port_writer.propose_markers(port.patch, stock)
+        files.append(folder / each / f"{chosen.name}.patch")
+        written[files[-1]] = shared_files.separate(port.patch, ())[0]
+        written[folder / each / "patch.toml"] = _toml(shape, chosen, requires, markers)
+    for file, content in written.items():
+        if isinstance(content, bytes):
+            write_bytes_atomic(file, content)
+        else:
+            write_text_atomic(file, content)
+    for each in ids:
+        _order(folder / "series.toml", each)
+    faults = [f for f in lint.lint(folder) if f.path.split("/")[0] in ids]
+    return Imported(tuple(ids), chosen.name, tuple(files), tried, tuple(faults))
 
 
-def _applied(draft: TreeOverlay, texts: Sequence[Port]) -> int:
+def accept_until(folder: Path, id_: str, until: str) -> Path:
+    """Set the last release that an imported patch is meant for; return its `patch.toml`."""
+    definition = series_module.load(folder).definition(id_)
+    if not definition.author:
+        raise UsageError(f"{id_} was not imported; edit the releases in its patch.toml.")
+    file = folder / id_ / "patch.toml"
+    document = tomlkit.parse(file.read_text("utf-8"))
+    document["releases"] = _releases(min(port.base for port in definition.ports), until)
+    write_text_atomic(file, tomlkit.dumps(document))
+    return file
+
+
+def _releases(base: str, until: str | None) -> str:
+    """Return the specifier of the covered releases; only versions of sdists can be compared."""
+    if sdist_version(base) is None:
+        if until is not None:
+            raise UsageError(f"--until needs a base with a version, found {base}.")
+        return ""
+    if until is None:
+        return f">={base}"
+    if sdist_version(until) is None:
+        raise UsageError(f"{until} is not a version such as 0.3.12.")
+    return f">={base},<={until}"
+
+
+def _applied(draft: TreeOverlay, ports: Sequence[Port]) -> int:
     moved = 0
-    for text in texts:
-        placements = draft.apply(text.patch, text.name)
+    for port in ports:
+        placements = draft.apply(port.patch, port.name)
         moved += sum(abs(place.offset or 0) for place in placements)
     return moved
 
 
-def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path) -> Release:
+def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path | str) -> Release:
     for trial in tried:
         if trial.release.name == base and trial.applies:
             return trial.release
@@ -192,43 +244,38 @@ def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path) -
     good = sorted((t for t in tried if t.applies), key=lambda t: t.release.order, reverse=True)
     if not good:
         conflicts = [trial.conflict for trial in tried if trial.conflict]
-        said = "".join(f"\n  {trial.release.name}: {trial.conflict}" for trial in tried)
-        raise NoPortApplies(f"{path} applies strictly to none of the releases.{said}", conflicts)
+        listed = "".join(f"\n  {trial.release.name}: {trial.conflict}" for trial in tried)
+        raise NoPortApplies(f"{path} applies strictly to none of the releases.{listed}", conflicts)
     return min(good, key=lambda trial: trial.offset).release
 
 
 def _described(
-    texts: Sequence[Port], id_: str, path: Path, scenarios: Sequence[str], title: str | None
+    port: Port, id_: str, path: Path | str, scenarios: Sequence[str], title: str | None
 ) -> Definition:
-    mails = [mail_header.parse(text.patch.header) for text in texts]
-    who = next((f", by {m.name} <{m.email}>" for m in mails if m.name and m.email), "")
-    subject = title or mails[0].subject or id_.replace("-", " ").capitalize()
-    body = "\n\n".join(part for mail in mails for part in (_trimmed(mail.body),) if part)
+    mail = mail_header.parse(port.patch.header)
+    name = Path(path).name if isinstance(path, Path) else path
+    subject = " ".join((title or mail.subject).split())
     return Definition(
         id=id_,
-        title=_short(subject),
-        why=body or f"Imported from {path.name}, which says nothing more.",
-        origin=f"imported from {path.name}{who}",
+        title=subject or id_.replace("-", " ").capitalize(),
+        why=_safe(mail.body),
+        origin=f"imported from {name}",
         upstream="not submitted",
+        author=f"{mail.name or 'unknown'} <{mail.email}>",
+        date=mail.date,
         scenarios=tuple(scenarios),
     )
 
 
-def _short(subject: str) -> str:
-    plain = " ".join(subject.encode("ascii", "replace").decode().split()).rstrip(".")
-    return textwrap.shorten(plain, lint.TITLE, placeholder=" ...").rstrip(" .") or "Imported patch"
-
-
-def _trimmed(body: str) -> str:
-    """Return a message so that git keeps it whole: short lines, none that looks like a patch's."""
-    lines: list[str] = []
-    for line in body.splitlines():
-        safe = f"| {line}" if lint.DIFF_LIKE_LINE.match(line) else line
-        lines += textwrap.wrap(safe, lint.LINE, break_on_hyphens=False) or [""]
+def _safe(body: str) -> str:
+    """Return a message without lines that git would read as the start of a change."""
+    lines = [f"| {line}" if lint.DIFF_LIKE_LINE.match(line) else line for line in body.splitlines()]
     return "\n".join(line.rstrip() for line in lines).strip()
 
 
-def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
+def _toml(
+    shape: Definition, base: Release, requires: Sequence[str], found: Sequence[Marker]
+) -> str:
     document: Any = tomlkit.document()
     document["schema"] = 1
     document["id"] = shape.id
@@ -236,12 +283,17 @@ def _toml(shape: Definition, base: Release, found: Sequence[Marker]) -> str:
     document["why"] = tomlkit.string(f"{shape.why}\n", multiline=True)
     document["origin"] = shape.origin
     document["upstream"] = shape.upstream
+    document["author"] = shape.author
+    if shape.date:
+        document["date"] = shape.date
+    if shape.releases:
+        document["releases"] = shape.releases
     document["scenarios"] = tomlkit.array()
     document["scenarios"].extend(shape.scenarios)
     document["scenarios"].multiline(True)
     # TOML drops a line break right behind the quotes, and so would tomlkit
     text = tomlkit.dumps(document).replace('why = """', 'why = """\n', 1)
-    return text + port_writer.port_table(base.name, base.era, (), found)
+    return text + port_writer.port_table(base.name, base.era, requires, found)
 
 
 def _order(file: Path, id_: str) -> None:

@@ -1,22 +1,26 @@
-"""Choose the ports for a release: by markers, then by strict apply, including requirements."""
+"""Choose the ports for a release: by markers, then by strict apply, including requirements.
+
+A patch without a port that applies can be carried from the nearest one (see `carry`).
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
 from pyllamakv.patching import foreign_series, trees
 from pyllamakv.patching import series as series_module
-from pyllamakv.patching.definition import Definition, Port
+from pyllamakv.patching.definition import Definition, Marker, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pyllamakv.patching.carry import Carrier
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
@@ -32,12 +36,61 @@ class AppliedPort:
 
 
 @dataclass(frozen=True)
+class MergeConflict:
+    """A place of a file that git could not merge, with the lines of both sides and of the base.
+
+    ``line`` is counted from 1 in the target's file; it is 0 if one side deleted the file.
+    """
+
+    file: str
+    line: int
+    upstream: tuple[str, ...] = ()
+    base: tuple[str, ...] = ()
+    patch: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.line:
+            return f"{self.file}: the target has no such file, or adds one"
+        return f"{self.file}:{self.line}: upstream changed the lines that the patch changes"
+
+
+@dataclass(frozen=True)
+class Manual:
+    """The reason why a patch cannot be carried from a port, with each conflict.
+
+    ``lacks`` is a required patch that is not applied.
+    """
+
+    base: str
+    reason: str
+    conflicts: tuple[MergeConflict, ...] = ()
+    lacks: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "base": self.base,
+            "reason": self.reason,
+            "conflicts": [asdict(each) for each in self.conflicts],
+        }
+
+
+@dataclass(frozen=True)
 class Skipped:
-    """A patch of the series that is skipped on a release, with the reason."""
+    """A patch of the series that is skipped on a release, with the reason.
+
+    ``manual`` has an entry for each port from which the patch could not be carried.
+    """
 
     id: str
     reason: str
     conflicts: tuple[PatchConflict, ...] = ()
+    manual: tuple[Manual, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the patch is meant for the release, and neither applied nor carried."""
+        return bool(self.conflicts) or any(not each.lacks for each in self.manual)
 
 
 @dataclass(frozen=True)
@@ -49,8 +102,8 @@ class PortChoice:
     skipped: tuple[Skipped, ...] = ()
 
     @property
-    def texts(self) -> tuple[Port, ...]:
-        """Return the texts in order of application."""
+    def ports(self) -> tuple[Port, ...]:
+        """Return the ports in order of application."""
         return tuple(step.port for step in self.steps)
 
 
@@ -61,17 +114,19 @@ def choose_for_release(
     series: Series | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
+    carrier: Carrier | None = None,
 ) -> PortChoice:
     """Choose ports for a release, which is fetched if the store does not have it.
 
     ``names`` are ids of the series, paths of foreign patch files or directories, or ports in memory
-    (one with the id of a shipped patch replaces it). None selects every patch that applies.
+    (one with the id of a shipped patch replaces it). None selects every patch that applies. With
+    ``carrier``, a patch that has no port for the release is carried.
     """
     store = store or open_store()
     release = trees.ensure_fetched(store, release, progress)
     series = series_module.load() if series is None else series
     tree = trees.StoreTree(store, store.tree_of(release))
-    return choose_for_tree(series, tree, release.name, names)
+    return choose_for_tree(series, tree, release.name, names, carrier)
 
 
 def choose_for_tree(
@@ -79,6 +134,7 @@ def choose_for_tree(
     tree: Tree,
     release: str,
     names: Sequence[str | Port] | None = None,
+    carrier: Carrier | None = None,
 ) -> PortChoice:
     """Choose ports for a stock tree.
 
@@ -87,58 +143,84 @@ def choose_for_tree(
     NoPortApplies if none applies.
     """
     if names is None:
-        return _every(series, tree, release)
+        return _every(series, tree, release, carrier)
     definitions = _known(series, names)
     wanted = [patch.id for patch in named(series, names)]
     while True:
-        more = _attempt(definitions, tree, release, wanted)
+        more = _attempt(definitions, tree, release, wanted, carrier)
         if isinstance(more, PortChoice):
             return more
         wanted += more
 
 
 def candidates(definition: Definition, release: str) -> tuple[Port, ...]:
-    """Return the texts in order of trial: the one written for this very release first."""
-    return tuple(sorted(definition.ports, key=lambda text: text.base != release))
+    """Return the ports in order of trial: the one written for this very release first."""
+    return tuple(sorted(definition.ports, key=lambda port: port.base != release))
 
 
 def choose(
-    definition: Definition, draft: TreeOverlay, stock: Tree, release: str, applied: Sequence[str]
+    definition: Definition,
+    draft: TreeOverlay,
+    stock: Tree,
+    release: str,
+    applied: Sequence[str],
+    carrier: Carrier | None = None,
 ) -> AppliedPort | Skipped:
     """Choose and apply one port of a patch to a draft, or state why none fits.
 
     A port is a candidate if its markers hold in the stock tree. It is chosen if all required
-    patches are applied and every hunk has a certain place.
+    patches are applied and every hunk has a certain place. Otherwise, ``carrier`` may carry the
+    patch.
     """
     if not definition.covers_release(release):
         return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
     conflicts: list[PatchConflict] = []
     reasons: list[str] = []
-    for text in candidates(definition, release):
-        missed = text.failed_markers(stock)
+    unmarked: list[tuple[str, Marker]] = []
+    for port in candidates(definition, release):
+        missed = port.failed_markers(stock)
         if missed:
-            reasons.append(f"the text for {text.base} is not meant for this tree: {missed[0]}")
+            unmarked.append((port.base, missed[0]))
             continue
-        lacking = [id_ for id_ in text.requires if id_ not in applied]
+        lacking = [id_ for id_ in port.requires if id_ not in applied]
         if lacking:
             reasons.insert(0, f"requires {lacking[0]}, which is not applied here")
             continue
         try:
-            return AppliedPort(text, draft.apply(text.patch, text.name))
+            return AppliedPort(port, draft.apply(port.patch, port.name))
         except PatchConflict as error:
             conflicts.append(error)
     if conflicts:
         reasons = [str(error) for error in conflicts]
-    return Skipped(definition.id, "; ".join(reasons) or "has no text", tuple(conflicts))
+    elif unmarked and not reasons:
+        reasons = [_skipped(unmarked, stock)]
+    manual: tuple[Manual, ...] = ()
+    if carrier is not None and definition.may_be_carried(stock):
+        found = carrier.carry(definition, draft, applied)
+        if isinstance(found, AppliedPort):
+            return found
+        manual = found
+        reasons += [f"cannot be carried from {each.base}: {each.reason}" for each in manual]
+    return Skipped(definition.id, "; ".join(reasons) or "has no port", tuple(conflicts), manual)
 
 
-def _every(series: Series, tree: Tree, release: str) -> PortChoice:
+def _skipped(unmarked: Sequence[tuple[str, Marker]], tree: Tree) -> str:
+    """Return why no port is a candidate: the first marker that does not hold, of the first port."""
+    base, marker = unmarked[0]
+    reason = f"skipped port {base}: {marker.problem(tree)}"
+    others = [base for base, _ in unmarked[1:]]
+    if others:
+        reason += f"; the markers of {', '.join(others)} do not match either"
+    return reason
+
+
+def _every(series: Series, tree: Tree, release: str, carrier: Carrier | None) -> PortChoice:
     draft = TreeOverlay(tree)
     steps: list[AppliedPort] = []
     skipped: list[Skipped] = []
     for definition in series:
         done = [step.port.id for step in steps]
-        found = choose(definition, draft, tree, release, done)
+        found = choose(definition, draft, tree, release, done, carrier)
         if isinstance(found, AppliedPort):
             steps.append(found)
         else:
@@ -153,9 +235,13 @@ def _every(series: Series, tree: Tree, release: str) -> PortChoice:
 
 
 def _attempt(
-    definitions: dict[str, Definition], tree: Tree, release: str, wanted: Sequence[str]
+    definitions: dict[str, Definition],
+    tree: Tree,
+    release: str,
+    wanted: Sequence[str],
+    carrier: Carrier | None,
 ) -> PortChoice | list[str]:
-    """Return a plan, or the ids that a text turned out to require."""
+    """Return a plan, or the ids that a port turned out to require."""
     draft = TreeOverlay(tree)
     steps: list[AppliedPort] = []
     for id_, definition in definitions.items():
@@ -165,14 +251,17 @@ def _attempt(
         if meant and meant[0].base == release:
             # the port for this release states what it requires here
             meant = meant[:1]
+        if not meant and carrier is not None and definition.may_be_carried(tree):
+            meant = list(carrier.ports(definition)[:1])
         if definition.covers_release(release):
-            more = [need for text in meant for need in text.requires if need not in wanted]
+            more = [need for port in meant for need in port.requires if need not in wanted]
             unknown = [need for need in more if need not in definitions]
             if unknown:
                 raise UsageError(f"{id_} requires {unknown[0]}, which is not in the series.")
             if more:
                 return list(dict.fromkeys(more))
-        found = choose(definition, draft, tree, release, [step.port.id for step in steps])
+        done = [step.port.id for step in steps]
+        found = choose(definition, draft, tree, release, done, carrier)
         if isinstance(found, Skipped):
             if len(found.conflicts) == 1 and len(meant) == 1:
                 raise found.conflicts[0]
@@ -184,11 +273,13 @@ def _attempt(
 
 
 def named(series: Series, names: Sequence[str | Port]) -> list[Definition]:
-    """Return the definitions that names mean: ids, files, folders or texts."""
+    """Return the definitions that names mean: ids, files, folders or patch texts."""
     found: list[Definition] = []
     for name in names:
         if isinstance(name, Port):
             found.append(foreign_series.definition_of(name))
+        elif name.startswith(foreign_series.GIT):
+            found += foreign_series.load(name)
         elif os.sep in name or name.endswith((".patch", ".diff")):
             found += foreign_series.load(Path(name))
         else:
@@ -203,11 +294,20 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
     known = _known(series, names)
     wanted = {definition.id for definition in named(series, names)}
     while True:
-        texts = [text for id_ in wanted for text in known[id_].ports]
-        more = {need for text in texts for need in text.requires if need in known} - wanted
+        ports = [port for id_ in wanted for port in known[id_].ports]
+        more = {need for port in ports for need in port.requires if need in known} - wanted
         if not more:
             return series_module.Series(tuple(d for d in known.values() if d.id in wanted))
         wanted |= more
+
+
+def with_requirements(series: Series, shipped: Series) -> Series:
+    """Return a foreign series after the shipped patches that it requires and does not contain."""
+    own = set(series.order)
+    wanted = {need for patch in series for port in patch.ports for need in port.requires} - own
+    found = only(shipped, sorted(wanted & set(shipped.order)))
+    before = tuple(patch for patch in found if patch.id not in own)
+    return replace(series, definitions=(*before, *series)) if before else series
 
 
 def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:

@@ -1,14 +1,14 @@
 """Compare two ports of one patch, for two bases, and list what the second one lacks.
 
 A port may apply and build without the hunk that matters. Lines move and change between bases, so
-hunks are matched by the lines that they add, wherever these are, and calls and classes of lines are
-counted over the whole port.
+hunks are matched by the lines that they add, wherever these are, calls and classes of lines are
+counted over the whole port, and the lines of a function that differ are listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.patching import cpp_lines, headings
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 #: "identical": the same hunks at the same places; "context": the same lines added and removed,
 #: other lines around them or other places; "content": other lines.
 Change = Literal["identical", "context", "content"]
-What = Literal["file", "hunk", "call", "class"]
+What = Literal["file", "hunk", "call", "class", "lines"]
 
-#: A hunk is lost when less than this part of what it adds stands anywhere in the other text.
+#: A hunk is lost when less than this part of what it adds is anywhere in the other port.
 _KEPT = 0.4
 
 
@@ -43,11 +43,12 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class PortDifference:
-    """One difference: something that one port has more of than the other.
+    """One difference between two ports: a count that is higher in one of them.
 
     ``name`` is the file, the hunk's number, the function or the class of lines. ``function`` is the
-    function around the hunk. ``before`` and ``after`` are counts, and ``lines`` are those that the
-    hunk adds.
+    function around the hunk. ``before`` and ``after`` are counts in the two ports. ``lines`` are
+    those that the hunk adds, or, for "lines", those of a function that only one port adds, with
+    ``-`` or ``+``.
     """
 
     what: What
@@ -60,12 +61,14 @@ class PortDifference:
 
     @property
     def whole(self) -> bool:
-        """Return whether nothing is left of it."""
-        return self.after == 0
+        """Return whether one port has nothing of it."""
+        return min(self.before, self.after) == 0
 
     def __str__(self) -> str:
         if self.what == "file":
             return f"file {self.name}"
+        if self.what == "lines":
+            return f"{self.file}, {self.function or 'outside of functions'}"
         if self.what == "hunk":
             where = f" ({self.function})" if self.function else ""
             return f"{self.file}, hunk {self.name}{where}"
@@ -89,6 +92,7 @@ class PortComparison:
     change: Change
     lost: tuple[PortDifference, ...] = ()
     gained: tuple[PortDifference, ...] = ()
+    changed: tuple[PortDifference, ...] = ()
 
     @property
     def missing(self) -> tuple[PortDifference, ...]:
@@ -104,11 +108,12 @@ class PortComparison:
             "change": self.change,
             "lost": [loss.as_json() for loss in self.lost],
             "gained": [loss.as_json() for loss in self.gained],
+            "changed": [each.as_json() for each in self.changed],
         }
 
 
 def compare(one: Port, other: Port) -> PortComparison:
-    """Compare the text for one base with that for another."""
+    """Compare the port for one base with that for another."""
     change = change_of(one.patch, other.patch)
     if change != "content":
         return PortComparison(one.id, one.base, other.base, change)
@@ -118,19 +123,61 @@ def compare(one: Port, other: Port) -> PortComparison:
         other.base,
         change,
         lost=missing_parts(one.patch, other.patch),
-        gained=missing_parts(other.patch, one.patch),
+        gained=tuple(
+            replace(each, before=each.after, after=each.before)
+            for each in missing_parts(other.patch, one.patch)
+        ),
+        changed=changed_lines(one.patch, other.patch),
     )
 
 
+def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
+    """Return the lines that only one of two ports adds, for each function that both change.
+
+    Functions are matched by their names without classes, and lines without their spacing.
+    """
+    first, second = _by_function(one), _by_function(other)
+    found = []
+    for name, (file, lines) in second.items():
+        if name not in first:
+            continue
+        old = first[name][1]
+        gone, new = Counter(old) - Counter(lines), Counter(lines) - Counter(old)
+        shown = [f"- {line}" for line in old if gone[line]]
+        shown += [f"+ {line}" for line in lines if new[line]]
+        if shown:
+            found.append(
+                PortDifference(
+                    "lines", name, file, name, sum(gone.values()), sum(new.values()), tuple(shown)
+                )
+            )
+    return tuple(found)
+
+
+def _by_function(patch: Patch) -> dict[str, tuple[str, list[str]]]:
+    """Return file and added lines of each function, in the order of the port."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for file in patch.files:
+        if file.old is None:
+            continue  # an added file is compared as a whole
+        for hunk in file.hunks:
+            name = heading(hunk).rpartition("::")[2].split(" ")[-1]
+            lines = found.setdefault(name, (file.path, []))[1]
+            lines += [
+                cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)
+            ]
+    return found
+
+
 def change_of(one: Patch, other: Patch) -> Change:
-    """Return the class of the change between two texts."""
+    """Return the class of the change between two ports."""
     if _body(one) == _body(other):
         return "identical"
     return "context" if _changes(one) == _changes(other) else "content"
 
 
 def missing_parts(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
-    """Return what the first text has and the second has not, or has less of."""
+    """Return what the first port has and the second lacks, or has less of."""
     found: list[PortDifference] = []
     there = {file.path for file in other.files}
     same, pool = _paired(one, other)
@@ -154,21 +201,21 @@ def _paired(one: Patch, other: Patch) -> tuple[Iterator[bool], _Pool]:
 
     Each hunk can match only once, because two hunks of a patch are often similar.
     """
-    theirs = Counter(_said(hunk) for file in other.files for hunk in file.hunks)
+    theirs = Counter(_changed_lines(hunk) for file in other.files for hunk in file.hunks)
     found = []
     for hunk in (hunk for file in one.files for hunk in file.hunks):
-        said = _said(hunk)
-        found.append(theirs[said] > 0)
-        theirs[said] -= 1
+        changed = _changed_lines(hunk)
+        found.append(theirs[changed] > 0)
+        theirs[changed] -= 1
     rest = []
     for hunk in (hunk for file in other.files for hunk in file.hunks):
-        if theirs[_said(hunk)] > 0:
+        if theirs[_changed_lines(hunk)] > 0:
             rest.append(hunk)
-            theirs[_said(hunk)] -= 1
+            theirs[_changed_lines(hunk)] -= 1
     return iter(found), _Pool(rest)
 
 
-def _said(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _changed_lines(hunk: Hunk) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(map(cpp_lines.normalize, hunk.removed)), tuple(
         map(cpp_lines.normalize, hunk.added)
     )
@@ -193,7 +240,7 @@ class _Pool:
             removed = [
                 cpp_lines.normalize(line) for line in hunk.removed if cpp_lines.is_significant(line)
             ]
-            # what the other base never had, the other text need not remove; any rest proves it
+            # Lines that the other base never had need no removal; any remaining line is enough.
             return not removed or any(line in self.removed for line in removed)
         same = sum(line in self.added for line in added) / len(added)
         if same >= _KEPT:

@@ -159,7 +159,7 @@ def _start(
         rebase_session.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
         if found is not None:
-            note = f"the text for {found.base} applies as it is; --force writes one all the same"
+            note = f"port {found.base} applies unchanged; --force writes another port"
             return Rebased(id_, release.name, "applies", found.base, notes=(note,))
         found_at = base_choice.nearest(definition, series, release, store=store)
         kept = requirements.needed_on(series, found_at.port, release, store, to)
@@ -192,7 +192,7 @@ def _start(
         if worktree.cherry_pick(session.folder(store), found_at.commit):
             session = session.write(store, phase="waiting")
             raise conflict_help.conflict_error(
-                store, session, f"{id_} does not merge into {release.name} by itself"
+                store, session, f"{id_} does not merge into {release.name} automatically"
             )
         tree = git_command.git(session.folder(store), "write-tree")
         done = _finish(store, session, tree, "clean")
@@ -216,7 +216,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     draft = TreeOverlay(trees.StoreTree(store, before))
     draft.apply(text.patch, text.name)
     if trees.write(store, before, draft) != tree:
-        raise PatchError(f"The text of {text.name} does not reproduce the merged tree.")
+        raise PatchError(f"The port {text.name} does not reproduce the merged tree.")
     notes = requirements.dropped(definition, session)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
@@ -243,7 +243,7 @@ def _served(series: Series, definition: Definition, release: Release, store: Sto
         plan = port_choice.choose_for_release(release, [definition.id], series=series, store=store)
     except (PatchConflict, NoPortApplies):
         return None
-    return plan.texts[-1]
+    return plan.ports[-1]
 
 
 def _series(patches: Path | None) -> Series:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def needed_on(
-    series: Series, text: Port, release: Release, store: Store, to: Path | None
+    series: Series, port: Port, release: Release, store: Store, to: Path | None
 ) -> tuple[str, ...]:
     """Return the requirements of a port, without patches that the release does not need."""
     tree = trees.StoreTree(store, store.tree_of(release))
@@ -31,10 +31,10 @@ def needed_on(
         )
 
     # The requirements of a patch apply to each of its ports.
-    always = series.definition(text.id).requires
+    always = series.definition(port.id).requires
     return tuple(
         id_
-        for id_ in text.requires
+        for id_ in port.requires
         if id_ in always or meant(id_) or (to and (to / f"{id_}.patch").is_file())
     )
 
@@ -50,7 +50,7 @@ def patches(requires: Sequence[str], to: Path | None) -> list[str | Port]:
 
 def dropped(definition: Definition, session: Session) -> tuple[str, ...]:
     """Return the patches that a rebased port no longer requires."""
-    needed = next((text.requires for text in definition.ports if text.base == session.base), ())
+    needed = next((port.requires for port in definition.ports if port.base == session.base), ())
     return tuple(
         f"it requires {id_} no more, which is not meant for {session.onto}"
         for id_ in needed

@@ -48,7 +48,7 @@ class Series:
 def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     """Read the shipped series, or the one in a folder of the same shape.
 
-    With ``missing_ok`` texts whose file is not written yet are empty.
+    With ``missing_ok``, ports whose file is not written yet are empty.
     """
     folder = folder or home.data("patches")
     table = strict_toml.load(folder / "series.toml", {"schema", "order"}, schema=1)
@@ -67,7 +67,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
     before: set[str] = set()
     for patch in definitions:
-        for required in {id_ for text in patch.ports for id_ in text.requires} - before:
+        for required in {id_ for port in patch.ports for id_ in port.requires} - before:
             raise PatchFormatError(
                 f"{patch.id} requires {required}, which must come before it in the series.",
                 str(folder / "series.toml"),

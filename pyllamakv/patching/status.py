@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.errors import SourceError
 from pyllamakv.patching import port_choice, trees
 from pyllamakv.patching import series as series_module
+from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source.releases import sdist_version
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-State = Literal["applies", "offset", "fails", "blocked", "not-applicable", "unknown"]
+State = Literal[
+    "applies", "offset", "carried", "manual", "fails", "blocked", "not-applicable", "unknown"
+]
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,11 @@ class PatchStatus:
     """The state of one patch on one release.
 
     ``applies``: every hunk is at its recorded position; ``offset``: hunks moved, each to one
-    possible position; ``fails``: a port is a candidate, but a hunk has no position; ``blocked``: a
-    required patch is not applied; ``not-applicable``: no port is a candidate. ``text`` is the base
-    of the port in use.
+    possible position; ``carried``: merged from the nearest port (see `carry`); ``manual``: the
+    merge has a conflict, or changes other lines than the port; ``fails``: a port is a candidate,
+    but a hunk has no position; ``blocked``: a required patch is not applied; ``not-applicable``: no
+    port is a candidate. ``port`` is the base of the port in use. ``manual`` has the reason for each
+    port that was tried.
     """
 
     release: str
@@ -53,15 +59,21 @@ class PatchStatus:
     port: str = ""
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
+    manual: tuple[port_choice.Manual, ...] = ()
 
     @property
     def good(self) -> bool:
-        """Return whether the patch applies."""
-        return self.state in ("applies", "offset")
+        """Return whether the patch applies, or is carried."""
+        return self.state in ("applies", "offset", "carried")
+
+    @property
+    def bad(self) -> bool:
+        """Return whether the patch is meant for the release and does not apply."""
+        return self.state in ("manual", "fails", "blocked")
 
     @property
     def best(self) -> Attempt | None:
-        """Return the text that is used, or the one with the fewest failing hunks."""
+        """Return the port that is used, or the one with the fewest failing hunks."""
         used = [a for a in self.attempts if a.base == self.port] if self.good else []
         ranked = used or sorted(self.attempts, key=lambda a: (bool(a.misses), len(a.failed)))
         return ranked[0] if ranked else None
@@ -83,6 +95,7 @@ class PatchStatus:
                 }
                 for attempt in self.attempts
             ],
+            "manual": [each.as_json() for each in self.manual],
         }
 
 
@@ -111,56 +124,79 @@ def of_release(
         tree = trees.StoreTree(store, store.tree_of(release))
     except SourceError as error:
         return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)
-    tree.fetch(path for patch in series for text in patch.ports for path in text.patch.paths)
-    return of_tree(release.name, series, tree)
+    tree.fetch(path for patch in series for port in patch.ports for path in port.patch.paths)
+    carrier = Carrier(store, release, series, progress=progress)
+    return of_tree(release.name, series, tree, carrier)
 
 
-def of_tree(name: str, series: Series, tree: Tree) -> tuple[PatchStatus, ...]:
+def of_tree(
+    name: str, series: Series, tree: Tree, carrier: Carrier | None = None
+) -> tuple[PatchStatus, ...]:
     """Try every patch of a series, each on top of all those before it that apply."""
     draft = TreeOverlay(tree)
     found: list[PatchStatus] = []
     for definition in series:
         applied = [status.id for status in found if status.good]
-        found.append(_one(name, definition, draft, tree, applied))
+        found.append(_one(name, definition, draft, tree, applied, carrier))
     return tuple(found)
 
 
 def _one(
-    release: str, definition: Definition, draft: TreeOverlay, tree: Tree, applied: Sequence[str]
+    release: str,
+    definition: Definition,
+    draft: TreeOverlay,
+    tree: Tree,
+    applied: Sequence[str],
+    carrier: Carrier | None,
 ) -> PatchStatus:
-    texts = port_choice.candidates(definition, release)
-    attempts = tuple(_attempt(text, draft, tree) for text in texts)
-    chosen = port_choice.choose(definition, draft, tree, release, applied)
+    ports = port_choice.candidates(definition, release)
+    attempts = tuple(_attempt(port, draft, tree) for port in ports)
+    chosen = port_choice.choose(definition, draft, tree, release, applied, carrier)
+    if isinstance(chosen, port_choice.AppliedPort) and chosen.port.carried_from:
+        base = chosen.port.carried_from
+        reason = f"merged from port {base}; each function has the same changes"
+        return PatchStatus(release, definition.id, "carried", base, reason, attempts)
     if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)
         state: State = "offset" if moved else "applies"
         return PatchStatus(release, definition.id, state, chosen.port.base, "", attempts)
-    meant = [text for text, attempt in zip(texts, attempts, strict=True) if not attempt.misses]
-    lacking = {id_ for text in meant for id_ in text.requires if id_ not in applied}
-    if not definition.covers_release(release) or not meant:
+    meant = [port for port, attempt in zip(ports, attempts, strict=True) if not attempt.misses]
+    lacking = {id_ for port in meant for id_ in port.requires if id_ not in applied}
+    if not definition.covers_release(release):
+        state = "not-applicable"
+    elif chosen.manual:
+        state = "blocked" if all(each.lacks for each in chosen.manual) else "manual"
+    elif not meant and definition.author and sdist_version(release) is not None:
+        # An imported patch is meant for every release until `patch import --until` says otherwise.
+        reason = (
+            f"{chosen.reason}; write a port with `pyllamakv patch rebase`, or accept with "
+            f"`pyllamakv patch import --until`"
+        )
+        return PatchStatus(release, definition.id, "fails", "", reason, attempts)
+    elif not meant:
         state = "not-applicable"
     elif lacking and not chosen.conflicts:
         state = "blocked"
     else:
         state = "fails"
-    return PatchStatus(release, definition.id, state, "", chosen.reason, attempts)
+    return PatchStatus(release, definition.id, state, "", chosen.reason, attempts, chosen.manual)
 
 
-def _attempt(text: Port, draft: TreeOverlay, tree: Tree) -> Attempt:
-    misses = tuple(str(marker) for marker in text.failed_markers(tree))
-    return Attempt(text.base, misses, draft.dry_run(text.patch))
+def _attempt(port: Port, draft: TreeOverlay, tree: Tree) -> Attempt:
+    misses = tuple(str(marker) for marker in port.failed_markers(tree))
+    return Attempt(port.base, misses, draft.dry_run(port.patch))
 
 
 def github_annotations(found: Iterable[PatchStatus], path: str = "patches") -> list[str]:
     """Write failures as GitHub annotations on the patch files, one line each."""
     lines = []
     for status in found:
-        if status.state not in ("fails", "blocked"):
+        if not status.bad:
             continue
         best = status.best
         bad = best.failed[0] if best and best.failed else None
         base = best.base if best else ""
-        file = f"{path}/{status.id}/{base}/{status.id}.patch"
+        file = f"{path}/{status.id}/{base}.patch"
         text = f"{status.id} on {status.release}: {status.reason}"
         where = f",title={bad.file} hunk {bad.hunk}" if bad else ""
         lines.append(f"::error file={file}{where}::{_escaped(text)}")

@@ -26,12 +26,12 @@ State = Literal[
 APPLIED_STATES: frozenset[str] = frozenset({"exact", "offset"})
 #: Why a hunk has no place, in words.
 STATE_MESSAGES = {
-    "conflict": "the lines it expects are not there; fuzz is not used",
-    "ambiguous": "the lines it expects stand at several places; give it more context",
-    "already": "what it would make is there already",
-    "function": "the lines it expects are in another function than the one it was written for",
-    "missing": "the file is not there",
-    "exists": "the file is there already",
+    "conflict": "the expected lines do not exist; fuzz is not used",
+    "ambiguous": "the expected lines exist at several places; give the hunk more context",
+    "already": "the change is already applied",
+    "function": "the expected lines are in another function than the hunk's",
+    "missing": "the file does not exist",
+    "exists": "the file already exists",
     "mode": "the file has another mode",
 }
 
@@ -152,18 +152,19 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     present = [p for p in placements if p.state == "already"]
     message = f"{name} does not apply to {where}: {STATE_MESSAGES[bad.state]}."
     if bad.expected or bad.found:
-        message += f"\n  expected: {bad.expected}\n  found:    {bad.found}"
+        expected, found = (text or "(an empty line)" for text in (bad.expected, bad.found))
+        message += f"\n  expected: {expected}\n  found:    {found}"
     if bad.state == "function":
         message += (
             "\nCheck where the code of that function is now. `pyllamakv patch rebase` carries the "
             "patch over by merging; a hunk that belongs here needs this function in its @@ line."
         )
     if present and len(present) == len(placements):
-        message += "\nEvery part of the patch is there already: it was applied, or upstream has it."
+        message += "\nThe whole patch is already applied, or upstream contains it."
     elif present:
         parts = ", ".join(f"{p.file}#{p.hunk}" for p in present)
         message += (
-            f"\nThe tree is half patched: it already has {parts} of this patch."
+            f"\nThe tree is partly patched: it already contains {parts} of this patch."
             " Start from the unchanged release."
         )
     return PatchConflict(
@@ -174,6 +175,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
         line=bad.line,
         expected=bad.expected,
         found=bad.found,
+        half_applied=0 < len(present) < len(placements),
     )
 
 

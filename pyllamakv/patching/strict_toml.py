@@ -47,9 +47,16 @@ class Table:
             raise self.wrong(f"`{key}` must not be empty")
         return tuple(value)
 
-    def tables(self, key: str, keys: Collection[str]) -> tuple[Table, ...]:
-        """Return a list of tables that have no other keys than these; it may not be empty."""
+    def tables(
+        self, key: str, keys: Collection[str], *, optional: bool = False
+    ) -> tuple[Table, ...]:
+        """Return a list of tables that have no other keys than these.
+
+        Only an optional list may be absent, and none may be empty.
+        """
         value = self.data.get(key)
+        if optional and value is None:
+            return ()
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
             raise self.wrong(f"`{key}` must be a list of tables, at least one")
         path = self.path or self.where

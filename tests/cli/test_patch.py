@@ -54,7 +54,7 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
     assert states == {
         ("0.3.1", "one"): "applies",
         ("0.3.1", "two"): "applies",
-        ("0.3.2", "one"): "fails",
+        ("0.3.2", "one"): "manual",
         ("0.3.2", "two"): "blocked",
     }
     code, out, _ = call(bench, capsys, "status", "0.3.1")
@@ -111,7 +111,7 @@ def test_export_check_adds_no_release(
     release = bench.releases["0.3.1"]
     fetched: list[str] = []
 
-    def download(version: str, *_facts: object, **_options: object) -> Release:
+    def download(_source: object, version: str, *_facts: object, **_options: object) -> Release:
         fetched.append(version)
         bench.store.update_ref(f"refs/upstream/{version}", release.commit)
         return release
@@ -171,7 +171,7 @@ def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_text_of_a_patch_gives_orders_to_the_terminal(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A title, a reason and a file may be anybody's."""
+    """Titles, reasons and file names of foreign patches may contain anything."""
     about = bench.folder / "two" / "patch.toml"
     evil = about.read_text().replace("Because", "\\u001b[2J\\u009bBecause")
     about.write_text(evil.replace('title = "', 'title = "\\u001b]0;x\\u0007[bold]'))

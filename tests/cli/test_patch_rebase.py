@@ -90,7 +90,7 @@ def test_rebase_of_other_patches_continues(
 
 
 def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A lost hunk is told and exits with 1; texts come from bases or files."""
+    """A lost hunk is reported, exit status 1; ports come from bases or files."""
     short = tmp_path / "short.patch"
     short.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l10="x")}))
     code, out, _ = call(capsys, "diff", "one", "0.3.1", str(short), "--json")
@@ -110,12 +110,12 @@ def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None
     (facts,) = json.loads(out)
     assert facts["hunks"][1]["changed_in"] == "0.3.2"
     code, out, _ = call(capsys, "drift", "0.3.2")
-    assert "changed in 0.3.2" in out
+    assert "changed between 0.3.1 and 0.3.2" in out
     assert call(capsys, "drift", "0.3.1", "one")[0] == 0
 
 
 def test_obsolete(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """Signs are told; they are hints and no failure."""
+    """Signs of an obsolete patch are reported; they are hints and no failure."""
     code, out, _ = call(capsys, "obsolete", "0.3.1", "--json")
     assert code == 0
     assert json.loads(out)[0]["obsolete"] is False
@@ -132,7 +132,7 @@ def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> Non
 
 
 def test_import(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A user's patch is taken in, and every release says how it fares."""
+    """A user's patch is imported, and its state on every release is reported."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l41="mine")}))
     code, out, _ = call(capsys, "import", str(file), "--id", "mine", "--scenario", "s")

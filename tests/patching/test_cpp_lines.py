@@ -1,4 +1,4 @@
-"""Lines of C++ are told apart by what they do."""
+"""Lines of C++ are classified by their effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drift is told hunk by hunk: how far, which fuzz, where to, since which release."""
+"""Drift is reported by hunk: offset, fuzz, new place, and the release that changed it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def on(bench: SeriesSandbox, name: str) -> drift.Drift:
     [
         ("0.3.2", "applies", [0, 0], [0, 0], ["", ""]),
         ("0.3.3", "offset", [2, 2], [0, 0], ["", ""]),
-        ("0.3.4", "fails", [2, None], [0, 1], ["", "0.3.4"]),
-        ("0.3.5", "fails", [2, None], [0, None], ["", "0.3.4"]),
-        ("0.3.1", "fails", [0, None], [0, 3], ["", "0.3.2"]),
+        ("0.3.4", "carried", [2, None], [0, 1], ["", "0.3.4"]),
+        ("0.3.5", "manual", [2, None], [0, None], ["", "0.3.4"]),
+        ("0.3.1", "manual", [0, None], [0, 3], ["", "0.3.2"]),
     ],
 )
 def test_drift(
@@ -78,7 +78,7 @@ def test_drift(
 
 
 def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that is gone it is told which file has its code now."""
+    """For a deleted file, drift names the file that has its code now."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     other = {"src/other.cpp": b"int other(int cell) {\n}\n"}
     bench.add_release("0.3.1", KEPT | other)
@@ -123,8 +123,9 @@ def test_why(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "open_store", lambda: bench.store)
     assert drift.why(bench.releases["0.3.3"]) == ""
     assert drift.why(bench.releases["0.3.5"], ["one"]) == (
-        "one does not apply: src/a.cpp, hunk 2 in 36 (line 37): the lines it expects are not "
-        "there; fuzz is not used; changed in 0.3.4; expected `line 37`, found `other context`"
+        "one does not apply: src/a.cpp, hunk 2 in 36 (line 37): the expected lines do not "
+        "exist; fuzz is not used; changed between 0.3.3 and 0.3.4; "
+        "expected `line 37`, found `other context`"
     )
 
 
@@ -154,11 +155,11 @@ def test_a_place_that_is_refused(
     loaded = series.load(bench.folder)
     found = on(bench, "0.3.2")
     (hunk,) = found.hunks
-    assert (found.state, hunk.placement.state, hunk.changed_in) == ("fails", state, "")
+    assert (found.state, hunk.placement.state, hunk.changed_in) == ("manual", state, "")
     assert found.as_json()["hunks"][0]["found"] == said
     (row,) = status.status([bench.releases["0.3.2"]], series=loaded, store=bench.store)
     facts = row.as_json()["ports"][0]["hunks"][0]
-    assert (row.state, facts["state"], facts["found"]) == ("fails", state, said)
+    assert (row.state, facts["state"], facts["found"]) == ("manual", state, said)
     assert said in row.reason
     patch_views.drift([found])
     out = capsys.readouterr().out

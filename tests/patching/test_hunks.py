@@ -64,7 +64,7 @@ def test_without_the_only_hunk_drops_the_file() -> None:
 
 
 def test_unknown_hunks_are_refused() -> None:
-    """A hunk or file that is not there is a usage error that tells what is."""
+    """A missing hunk or file is a usage error that lists the existing ones."""
     patch = hunks.parse(three_hunks()[1])
     with pytest.raises(UsageError, match="hunks 1 to 3"):
         patch.without("src/a.cpp", 4)
@@ -166,6 +166,44 @@ def test_plain_diff() -> None:
     patch = hunks.parse(data)
     assert patch.paths == ("x",)
     assert patch.data == data
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a", "b"),
+        ("llama.cpp.orig", "llama.cpp"),
+        ("a", "b2"),
+    ],
+)
+def test_directories_of_a_plain_diff_are_left_out(old: str, new: str) -> None:
+    """`diff -ruN` and quilt name the two directories, and files that are in one of them only."""
+    data = f"""\
+diff -ruN {old}/src/x.cpp {new}/src/x.cpp
+--- {old}/src/x.cpp\t2026-11-25 13:10:02.889251518 +0000
++++ {new}/src/x.cpp\t2026-11-25 13:15:06.522532770 +0000
+@@ -1 +1 @@
+-one
++two
+--- {old}/src/added.h\t1970-01-01 00:00:00.000000000 +0000
++++ {new}/src/added.h\t2026-11-25 13:15:06.522532770 +0000
+@@ -0,0 +1 @@
++new
+--- {old}/src/gone.h\t2026-11-25 13:10:02.889251518 +0000
++++ /dev/null
+@@ -1 +0,0 @@
+-old
+""".encode()
+    patch = hunks.parse(data)
+    names = [(file.old, file.new) for file in patch.files]
+    assert names == [("src/x.cpp",) * 2, (None, "src/added.h"), ("src/gone.h", None)]
+    assert patch.data == data
+
+
+def test_a_copy_with_orig_is_the_file() -> None:
+    """As some tools keep the old version."""
+    patch = hunks.parse(b"--- src/x.cpp.orig\n+++ src/x.cpp\n@@ -1 +1 @@\n-a\n+b\n")
+    assert (patch.files[0].old, patch.files[0].new) == ("src/x.cpp",) * 2
 
 
 def test_context_is_counted() -> None:

@@ -120,7 +120,7 @@ def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
     of="Python",
 )
 def test_authors_and_dates_that_are_none(tmp_path: Path, field: str) -> None:
-    """What git could not read counts as not said; a line break in a name is none."""
+    """Headers that git ignores are ignored; a name cannot contain a line break."""
     mail = MAIL.format(0, field, "")
     assert applied(tmp_path, mail.encode() + creating("b/src/x"))["src/x"] == b"x\n"
 

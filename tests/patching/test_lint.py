@@ -104,7 +104,7 @@ def test_series_and_files_agree_both_ways(bench: SeriesSandbox) -> None:
 
 
 def test_rename_is_found(bench: SeriesSandbox) -> None:
-    """A rename hides what it changes: deletion and new file are wanted."""
+    """A rename hides changes: lint requires a deletion and a new file."""
     file = bench.file("one", "0.3.1")
     extra = (
         b"diff --git a/src/c b/src/d\nsimilarity index 100%\nrename from src/c\nrename to src/d\n"
@@ -124,7 +124,7 @@ def test_check_raises_with_everything(bench: SeriesSandbox) -> None:
 
 
 def test_a_missing_series_is_a_finding(tmp_path: Path) -> None:
-    """A folder without series.toml is told, not crashed on."""
+    """A folder without series.toml is reported without a traceback."""
     (finding,) = lint.lint(tmp_path)
     assert finding.rule == "format"
     assert "series.toml" in str(finding)

@@ -69,7 +69,7 @@ def test_a_base_without_a_lock_is_fetched(
     ],
 )
 def test_any_other_byte_is_told(bench: SeriesSandbox, old: bytes, new: bytes, kind: str) -> None:
-    """A file that was edited by hand differs, and the report says in what."""
+    """A file that was edited by hand differs, and the report shows the difference."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
     assert old in data

@@ -8,8 +8,9 @@ import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
-from pyllamakv.patching import apply, lint, patch_import, series
+from pyllamakv.patching import apply, lint, patch_export, patch_import, series, status
 from pyllamakv.patching.definition import Port
+from pyllamakv.source import git_command, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def bench(tmp_path: Path) -> SeriesSandbox:
 
 
 def take(
-    bench: SeriesSandbox, path: Path, id_: str = "mine", **words: object
+    bench: SeriesSandbox, path: Path | str, id_: str = "mine", **words: object
 ) -> patch_import.Imported:
     return patch_import.import_patch(
         path,
@@ -66,9 +67,6 @@ def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert done.as_json()["applies"] == ["0.3.1", "0.3.2"]
     loaded = series.load(bench.folder)
     assert loaded.order == ("one", "mine")
-    mine = loaded.definition("mine")
-    assert mine.origin == "imported from mine.patch, by A Person <person@example.org>"
-    assert mine.title.startswith("kv: do a thing")
     assert lint.lint(bench.folder) == ()
     patched = apply.apply(bench.releases["0.3.1"], ["mine"], series=loaded, store=bench.store)
     assert bench.store.read(patched.tree, "src/new.h") == b"// new\n"
@@ -76,21 +74,108 @@ def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
         take(bench, file)
 
 
-def test_folder_is_one_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The files of a folder, and the mails of a mailbox, become one text."""
+def test_author_date_and_message_stay(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the mail, in full, also in the commit; no licence is claimed."""
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    take(bench, file)
+    loaded = series.load(bench.folder)
+    mine = loaded.definition("mine")
+    subject = "kv: do a thing that takes a great many words to say, too many of them all"
+    body = " ".join(["A long line of words."] * 9)
+    assert (mine.title, mine.why) == (subject, body)
+    assert mine.author == "A Person <person@example.org>"
+    patched = apply.apply(bench.releases["0.3.1"], ["mine"], series=loaded, store=bench.store)
+    shown = git_command.git(
+        bench.store.path, "show", "-s", "--format=%an|%ae|%aI|%s|%b", patched.commit
+    )
+    name, email, date, title, message = shown.split("|")
+    assert (name, email, title) == ("A Person", "person@example.org", subject)
+    assert date.startswith("2025-03-03T10:00:00")
+    assert message.startswith(body)
+    assert "Licence" not in message
+    assert [each.kind for each in patch_export.check(loaded, store=bench.store)] == ["same"] * 2
+
+
+def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The files of a directory, and the mails of a mailbox; each requires the one before."""
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "0001-a.patch").write_bytes(MAIL + diff(OLD, NEW))
-    (folder / "0002-b.patch").write_bytes(MAIL.replace(b"1/2", b"2/2") + diff(NEW, THEN))
-    done = take(bench, folder, title="Do both")
-    text = Port.from_file(done.path)
-    assert set(text.patch.paths) == {"src/a.cpp", "src/new.h", "src/b.cpp"}
+    second = MAIL.replace(b"1/2", b"2/2").replace(b"A Person <person", b"B Person <other")
+    (folder / "0002-b.patch").write_bytes(second + diff(NEW, THEN))
+    done = take(bench, folder)
+    assert done.ids == ("mine-1", "mine-2")
+    loaded = series.load(bench.folder)
+    assert loaded.order == ("one", "mine-1", "mine-2")
+    assert loaded.definition("mine-2").author == "B Person <other@example.org>"
+    assert loaded.definition("mine-2").ports[0].requires == ("mine-1",)
+    assert Port.from_file(done.paths[0]).patch.paths == ("src/a.cpp", "src/new.h")
+    assert Port.from_file(done.paths[1]).patch.paths == ("src/b.cpp",)
+    assert lint.lint(bench.folder) == ()
+    release = bench.releases["0.3.1"]
+    patched = apply.apply(release, ["mine-2"], series=loaded, store=bench.store)
+    assert bench.store.read(patched.tree, "src/b.cpp") == THEN["src/b.cpp"]
     box = tmp_path / "both.mbox"
     box.write_bytes(b"".join(file.read_bytes() for file in sorted(folder.iterdir())))
-    again = take(bench, box, "again", title="Do both")
-    assert [f.data for f in Port.from_file(again.path).patch.files] == [
-        f.data for f in text.patch.files
-    ]
+    assert take(bench, box, "again").ids == ("again-1", "again-2")
+    with pytest.raises(UsageError, match="title is for one patch"):
+        take(bench, box, "more", title="Both")
+
+
+def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A range, or a branch since the newest known release that it has; nothing of it runs."""
+    repository = tmp_path / "llama.cpp"
+    repository.mkdir()
+    evil = tmp_path / "evil"
+    evil.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n", encoding="utf-8")
+    evil.chmod(0o755)
+
+    def git(*words: str) -> str:
+        return git_command.git(repository, *words)
+
+    git("init", "-q", "-b", "main")
+    for content, message in ((OLD, "base"), (NEW, "first"), (THEN, "second")):
+        for name, data in content.items():
+            (repository / name).parent.mkdir(exist_ok=True)
+            (repository / name).write_bytes(data)
+        git("add", "-A")
+        git("commit", "-q", "-m", message)
+    git("config", "diff.external", str(evil))
+    texts = patch_import.read(f"git:{repository}@HEAD~2..main")
+    assert [text.title for text in texts] == ["first", "second"]
+    assert take(bench, f"git:{repository}@HEAD~1..main", "top").ids == ("top",)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UsageError, match="no known release is part of main"):
+        patch_import.read(f"git:{repository}@main")
+    for wrong in (f"git:{repository}", f"git:{tmp_path}/none@a..b", f"git:{repository}@--help"):
+        with pytest.raises(UsageError, match="is not git:REPOSITORY"):
+            patch_import.read(wrong)
+    with pytest.raises(UsageError, match="has no commit"):
+        patch_import.read(f"git:{repository}@main..main")
+
+
+def test_newer_releases_fail_until_they_are_accepted(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A release whose markers do not hold is not skipped silently."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    take(bench, file)
+
+    def states() -> list[str]:
+        loaded = series.load(bench.folder)
+        found = status.status(bench.releases.values(), series=loaded, store=bench.store)
+        return [each.state for each in found if each.id == "mine"]
+
+    assert states() == ["applies", "offset", "fails"]
+    patch_import.accept_until(bench.folder, "mine", "0.3.2")
+    assert states() == ["applies", "offset", "not-applicable"]
+    with pytest.raises(UsageError, match="was not imported"):
+        patch_import.accept_until(bench.folder, "one", "0.3.2")
+    with pytest.raises(UsageError, match="not a version"):
+        patch_import.accept_until(bench.folder, "mine", "b4980")
 
 
 def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:

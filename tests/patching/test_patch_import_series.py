@@ -105,3 +105,16 @@ def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
     box.write_bytes(mail + ONE + mail + b"nothing\n")
     with pytest.raises(PatchFormatError, match="box-2 has no change"):
         foreign_series.load(box)
+
+
+def test_line_ends_of_a_mail_program(tmp_path: Path) -> None:
+    """A file whose every line has CRLF applies like the original; a single CRLF is content."""
+    data = diff({"a": b"one\n"}, {"a": b"two\n"})
+    file = tmp_path / "mail.patch"
+    file.write_bytes(data.replace(b"\n", b"\r\n"))
+    (text,) = next(iter(foreign_series.load(file))).ports
+    assert text.patch.data == data
+    mixed = diff({"a": b"one\r\n"}, {"a": b"two\r\n"})
+    file.write_bytes(mixed)
+    (text,) = next(iter(foreign_series.load(file))).ports
+    assert text.patch.data == mixed

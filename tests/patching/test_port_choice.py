@@ -56,7 +56,7 @@ def plan(
 def test_requirements_come_along(bench: SeriesSandbox) -> None:
     """Asking for one patch brings the ones it requires, before it."""
     found = plan(bench, "0.3.1", ["two"])
-    assert [text.id for text in found.texts] == ["one", "two"]
+    assert [port.id for port in found.ports] == ["one", "two"]
     entry = found.draft.entry("src/a.cpp")
     assert entry is not None
     assert entry.data == numbered(60, l10="one\ntwo")
@@ -64,11 +64,11 @@ def test_requirements_come_along(bench: SeriesSandbox) -> None:
 
 def test_every_patch_that_applies(bench: SeriesSandbox) -> None:
     """Without names the series is applied; what does not apply is left out with the reason."""
-    assert [text.name for text in plan(bench, "0.3.1").texts] == [
+    assert [text.name for text in plan(bench, "0.3.1").ports] == [
         "one (0.3.1)", "two (0.3.1)", "three (0.3.1)",
     ]  # fmt: skip
     newer = plan(bench, "0.3.2")
-    assert [text.name for text in newer.texts] == ["one (0.3.2)", "three (0.3.1)"]
+    assert [port.name for port in newer.ports] == ["one (0.3.2)", "three (0.3.1)"]
     (skipped,) = newer.skipped
     assert skipped.id == "two"
     assert "does not apply" in skipped.reason
@@ -77,7 +77,7 @@ def test_every_patch_that_applies(bench: SeriesSandbox) -> None:
 def test_the_text_of_the_release_goes_first(bench: SeriesSandbox) -> None:
     """Where several texts would go in, the one written for the release is taken."""
     both = plan(bench, "0.3.2", ["one"])
-    assert both.texts[0].base == "0.3.2"
+    assert both.ports[0].base == "0.3.2"
     definition = series.load(bench.folder).definition("one")
     assert [text.base for text in port_choice.candidates(definition, "0.3.2")] == ["0.3.2", "0.3.1"]
 
@@ -87,7 +87,7 @@ def test_markers_decide_before_the_hunks(bench: SeriesSandbox) -> None:
     bench.add_patch(
         "four", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l3="4")))}, marker=("src/c.cpp", "x")
     )
-    with pytest.raises(NoPortApplies, match=r"src/c\.cpp has `x`"):
+    with pytest.raises(NoPortApplies, match=r"0\.3\.1: src/c\.cpp does not exist"):
         plan(bench, "0.3.1", ["four"])
 
 
@@ -96,8 +96,8 @@ def test_releases_are_respected(bench: SeriesSandbox) -> None:
     bench.add_patch(
         "five", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l15="5")))}, releases="<0.3.2"
     )
-    assert "five" in [text.id for text in plan(bench, "0.3.1").texts]
-    assert "five" not in [text.id for text in plan(bench, "0.3.2").texts]
+    assert "five" in [text.id for text in plan(bench, "0.3.1").ports]
+    assert "five" not in [text.id for text in plan(bench, "0.3.2").ports]
     with pytest.raises(NoPortApplies, match=r"meant for <0\.3\.2"):
         plan(bench, "0.3.2", ["five"])
 
@@ -114,7 +114,7 @@ def test_a_named_patch_must_apply(bench: SeriesSandbox) -> None:
 
 
 def test_nothing_applies(bench: SeriesSandbox) -> None:
-    """A release on which no patch applies says so, with every conflict."""
+    """A release on which no port applies is reported with every conflict."""
     bench.add_release("0.4", {"src/a.cpp": b"line 1\nnothing else\n"})
     with pytest.raises(NoPortApplies) as caught:
         plan(bench, "0.4")
@@ -128,16 +128,16 @@ def test_unknown_patch(bench: SeriesSandbox) -> None:
 
 
 def test_foreign_files_and_texts(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A patch file is a name like any other; a text at hand replaces the shipped one of its id."""
+    """A patch file is a name like any other; a given port replaces the shipped one of its id."""
     file = tmp_path / "My Fix.patch"
     file.write_bytes(diff(OLD, patched(OLD, b=numbered(20, l2="mine"))))
     found = plan(bench, "0.3.1", ["three", str(file)])
-    assert [text.id for text in found.texts] == ["three", "my-fix"]
+    assert [port.id for port in found.ports] == ["three", "my-fix"]
     whole = tmp_path / "whole.patch"
     whole.write_bytes(bench.mail("two", "0.3.1"))
     crippled = Port.from_file(whole)
     assert (crippled.id, crippled.base, crippled.requires) == ("two", "0.3.1", ("one",))
-    assert [text.id for text in plan(bench, "0.3.1", [crippled]).texts] == ["one", "two"]
+    assert [text.id for text in plan(bench, "0.3.1", [crippled]).ports] == ["one", "two"]
 
 
 def test_requirement_of_one_text(bench: SeriesSandbox) -> None:
@@ -147,14 +147,26 @@ def test_requirement_of_one_text(bench: SeriesSandbox) -> None:
         toml.read_text("utf-8").replace('base = "0.3.1"', 'base = "0.3.1"\nrequires = ["one"]'),
         "utf-8",
     )
-    assert [text.id for text in plan(bench, "0.3.1", ["three"]).texts] == ["one", "three"]
+    assert [text.id for text in plan(bench, "0.3.1", ["three"]).ports] == ["one", "three"]
 
 
 def test_a_failed_requirement_is_the_reason(bench: SeriesSandbox) -> None:
     """A patch whose requirement does not apply says that, not something about its own hunks."""
     bench.add_release("0.3.3", {**OLD, "src/a.cpp": numbered(60, l8="other")})
     found = plan(bench, "0.3.3")
-    assert [text.id for text in found.texts] == ["three"]
+    assert [port.id for port in found.ports] == ["three"]
     assert [skip.reason for skip in found.skipped if skip.id == "two"] == [
         "requires one, which is not applied here"
     ]
+
+
+def test_a_skipped_port_names_its_marker(bench: SeriesSandbox) -> None:
+    """The reason has port, marker and file, and lists further ports."""
+    release = bench.add_release("0.3.4", {"src/a.cpp": b"int a;\n"})
+    loaded = series.load(bench.folder)
+    with pytest.raises(NoPortApplies) as caught:
+        port_choice.choose_for_release(release, None, series=loaded, store=bench.store)
+    assert (
+        "one: skipped port 0.3.1: required marker `line 1` not found in src/a.cpp; "
+        "the markers of 0.3.2 do not match either"
+    ) in str(caught.value)

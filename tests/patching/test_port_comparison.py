@@ -38,7 +38,7 @@ def changed(a: bytes = b"", b: bytes = b"    plan_moves(cells);\n") -> hunks.Pat
 
 
 def test_the_lost_retry_is_named() -> None:
-    """The hunk that retries after a defragmentation is gone in the second text: it is told."""
+    """The hunk that retries after a defragmentation is missing in the second port."""
     lost = port_comparison.missing_parts(changed(RETRY), changed())
     assert [str(loss) for loss in lost if loss.what == "file"] == ["file src/a.cpp"]
     (hunk,) = (loss for loss in lost if loss.what == "hunk")
@@ -75,7 +75,7 @@ def test_moved_code_is_no_loss() -> None:
 
 
 def test_classes_of_change() -> None:
-    """Identical, context alone, and content are told apart; losses go with the last alone."""
+    """Identical ports, other context and other content are distinguished."""
     one = changed(RETRY)
     shifted = hunks.parse(one.data.replace(b"@@ -9,", b"@@ -8,").replace(b" x = 9", b" y = 9"))
     assert port_comparison.change_of(one, one) == "identical"
@@ -118,3 +118,26 @@ def test_words(one: port_comparison.What, kind: str) -> None:
     """A loss reads as a sentence's end."""
     name = "f" if one == "call" else "loop"
     assert str(port_comparison.PortDifference(one, name, before=2, after=1)) == kind
+
+
+def port(base: str, patch: hunks.Patch) -> Port:
+    return Port("one", patch, base)
+
+
+def test_changed_lines_of_a_function_are_listed() -> None:
+    """Also if calls and classes of lines are the same: two swapped arguments, for example."""
+    before = changed(b=b"    copy(k, v);\n    done();\n")
+    after = changed(b=b"    copy(v, k);\n    done();\n")
+    found = port_comparison.compare(port("0.3.1", before), port("0.3.2", after))
+    (lines,) = found.changed
+    assert str(lines) == "src/b.cpp, update"
+    assert lines.lines == ("- copy(k, v);", "+ copy(v, k);")
+    assert found.as_json()["changed"][0]["function"] == "update"
+    assert not found.lost
+
+
+def test_gains_count_in_the_order_of_the_ports() -> None:
+    """What the second port has more of goes up."""
+    found = port_comparison.compare(port("0.3.1", changed()), port("0.3.2", changed(RETRY)))
+    assert "calls of find_slot(): 0 -> 1" in map(str, found.gained)
+    assert not found.missing

@@ -1,4 +1,4 @@
-"""Proposed markers hold where they were made, and tell bases apart."""
+"""Proposed markers match the base that they were made from, and no other base."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_several(bench: SeriesSandbox, tmp_path: Path) -> None:
 
 
 def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
-    """A required patch that is not meant for the target is left behind, and that is told."""
+    """A required patch that does not cover the target is omitted, and this is reported."""
     file = bench.folder / "one" / "patch.toml"
     file.write_text(file.read_text().replace('releases = ""', 'releases = "<0.3.4"'))
     with pytest.raises(NoPortApplies, match="rebase that onto"):

@@ -91,7 +91,7 @@ def test_every_guard_has_a_doctored_text() -> None:
 
 @pytest.mark.parametrize("path", [*DOCTORED, *FOREIGN], ids=lambda path: path.stem)
 def test_doctored_text_is_one_fault(path: Path) -> None:
-    """It goes on top of the shipped port, says what is wrong with it, and changes little."""
+    """It applies on top of the shipped port, and reports what it changes and what is wrong."""
     text = Port.from_file(path)
     real = series.load(ROOT / "patches").definition("full-defrag").port(text.base).patch
     assert text.requires == ("full-defrag",)

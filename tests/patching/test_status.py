@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import SeriesSandbox, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
-from pyllamakv.patching import series, status
+from pyllamakv.patching import foreign_series, port_choice, series, status
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def test_json_and_annotations(bench: SeriesSandbox) -> None:
     lines = status.github_annotations(row)
     assert len(lines) == 2
     assert lines[0].startswith(
-        "::error file=patches/one/0.3.1/one.patch,title=src/a.cpp hunk 2::one on 0.3.2: "
+        "::error file=patches/one/0.3.1.patch,title=src/a.cpp hunk 2::one on 0.3.2: "
     )
     assert "\n" not in "".join(lines)
     assert "%0A" in lines[0]
@@ -83,3 +83,19 @@ def test_nothing_is_written(bench: SeriesSandbox) -> None:
     before = sorted(path.name for path in bench.store.path.rglob("*"))
     table(bench)
     assert sorted(path.name for path in bench.store.path.rglob("*")) == before
+
+
+def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
+    bench: SeriesSandbox, tmp_path: Path
+) -> None:
+    """`Requires:` in a header works in every command, not in check alone."""
+    shipped = series.load(bench.folder)
+    file = tmp_path / "mine.patch"
+    change = diff(TWO, TWO | {"src/b.cpp": numbered(20, l3="mine")})
+    file.write_bytes(b"Subject: [PATCH] mine\n\nRequires: two\n---\n" + change)
+    foreign = foreign_series.load(file)
+    both = port_choice.with_requirements(foreign, shipped)
+    assert both.order == ("one", "two", "mine")
+    found = status.status([bench.releases["0.3.1"]], series=both, store=bench.store)
+    assert [each.state for each in found] == ["applies"] * 3
+    assert port_choice.with_requirements(shipped, shipped) is shipped

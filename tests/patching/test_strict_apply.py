@@ -80,7 +80,7 @@ def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObje
 
 
 def test_offset_is_reported() -> None:
-    """Lines that moved are found, and the report says how far."""
+    """Moved lines are found, and the report has the distance."""
     data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
     draft = TreeOverlay(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
     (place,) = draft.apply(hunks.parse(data))
@@ -116,10 +116,10 @@ def test_all_or_nothing_over_files() -> None:
 
 
 def test_half_patched_tree_is_named() -> None:
-    """A tree that has one of two hunks already is called half patched, with the hunk."""
+    """A tree that has one of two hunks already is called partly patched, with the hunk."""
     old, new = {"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")}
     error = refused({"f": numbered(60, l10="x")}, diff(old, new))
-    assert "half patched" in str(error)
+    assert "partly patched" in str(error)
     assert "f#1" in str(error)
 
 
@@ -129,14 +129,14 @@ def test_patched_tree_is_named() -> None:
     new = {"f": numbered(60, l10="x", l50="y"), "new": b"text\n"}
     data = diff(old, new)
     error = refused(new, data)
-    assert "there already" in str(error)
-    assert "half patched" not in str(error)
+    assert "already applied" in str(error)
+    assert "partly patched" not in str(error)
 
 
 def test_new_file_in_the_way() -> None:
     """A new file never overwrites one that is there."""
     data = diff({}, {"n": b"ours\n"})
-    assert "there already" in str(refused({"n": b"theirs\n"}, data))
+    assert "already exists" in str(refused({"n": b"theirs\n"}, data))
     assert applied({}, data) == {"n": b"ours\n"}
 
 
@@ -236,10 +236,10 @@ def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> 
 
 
 def test_a_hunk_without_a_heading_that_is_there() -> None:
-    """Without a heading the line tells, and the neighbours say how far that moved."""
+    """Without a heading, the line number counts, corrected by the offset of the neighbours."""
     data = bare(INTO)
     tree = code("first", *WITH) + code("other", count=90) + code("second", *SHOWN)
-    assert "there already" in str(refused({"src/a.cpp": tree}, data))
+    assert "already applied" in str(refused({"src/a.cpp": tree}, data))
     near = diff(
         {"f.txt": numbered(20) + code("first", *SHOWN)},
         {"f.txt": numbered(20, l10="x") + code("first", *WITH)},
@@ -247,7 +247,7 @@ def test_a_hunk_without_a_heading_that_is_there() -> None:
     moved = b"+\n" * 7 + numbered(20) + tree
     assert git_apply({"f.txt": moved}, near) is not None
     error = refused({"f.txt": moved}, near)
-    assert (error.hunk, "half patched" in str(error)) == (2, True)
+    assert (error.hunk, "partly patched" in str(error)) == (2, True)
     # Nothing shows that a place is the hunk's own: the lines match once, and that is all.
     assert not isinstance(applied({"src/a.cpp": b"+\n" * 7 + tree}, data), PatchConflict)
 

@@ -145,7 +145,7 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
     of="Python",
 )
 def test_state_of_a_rebase(store: Store) -> None:
-    """The state comes back as it was written; one that is damaged is told and can be cleared."""
+    """The state is read back as written; a damaged one is reported and can be cleared."""
     session = rebase_session.Session(
         "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), remaining=("y",)
     )

@@ -1,0 +1,322 @@
+"""Carry a patch to a release that no port fits: a three-way merge from the nearest port.
+
+Git merges two trees that have a common ancestor: the base release of a port with the earlier
+patches of the series. One tree adds the port, the other is the target with the same patches. The
+merge happens in the store, without a work tree. A merge is accepted only if its changes, compared
+function by function, are those of the port: git can merge without a conflict and still lose a hunk,
+or put it into another function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+
+from pyllamakv.errors import GitError, PatchConflict, SourceError
+from pyllamakv.patching import (
+    cpp_lines,
+    headings,
+    hunk_locator,
+    hunks,
+    mail_header,
+    port_choice,
+    trees,
+)
+from pyllamakv.patching.port_choice import AppliedPort, Manual, MergeConflict
+from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source import git_command, lockfile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pyllamakv.patching.definition import Definition, Port
+    from pyllamakv.patching.hunks import FilePatch, Patch
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store
+
+#: Return the content of a file of a tree by its path; empty for a file that does not exist.
+Reader = Callable[[str], bytes]
+
+#: Number of ports that are tried, nearest first.
+TRIED = 3
+
+#: Options of git that determine the changes of a merged tree; the same as for exported patches.
+_DIFF = ("--no-renames", "--full-index", "--unified=3", "--no-ext-diff", "--no-textconv")
+_CONFLICT = re.compile(
+    rb"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n", re.DOTALL | re.MULTILINE
+)
+_UNMERGED = re.compile(rb"[0-7]{6} [0-9a-f]{40} ([123])\t(.*)", re.DOTALL)
+
+
+class Carrier:
+    """Carry patches of a series to one release.
+
+    ``bases`` are the releases of the ports by name (default: the lock files).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        release: Release,
+        series: Series,
+        *,
+        bases: Mapping[str, Release] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._store = store
+        self._release = release
+        self._series = series
+        self._bases = lockfile.known() if bases is None else bases
+        self._progress = progress
+
+    def ports(self, definition: Definition) -> tuple[Port, ...]:
+        """Return the ports to carry from: those with the nearest base, by date."""
+        found = [port for port in definition.ports if port.base in self._bases]
+        found.sort(key=lambda port: self._distance(self._bases[port.base]))
+        return tuple(found[:TRIED])
+
+    def covers(self, definition: Definition) -> bool:
+        """Return whether a patch is meant for the release, compared by date.
+
+        A bound of the patch's releases that is not among the bases is ignored.
+        """
+        date = self._release.date
+        for bound in SpecifierSet(definition.releases):
+            base = self._bases.get(bound.version)
+            if base is None or not date:
+                continue
+            if (bound.operator[0] == ">" and date < base.date) or (
+                bound.operator[0] == "<" and date > base.date
+            ):
+                return False
+        return True
+
+    def carry(
+        self, definition: Definition, draft: TreeOverlay, applied: Sequence[str]
+    ) -> AppliedPort | tuple[Manual, ...]:
+        """Carry a patch onto a draft of the release, or return the reason for each port.
+
+        ``applied`` are the ids of the patches that the draft contains. The draft is changed only if
+        the patch was carried. A base release that cannot be fetched is one of the reasons.
+        """
+        if not self.covers(definition):
+            return ()
+        reasons: list[Manual] = []
+        for port in self.ports(definition):
+            found = self._from(port, definition, draft, applied)
+            if isinstance(found, AppliedPort):
+                return found
+            reasons.append(found)
+        return tuple(reasons)
+
+    def _distance(self, base: Release) -> tuple[float, bool]:
+        days = abs(_days(base.date) - _days(self._release.date))
+        return days, base.order > self._release.order
+
+    def _from(
+        self, port: Port, definition: Definition, draft: TreeOverlay, applied: Sequence[str]
+    ) -> AppliedPort | Manual:
+        lacking = [id_ for id_ in port.requires if id_ not in applied]
+        if lacking:
+            reason = f"requires {lacking[0]}, which is not applied here"
+            return Manual(port.base, reason, lacks=lacking[0])
+        if self._progress:
+            self._progress(f"merging {port.name} into {self._release.name}", 0, None)
+        try:
+            before, after = self._based(port, definition, applied)
+        except SourceError as error:
+            return Manual(port.base, f"release {port.base} is not available: {error}")
+        except PatchConflict as error:
+            return Manual(port.base, f"the port does not apply to its own base: {error}")
+        store = self._store
+        stock = store.tree_of(self._release)
+        ours = trees.write(store, stock, draft)
+        try:
+            merged, conflicts = _merge(store, before, ours, after)
+        except GitError as error:
+            reason = "git cannot merge without a work tree; git 2.38 and later can"
+            return Manual(port.base, f"{reason}: {error}")
+        if conflicts:
+            return Manual(port.base, "; ".join(map(str, conflicts)), conflicts)
+        if merged == ours:
+            return Manual(port.base, f"{self._release.name} contains every change of the patch")
+        changes = _diff(store, ours, merged)
+        # The lines of the port itself can have moved: earlier patches are applied before it.
+        problem = difference(
+            _diff(store, before, after), _reader(store, after), changes, _reader(store, merged)
+        )
+        if problem:
+            return Manual(port.base, problem)
+        carried = replace(
+            port,
+            base=self._release.name,
+            carried_from=port.base,
+            era=self._release.era,
+            markers=(),
+            path=None,
+        )
+        head = mail_header.write(definition, carried)
+        carried = replace(carried, patch=replace(changes, header=head))
+        trial = draft.copy()
+        try:
+            placements = trial.apply(carried.patch, carried.name)
+        except PatchConflict as error:
+            return Manual(port.base, f"the merged changes do not apply: {error}")
+        if trees.write(store, stock, trial) != merged:
+            return Manual(port.base, "the merged changes do not reproduce the merged tree")
+        draft.changes.update(trial.changes)
+        return AppliedPort(carried, placements)
+
+    def _based(self, port: Port, definition: Definition, applied: Sequence[str]) -> tuple[str, str]:
+        """Return the trees of a port's base release before and after the port.
+
+        The tree before has the patches of ``applied`` that have a port for that release: then both
+        sides of the merge have them.
+        """
+        store = self._store
+        base = trees.ensure_fetched(store, self._bases[port.base], self._progress)
+        stock = store.tree_of(base)
+        tree = trees.StoreTree(store, stock)
+        draft = TreeOverlay(tree)
+        done: list[str] = []
+        for earlier in self._series:
+            if earlier.id == definition.id:
+                break
+            if earlier.id in applied:
+                found = port_choice.choose(earlier, draft, tree, base.name, done)
+                if isinstance(found, AppliedPort):
+                    done.append(earlier.id)
+        before = trees.write(store, stock, draft)
+        draft.apply(port.patch, port.name)
+        return before, trees.write(store, stock, draft)
+
+
+def difference(one: Patch, read_one: Reader, other: Patch, read_other: Reader) -> str:
+    """Return how the changes of two patches differ, or nothing if they are the same.
+
+    The readers return the content of a patched file. The same lines must be added and removed, each
+    block of lines in the function of the same name; spacing, comments and line numbers may differ.
+    Added files must be equal.
+    """
+    first, second = _added_files(one), _added_files(other)
+    if first != second:
+        names = sorted(name for name in first | second if first.get(name) != second.get(name))
+        return f"the merge changes the added file {names[0]}"
+    blocks, found = Counter(_blocks(one, read_one)), Counter(_blocks(other, read_other))
+    lost, gained = blocks - found, found - blocks
+    for where, lines in (*lost, *gained):
+        moved = [there for there, same in (*gained, *lost) if same == lines and there != where]
+        place = f"in `{where}`" if where else "outside of functions"
+        if moved:
+            return f"the merge moves lines {place} to `{moved[0]}`: {lines[0]}"
+        what = "loses" if (where, lines) in lost else "adds"
+        return f"the merge {what} lines {place}: {lines[0]}"
+    return ""
+
+
+def _added_files(patch: Patch) -> dict[str, bytes]:
+    return {
+        file.path: b"".join(line for hunk in file.hunks for line in hunk.added)
+        for file in patch.files
+        if file.old is None
+    }
+
+
+def _blocks(patch: Patch, read: Reader) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the function and the significant lines of each block of changed lines."""
+    for file in patch.files:
+        if file.old is not None and file.new is not None:
+            yield from _file_blocks(file, read(file.path))
+
+
+def _file_blocks(file: FilePatch, data: bytes) -> Iterator[tuple[str, tuple[str, ...]]]:
+    found = headings.Headings(hunk_locator.lines_of(data))
+    for hunk in file.hunks:
+        at = hunk.new_start - 1
+        lines: list[str] = []
+        where = at
+        for line in (*hunk.lines, b" "):
+            sign = line[:1]
+            if sign in (b"+", b"-"):
+                if not lines:
+                    where = at
+                if cpp_lines.is_significant(line[1:]):
+                    lines.append(sign.decode() + cpp_lines.normalize(line[1:]))
+            elif lines:
+                name = headings.name(found.enclosing(where)).rpartition("::")[2]
+                yield name, tuple(sorted(lines))
+                lines = []
+            at += sign in (b"+", b" ")
+
+
+def _diff(store: Store, old: str, new: str) -> Patch:
+    data = git_command.git_bytes(store.path, "diff-tree", "-p", "-r", *_DIFF, old, new)
+    return hunks.parse(data, "merge.patch")
+
+
+def _reader(store: Store, tree: str) -> Reader:
+    source = trees.StoreTree(store, tree)
+
+    def read(path: str) -> bytes:
+        entry = source.entry(path)
+        return entry.data if entry else b""
+
+    return read
+
+
+def _merge(
+    store: Store, base: str, ours: str, theirs: str
+) -> tuple[str, tuple[MergeConflict, ...]]:
+    """Merge two trees with a common ancestor; return the tree and its conflicts."""
+    root = store.commit_tree(base, [], "base")
+    sides = [store.commit_tree(tree, [root], "side") for tree in (ours, theirs)]
+    done = git_command.run(store.path, "merge-tree", "--write-tree", "-z", "--no-messages", *sides)
+    if done.returncode not in (0, 1):
+        output = (done.stderr or done.stdout).decode("utf-8", "replace")
+        raise GitError(["git", "merge-tree", *sides], done.returncode, output)
+    tree, *records = done.stdout.split(b"\0")
+    merged = tree.decode("ascii")
+    if done.returncode == 0:
+        return merged, ()
+    stages: dict[str, set[bytes]] = {}
+    for record in records:
+        match = _UNMERGED.fullmatch(record)
+        if match:
+            stages.setdefault(match[2].decode("utf-8", "surrogateescape"), set()).add(match[1])
+    read = _reader(store, merged)
+    found: list[MergeConflict] = []
+    for path, those in stages.items():
+        if those >= {b"2", b"3"}:
+            found += _conflicts(path, read(path))
+        else:
+            found.append(MergeConflict(path, 0))
+    return merged, tuple(found) or (MergeConflict("", 0),)
+
+
+def _conflicts(path: str, data: bytes) -> Iterator[MergeConflict]:
+    """Yield the marked places of a file; lines are counted as in the target's file."""
+    dropped = 0
+    for match in _CONFLICT.finditer(data):
+        line = data.count(b"\n", 0, match.start()) - dropped + 1
+        sides = [_lines(match[number]) for number in (1, 2, 3)]
+        dropped += match[0].count(b"\n") - len(sides[0])
+        yield MergeConflict(path, line, *sides)
+
+
+def _lines(data: bytes) -> tuple[str, ...]:
+    return tuple(data.decode("utf-8", "replace").splitlines())
+
+
+def _days(date: str) -> float:
+    try:
+        return datetime.fromisoformat(date.replace("Z", "+00:00")).timestamp() / 86400
+    except ValueError:  # a directory without history: the newest port is the nearest
+        return 1e6

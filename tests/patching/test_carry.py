@@ -1,0 +1,231 @@
+"""A patch without a port is merged from the nearest one, and a doubtful merge is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import Files, SeriesSandbox, code, diff
+
+from pyllamakv.errors import GitError, NoPortApplies, UsageError
+from pyllamakv.patching import (
+    apply,
+    carry,
+    carry_acceptance,
+    hunks,
+    port_choice,
+    series,
+    status,
+    trees,
+)
+from pyllamakv.patching.carry import Carrier
+from pyllamakv.source import lockfile
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOCK = {"src/a.cpp": code("first") + code("second"), "src/h.h": b"int size;\n" * 9}
+FIXED = STOCK | {
+    "src/a.cpp": code("first", "fix(a);") + code("second"),
+    "src/new.h": b"void fix(int);\n",
+}
+#: Upstream changes a line beside the one that the patch adds: the context does not match.
+NEAR = {**STOCK, "src/a.cpp": STOCK["src/a.cpp"].replace(b"first_7();", b"first_7(a);")}
+#: Upstream adds a line where the patch adds one.
+SAME = {**STOCK, "src/a.cpp": code("first", "other(b);") + code("second")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
+    """Return a series with a port for the first of several releases."""
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", STOCK, "2025-01-01")
+    bench.add_release("0.3.2", NEAR, "2025-01-02")
+    bench.add_release("0.3.3", SAME, "2025-01-03")
+    bench.add_patch("fix", {"0.3.1": (STOCK, FIXED)}, marker=("src/a.cpp", "first_7"))
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    return bench
+
+
+def carried(bench: SeriesSandbox, release: str) -> port_choice.PortChoice:
+    """Choose ports with a carrier; nothing is committed."""
+    listed = series.load(bench.folder)
+    carrier = Carrier(bench.store, bench.releases[release], listed)
+    return port_choice.choose_for_release(
+        bench.releases[release], series=listed, store=bench.store, carrier=carrier
+    )
+
+
+def file(bench: SeriesSandbox, tree: str, path: str) -> bytes:
+    """Return a file of a tree in the store."""
+    entry = trees.StoreTree(bench.store, tree).entry(path)
+    return entry.data if entry else b""
+
+
+def test_a_changed_neighbour_is_merged(bench: SeriesSandbox) -> None:
+    """Strictly the patch does not apply; carried it has the lines of both sides."""
+    with pytest.raises(NoPortApplies):
+        port_choice.choose_for_release(
+            bench.releases["0.3.2"], series=series.load(bench.folder), store=bench.store
+        )
+    made = apply.apply(bench.releases["0.3.2"], series=series.load(bench.folder), store=bench.store)
+    (port,) = made.ports
+    assert (port.base, port.carried_from) == ("0.3.2", "0.3.1")
+    assert port.name == "fix (0.3.2, carried from 0.3.1)"
+    assert made.carried == {"fix": "0.3.1"}
+    wanted = FIXED["src/a.cpp"].replace(b"first_7();", b"first_7(a);")
+    assert file(bench, made.tree, "src/a.cpp") == wanted
+    assert file(bench, made.tree, "src/new.h") == FIXED["src/new.h"]
+
+
+def test_a_carried_tree_is_deterministic(bench: SeriesSandbox) -> None:
+    """Two runs give the same commit, and the port applies strictly to its release."""
+    listed = series.load(bench.folder)
+    one, other = (
+        apply.apply(bench.releases["0.3.2"], series=listed, store=bench.store) for _ in range(2)
+    )
+    assert one.commit == other.commit
+    again = apply.apply(bench.releases["0.3.2"], list(one.ports), store=bench.store)
+    assert again.tree == one.tree
+
+
+def test_a_conflict_shows_both_sides(bench: SeriesSandbox) -> None:
+    """It names file and line of the target, and nothing is applied."""
+    with pytest.raises(NoPortApplies):
+        carried(bench, "0.3.3")
+    (found,) = status.status(
+        [bench.releases["0.3.3"]], series=series.load(bench.folder), store=bench.store
+    )
+    assert (found.state, found.good, found.bad) == ("manual", False, True)
+    ((conflict,),) = [one.conflicts for one in found.manual]
+    line = SAME["src/a.cpp"].split(b"\n").index(b"    other(b);") + 1
+    assert (conflict.file, conflict.line) == ("src/a.cpp", line)
+    assert (conflict.upstream, conflict.patch) == (("    other(b);",), ("    fix(a);",))
+    assert json.loads(json.dumps(found.as_json()))["manual"][0]["conflicts"][0]["line"] == line
+
+
+def test_status_names_the_port(bench: SeriesSandbox) -> None:
+    """A carried patch is good, and its status names the base of the port."""
+    (found,) = status.status(
+        [bench.releases["0.3.2"]], series=series.load(bench.folder), store=bench.store
+    )
+    assert (found.state, found.port, found.good) == ("carried", "0.3.1", True)
+
+
+def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
+    """Bases are compared by date; a farther port is tried if the nearest has a conflict."""
+    bench.add_patch(
+        "two",
+        {"0.3.1": (STOCK, FIXED | {"src/h.h": b"long size;\n" * 9}), "0.3.3": (SAME, SAME | FIXED)},
+        marker=("src/a.cpp", "never"),
+    )
+    listed = series.load(bench.folder)
+    carrier = Carrier(bench.store, bench.releases["0.3.2"], listed)
+    bases = [port.base for port in carrier.ports(listed.definition("two"))]
+    assert bases == ["0.3.1", "0.3.3"]
+
+
+def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> None:
+    """``carry`` names what must be in the tree, and ``releases`` bounds the dates."""
+    place = bench.folder / "fix" / "patch.toml"
+    text = place.read_text("utf-8")
+    named = 'carry = [{ file = "src/a.cpp", has = "no such line" }]\n\n[[port]]'
+    place.write_text(text.replace("[[port]]", named), "utf-8")
+    with pytest.raises(NoPortApplies) as caught:
+        carried(bench, "0.3.2")
+    assert "cannot be carried" not in str(caught.value)
+    place.write_text(text.replace('releases = ""', 'releases = "<=0.3.1"'), "utf-8")
+    listed = series.load(bench.folder)
+    named_differently = bench.add_release("b100", NEAR, "2025-01-02")
+    carrier = Carrier(bench.store, named_differently, listed)
+    assert not carrier.covers(listed.definition("fix"))
+
+
+def merged(old: Files, new: Files) -> tuple[hunks.Patch, carry.Reader]:
+    """Return a patch and a reader of the patched files."""
+    return hunks.parse(diff(old, new)), lambda path: new.get(path, b"")
+
+
+def test_other_changes_than_the_port_are_refused() -> None:
+    """A lost line, an added line and a line in another function are found; spacing is ignored."""
+    port = merged(STOCK, FIXED)
+    assert not carry.difference(*port, *port)
+    spaced = FIXED | {"src/a.cpp": code("first", "    fix(a);  // why") + code("second")}
+    assert not carry.difference(*port, *merged(STOCK, spaced))
+    lost = STOCK | {"src/new.h": FIXED["src/new.h"]}
+    lost["src/h.h"] = b"long size;\n" + STOCK["src/h.h"]
+    assert "loses lines in `first`" in carry.difference(*port, *merged(STOCK, lost))
+    moved = FIXED | {"src/a.cpp": code("first") + code("second", "fix(a);")}
+    assert "moves lines in `first` to `second`" in carry.difference(*port, *merged(STOCK, moved))
+    twice = FIXED | {"src/a.cpp": code("first", "fix(a);") + code("second", "fix(a);")}
+    assert "adds lines in `second`" in carry.difference(*port, *merged(STOCK, twice))
+    other = FIXED | {"src/new.h": b"void fix(long);\n"}
+    assert "changes the added file src/new.h" in carry.difference(*port, *merged(STOCK, other))
+
+
+def reason(bench: SeriesSandbox, release: str) -> str:
+    """Return why a patch needs manual work on a release."""
+    (found,) = status.status(
+        [bench.releases[release]], series=series.load(bench.folder), store=bench.store
+    )
+    assert found.state == "manual"
+    return found.reason
+
+
+def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:
+    """Git finds no conflict, because only the signature changed; the place is doubtful."""
+    renamed = STOCK["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
+    bench.add_release("0.3.5", STOCK | {"src/a.cpp": renamed}, "2025-01-05")
+    assert "the merge moves lines in `first` to `renamed`: +fix(a);" in reason(bench, "0.3.5")
+
+
+def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is carried, and the reason names the version of git that can."""
+
+    def refuse(*_args: object) -> None:
+        raise GitError(["git", "merge-tree"], 129, "usage: git merge-tree")
+
+    monkeypatch.setattr(carry, "_merge", refuse)
+    assert "git 2.38 and later can" in reason(bench, "0.3.2")
+
+
+def test_a_base_that_cannot_be_fetched(bench: SeriesSandbox) -> None:
+    """The reason names the base, not the port."""
+    bench.store.delete_ref("refs/upstream/0.3.1")
+    assert "release 0.3.1 is not available: " in reason(bench, "0.3.2")
+
+
+def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
+    """A merge without a change is no carried patch: a person decides that it is obsolete."""
+    bench.add_release("0.3.4", FIXED | {"src/a.cpp": FIXED["src/a.cpp"] + b"\n"}, "2025-01-04")
+    listed = series.load(bench.folder)
+    (found,) = status.status([bench.releases["0.3.4"]], series=listed, store=bench.store)
+    assert found.state == "manual"
+    assert "contains every change" in found.reason
+
+
+def test_an_accepted_port_gives_the_same_tree(bench: SeriesSandbox) -> None:
+    """The carried patch becomes a port of the series, which then applies strictly."""
+    release = bench.releases["0.3.2"]
+    before = apply.apply(release, series=series.load(bench.folder), store=bench.store)
+    (made,) = carry_acceptance.accept(release, patches=bench.folder, store=bench.store)
+    assert (made.id, made.base, made.carried_from) == ("fix", "0.3.2", "0.3.1")
+    assert made.path == bench.file("fix", "0.3.2")
+    after = apply.apply(release, series=series.load(bench.folder), store=bench.store)
+    assert (after.tree, after.carried) == (before.tree, {})
+    (found,) = status.status([release], series=series.load(bench.folder), store=bench.store)
+    assert (found.state, found.port) == ("applies", "0.3.2")
+    assert not carry_acceptance.accept(release, patches=bench.folder, store=bench.store)
+
+
+def test_a_release_without_an_archive_is_no_base(bench: SeriesSandbox) -> None:
+    """The series does not change."""
+    folder = replace(bench.releases["0.3.2"], name="path:/x", kind="path")
+    bench.store.update_ref(f"refs/upstream/{folder.key}", folder.commit)
+    before = sorted(path.name for path in bench.folder.rglob("*"))
+    with pytest.raises(UsageError, match="no archive"):
+        carry_acceptance.accept(folder, patches=bench.folder, store=bench.store)
+    assert sorted(path.name for path in bench.folder.rglob("*")) == before
