@@ -46,6 +46,7 @@ def command(
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import lockfile, spec_resolver
+    from pyllamakv.source.releases import ARCHIVE_KINDS
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 
@@ -70,7 +71,7 @@ def command(
             return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
 
-    chain = [name for name, each in lockfile.known().items() if each.kind in ("sdist", "npm")]
+    chain = [name for name, each in lockfile.known().items() if each.kind in ARCHIVE_KINDS]
     with progress_bar.progress() as progress:
 
         def verify(release: str) -> BisectStep:

@@ -75,6 +75,10 @@ def _text(spec: Spec, variant: Variant) -> list[str]:
         f"  id            {variant.id}",
         f"  folder        {variant.folder}",
         f"  patches       {', '.join(manifest.patches) or 'none (stock)'}",
+        *(
+            f"  carried       {id_} from port {base}"
+            for id_, base in sorted(manifest.carried.items())
+        ),
         f"  devices       {', '.join(manifest.devices) or 'unknown'}",
         f"  capabilities  {', '.join(manifest.capabilities) or 'none'}",
     ]

@@ -33,7 +33,9 @@ def command(
     release: ReleaseName = DEFAULT_RELEASE,
     patch: Annotated[
         list[Path] | None,
-        typer.Option("--patch", help="Verify this patch file or directory; repeatable."),
+        typer.Option(
+            "--patch", help="Verify a file, directory, git:REPO@FROM..TO instead; repeatable."
+        ),
     ] = None,
     series: Series = "",
     isolate: Isolate = "",
@@ -44,12 +46,20 @@ def command(
     ] = None,
     backend: Backend = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run fewer settings per scenario.")
+        bool, typer.Option("--quick", help="Run fewer cache types and layouts.")
     ] = False,
     fresh: Fresh = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            min=0.1,
+            help="Seconds until a call counts as hung; default: 30, GPUs longer.",
+        ),
+    ] = None,
     portable: Portable = False,
     pictures: Annotated[
-        bool, typer.Option("--pictures", help="Show cells before and after.")
+        bool, typer.Option("--pictures", help="Print cells before and after defragmentation.")
     ] = False,
     verbose: Verbose = False,
     junit: Junit = None,
@@ -57,8 +67,8 @@ def command(
 ) -> None:
     """Run scenarios on stock and patched, and print the verdict.
 
-    Exit status: 0 needed, redundant or native; 1 harmful, ineffective or broken; 125 untestable;
-    128 internal error.
+    Exit status: 0 needed, works, redundant, harmless or native; 1 harmful, ineffective or broken;
+    125 untestable; 128 internal error.
     """
     from pyllamakv.verification import check, check_report, discovery
     from pyllamakv.view import check_console
@@ -74,6 +84,7 @@ def command(
         quick=quick,
         fresh=fresh,
         native=not portable,
+        timeout=timeout,
     )
     answer = _answer(question)
     if junit is not None:

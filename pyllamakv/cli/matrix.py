@@ -24,7 +24,7 @@ from pyllamakv.cli.options import (
     Verbose,
 )
 from pyllamakv.cli.stdout import note, write_json
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 Eras = Annotated[
-    list[str] | None, typer.Option("--era", help="Only releases of this era; repeatable.")
+    list[str] | None, typer.Option("--era", help="Only this era of `upstream list`; repeatable.")
 ]
 Each = Annotated[bool, typer.Option("--each", help="Also verify each patch alone.")]
-Sample = Annotated[bool, typer.Option("--sample", help="Verify one release per era.")]
+Sample = Annotated[
+    bool, typer.Option("--sample", help="Verify one release (default or newest) per era.")
+]
 Scheduler = Annotated[str, typer.Option("--scheduler", help="Address of a Dask scheduler to use.")]
 Merge = Annotated[
-    list[Path] | None, typer.Option("--merge", help="Read results from this JSON; repeatable.")
+    list[Path] | None,
+    typer.Option("--merge", help="Use `matrix run --json` results instead; repeatable."),
 ]
 Expected = Annotated[
     Path | None, typer.Option("--expected", help="File of accepted verdicts; default: shipped.")
@@ -190,7 +193,7 @@ def watch(
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Verify new versions on the package index.
+    """Verify new versions on the package indexes.
 
     New versions are added to the lock of the data directory. Exit status 1: a verdict is bad.
     Versions that an interrupted watch added are verified, too.
@@ -200,17 +203,31 @@ def watch(
     from pyllamakv.source import watch as watching
     from pyllamakv.verification import matrix
 
-    news = watching.compare_with_index()
-    fresh = (*news.unpinned, *news.new) if unpinned else news.new
-    names = (*_unverified(backend), *fresh)
-    views.new_releases(news, names, as_json and (dry_run or not names))
-    if dry_run or not names:
+    news = watching.new_versions()
+    # Oldest first: an interrupted watch leaves the newest to the next one.
+    fresh = tuple(reversed((*news.new, *news.unpinned) if unpinned else news.new))
+    names = _unverified(backend)
+    wanted = (*names, *(each.spec for each in fresh))
+    ended = dry_run or not wanted
+    views.new_releases(news, wanted, as_json and ended)
+    if ended:
         return
+    failed: list[KvError] = []
     with progress_bar.progress() as progress:
-        for name in fresh:
-            fetch.add(name, progress=progress)
-    specs = matrix.plan(_choice(list(names), None, backend))
-    _verify(specs, False, scheduler, views.ReportOptions(expected, html, junit, github, as_json))
+        for each in fresh:
+            try:
+                names.append(fetch.add(each.spec, progress=progress).name)
+            except KvError as error:
+                # One archive that cannot be fetched does not stop the others.
+                failed.append(error)
+                note(f"{each.spec}: {error}")
+    if names:
+        specs = matrix.plan(_choice(list(dict.fromkeys(names)), None, backend))
+        _verify(
+            specs, False, scheduler, views.ReportOptions(expected, html, junit, github, as_json)
+        )
+    if failed:
+        raise failed[0]
 
 
 @app.command()
@@ -261,9 +278,11 @@ def _last_results(
 def _unverified(backend: Sequence[str] | None) -> list[str]:
     """Return the added releases without any result, which an interrupted watch leaves."""
     from pyllamakv.source import lockfile
+    from pyllamakv.source.releases import ARCHIVE_KINDS
     from pyllamakv.verification import matrix, result_cache
 
-    names = [release.name for release in lockfile.load(lockfile.added()) if release.kind == "sdist"]
+    added = lockfile.load(lockfile.added())
+    names = [release.name for release in added if release.kind in ARCHIVE_KINDS]
     specs = matrix.plan(_choice(names, None, backend)) if names else ()
     return list(dict.fromkeys(s.release for s in specs if result_cache.latest_result(s) is None))
 

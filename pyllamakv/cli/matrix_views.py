@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.cli.stdout import note, write_json, write_lines
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pyllamakv.source.watch import IndexChanges
+    from pyllamakv.source.watch import NewVersions
     from pyllamakv.verification.cell import CellResult, CellSpec
     from pyllamakv.verification.expected import Comparison
 
@@ -88,13 +88,14 @@ def missing(specs: Sequence[CellSpec], results: Iterable[CellResult]) -> None:
         note(f"no results yet: {', '.join(names)}; run `pyllamakv matrix run`")
 
 
-def new_releases(found: IndexChanges, names: Sequence[str], as_json: bool) -> None:
-    """List versions on the index that are not pinned."""
+def new_releases(found: NewVersions, names: Sequence[str], as_json: bool) -> None:
+    """List versions on the indexes that are not pinned."""
     if as_json:
-        facts = {"new": found.new, "unpinned": found.unpinned, "lost": found.lost, "verify": names}
-        write_json({key: list(value) for key, value in facts.items()})
+        write_json(asdict(found) | {"verify": list(names)})
         return
-    note(f"to verify: {', '.join(names)}" if names else "there is no new version on the index")
+    note(f"to verify: {', '.join(names)}" if names else "there is no new version on the indexes")
+    for problem in found.unreachable:
+        note(f"warning: {problem}")
     if found.lost:
         note(f"removed or changed on the index: {', '.join(found.lost)}")
 

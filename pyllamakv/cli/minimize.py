@@ -23,7 +23,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Output file; default: NAME.min.jsonl.",
+            help="Output file; default: NAME.min.jsonl beside it.",
         ),
     ] = None,
     model: Model = "",
@@ -48,11 +48,11 @@ def command(
     traces.check(target)
     with progress_bar.progress() as progress:
 
-        def told(left: int, runs: int) -> None:
+        def report_progress(left: int, runs: int) -> None:
             done = len(lines) - left
             progress(f"{left} of {len(lines)} operations left, {runs} runs", done, len(lines))
 
-        found = minimize.minimize(head, lines, folder, model=file, told=told)
+        found = minimize.minimize(head, lines, folder, model=file, progress=report_progress)
     minimize.record(head, found.lines, target, spec=spec, model=file)
     facts = {
         "trace": str(target),

@@ -29,6 +29,13 @@ def patch_names(incomplete: str) -> list[str]:
     return [name for name in found if name.startswith(incomplete)]
 
 
+def model_names(incomplete: str) -> list[str]:
+    """Return the models of the lock file that start with a text."""
+    from pyllamakv.models import catalog
+
+    return [name for name in catalog.known() if name.startswith(incomplete)]
+
+
 # What a command works on.
 ReleaseName = Annotated[
     str,
@@ -50,7 +57,7 @@ ReleaseOrVariant = Annotated[
     str,
     typer.Argument(
         metavar="RELEASE",
-        help="Release 0.3.9, or one variant, 0.3.9+stock.",
+        help="Release 0.3.9 (both builds), or 0.3.9+stock.",
         autocompletion=release_names,
     ),
 ]
@@ -72,6 +79,12 @@ PatchNames = Annotated[
 Base = Annotated[
     str, typer.Argument(metavar="BASE", help="Base release of a port, or a patch file.")
 ]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="Model name; see `model list`.", autocompletion=model_names
+    ),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Recorded trace or decode script.")]
 
 # Which releases and patches.
@@ -91,7 +104,7 @@ Isolates = Annotated[
     list[str] | None,
     typer.Option(
         "--isolate",
-        help="Verify this shipped patch alone; repeatable.",
+        help="Verify this patch, not the series; repeatable.",
         autocompletion=patch_names,
     ),
 ]
@@ -101,13 +114,19 @@ Patches = Annotated[
 ]
 BaseOption = Annotated[
     str | None,
-    typer.Option("--base", help="Base release of the port.", autocompletion=release_names),
+    typer.Option(
+        "--base", help="Base release of the port; default: all.", autocompletion=release_names
+    ),
 ]
 
 # How to verify.
 Scenario = Annotated[str, typer.Option("--scenario", help="Run only this scenario.")]
 Scenarios = Annotated[
     list[str] | None, typer.Option("--scenario", help="Run only this scenario; repeatable.")
+]
+VerifyingScenarios = Annotated[
+    list[str] | None,
+    typer.Option("--scenario", help="Scenario that verifies the patch; repeatable; default: all."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore the result cache.")]
 
@@ -122,9 +141,12 @@ VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patc
 PlayedOn = Annotated[str, typer.Option("--variant", help="Build to play on; default: as recorded.")]
 Variants = Annotated[
     list[str] | None,
-    typer.Option("--variant", help="Build, `stock`, `patched` or `recorded`; repeatable."),
+    typer.Option("--variant", help="Build, `stock`, `patched`, `recorded` (default); repeatable."),
 ]
-Model = Annotated[str, typer.Option("--model", help="GGUF file, or name of a test model.")]
+Model = Annotated[
+    str,
+    typer.Option("--model", help="GGUF file, or name of a model.", autocompletion=model_names),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Maximum number of compute threads.")
 ]
@@ -135,4 +157,4 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show details and
 Github = Annotated[bool, typer.Option("--github", help="Print GitHub Actions syntax.")]
 Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
 To = Annotated[Path | None, typer.Option("--to", help="Write to this directory.")]
-Keep = Annotated[bool, typer.Option("--keep", help="Keep downloaded archives.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep archives in the data directory.")]

@@ -35,7 +35,7 @@ def serve(
         str | None, typer.Option("--device", help="Device name; default: CPU or first GPU.")
     ] = None,
     memory: Annotated[
-        str, typer.Option("--memory", help="Memory reported to clients: 4G; through 0.3.16.")
+        str, typer.Option("--memory", help="Reported memory, as 512M or 4G (through 0.3.16).")
     ] = "",
     threads: Threads = None,
     backend: Backend = "cpu",

@@ -93,10 +93,10 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
 
     with ExitStack() as stack:
         played = stack.enter_context(variant_selection.open_run(path, variant, model))
-        stage, recorder = played.stage, None
+        session, recorder = played.session, None
         if trace is not None:
             about = traces.current_head(played.variant, played.model, played.head.environment)
-            recorder = stack.enter_context(closing(traces.Recorder(trace, about, stage)))
+            recorder = stack.enter_context(closing(traces.Recorder(trace, about, session)))
 
         def observe(line: Line, result: dict[str, Any]) -> None:
             if recorder is not None:
@@ -104,12 +104,12 @@ def _play(path: Path, variant: str, model: str, trace: Path | None, as_json: boo
             if as_json:
                 write_json({**line.to_json(), "result": result}, indent=None)
             else:
-                _show(line, result, stage)
+                _show(line, result, session)
 
-        script_player.play(played.lines, stage, observe)
+        script_player.play(played.lines, session, observe)
 
 
-def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
+def _show(line: Line, result: dict[str, Any], session: Any) -> None:
     from rich.console import Console
 
     from pyllamakv.view import cell_drawing
@@ -120,7 +120,7 @@ def _show(line: Line, result: dict[str, Any], stage: Any) -> None:
     )
     write_lines([f"{line.number:>4} {line.op} {words}", f"       {found}"])
     sys.stdout.flush()
-    snapshot = stage.player.snapshot() if line.op == "snapshot" else None
+    snapshot = session.player.snapshot() if line.op == "snapshot" else None
     if snapshot is not None:
         label = str(line.arguments.get("label", ""))
         Console().print(cell_drawing.draw(cell_picture.Picture.of(snapshot, label)))

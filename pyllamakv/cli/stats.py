@@ -27,7 +27,8 @@ def command(
     variant: PlayedOn = "",
     model: Model = "",
     label: Annotated[
-        list[str] | None, typer.Option("--label", help="KEY=VALUE label for metrics; repeatable.")
+        list[str] | None,
+        typer.Option("--label", help="KEY=VALUE label for --prometheus; repeatable."),
     ] = None,
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="Print the Prometheus text format.")
@@ -58,10 +59,10 @@ def command(
         with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
             timeline = frames.Timeline(played.variant)
             try:
-                playback.play(played.lines, played.stage, timeline.frames.append)
+                playback.play(played.lines, played.session, timeline.frames.append)
             except ScenarioFailed as error:
                 broken = error
-            player = played.stage.player
+            player = played.session.player
             if player is not None:
                 snapshot = player.snapshot()
                 stats = None if snapshot is None else snapshot.stats

@@ -22,7 +22,7 @@ Specs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SPEC",
-        help="0.3.9, 0.3.9+patched, 0.3.9+PATCH,PATCH.",
+        help="0.3.9 (stock), 0.3.9+patched, 0.3.9+PATCH,PATCH.",
         autocompletion=release_names,
     ),
 ]

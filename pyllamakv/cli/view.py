@@ -29,7 +29,7 @@ def command(
     ] = 4.0,
     width: Annotated[int, typer.Option("--width", min=8, help="Cells per line.")] = 64,
     line: Annotated[
-        int, typer.Option("--line", min=0, help="Show only this trace line; 0: all.")
+        int, typer.Option("--line", min=0, help="Show only this line of the file; 0: all.")
     ] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Print without animation.")] = False,
     timeline: Annotated[
@@ -117,7 +117,7 @@ def _follow(
                     shown.show(frame)
 
             try:
-                playback.play(played.lines, played.stage, show)
+                playback.play(played.lines, played.session, show)
             except ScenarioFailed as error:
                 return recorded, error
     return recorded, None

@@ -31,10 +31,10 @@ class BisectStep:
 
 @dataclass(frozen=True)
 class BisectResult:
-    """Where a verdict changed: ``first`` has another than ``last``, the one before it.
+    """A change of the verdict: ``last`` is the last release before it, ``first`` the first after.
 
-    ``suspects`` are the untestable releases between the two, any of which may have changed it
-    first. ``odd`` are known verdicts that do not fit one single change.
+    ``suspects`` are the untestable releases between the two; any of them may be the first.
+    ``untestable`` are all releases without a verdict.
     """
 
     last: BisectStep
@@ -55,7 +55,7 @@ class BisectResult:
         ]
         if self.suspects:
             names = ", ".join(self.suspects)
-            lines.append(f"It may have changed in {names} already, which cannot be judged here.")
+            lines.append(f"It may have changed in {names} already, which cannot be verified here.")
         if self.untestable:
             names = ", ".join(f"{step.release} is {step.verdict}" for step in self.untestable)
             lines.append(f"There was more than one change: {names}. Bisect between these as well.")
@@ -116,7 +116,7 @@ def _way(good: str, bad: str, chain: Sequence[str]) -> list[str]:
             raise UsageError(msg)
     start, end = chain.index(good), chain.index(bad)
     if start == end:
-        msg = f"no release lies between {good} and {bad}; name two releases"
+        msg = f"no release is between {good} and {bad}; name two releases"
         raise UsageError(msg)
     return list(chain[start : end + 1] if start < end else chain[end : start + 1][::-1])
 

@@ -53,7 +53,7 @@ def lock_cell(name: str | None, *, wait: bool) -> Iterator[bool]:
         yield False
         return
     except OSError:
-        # A home that cannot be written remembers nothing either.
+        # Nothing is cached in a read-only data directory.
         yield True
         return
     try:
@@ -76,7 +76,7 @@ def build_lock(progress: Progress | None) -> Iterator[None]:
                 progress("waiting for the build of another cell", 0, None)
             lock.acquire()
     except OSError:
-        # A home that cannot be written may hold all that is needed; `check` says if it does not.
+        # A read-only data directory may contain every build; `check` reports a missing one.
         yield
         return
     try:
@@ -151,6 +151,11 @@ class ScenarioRow:
     claim: str = ""
     issue: str = ""
 
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> ScenarioRow:
+        """Return the row of a stored result. Version 0.1 and earlier call a fix a cure."""
+        return cls(**{**raw, "kind": "fix" if raw["kind"] == "cure" else raw["kind"]})
+
     @property
     def on_stock(self) -> str:
         """Return the result on stock: "pass", "fail", or "skip" if it is not meaningful."""
@@ -183,6 +188,8 @@ class CellResult:
     stock_failed: int = 0
     patched_failed: int = 0
     patches: tuple[str, ...] = ()
+    #: The base of the port for each patch that was merged from another release.
+    carried: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     variants: dict[str, str] = field(default_factory=dict)
     scenarios: tuple[ScenarioRow, ...] = ()
@@ -222,7 +229,7 @@ class CellResult:
         try:
             facts = dict(raw)
             facts["spec"] = CellSpec.from_json(raw["spec"])
-            facts["scenarios"] = tuple(ScenarioRow(**row) for row in raw["scenarios"])
+            facts["scenarios"] = tuple(ScenarioRow.from_json(row) for row in raw["scenarios"])
             facts["failing"] = tuple(FailedRun(**run) for run in raw["failing"])
             for key in ("patches", "drift", "pictures"):
                 facts[key] = tuple(raw[key])
@@ -291,6 +298,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
         stock_failed=found.stock_failed,
         patched_failed=found.patched_failed,
         patches=answer.patches,
+        carried=dict(answer.carried),
         skipped=dict(answer.skipped),
         variants=dict(answer.variants),
         scenarios=_rows(answer),
@@ -329,7 +337,7 @@ def _rows(answer: CheckResult) -> tuple[ScenarioRow, ...]:
             name,
             mine[0].kind,
             str(verdict),
-            check_report.word(verdict, mine[0].kind),
+            check_report.word(verdict, mine),
             check_report.summary([pair.stock for pair in mine]),
             check_report.summary([pair.patched for pair in mine]),
             known[name].claim if name in known else "",

@@ -1,4 +1,4 @@
-"""Judge a patch series on a release: build both sides, run the scenarios, say the verdict."""
+"""Verify a patch series on a release: build both sides, run the scenarios, decide the verdict."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from pyllamakv.errors import (
     SourceError,
     UsageError,
 )
-from pyllamakv.patching import apply, drift, series
+from pyllamakv.patching import apply, drift, foreign_series, series
 from pyllamakv.source import fetch, spec_resolver
+from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
+from pyllamakv.verification.header_tests import HEADERS, HeaderResult, run_header_tests
 from pyllamakv.verification.parallel_runs import RunTask
-from pyllamakv.verification.verdict import Decision, Pair, decide, is_harmful
+from pyllamakv.verification.verdict import Decision, Pair, decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.series import Series
+    from pyllamakv.scenarios.outcome import Kind
     from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.source.progress import Progress
@@ -57,6 +60,8 @@ class CheckRequest:
     native: bool = True
     #: Run each scenario in a few settings only.
     quick: bool = False
+    #: Seconds of one call into the library after which a run hangs; None: the backend's default.
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ class CheckResult:
     variants: dict[str, str] = field(default_factory=dict)
     patches: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
+    #: Runs that were not made, because too many before them hung.
+    stopped: int = 0
+    #: Results of the tests of the patches' headers; only in a checkout.
+    headers: tuple[HeaderResult, ...] = ()
+    #: The base of the port for each patch that was merged from another release.
+    carried: dict[str, str] = field(default_factory=dict)
 
     def to_json(self, *, pictures: bool = True) -> dict[str, Any]:
         """Return the result as JSON values (docs/verification.md explains the verdicts).
@@ -88,7 +99,13 @@ class CheckResult:
             "runs": found.runs,
             "stock_failed": found.stock_failed,
             "patched_failed": found.patched_failed,
+            "shared_failures": found.shared,
+            "stopped": self.stopped,
+            "header_tests": {each.path: each.problem or "pass" for each in self.headers},
+            "fixes": {name: list(where) for name, where in found.fixes.items()},
+            "breaks": {name: list(where) for name, where in found.breaks.items()},
             "patches": list(self.patches),
+            "carried": self.carried,
             "skipped": self.skipped,
             "variants": self.variants,
             "scenarios": {name: str(verdict) for name, verdict in found.scenarios.items()},
@@ -115,6 +132,11 @@ class PatchedSide:
     skipped: dict[str, str] = field(default_factory=dict)
     conflict: str = ""
     build_error: str = ""
+    tree: str = ""
+    #: The release already contains some changes of a patch.
+    partly: bool = False
+    #: The base of the port for each patch that was merged from another release.
+    carried: dict[str, str] = field(default_factory=dict)
 
 
 def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckResult:
@@ -146,7 +168,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         if error.exit_code != SourceError.exit_code:
             raise
         return CheckResult(question, decide((), untestable=f"cannot be fetched here: {error}"))
-    if not question.scenarios:
+    if not question.scenarios and not question.patches:
         brought = {name for patch in made.patches for name in claimed.get(patch, ())}
         chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
     sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
@@ -158,13 +180,17 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
     try:
-        results = parallel_runs.run_tasks(tasks, fresh=question.fresh, progress=progress)
+        results = parallel_runs.run_tasks(
+            tasks, fresh=question.fresh, timeout=question.timeout, progress=progress
+        )
     except parallel_runs.CannotLoad as error:
         where = f"stock cannot be loaded here: {error}"
         if error.library == stock.folder:
             return CheckResult(question, decide((), untestable=where))
         tasks = [task for task in tasks if task.side == "stock"]
-        results = parallel_runs.run_tasks(tasks, fresh=question.fresh, progress=progress)
+        results = parallel_runs.run_tasks(
+            tasks, fresh=question.fresh, timeout=question.timeout, progress=progress
+        )
         made = replace(made, build_error=f"the patched library does not load: {error}")
     runs = {
         side: tuple(run for task, run in results.items() if task.side == side) for side in sides
@@ -173,18 +199,66 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     if faults:
         msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
         raise HarnessError(msg)
-    pairs = pair_up(chosen, runs)
-    if own is not None:
-        # A fix scenario of another patch counts only if this patch breaks it.
-        pairs = [p for p in pairs if p.scenario in own or is_harmful(p) or not _fails(p)]
-    judgement = decide(pairs, conflict=made.conflict, build_error=made.build_error)
+    claims = _claims(question, own)
+    pairs = pair_up(chosen, runs, claims)
+    made_pairs = [pair for pair in pairs if not _is_stopped(pair)]
+    stopped = len(pairs) - len(made_pairs)
+    headers = _test_headers(question, made, progress)
+    # A patch without claims may use the name of a header for one with other functions.
+    problems = [each.problem for each in headers if each.failed or (each.error and claims != set())]
+    judgement = decide(
+        made_pairs,
+        conflict=made.conflict,
+        build_error=made.build_error,
+        headers=problems,
+        partly=made.partly,
+        carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
+    )
     ids = {side: built.id for side, built in sides.items()}
-    return CheckResult(question, judgement, tuple(pairs), runs, ids, made.patches, made.skipped)
+    return CheckResult(
+        question,
+        judgement,
+        tuple(made_pairs),
+        runs,
+        ids,
+        made.patches,
+        made.skipped,
+        stopped,
+        headers,
+        made.carried,
+    )
 
 
-def pair_up(scenarios: Sequence[Scenario], runs: dict[str, tuple[Run, ...]]) -> list[Pair]:
-    """Return each scenario and setting with its outcome on both sides."""
-    kinds = {each.id: each.kind for each in scenarios}
+def _test_headers(
+    question: CheckRequest, made: PatchedSide, progress: Progress | None
+) -> tuple[HeaderResult, ...]:
+    if question.scenarios or made.variant is None or not made.tree:
+        return ()
+    paths = [path for each in HEADERS for path in (each.path, *each.needs)]
+    found = open_store().read_many(made.tree, paths)
+    files = {path: text for path, text in found.items() if text is not None}
+    return tuple(run_header_tests(files, progress=progress))
+
+
+def _is_stopped(pair: Pair) -> bool:
+    sides = (pair.stock, pair.patched)
+    return any(each is not None and each.failure == parallel_runs.STOPPED for each in sides)
+
+
+def pair_up(
+    scenarios: Sequence[Scenario],
+    runs: dict[str, tuple[Run, ...]],
+    claimed: set[str] | None = None,
+) -> list[Pair]:
+    """Return each scenario and setting with its outcome on both sides.
+
+    ``claimed`` are the scenarios that the patches claim to pass; None: all. For patches without any
+    claim, a guard that stock fails is a fix like any other.
+    """
+    kinds: dict[str, Kind] = {
+        each.id: "fix" if claimed == set() and each.kind == "guard" else each.kind
+        for each in scenarios
+    }
     patched = {(run.scenario, run.setting): run.outcome for run in runs.get("patched", ())}
     return [
         Pair(
@@ -193,6 +267,7 @@ def pair_up(scenarios: Sequence[Scenario], runs: dict[str, tuple[Run, ...]]) -> 
             run.setting,
             run.outcome,
             patched.get((run.scenario, run.setting)),
+            claimed=claimed is None or run.scenario in claimed,
         )
         for run in runs["stock"]
     ]
@@ -206,11 +281,15 @@ def _names(question: CheckRequest) -> list[str] | None:
     if question.isolate:
         return [question.isolate]
     if question.patches:
-        missing = next((path for path in question.patches if not path.exists()), None)
-        if missing is not None:
-            msg = f"there is no patch file or folder {missing}"
-            raise UsageError(msg)
-        return [str(path.resolve()) for path in question.patches]
+        found = [str(path) for path in question.patches]
+        for path in question.patches:
+            if not str(path).startswith(foreign_series.GIT) and not path.exists():
+                msg = f"there is no patch file or directory {path}"
+                raise UsageError(msg)
+        return [
+            name if name.startswith(foreign_series.GIT) else str(Path(name).resolve())
+            for name in found
+        ]
     return list(question.series) or None
 
 
@@ -231,6 +310,22 @@ def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
     return own | (set(question.scenarios) - claimed)
 
 
+def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
+    """Return the scenarios that the patches claim to pass; None if all.
+
+    A foreign patch claims the scenarios in its header or its series, and those of the request.
+    """
+    if own is None and question.patches:
+        loaded = [foreign_series.load(_source(path)) for path in question.patches]
+        named = {name for series in loaded for patch in series for name in patch.scenarios}
+        return named | set(question.scenarios)
+    return own
+
+
+def _source(path: Path) -> Path | str:
+    return str(path) if str(path).startswith(foreign_series.GIT) else path
+
+
 def _named(path: Path) -> set[str]:
     if not (path / "series.toml").is_file():
         return set()
@@ -238,19 +333,15 @@ def _named(path: Path) -> set[str]:
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
-    """Return the fix scenarios of some patches, and all guards.
+    """Return the scenarios of some patches, and all guards.
 
-    A guard or a feature of the whole series is the very thing that one patch is there to bring.
+    A guard of the whole series is a fix of the patch that names it.
     """
     return [
-        replace(each, kind="fix") if each.id in own else each
+        replace(each, kind="fix") if each.id in own and each.kind == "guard" else each
         for each in chosen
         if each.id in own or each.kind == "guard"
     ]
-
-
-def _fails(pair: Pair) -> bool:
-    return pair.patched is not None and pair.patched.status != "pass"
 
 
 def _patch(
@@ -260,10 +351,17 @@ def _patch(
         patched: PatchedRelease = apply.apply(release, names)
     except (PatchConflict, NoPortApplies) as error:
         first = str(error).split("\n", 1)[0]
-        return PatchedSide(conflict=drift.why(release, names) or first)
+        conflicts = error.conflicts if isinstance(error, NoPortApplies) else [error]
+        partly = any(each.half_applied for each in conflicts)
+        # The conflict of a partly patched tree is better explained than a changed line.
+        why = drift.why(release, names) or first
+        if partly:
+            why = f"{first} The release already contains a part of the patch."
+        return PatchedSide(conflict=why, partly=partly)
     skipped = {each.id: each.reason for each in patched.skipped}
-    torn = {each.id: each.reason for each in patched.skipped if each.conflicts}
+    torn = {each.id: each.reason for each in patched.skipped if each.failed}
     conflict = "; ".join(torn.values())
+    partly = any(c.half_applied for each in patched.skipped for c in each.conflicts)
     if torn:
         conflict = drift.why(release, list(torn)) or conflict
     try:
@@ -278,8 +376,18 @@ def _patch(
             built = build(spec, backend=backend, native=native, progress=progress)
     except CommandFailed as error:
         first = error.first_error or str(error)
-        return PatchedSide(patches=patched.patches, skipped=skipped, build_error=first)
-    return PatchedSide(built, patched.patches, skipped, conflict)
+        return PatchedSide(
+            patches=patched.patches, carried=patched.carried, skipped=skipped, build_error=first
+        )
+    return PatchedSide(
+        built,
+        patched.patches,
+        skipped,
+        conflict,
+        tree=patched.tree,
+        partly=partly,
+        carried=patched.carried,
+    )
 
 
 def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.frames import Timeline
     from pyllamakv.scenarios.runner import Run
     from pyllamakv.verification.check import CheckResult
+    from pyllamakv.verification.verdict import Pair
 
 
 #: Longest message that the list of failures shows; JSON has all of it.
 _LONGEST = 300
 
 
-def word(verdict: Verdict, kind: str) -> str:
-    """Return a scenario's verdict for display: only a fix scenario can be redundant."""
-    if verdict is Verdict.REDUNDANT and kind != "fix":
-        return "holds" if kind == "guard" else "works"
-    return str(verdict)
+def word(verdict: Verdict, pairs: Sequence[Pair]) -> str:
+    """Return a scenario's verdict for display.
+
+    A guard without a difference *holds*. A scenario that both sides fail alike, and that the patch
+    does not claim, is *unchanged*.
+    """
+    if verdict is not Verdict.HARMLESS:
+        return str(verdict)
+    if any(pair.broken for pair in pairs):
+        return "unchanged"
+    return "holds" if pairs[0].kind == "guard" else str(verdict)
 
 
 def summary(outcomes: list[Outcome | None]) -> str:
@@ -93,9 +100,12 @@ def pictures(answer: CheckResult) -> Iterator[tuple[str, cell_picture.Picture]]:
 
 
 def timelines(answer: CheckResult) -> Iterator[tuple[str, str, Timeline]]:
-    """Yield scenario, side and timeline of each scenario with recorded frames, stock first."""
+    """Yield scenario, side and timeline of each scenario with recorded frames, stock first.
+
+    A scenario with several contexts shows the last one if it failed, since the failure is there.
+    """
     recorded = {
-        (run.scenario, side): run.timelines[0]
+        (run.scenario, side): run.timelines[-1 if run.outcome.failed else 0]
         for side, runs in answer.runs.items()
         for run in reversed(runs)
         if run.timelines

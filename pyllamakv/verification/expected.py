@@ -39,8 +39,9 @@ _RANK = {
     Verdict.UNTESTABLE: 1,
     Verdict.BROKEN_APPLY: 2,
     Verdict.BROKEN_BUILD: 3,
-    Verdict.INEFFECTIVE: 4,
-    Verdict.HARMFUL: 5,
+    Verdict.BROKEN_CARRY: 4,
+    Verdict.INEFFECTIVE: 5,
+    Verdict.HARMFUL: 6,
 }
 
 
@@ -87,7 +88,7 @@ def shipped() -> Path:
 
 
 def local_file() -> Path:
-    """Return the file that `accept` writes: the checkout's, else one in the home."""
+    """Return the file that `accept` writes: in the checkout, else in the data directory."""
     path = shipped()
     root = home.checkout()
     writable = root is not None and os.access(path if path.exists() else path.parent, os.W_OK)
@@ -95,7 +96,7 @@ def local_file() -> Path:
 
 
 def load(path: Path | None = None) -> Table:
-    """Return what is accepted by cell; without a path the shipped file and the home's on top."""
+    """Return the accepted verdicts by cell; by default, local entries override shipped ones."""
     if path is not None:
         return _read(path)
     return {

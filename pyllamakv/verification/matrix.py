@@ -78,7 +78,7 @@ def _names(choice: MatrixSelection) -> list[str]:
     if choice.releases:
         found = {each.name: each for each in map(spec_resolver.resolve, choice.releases)}
     else:
-        found = {name: each for name, each in known.items() if each.kind in ("sdist", "npm")}
+        found = {name: each for name, each in known.items() if each.kind in releases.ARCHIVE_KINDS}
     eras = {release.era for release in known.values()}
     strange = next((era for era in choice.eras if era not in eras), None)
     if strange is not None:

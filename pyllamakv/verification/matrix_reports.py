@@ -76,7 +76,7 @@ def markdown(results: Iterable[CellResult]) -> str:
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for result in shown:
         spec = result.spec
-        cells = [spec.what, result.era, spec.backend, result.verdict, result.measured]
+        cells = [spec.what, result.era, spec.backend, _verdict(result), result.measured]
         cells.append(_fixed(result))
         if devices:
             ran = [row for row in result.scenarios if row.verdict != Verdict.UNTESTABLE]
@@ -85,8 +85,13 @@ def markdown(results: Iterable[CellResult]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _verdict(result: CellResult) -> str:
+    """Return the verdict, and how many patches were merged from ports of other releases."""
+    return f"{result.verdict} ({len(result.carried)} carried)" if result.carried else result.verdict
+
+
 def _fixed(result: CellResult) -> str:
-    """Name the scenarios that patched passes and stock fails; many are counted."""
+    """Return the names of fixed scenarios, or their number if there are many."""
     names = [row.id for row in result.scenarios if row.verdict == Verdict.NEEDED]
     return ", ".join(names) if len(names) <= FEW else f"{len(names)} scenarios"
 

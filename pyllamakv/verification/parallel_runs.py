@@ -1,7 +1,7 @@
-"""Run scenarios on both sides, two workers at a time, and remember what ran already.
+"""Run scenarios on both sides in parallel workers, and cache the results.
 
 A result is a function of the library, the scenario's file, the setting and this package's own
-code; its key is a digest of these, so a warm run reads files and starts nothing.
+code; its key is a digest of these, so a run with a full cache starts no worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
@@ -45,8 +46,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules of these packages that decide none: a changed word there runs no scenario again.
 _NO_INPUT = ("traces/completion.py", "traces/playback.py")
 
-#: Outcomes that may not come again and so are never remembered.
-_PASSING = ("hang",)
+#: Failures that are not cached: a hang may be caused by a busy machine, and a run that was not made
+#: has no result.
+STOPPED = "stopped"
+_NOT_CACHED = ("hang", STOPPED)
+
+#: Hangs of a library after which its remaining runs are not made.
+MAX_HANGS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class RunTask:
 
     @property
     def key(self) -> str:
-        """Return the name under which the result is remembered."""
+        """Return the cache key of the result."""
         facts = [
             self.digest,
             self.scenario.id,
@@ -79,13 +85,13 @@ class RunTask:
 @cache
 def code_digest() -> str:
     """Return the digest of the code that runs scenarios."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in _CODE:
         for path in sorted(_PACKAGE.glob(part)):
             name = path.relative_to(_PACKAGE).as_posix()
             if name not in _NO_INPUT:
-                whole.update(name.encode() + b"\0" + path.read_bytes())
-    return whole.hexdigest()
+                digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 class CannotLoad(LoadError):
@@ -103,13 +109,15 @@ def run_tasks(
     workers: int | None = None,
     opener: Opener | None = None,
     executor: Executor | None = None,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> dict[RunTask, Run]:
     """Return the result of every task; ``fresh`` ignores the result cache.
 
     Both sides of a scenario run in the same call, the longest tasks first, on ``workers`` threads
-    with separate worker processes, and all on one backend. An interrupt ends the running tasks,
-    whose results are not stored.
+    with separate worker processes, and all on one backend. A call that takes more than ``timeout``
+    seconds is a hang; after `MAX_HANGS` of a library, its remaining tasks are skipped with the
+    failure "stopped". An interrupt ends the running tasks, whose results are not stored.
     """
     done: dict[RunTask, Run] = {}
     for task in tasks:
@@ -124,22 +132,30 @@ def run_tasks(
     # Deep models take longest; started last they would leave one worker alone with them.
     groups = _groups(left)
     groups.sort(key=lambda group: -len(group) * synthetic_models.cost(group[0].scenario.model))
-    benches: list[ScenarioRunner] = []
+    runners: list[ScenarioRunner] = []
     mine = local()
+    hangs: Counter[Path] = Counter()
     ended: list[RunTask] = []
     stop = Event()
 
     def work(group: list[RunTask]) -> list[tuple[RunTask, Run]]:
-        bench = getattr(mine, "bench", None)
-        if bench is None:
-            bench = mine.bench = ScenarioRunner(opener, DevicePlacement(left[0].backend))
-            benches.append(bench)
+        runner = getattr(mine, "runner", None)
+        if runner is None:
+            place = DevicePlacement(left[0].backend)
+            runner = mine.runner = ScenarioRunner(opener, place, timeout=timeout)
+            runners.append(runner)
         results = []
         for task in group:
-            run = bench.run(task.library, task.scenario, task.setting)
-            if run.outcome.failure == "hang" and not stop.is_set():
-                # A machine that was busy or asleep looks the same; a real hang comes again.
-                run = bench.run(task.library, task.scenario, task.setting)
+            if hangs[task.library] >= MAX_HANGS:
+                run = _stopped(task)
+            else:
+                run = runner.run(task.library, task.scenario, task.setting)
+            hung = run.outcome.failure == "hang"
+            if hung and not hangs[task.library] and not stop.is_set():
+                # A busy or suspended machine looks the same; a real hang repeats.
+                run = runner.run(task.library, task.scenario, task.setting)
+                hung = run.outcome.failure == "hang"
+            hangs[task.library] += hung
             if stop.is_set():
                 break  # an interrupted run has no result
             store_run(task.key, run)
@@ -158,16 +174,21 @@ def run_tasks(
     except BaseException:
         stop.set()
         while left_over := [each for each in futures if not each.cancel() and not each.done()]:
-            for bench in benches:
-                bench.cut()
+            for runner in runners:
+                runner.cut()
             wait(left_over, timeout=0.2)
         raise
     finally:
         if executor is None:
             pool.shutdown()
-        for bench in benches:
-            bench.close()
+        for runner in runners:
+            runner.close()
     return {task: done[task] for task in tasks}
+
+
+def _stopped(task: RunTask) -> Run:
+    message = f"not run, because {MAX_HANGS} earlier runs hung"
+    return Run(task.scenario.id, task.setting.name, Outcome("skip", STOPPED, message))
 
 
 def check_loadable(library: Path, opener: Opener | None, place: DevicePlacement) -> None:
@@ -182,13 +203,13 @@ def check_loadable(library: Path, opener: Opener | None, place: DevicePlacement)
 
 
 def default_workers() -> int:
-    """Return how many runs to have at once: the processors that we may use, eight at most."""
+    """Return the number of parallel runs: the usable processors, at most eight."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, 8))
 
 
 def load_run(key: str) -> Run | None:
-    """Return a remembered result, or None when there is none that can be read."""
+    """Return a cached result, or None without a readable one."""
     try:
         raw = json.loads(_file(key).read_text(encoding="utf-8"))
         return from_json(raw)
@@ -198,9 +219,9 @@ def load_run(key: str) -> Run | None:
 
 def store_run(key: str, run: Run) -> None:
     """Store a result, unless it may differ the next time."""
-    if run.outcome.status == "fault" or run.outcome.failure in _PASSING:
+    if run.outcome.status == "fault" or run.outcome.failure in _NOT_CACHED:
         return
-    # A home that cannot be written costs the memory, not the verdict.
+    # Without a writable data directory, the result is valid but not cached.
     with contextlib.suppress(OSError, KvError):
         write_text_atomic(_file(key), json.dumps(to_json(run)))
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _SCHEMA = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Modules that turn runs into results, beside those that decide the runs.
-_DECIDING_MODULES = ("cell.py", "check.py", "verdict.py", "check_report.py")
+_DECIDING_MODULES = ("cell.py", "check.py", "verdict.py", "check_report.py", "header_tests.py")
 
 #: Verdicts that say more about this machine at this moment than about the release.
-_TRANSIENT = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD)
+_TRANSIENT = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD, Verdict.BROKEN_CARRY)
 
 
 def key(spec: CellSpec, where: str = "here") -> str | None:
@@ -79,12 +79,12 @@ def store_result(name: str | None, result: CellResult) -> None:
     """Store a result as its cell's latest, and under its key if it is reproducible."""
     text = json.dumps(result.to_json(), ensure_ascii=False)
     try:
-        # First the latest: what is found by its key is never written again.
+        # The latest result first: an entry that is found by its key is never written again.
         write_text_atomic(_latest(result.spec), text)
         if name is not None and not _is_transient(result):
             write_text_atomic(_file(name), text)
     except (OSError, KvError):
-        # A home that cannot be written costs the memory, not the verdict.
+        # Without a writable data directory, the verdict is valid but not cached.
         return
 
 
@@ -129,10 +129,10 @@ def _texts() -> str:
 
 
 def _code() -> str:
-    whole = hashlib.sha256(parallel_runs.code_digest().encode())
+    digest = hashlib.sha256(parallel_runs.code_digest().encode())
     for name in _DECIDING_MODULES:
-        whole.update((_PACKAGE / "verification" / name).read_bytes())
-    return whole.hexdigest()
+        digest.update((_PACKAGE / "verification" / name).read_bytes())
+    return digest.hexdigest()
 
 
 def _file(name: str) -> Path:

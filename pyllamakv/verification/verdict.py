@@ -16,40 +16,48 @@ if TYPE_CHECKING:
 
 
 class Verdict(StrEnum):
-    """The verdicts on a patch for a release."""
+    """The verdicts on a patch for a release, worst first.
 
-    UNTESTABLE = "untestable"
+    A release takes the worst verdict of its scenarios.
+    """
+
     BROKEN_APPLY = "broken-apply"
-    NATIVE = "native"
     BROKEN_BUILD = "broken-build"
+    BROKEN_CARRY = "broken-carry"
     HARMFUL = "harmful"
     INEFFECTIVE = "ineffective"
     NEEDED = "needed"
+    WORKS = "works"
     REDUNDANT = "redundant"
+    HARMLESS = "harmless"
+    NATIVE = "native"
+    UNTESTABLE = "untestable"
 
 
-#: Worst first; a release takes the first that one of its scenarios has.
-SEVERITY = (
-    Verdict.BROKEN_APPLY,
-    Verdict.BROKEN_BUILD,
-    Verdict.HARMFUL,
-    Verdict.INEFFECTIVE,
-    Verdict.NEEDED,
-    Verdict.REDUNDANT,
-    Verdict.NATIVE,
-    Verdict.UNTESTABLE,
+SEVERITY = tuple(Verdict)
+
+#: Verdicts with exit status 0.
+GOOD = frozenset(
+    {Verdict.NEEDED, Verdict.WORKS, Verdict.REDUNDANT, Verdict.HARMLESS, Verdict.NATIVE}
 )
 
-#: Verdicts under which nothing has to be done.
-GOOD = frozenset({Verdict.NEEDED, Verdict.REDUNDANT, Verdict.NATIVE})
+#: Failure classes of the patched side, worst first, with their names in headlines.
+RANKS = {
+    "data": "wrong data",
+    "lost": "lost tokens or stray cells",
+    "crash": "a crash",
+    "hang": "a hang",
+    "claim": "a failed claim",
+}
 
 
 @dataclass(frozen=True)
 class Pair:
     """One scenario in one setting on both sides; ``patched`` is None if no port applied.
 
-    What stock can run and patched cannot, a model or a context that it does not make, is the
-    patch's doing: a failure of patched.
+    A setting that stock can run and patched cannot is a failure of patched. ``claimed`` is whether
+    the patch states that it keeps the claim of the scenario: a shipped series does so for all
+    scenarios, a patch without a list of scenarios for none.
     """
 
     scenario: str
@@ -57,6 +65,7 @@ class Pair:
     setting: str
     stock: Outcome
     patched: Outcome | None = None
+    claimed: bool = True
 
     def __post_init__(self) -> None:
         """Count a run that only stock could do as failed by patched."""
@@ -73,10 +82,28 @@ class Pair:
             return False
         return _countable(self.patched) and self.patched.status != "pass"
 
+    @property
+    def fixed(self) -> bool:
+        """Return whether patched passes a run of a fix scenario that stock fails."""
+        if self.patched is None or self.patched.status != "pass":
+            return False
+        return self.kind == "fix" and _stock_fails(self)
+
+    @property
+    def gained(self) -> bool:
+        """Return whether patched has a feature that stock lacks."""
+        if self.patched is None or self.patched.status != "pass":
+            return False
+        return self.kind == "feature" and self.stock.status == "absent"
+
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict with its reason in one line, its counts, and the verdict of each scenario."""
+    """A verdict with its reason in one line, its counts, and the verdict of each scenario.
+
+    ``fixes`` and ``breaks`` contain the settings of each scenario in which patched is better or
+    worse than stock. ``shared`` counts the runs that both sides fail alike.
+    """
 
     verdict: Verdict
     reason: str
@@ -84,6 +111,9 @@ class Decision:
     stock_failed: int = 0
     patched_failed: int = 0
     scenarios: dict[str, Verdict] = field(default_factory=dict)
+    fixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    breaks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -102,13 +132,21 @@ def decide(
     untestable: str = "",
     conflict: str = "",
     build_error: str = "",
+    headers: Sequence[str] = (),
+    partly: bool = False,
+    carried: Sequence[str] = (),
 ) -> Decision:
     """Return the verdict of a release: the worst one of its scenarios.
 
     ``untestable`` is the reason why nothing can run here, ``conflict`` the reason why a patch does
     not apply strictly (its scenarios have no patched side), and ``build_error`` the first error of
-    the patched build. Each is empty otherwise.
+    the patched build. ``headers`` are the failures of header tests: with any, the verdict is at
+    best harmful. ``partly`` is whether the release already contains some changes of the patch: the
+    verdict is then broken-apply, never native. ``carried`` are the patches that were merged from a
+    port of another release: if they do not compile, fail a claim or do harm, the verdict is
+    broken-carry, because the same patches passed on that release. Each is empty otherwise.
     """
+    merged = f"carried {', '.join(carried)}: " if carried else ""
     names = list(dict.fromkeys(pair.scenario for pair in pairs))
     pairs = [pair for pair in pairs if not _absent_on_both(pair)]
     counted = [pair for pair in pairs if _countable(pair.stock)]
@@ -116,7 +154,10 @@ def decide(
     if untestable:
         return Decision(Verdict.UNTESTABLE, untestable)
     if build_error:
-        return Decision(Verdict.BROKEN_BUILD, build_error, len(counted), stock_failed)
+        broken = Verdict.BROKEN_CARRY if carried else Verdict.BROKEN_BUILD
+        return Decision(broken, merged + build_error, len(counted), stock_failed)
+    if partly:
+        return Decision(Verdict.BROKEN_APPLY, conflict, len(counted), stock_failed)
     scenarios = {
         name: decide_scenario([pair for pair in pairs if pair.scenario == name]) for name in names
     }
@@ -124,7 +165,14 @@ def decide(
     patched_failed = sum(pair.patched is not None and pair.patched.failed for pair in pairs)
     counts = len(counted), stock_failed, patched_failed
     reason = _reason(verdict, pairs, scenarios, conflict, counts)
-    return Decision(verdict, reason, *counts, scenarios)
+    if headers and SEVERITY.index(verdict) > SEVERITY.index(Verdict.HARMFUL):
+        verdict, reason = Verdict.HARMFUL, headers[0]
+    if carried and verdict in (Verdict.HARMFUL, Verdict.INEFFECTIVE):
+        verdict, reason = Verdict.BROKEN_CARRY, merged + reason
+    fixes = _settings(pair for pair in pairs if pair.fixed or pair.gained)
+    breaks = _settings(filter(is_harmful, pairs))
+    shared = sum(pair.stock.failed and pair.broken and not is_harmful(pair) for pair in pairs)
+    return Decision(verdict, reason, *counts, scenarios, fixes, breaks, shared)
 
 
 def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
@@ -139,12 +187,16 @@ def decide_scenario(pairs: Sequence[Pair]) -> Verdict:
         return Verdict.UNTESTABLE
     if any(is_harmful(pair) for pair in ran):
         return Verdict.HARMFUL
-    if any(pair.broken for pair in ran):
-        # A guard must hold on patched; failing it just as stock does is no harm, and no fix.
+    if any(pair.broken and pair.claimed for pair in ran):
+        # A claimed guard must hold on patched; a failure that stock shares is no harm, and no fix.
         return Verdict.INEFFECTIVE
-    if any(pair.kind == "fix" and _stock_fails(pair) for pair in ran):
+    if any(pair.fixed for pair in ran):
         return Verdict.NEEDED
-    return Verdict.REDUNDANT
+    if any(pair.gained for pair in ran):
+        return Verdict.WORKS
+    # A patch without claims cannot be redundant.
+    redundant = any(pair.kind != "guard" and pair.claimed for pair in ran)
+    return Verdict.REDUNDANT if redundant else Verdict.HARMLESS
 
 
 def is_harmful(pair: Pair) -> bool:
@@ -185,26 +237,108 @@ def _reason(
         case Verdict.NATIVE:
             fixes = sum(pair.kind == "fix" for pair in inside)
             return f"stock passes all {fixes} runs of the fix scenarios; {conflict or 'no port'}"
-        case Verdict.HARMFUL | Verdict.INEFFECTIVE:
-            broken = next(
-                pair
-                for pair in inside
-                if pair.patched is not None
-                and pair.patched.status != "pass"
-                and _countable(pair.patched)
-                and is_harmful(pair) is (verdict is Verdict.HARMFUL)
-            )
+        case Verdict.HARMFUL:
+            return _harm(pairs, inside)
+        case Verdict.INEFFECTIVE:
+            broken = min((p for p in inside if p.broken and p.claimed), key=_rank)
             assert broken.patched is not None
             what = broken.patched.failure or broken.patched.status
             more = f" (and {', '.join(named[1:])})" if len(named) > 1 else ""
             return (
                 f"stock fails {stock_failed} of {runs} runs, patched {patched_failed}: "
-                f"{broken.scenario} [{broken.setting}]{more}: {what}: {broken.patched.message}"
+                f"{broken.scenario} [{describe(broken.setting)}]{more}: {what}: "
+                f"{broken.patched.message}"
             )
-        case Verdict.NEEDED:
+        case Verdict.NEEDED if all(pair.claimed for pair in pairs):
             return f"stock fails {stock_failed} of {runs} runs, patched passes all"
+        case Verdict.NEEDED:
+            return f"fixes {_listed(p for p in pairs if p.fixed)}, and breaks none of {runs} runs"
+        case Verdict.WORKS:
+            gained = dict.fromkeys(pair.scenario for pair in pairs if pair.gained)
+            return f"adds {', '.join(gained)}, and breaks none of {runs} runs"
+        case Verdict.HARMLESS if stock_failed > patched_failed:
+            # Guards must hold on patched, whatever stock does: they prove no fix.
+            return f"stock fails {stock_failed} of {runs} guard runs, patched {patched_failed}"
+        case Verdict.HARMLESS:
+            return f"no outcome of {runs} runs differs from stock"
         case _:
             return f"stock passes every fix scenario, patched passes all {runs} runs"
+
+
+def _harm(pairs: Sequence[Pair], inside: Sequence[Pair]) -> str:
+    """Return the headline for harm: its worst class, in which setting, and whose defect it is."""
+    harmful = [pair for pair in inside if is_harmful(pair)]
+    worst_pair = min(harmful, key=lambda pair: (_rank(pair), is_reached(pair, pairs)))
+    assert worst_pair.patched is not None
+    failure = RANKS[worst_pair.patched.failure or "claim"]
+    if is_reached(worst_pair, pairs):
+        shown = next(pair for pair in pairs if _shows(pair, worst_pair))
+        what = f"reaches {failure} that stock has as well (see {shown.scenario})"
+    else:
+        what = f"introduces {failure}"
+    head = f"{what}: {worst_pair.scenario} [{describe(worst_pair.setting)}]"
+    fixed = [pair for pair in pairs if pair.fixed or pair.gained]
+    tail = f"; fixes {_listed(fixed)}" if fixed else ""
+    return f"{head}: {worst_pair.patched.message}; breaks {_listed(harmful)}{tail}"
+
+
+def is_reached(pair: Pair, pairs: Sequence[Pair]) -> bool:
+    """Return whether a harmful run may reach a defect of stock instead of introducing one.
+
+    Stock fails the scenario in a milder way, and it fails another scenario in the same setting in
+    the same class as patched here.
+    """
+    if not pair.stock.failed:
+        return False
+    return any(_shows(each, pair) for each in pairs)
+
+
+def _shows(each: Pair, pair: Pair) -> bool:
+    assert pair.patched is not None
+    return (
+        each.scenario != pair.scenario
+        and each.setting == pair.setting
+        and each.stock.failed
+        and each.stock.failure == pair.patched.failure
+    )
+
+
+def _rank(pair: Pair) -> int:
+    assert pair.patched is not None
+    return list(RANKS).index(pair.patched.failure or "claim")
+
+
+def _settings(pairs: Iterable[Pair]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for pair in pairs:
+        found[pair.scenario] = (*found.get(pair.scenario, ()), pair.setting)
+    return found
+
+
+def _listed(pairs: Iterable[Pair]) -> str:
+    """Return ``fragmented (6 runs), many-moves (1 run)``, three scenarios at most."""
+    found = _settings(pairs)
+    shown = [f"{name} ({_runs(len(where))})" for name, where in list(found.items())[:3]]
+    if len(found) > len(shown):
+        left = list(found.values())[len(shown) :]
+        shown.append(f"{len(left)} more scenarios ({_runs(sum(map(len, left)))})")
+    return ", ".join(shown)
+
+
+def _runs(n: int) -> str:
+    return f"{n} run{'' if n == 1 else 's'}"
+
+
+def describe(setting: str) -> str:
+    """Return layout and types of a setting's name: ``no flash attention, K q8_0, V f16``."""
+    layout, _, rest = setting.partition(" ")
+    types, _, environment = rest.partition(" ")
+    layouts = {"flash": "flash attention", "plain": "no flash attention"}
+    if layout not in layouts or not types:
+        return setting
+    k, _, v = types.partition("/")
+    words = [layouts[layout], f"K {k}, V {v}" if v else f"K and V {k}"]
+    return ", ".join([*words, environment] if environment else words)
 
 
 def _says(pair: Pair) -> str:

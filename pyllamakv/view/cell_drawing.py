@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, shares
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture, shares
 from pyllamakv.view import drawing, palette
 from pyllamakv.view.drawing import Area, Drawing
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-#: What a free cell and a cell of many sequences look like; the others are letters.
-FREE, SHARED = "·", "#"
+#: Characters of a free cell and of a cell of several sequences; the others are letters.
+FREE_MARK, SHARED_MARK = "·", "#"
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def letter(owner: int) -> str:
     """Return the character for an owner."""
-    if owner == NOBODY:
-        return FREE
-    return SHARED if owner == SEVERAL else LETTERS[owner % len(LETTERS)]
+    if owner == FREE:
+        return FREE_MARK
+    return SHARED_MARK if owner == SHARED else LETTERS[owner % len(LETTERS)]
 
 
 def ink(owner: int) -> str:
     """Return how the terminal writes an owner's letter: dark on the owner's colour."""
-    if owner == NOBODY:
+    if owner == FREE:
         return "bright_black"
     theme = palette.DARK
     return f"{theme.paper} on {theme.roles[palette.role(owner)]}"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.verification import check_report
-from pyllamakv.verification.verdict import Verdict
+from pyllamakv.verification.parallel_runs import MAX_HANGS
+from pyllamakv.verification.verdict import Verdict, is_harmful
 from pyllamakv.view import cell_drawing
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ _STYLES = {
     Verdict.INEFFECTIVE: "red",
     Verdict.BROKEN_APPLY: "red",
     Verdict.BROKEN_BUILD: "red",
+    Verdict.BROKEN_CARRY: "red",
     Verdict.NEEDED: "green",
+    Verdict.WORKS: "green",
     Verdict.REDUNDANT: "cyan",
+    Verdict.HARMLESS: "cyan",
     Verdict.NATIVE: "cyan",
     Verdict.UNTESTABLE: "yellow",
 }
@@ -59,16 +63,23 @@ def show(
                 kind,
                 check_report.summary([pair.stock for pair in mine]),
                 check_report.summary([pair.patched for pair in mine]),
-                f"[{_STYLES[verdict]}]{check_report.word(verdict, kind)}[/]",
+                f"[{_STYLES[verdict]}]{check_report.word(verdict, mine)}[/]",
             )
         console.print(table)
     if equal:
         count = f"{len(equal)} scenario{'s' if len(equal) > 1 else ''}"
         console.print(f"{count} with equal results on stock and patched; -v lists them")
+    if answer.stopped:
+        text = f"{answer.stopped} runs were not made, because {MAX_HANGS} earlier runs hung"
+        console.print(text, style="yellow", markup=False)
+    shared = answer.decision.shared
+    if shared and not all(pair.claimed for pair in answer.pairs):
+        text = f"{shared} runs fail alike on stock and patched, and are not charged to the patch"
+        console.print(text, style="dim", markup=False)
     for (name, what), runs in _failing(answer).items():
         console.print(f"\npatched: {name}: {what}", style="red", markup=False)
-        said = runs[0][1]
-        console.print(f"  {said if verbose else said[:_LONGEST]}", markup=False)
+        message = runs[0][1]
+        console.print(f"  {message if verbose else message[:_LONGEST]}", markup=False)
         if not verbose:
             console.print(f"  in {len(runs)} settings", style="dim", markup=False)
             continue
@@ -83,8 +94,17 @@ def show(
             break
     for name, reason in answer.skipped.items() if verbose else ():
         console.print(f"skipped {name}: {reason}", style="dim", markup=False)
+    for header in answer.headers:
+        if header.problem:
+            console.print(header.problem, style="red", markup=False)
+    if answer.headers and not any(header.problem for header in answer.headers):
+        console.print(f"{len(answer.headers)} header tests pass", style="dim")
     if answer.patches:
-        console.print(f"patches: {', '.join(answer.patches)}", style="dim", markup=False)
+        named = [
+            f"{id_} (carried from {answer.carried[id_]})" if id_ in answer.carried else id_
+            for id_ in answer.patches
+        ]
+        console.print(f"patches: {', '.join(named)}", style="dim", markup=False)
     style = _STYLES[answer.decision.verdict]
     console.print(str(answer.decision), style=style, markup=False, soft_wrap=True)
 
@@ -101,11 +121,15 @@ def _equal(answer: CheckResult, name: str) -> bool:
 
 
 def _failing(answer: CheckResult) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return the failures of patched by scenario and class, because settings mostly fail alike."""
+    """Return the failures of patched by scenario and class, because settings mostly fail alike.
+
+    Failures that stock shares are omitted, unless the patch claims to fix them.
+    """
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for pair in answer.pairs:
         one = pair.patched
-        if one is not None and one.status not in ("pass", "skip"):
+        charged = pair.claimed or is_harmful(pair)
+        if one is not None and charged and one.status not in ("pass", "skip"):
             key = pair.scenario, one.failure or one.status
             found.setdefault(key, []).append((pair.setting, one.message))
     return found

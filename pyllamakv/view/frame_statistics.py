@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.runtime.metrics import PREFIX, Metric
 from pyllamakv.runtime.snapshot import SequenceStats
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
+from pyllamakv.scenarios.cell_picture import FREE, SHARED
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.cell_picture import Picture
@@ -46,7 +46,7 @@ class PictureStats:
     @property
     def shared(self) -> int:
         """Return the number of cells that more than one sequence uses."""
-        return self.picture.owner.count(SEVERAL)
+        return self.picture.owner.count(SHARED)
 
     @property
     def holes(self) -> int:
@@ -64,7 +64,7 @@ class PictureStats:
         edges = (0, *self.picture.starts, self.size)
         found = 0
         for start, end in pairwise(edges):
-            used = [n for n, owner in enumerate(self.picture.owner[start:end]) if owner != NOBODY]
+            used = [n for n, owner in enumerate(self.picture.owner[start:end]) if owner != FREE]
             found += used[-1] + 1 if used else 0
         return found
 
@@ -83,7 +83,7 @@ class PictureStats:
         return {
             owner: SequenceStats(cells[owner], -1, -1, spans[owner], 0)
             for owner in sorted(cells)
-            if owner != NOBODY
+            if owner != FREE
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def timeline_metrics(timeline: Timeline) -> tuple[Metric, ...]:
         Metric(
             f"{PREFIX}_run_cells_moved_total",
             "counter",
-            "Cells that lay elsewhere after an operation than before it.",
+            "Cells that an operation moved.",
             (({}, sum(frame.moved for frame in deeds)),),
         ),
     ]  # fmt: skip

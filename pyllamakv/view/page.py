@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.patching.drift import changed_text
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.verification.verdict import GOOD, Verdict
@@ -26,12 +27,15 @@ _COLUMNS = 32
 #: Meanings of the verdicts, in the order in which people read them.
 WORDS = {
     Verdict.NEEDED: "stock fails, patched passes",
+    Verdict.WORKS: "patched has a feature that stock lacks",
     Verdict.REDUNDANT: "the patch applies, stock passes every fix scenario",
+    Verdict.HARMLESS: "the patch claims nothing and changes no outcome",
     Verdict.NATIVE: "no port applies, stock passes every fix scenario",
     Verdict.INEFFECTIVE: "patched still fails what stock fails",
     Verdict.HARMFUL: "patched fails in a way that stock does not",
     Verdict.BROKEN_APPLY: "no port applies, and stock fails: a port is due",
     Verdict.BROKEN_BUILD: "the patched tree does not build",
+    Verdict.BROKEN_CARRY: "a patch that was merged from another release fails",
     Verdict.UNTESTABLE: "cannot be verified here",
 }
 
@@ -162,7 +166,7 @@ def _words(hunk: dict[str, Any]) -> str:
     if hunk["blanks"]:
         said.append("only blanks differ")
     if hunk["changed_in"]:
-        said.append(f"changed in {hunk['changed_in']}")
+        said.append(changed_text(hunk.get("changed_after") or "", hunk["changed_in"]))
     for moved in hunk["moved_to"]:
         said.append(f"perhaps gone to {moved['file']} ({moved['likeness']:.0%} alike)")
     return ", ".join(said)

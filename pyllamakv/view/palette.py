@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL
+from pyllamakv.scenarios.cell_picture import FREE, SHARED
 
 Scheme = Literal["light", "dark"]
 
@@ -73,13 +73,13 @@ THEMES: dict[str, Theme] = {"light": LIGHT, "dark": DARK}
 
 def role(owner: int) -> str:
     """Return the role of the colour for a cell's owner; after eight sequences they repeat."""
-    if owner == NOBODY:
+    if owner == FREE:
         return "free"
-    return "shared" if owner == SEVERAL else f"s{owner % len(LIGHT.sequences)}"
+    return "shared" if owner == SHARED else f"s{owner % len(LIGHT.sequences)}"
 
 
 def name(owner: int) -> str:
     """Return an owner in words."""
-    if owner == NOBODY:
+    if owner == FREE:
         return "free"
-    return "shared" if owner == SEVERAL else f"sequence {owner}"
+    return "shared" if owner == SHARED else f"sequence {owner}"

@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from pyllamakv.printable import printable
-from pyllamakv.scenarios.cell_picture import NOBODY, Picture
+from pyllamakv.scenarios.cell_picture import FREE, Picture
 from pyllamakv.view import cell_drawing, palette
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def on_the_way(
     """Return the cells with some moves done, and those that have arrived."""
     owner = list(before.owner)
     for source, _, length in moves:
-        owner[source : source + length] = [NOBODY] * length
+        owner[source : source + length] = [FREE] * length
     arrived: list[int] = []
     for source, target, length in moves:
         owner[target : target + length] = before.owner[source : source + length]

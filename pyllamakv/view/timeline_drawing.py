@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture, most_frequent, shares
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture, most_frequent, shares
 from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.view import palette
 from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
@@ -206,7 +206,7 @@ def _cells(plot: Plot) -> Iterator[Area]:
     for owner, box in _boxes(plot):
         boxes.setdefault(owner, []).append(box)
     # Free cells first, so that used cells cover them where pixels do not divide evenly.
-    for owner in sorted(boxes, key=lambda each: (each != NOBODY, each)):
+    for owner in sorted(boxes, key=lambda each: (each != FREE, each)):
         yield Area(palette.role(owner), tuple(boxes[owner]))
 
 
@@ -321,7 +321,7 @@ def _legend(
     entries: list[tuple[str, str]] = []
     for role, mine in sorted(kinds.items()):
         entries.append((role, f"sequence {', '.join(map(str, mine))}"))
-    if SEVERAL in owners:
+    if SHARED in owners:
         entries.append(("shared", "shared"))
     entries.append(("free", "free"))
     entries.append(("hole", "largest hole"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from pyllamakv.building import build as builds
 from pyllamakv.building import dropin
+from pyllamakv.building.variant import parse
 from pyllamakv.cli import build, env
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
-    """Return a workshop with stand-ins for every program."""
+    """Return a build environment with fakes for every program."""
     return BuildSandbox(tmp_path, monkeypatch)
 
 
@@ -54,7 +56,7 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Standing:
-        """Stand for a variant that nobody looks at."""
+        """Replace a variant whose content is not read."""
 
     def built(spec: object, **_options: object) -> Standing:
         asked.append(str(spec))
@@ -69,6 +71,20 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
         "0.3.9+patched",
         "0.3.9+full-defrag,kv-counters",
     ]
+
+
+def test_build_names_carried_patches() -> None:
+    """With the base of the port that each was merged from."""
+    manifest = SimpleNamespace(
+        patches=("compaction",),
+        carried={"compaction": "0.3.30"},
+        devices=(),
+        capabilities=(),
+        probes={},
+    )
+    made = SimpleNamespace(id="x", folder="y", manifest=manifest)
+    lines = build._text(parse("0.3.36+patched"), made)
+    assert "  carried       compaction from port 0.3.30" in lines
 
 
 @pytest.mark.parametrize(
@@ -94,7 +110,7 @@ def test_env_of_what_is_not_built(shop: BuildSandbox) -> None:
 
 
 def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line for the shell stands alone on stdout; JSON tells the package too."""
+    """Only the line for the shell is on stdout; JSON has the package as well."""
     invoke(build.app, shop.spec)
     described = dropin.DropIn("LLAMA_CPP_LIB_PATH", "/x/lib", "llama-cpp-python==0.3.9")
     monkeypatch.setattr(dropin, "describe", lambda _variant: described)

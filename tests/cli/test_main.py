@@ -98,11 +98,18 @@ def test_completion_offers_verbs_options_and_releases() -> None:
     assert "0.3.16" in complete("pyllamakv check 0.3.1")
     assert "0.3.9" in complete("pyllamakv bisect 0.3.16 0.3.")
     assert "full-defrag" in complete("pyllamakv patch show full")
+    assert complete("pyllamakv model get smol") == ["smollm2-135m"]
+    assert complete("pyllamakv run --model smol") == ["smollm2-135m"]
 
 
 def test_completion_is_cheap() -> None:
     """A key press imports neither numpy nor cffi, nor the parser that edits locks."""
-    for words in ("pyllamakv mi", "pyllamakv build 0.3.1", "pyllamakv patch status 0.3.1"):
+    for words in (
+        "pyllamakv mi",
+        "pyllamakv build 0.3.1",
+        "pyllamakv patch status 0.3.1",
+        "pyllamakv model get smol",
+    ):
         imported = set(complete(words, modules=True))
         assert "pyllamakv.cli.main" in imported
         assert not imported & {"numpy", "cffi", "tomlkit", "git", "gguf"}, words

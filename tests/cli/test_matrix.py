@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import cell_results
@@ -14,7 +15,7 @@ from fakes.cell_results import result
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
 from pyllamakv.source import fetch, lockfile, watch
-from pyllamakv.source.watch import IndexChanges
+from pyllamakv.source.watch import NewVersion, NewVersions
 from pyllamakv.verification import cell, expected, matrix, matrix_reports, result_cache
 from pyllamakv.verification.cell import CellSpec
 
@@ -24,7 +25,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch, tmp_path: Path, capsys) -> Run:
-    """Run the command line over a small lock, with a judge that needs no build."""
+    """Run the command line over a small lock, with a verifier that needs no build."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     known = {name: each for name, each in lockfile.known().items() if name in SOME}
     monkeypatch.setattr(lockfile, "known", lambda: known)
@@ -50,7 +51,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
 
 
 def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
-    """`make matrix` judges all; what nobody accepted has to be good."""
+    """`make matrix` verifies all releases; a verdict without an accepted one must be good."""
     code, out, err = run("matrix")
     assert code == 1
     assert [line.split()[0] for line in out.splitlines()[1:5]] == list(SOME)
@@ -60,7 +61,7 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
 
 
 def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch) -> None:
-    """Ctrl-C ends it with the shell's status and no traceback; the next run judges the rest."""
+    """Ctrl-C ends with the shell's status and no traceback; the next run verifies the rest."""
     judge = cell.verify_cell
 
     def stopped(spec, **_):
@@ -97,7 +98,7 @@ def test_verbose_shows_reasons(run: Run) -> None:
 
 
 def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
-    """What is accepted does not fail; better than accepted is told, and passes."""
+    """An accepted verdict passes; a better one passes and is reported."""
     run("matrix", "run")
     code, out, err = run("matrix", "accept")
     assert code == 0
@@ -126,7 +127,7 @@ def test_accept_takes_what_other_machines_judged(run: Run, tmp_path: Path) -> No
 
 
 def test_plan(run: Run) -> None:
-    """A plan tells what is known; GitHub's is one line."""
+    """A plan lists what is known; the one for GitHub is a single line."""
     run("matrix", "run", "0.3.9")
     code, out, _ = run("matrix", "plan")
     assert code == 0
@@ -148,7 +149,7 @@ def test_plan(run: Run) -> None:
 
 
 def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
-    """What was not judged is named on stderr."""
+    """Releases that were not verified are named on stderr."""
     code, out, err = run("matrix", "show")
     assert (code, out) == (0, "")
     assert "no results yet: 0.3.5" in err
@@ -184,49 +185,77 @@ def test_github_beside_json_leaves_json_alone(run: Run) -> None:
     assert "::error" in err
 
 
+def version(spec: str, source: str = "llama-cpp-python") -> NewVersion:
+    """Return a version that an index offers."""
+    return NewVersion(source, spec.rpartition("=")[2], spec, "2026-11-01T00:00:00Z")
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, ...]) -> None:
+    """Let the indexes offer new and older versions, and lack some; one does not answer."""
+    found = NewVersions(*parts, ("npm: no answer",))
+    monkeypatch.setattr(watch, "new_versions", lambda: found)
+
+
 def test_watch(run: Run, monkeypatch) -> None:
-    """New versions are added, judged, and have to be good."""
+    """New versions of all sources are added and verified, and must have a good verdict."""
     known = lockfile.known()
     added = []
 
-    def add(name, **_):
-        added.append(name)
-        known[name] = known["0.3.36"].__class__(
-            **{**vars(known["0.3.36"]), "name": name, "commit": name.ljust(40, "0")}
-        )
+    def add(spec, **_):
+        added.append(spec)
+        name = "b11549" if spec.startswith("xllamacpp") else spec
+        known[name] = replace(known["0.3.36"], name=name, commit=name.ljust(40, "0"))
+        return known[name]
 
     monkeypatch.setattr(fetch, "add", add)
-    monkeypatch.setattr(watch, "compare_with_index", lambda: IndexChanges((), (), ("0.2.1",)))
+    offer(monkeypatch, (), (), ("0.2.1",))
     code, out, err = run("matrix", "watch")
     assert (code, out) == (0, "")
-    assert "no new version" in err and "0.2.1" in err
-    monkeypatch.setattr(
-        watch, "compare_with_index", lambda: IndexChanges(("0.3.37", "0.3.38"), ("0.2.3",), ())
-    )
+    assert "no new version" in err and "0.2.1" in err and "npm: no answer" in err
+    new = version("xllamacpp==2026.10.11549", "xllamacpp"), version("0.3.38")
+    offer(monkeypatch, new, (version("0.2.3"),), ())
     listed = json.loads(run("matrix", "watch", "--dry-run", "--json")[1])
-    assert listed["new"] == ["0.3.37", "0.3.38"]
+    assert [each["spec"] for each in listed["new"]] == ["xllamacpp==2026.10.11549", "0.3.38"]
     assert not added
-    monkeypatch.setitem(cell_results.VERDICTS, "0.3.38", "broken-apply")
+    monkeypatch.setitem(cell_results.VERDICTS, "b11549", "broken-apply")
     code, out, err = run("matrix", "watch")
     assert code == 1
-    assert added == ["0.3.37", "0.3.38"]
-    assert "0.3.38: worse: expected a good verdict, found broken-apply" in out
+    assert added == ["0.3.38", "xllamacpp==2026.10.11549"]
+    assert "b11549: worse: expected a good verdict, found broken-apply" in out
     assert "0.3.5" not in out
     run("matrix", "watch", "--unpinned")
-    assert added[2:] == ["0.2.3", "0.3.37", "0.3.38"]
+    assert added[2:] == ["0.2.3", "0.3.38", "xllamacpp==2026.10.11549"]
+
+
+def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
+    """The others are verified, and the exit status is that of the error."""
+    known = lockfile.known()
+
+    def add(spec, **_):
+        if spec == "0.3.39":
+            raise FetchError("the archive is cut off")
+        known[spec] = replace(known["0.3.36"], name=spec, commit=spec.ljust(40, "0"))
+        return known[spec]
+
+    monkeypatch.setattr(fetch, "add", add)
+    offer(monkeypatch, (version("0.3.38"), version("0.3.39")), (), ())
+    code, out, err = run("matrix", "watch")
+    assert code == FetchError.exit_code
+    assert "0.3.39: the archive is cut off" in err
+    assert "0.3.38" in out
 
 
 def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
-    """What was added but not judged is judged the next time, and once."""
+    """A release that was added but not verified is verified the next time, and once."""
     known = lockfile.known()
-    added = replace(known["0.3.36"], name="0.3.37", commit="7" * 40)
-    known["0.3.37"] = added
+    added = replace(known["0.3.36"], name="b11549", kind="xllamacpp", commit="7" * 40)
+    known["b11549"] = added
     lockfile.save(lockfile.added(), [added])
-    monkeypatch.setattr(watch, "compare_with_index", lambda: IndexChanges((), (), ()))
-    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["verify"] == ["0.3.37"]
+    offer(monkeypatch, (), (), ())
+    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["verify"] == ["b11549"]
     code, out, _ = run("matrix", "watch")
     assert code == 0
-    assert out.splitlines()[1].split()[0] == "0.3.37"
+    assert out.splitlines()[1].split()[0] == "b11549"
     assert run("matrix", "watch")[:2] == (0, "")
 
 
@@ -236,7 +265,7 @@ def test_watch_without_network(run: Run, monkeypatch) -> None:
     def silent():
         raise FetchError("no index answers")
 
-    monkeypatch.setattr(watch, "compare_with_index", silent)
+    monkeypatch.setattr(watch, "new_versions", silent)
     assert run("matrix", "watch")[0] == 4
 
 
@@ -252,7 +281,7 @@ def test_bisect(run: Run) -> None:
 
 
 def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
-    """A verdict that does not fit one change is told although the search did not ask for it."""
+    """A verdict that contradicts a single change is reported, also outside of the search."""
     code, out, _ = run("matrix", "run")
     code, out, _ = run("bisect", "0.3.5", "0.3.36")
     assert code == 0
@@ -261,7 +290,7 @@ def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
 
 
 def test_no_scheduler(run: Run) -> None:
-    """A scheduler that does not answer is told with what to do."""
+    """A scheduler that does not answer is reported with a remedy."""
     pytest.importorskip("distributed")
     from pyllamakv.verification import cluster
 

@@ -42,7 +42,7 @@ def logits(model: kv.Model) -> np.ndarray:
 
 
 def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
-    """It lies on the device, moves there, and gives the same logits."""
+    """A cache on the device moves there, and gives the same logits."""
     path = synthetic_models.model("grouped")
     with kv.open(patched.folder) as lib, lib.load_model(path) as model:
         expected = logits(model)
@@ -125,7 +125,7 @@ def test_what_cannot_be_reached(patched: Variant) -> None:
 
 
 def test_more_than_a_server_has(patched: Variant) -> None:
-    """A cache that its memory cannot hold is refused, or the server's end is told."""
+    """A cache that exceeds the device's memory is refused, or the server's end is reported."""
     with (
         kv.serve_rpc(patched.folder, threads=1) as server,
         kv.open(patched.folder, backend="rpc") as lib,

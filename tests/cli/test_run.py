@@ -86,7 +86,7 @@ def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
 
 
 def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatch) -> None:
-    """By every verb, and so is its trace, which says so; who sets the variable has his way."""
+    """Every verb refuses the script and its trace with the reason, unless the variable is set."""
     trace = tmp_path / "trace.jsonl"
     assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
     for verb in ("view", "stats"):
@@ -150,7 +150,7 @@ def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
 
 @pytest.mark.native
 def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
-    """Two prompts in one cache say what each says alone."""
+    """Two prompts in one cache get the same text as each alone."""
     from pyllamakv.scenarios import synthetic_models
 
     options = ["--variant", patched.folder, "--model", synthetic_models.model("bytes"), "--json"]

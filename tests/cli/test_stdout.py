@@ -64,7 +64,7 @@ def test_a_closed_stdout_takes_everything(words) -> None:
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)
 def test_a_full_disk_is_said(words, unbuffered) -> None:
-    """One line that says so, with the exit status of a full disk."""
+    """A full disk is reported in one line, with its exit status."""
     with Path("/dev/full").open("wb") as full:
         code, err = run(words, full.fileno(), unbuffered=unbuffered)
     assert code == DiskFull.exit_code

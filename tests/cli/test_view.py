@@ -112,7 +112,7 @@ def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("words", [("--timeline", "x.gif"), ("--svg", EXAMPLE), ("--png", EXAMPLE)])
 def test_what_cannot_be_written_is_refused_first(opened, capsys, words) -> None:
-    """A usage error that says what would do."""
+    """A usage error has a remedy."""
     code, _, err = cli(capsys, "view", EXAMPLE, *words)
     assert code == 2 and ("folder" in err or ".svg" in err)
     assert not opened

@@ -1,4 +1,4 @@
-"""Bisect asks few releases, passes over what cannot be judged, and tells what does not fit."""
+"""Bisect verifies few releases, skips untestable ones, and reports contradictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAIN = [f"r{n}" for n in range(16)]
 
 
 def world(verdicts: dict[str, str] | list[str]):
-    """Return a judge that counts what it is asked."""
+    """Return a verifier that counts its calls."""
     known = dict(zip(CHAIN, verdicts, strict=True)) if isinstance(verdicts, list) else verdicts
     asked: list[str] = []
 
@@ -52,11 +52,11 @@ def test_untestable_releases_are_passed_over() -> None:
     found = bisect("r0", "r15", CHAIN, judge)
     assert (found.last.release, found.first.release) == ("r5", "r10")
     assert found.suspects == ("r6", "r7", "r8", "r9")
-    assert "r6, r7, r8, r9 already, which cannot be judged" in str(found)
+    assert "r6, r7, r8, r9 already, which cannot be verified" in str(found)
 
 
 def test_more_than_one_change_is_told() -> None:
-    """What is remembered and does not fit is named, without being judged."""
+    """A stored verdict that contradicts the search is named, without a new run."""
     verdicts = ["needed"] * 4 + ["native"] * 8 + ["ineffective"] * 4
     verdicts[13] = "needed"
     judge, asked = world(verdicts)
@@ -72,7 +72,7 @@ def test_more_than_one_change_is_told() -> None:
     ("good", "bad", "error", "says"),
     [
         ("r0", "r1", UsageError, "both needed"),
-        ("r0", "r0", UsageError, "no release lies between"),
+        ("r0", "r0", UsageError, "no release is between"),
         ("r0", "r99", UsageError, "not in the release chain"),
         ("r0", "r15", Untestable, "r15 cannot be verified here"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.cell_results import failing, result
+from fakes.cell_results import failing, result, row
 
 from pyllamakv.errors import FetchError, HarnessError, ToolMissing
 from pyllamakv.scenarios.cell_picture import Picture
@@ -102,6 +102,14 @@ def test_a_result_with_older_keys_can_be_read() -> None:
     assert CellResult.from_json(raw) == whole
 
 
+def test_a_result_with_the_older_kind_can_be_read() -> None:
+    """A fix scenario has the kind ``cure`` in results of version 0.1 and earlier."""
+    whole = result(scenarios=(row("a"), row("b", kind="guard")))
+    raw = json.loads(json.dumps(whole.to_json()))
+    raw["scenarios"][0]["kind"] = "cure"
+    assert CellResult.from_json(raw) == whole
+
+
 @pytest.mark.parametrize(
     "raw", [{}, {"spec": {}}, {**result().to_json(), "verdict": "splendid"}, {"x": 1}]
 )
@@ -129,7 +137,7 @@ def test_trouble_is_a_result(world, where: str, error: Exception, says: str) -> 
 
 
 def test_a_failed_build_and_no_drift_leave_the_verdict_to_the_check(world) -> None:
-    """A build that fails is met again, and told, by the check."""
+    """A build that fails is tried again and reported by the check."""
     world.build, world.drift = ToolMissing("no compiler"), FetchError("gone")
     found = cells.verify_cell(CellSpec("0.3.9", isolate="full-defrag", backend="cuda"))
     assert found.verdict == "ineffective"
@@ -153,5 +161,5 @@ def test_judge_is_run_cell_in_json(world) -> None:
 
 
 def test_counts_without_a_patched_side() -> None:
-    """A release that nothing applies to says so."""
+    """A release without an applicable port is reported."""
     assert result(variants={"stock": "s"}).measured == "stock fails 55 of 77 runs, not patched"

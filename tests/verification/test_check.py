@@ -1,14 +1,15 @@
-"""Check asks both sides, remembers, and judges what it is asked about."""
+"""Check runs stock and patched, stores results, and decides the verdict."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from check_kit import SOME, CheckSandbox, ask, make
 from fakes.rollback_libraries import Rolling
+from rich.console import Console
 
 from pyllamakv.errors import (
     CommandFailed,
@@ -23,8 +24,10 @@ from pyllamakv.errors import (
 )
 from pyllamakv.home import data
 from pyllamakv.patching import series
+from pyllamakv.patching.port_choice import Manual, Skipped
 from pyllamakv.verification import discovery
 from pyllamakv.verification.verdict import Verdict
+from pyllamakv.view import check_console
 
 
 @pytest.fixture
@@ -78,6 +81,25 @@ def test_broken_build(world: CheckSandbox) -> None:
     answer = ask()
     assert answer.decision.verdict is Verdict.BROKEN_BUILD
     assert "no member 'head'" in answer.decision.reason
+
+
+def test_broken_carry(world: CheckSandbox) -> None:
+    """A carried patch that does not compile or fails is not charged to the patch on its base."""
+    world.carried = {"full-defrag": "0.3.8"}
+    assert ask().decision.verdict is Verdict.NEEDED
+    good = ask()
+    assert good.to_json()["carried"] == world.carried
+    console = Console(file=io.StringIO(), width=80)
+    check_console.show(good, {}, console)
+    assert "patches: full-defrag (carried from 0.3.8)" in console.file.getvalue()
+    world.make = lambda side: Rolling(heals=side == "stock")
+    answer = ask(fresh=True)
+    assert (answer.decision.verdict, answer.decision.exit_code) == (Verdict.BROKEN_CARRY, 1)
+    assert answer.decision.reason.startswith("carried full-defrag from 0.3.8: introduces ")
+    world.build_patched = CommandFailed("x", ["ninja"], 1, "log", "error: no member 'head'")
+    answer = ask()
+    assert answer.decision.verdict is Verdict.BROKEN_CARRY
+    assert answer.decision.reason == "carried full-defrag from 0.3.8: error: no member 'head'"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +177,7 @@ def test_a_fault_of_ours_is_never_a_verdict(world: CheckSandbox) -> None:
 
 
 def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: CheckSandbox) -> None:
-    """One patch is judged by what it names; other guards may not be harmed."""
+    """One patch is verified by the scenarios that it names; other guards must pass."""
     answer = ask(isolate="full-defrag", scenarios=(*SOME, "counters"))
     names = set(answer.decision.scenarios)
     assert "fragmented" in names
@@ -164,7 +186,7 @@ def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: CheckSand
 
 
 def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_path: Path) -> None:
-    """No shipped patch names it; asked for by name it is judged all the same."""
+    """No shipped patch names it; if selected by name, it runs."""
     text = discovery.find("fragmented").source.read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text(text.replace('id="fragmented"', 'id="mine"'))
     folders = (tmp_path,)
@@ -174,8 +196,7 @@ def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_p
 
 def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
     """A file goes through the same doors; a missing one is named."""
-    file = tmp_path / "theirs.patch"
-    file.write_text("")
+    file = _file(tmp_path)
     assert ask(patches=(file,)).decision.verdict is Verdict.NEEDED
     assert ("apply", [str(file)]) in world.calls
     with pytest.raises(UsageError, match="nowhere"):
@@ -187,7 +208,7 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
 
 
 def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
-    """A folder of our shape is judged by what its patches name; guards may not be harmed."""
+    """A foreign series is verified by the scenarios that its patches name; guards must pass."""
     mine = tmp_path / "mine"
     shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
     (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
@@ -200,7 +221,7 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
 
 def _file(folder: Path) -> Path:
     file = folder / "theirs.patch"
-    file.write_text("")
+    file.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", encoding="utf-8")
     return file
 
 
@@ -214,8 +235,19 @@ def test_why_a_patch_does_not_apply(world: CheckSandbox) -> None:
 
 def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
     """Scenarios that only a patch proves that did not apply have no patched side."""
-    world.skipped = (SimpleNamespace(id="full-defrag", reason="hunk 4 fails", conflicts=(1,)),)
+    world.skipped = (Skipped("full-defrag", "hunk 4 fails", (PatchConflict("hunk 4"),)),)
     answer = ask()
     assert answer.decision.verdict is Verdict.BROKEN_APPLY
     assert "hunk 4" in answer.decision.reason
     assert answer.skipped == {"full-defrag": "hunk 4 fails"}
+
+
+def test_a_patch_that_cannot_be_carried(world: CheckSandbox) -> None:
+    """It counts like a conflict; one that waits for a required patch does not."""
+    manual = Manual("0.3.8", "src/a.cpp:4: upstream changed the lines that the patch changes")
+    world.skipped = (Skipped("full-defrag", "src/a.cpp:4", manual=(manual,)),)
+    answer = ask()
+    assert answer.decision.verdict is Verdict.BROKEN_APPLY
+    assert "src/a.cpp:4" in answer.decision.reason
+    waiting = Manual("0.3.8", "requires another", lacks="another")
+    assert not Skipped("full-defrag", "requires another", manual=(waiting,)).failed

@@ -50,8 +50,11 @@ def failing(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
-    """It applies, builds and harms nothing, and what it is there for still fails."""
-    code, answer = check("--patch", str(foreign_kit.retry_lost(tmp_path)))
+    """It applies, builds and harms nothing, and what it claims to fix still fails."""
+    file = foreign_kit.retry_lost(tmp_path)
+    claims = b"Scenario: fragmented\nScenario: retry-between-ubatches\n"
+    file.write_bytes(b"Subject: [PATCH] retry\n\n" + claims + b"---\n" + file.read_bytes())
+    code, answer = check("--patch", str(file))
     assert (code, answer["verdict"]) == (1, "ineffective")
     assert "fragmented [" in answer["reason"]
     assert "free cells ended with no-slot" in answer["reason"]
@@ -68,7 +71,8 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
     assert (code, answer["verdict"]) == (1, "harmful")
     assert answer["patches"] == ["defrag", "cleanup"]
     assert answer["scenarios"]["fragmented"] == "harmful"
-    assert "fragmented" in answer["reason"]
+    assert "introduces wrong data: " in answer["reason"]
+    assert "[flash attention, " in answer["reason"]
     # A story told from a damaged cache has other words, which is its claim.
     wrong = [run for run in failing(answer) if run["scenario"] != "story"]
     assert {run["outcome"]["failure"] for run in wrong} == {"data"}
@@ -89,7 +93,7 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
 
 
 def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
-    """The place, what was expected and what stands there are the reason; nothing is built."""
+    """The place, the expected and the found lines are the reason; nothing is built."""
     text = foreign_kit.change(foreign_kit.shipped())
     old = b"        // find KV slot\n"
     assert text.count(old) == 1

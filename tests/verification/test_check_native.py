@@ -60,6 +60,7 @@ def pairs(stock, patched):
     return pair_up(JUDGED, runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FIXES if name not in CURED_SINCE])
 def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
     """In every setting that can run here; a fix that cannot run at all is skipped."""
@@ -74,6 +75,7 @@ def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -
         assert pair.patched.status == "pass", f"{name} [{pair.setting}]: {pair.patched.message}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CURED_SINCE)
 def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
     """The default release has upstream's own fix, and the patch does not spoil it."""
@@ -96,6 +98,7 @@ def test_what_upstream_fixed_was_red_before(name: str) -> None:
         assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [each.id for each in JUDGED if each.kind == "guard"])
 def test_a_guard_holds_on_patched(pairs, name: str) -> None:
     """In every setting that can run here."""
@@ -104,6 +107,7 @@ def test_a_guard_holds_on_patched(pairs, name: str) -> None:
             assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
+@pytest.mark.long
 def test_the_release_needs_the_patch(pairs) -> None:
     """The default release's verdict is needed."""
     assert decide(pairs).verdict is Verdict.NEEDED
@@ -155,7 +159,7 @@ def caught_by(path: Path) -> Scenario:
 
 @pytest.mark.parametrize("path", sorted(DOCTORED.glob("*.patch")), ids=lambda path: path.stem)
 def test_a_doctored_patch_is_caught(stock, building, path: Path) -> None:
-    """A patch with one deliberate fault applies and builds, and its scenario says so."""
+    """A patch with one deliberate fault applies and builds, and its scenario fails."""
     scenario = caught_by(path)
     chosen = [(scenario, setting) for setting in scenario.settings]
     found = verdict_of(stock, building(Port.from_file(path)), chosen)
@@ -214,7 +218,7 @@ def breaks_the_build(text: Port, tmp_path: Path, objects: Path) -> bool:
 def test_a_series_without_one_hunk_is_red(
     stock, building, tmp_path: Path, file: str, hunk: int
 ) -> None:
-    """Whatever hunk a rebase loses, check says so: it does not build, or a scenario fails."""
+    """Without any one hunk, the patch does not build, or a scenario fails."""
     text = shipped().without(file, hunk)
     objects = variants.request(f"{RELEASE}+stock").objects
     if (objects / "compile_commands.json").is_file() and breaks_the_build(text, tmp_path, objects):

@@ -52,7 +52,7 @@ def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_who_is_missing_is_named() -> None:
-    """A cell waits for ever where no worker has its device: the command that starts one is told."""
+    """A cell waits if no worker has its device: the command that starts one is printed."""
     executor = cluster.Cluster(Client(), "tcp://there:8786")
     assert executor.lacking({"cpu", "cuda"}) == []
     hint = "dask worker tcp://there:8786 --resources METAL=1"
@@ -67,7 +67,7 @@ def test_without_distributed_the_hint_is_named(monkeypatch) -> None:
 
 
 def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
-    """Two processes on loopback judge a matrix, by the address alone."""
+    """Two processes on loopback verify a matrix, given only the address."""
     distributed = pytest.importorskip("distributed")
     dask = pytest.importorskip("dask")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))

@@ -41,7 +41,7 @@ def outcome(verdict: str, accepted: Accepted | None, *rows) -> str:
     ],
 )
 def test_verdicts_are_ranked(found: str, accepted: str | None, says: str) -> None:
-    """Worse is a regression, better is told, one good verdict for another is a change."""
+    """A worse verdict is a regression, a better one is reported, another good one is a change."""
     assert outcome(found, Accepted(accepted) if accepted else None) == says
 
 
@@ -96,12 +96,12 @@ def test_what_was_accepted_is_as_expected(tmp_path: Path) -> None:
 
 
 def test_portable_builds_are_accepted_with_tuned_ones() -> None:
-    """CI judges portable builds against the same file."""
+    """CI verifies portable builds with the same file."""
     assert name_of(CellSpec("0.3.9", native=False)) == name_of(CellSpec("0.3.9")) == NAME
 
 
 def test_an_installed_package_writes_to_the_home(monkeypatch, tmp_path: Path) -> None:
-    """Without a checkout the home's file lies on top of the shipped one."""
+    """Without a checkout, the file of the data directory extends the shipped one."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(expected.home, "checkout", lambda: None)
     monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "shipped.toml")

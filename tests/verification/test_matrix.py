@@ -21,7 +21,7 @@ SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
 
 @pytest.fixture(autouse=True)
 def trace(monkeypatch, tmp_path: Path) -> Path:
-    """Give every test a home of its own, and a folder that tells what was judged."""
+    """Give every test its own data directory, and a folder that records verified cells."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "trace"
     folder.mkdir()
@@ -86,7 +86,7 @@ def test_a_wrong_plan_is_refused(choice: MatrixSelection, error: type[Exception]
 
 
 def test_in_this_process() -> None:
-    """Without an executor cells are judged one by one, in order."""
+    """Without an executor, cells are verified one by one, in order."""
     said = []
     found = matrix.run(
         specs(), judge=cell_results.judge, progress=lambda what, done, total: said.append(what)
@@ -109,7 +109,7 @@ def test_on_threads_and_on_processes(trace: Path) -> None:
 
 
 def test_what_was_judged_is_not_judged_again(trace: Path) -> None:
-    """A second run starts nothing but what is untestable; --fresh judges all."""
+    """A second run starts only what is untestable; --fresh verifies all."""
     first = matrix.run(specs(), judge=cell_results.judge)
     assert matrix.run(specs(), judge=cell_results.judge) == first
     assert judged(trace) == sorted([*SOME, "b4980"])
@@ -126,7 +126,7 @@ def test_results_of_other_machines_are_kept_apart(trace: Path) -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
-    """Each result is kept when it is there; the next run judges the rest."""
+    """Each result is stored when it is complete; the next run verifies the rest."""
     with pytest.raises(KeyboardInterrupt):
         matrix.run(specs(), judge=cell_results.judge_then_be_killed)
     assert judged(trace) == ["0.3.5"]
@@ -135,7 +135,7 @@ def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
 
 
 def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
-    """A cell that the other run has at work is left to it, and its result is taken over."""
+    """A cell that another run is verifying is left to it, and its result is used."""
     first, *others = cells = specs("0.3.5", "0.3.8", "0.3.9")
     begun, go_on = threading.Event(), threading.Event()
 
@@ -161,7 +161,7 @@ def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
 
 
 def test_a_lost_worker_costs_no_more_than_it_had() -> None:
-    """Cells whose worker died are untestable, with the reason, and judged again next time."""
+    """Cells whose worker died are untestable, with the reason, and verified again next time."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         found = matrix.run(specs(), executor=pool, judge=cell_results.judge_and_die)
     lost = {r.spec.release: r for r in found}["0.3.9"]
@@ -172,7 +172,7 @@ def test_a_lost_worker_costs_no_more_than_it_had() -> None:
 
 
 def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> None:
-    """A result is never kept under inputs that it was not judged on."""
+    """A result is never stored under other inputs than its own."""
     keys = iter(["before", "after"])
     monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
     matrix.run(specs("0.3.9"), judge=cell_results.judge)

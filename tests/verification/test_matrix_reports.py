@@ -62,6 +62,12 @@ def test_markdown_keeps_its_columns() -> None:
     assert len(lines) == 5
 
 
+def test_markdown_counts_carried_patches() -> None:
+    """A verdict on merged patches is recognizable in the table."""
+    (line,) = matrix_reports.markdown((result(carried={"compaction": "0.3.30"}),)).splitlines()[2:]
+    assert "| needed (1 carried) |" in line
+
+
 def test_markdown_tells_of_devices_what_ran_and_when() -> None:
     """What a device cannot run counts for nothing, which has to be seen."""
     row = RESULTS[0].scenarios[0]
@@ -104,7 +110,7 @@ def test_workflow_commands_are_one_line_each() -> None:
 
 
 def test_the_plan_for_github() -> None:
-    """Each job gets the arguments that judge its cell."""
+    """Each job gets the arguments that verify its cell."""
     specs = [
         CellSpec("0.3.9"),
         CellSpec("b4980", isolate="full-defrag", backend="cuda", native=False),

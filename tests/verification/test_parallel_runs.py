@@ -20,7 +20,7 @@ PATIENCE = 120
 
 
 class Stuck(Rolling):
-    """Compute without an end, until somebody ends the worker."""
+    """Compute forever, until the worker is killed."""
 
     def __init__(self, *words, **more) -> None:
         super().__init__(*words, **more)
@@ -47,7 +47,7 @@ def task(side: str, name: str) -> RunTask:
 
 
 def test_an_interrupt_ends_a_run_at_once() -> None:
-    """The run that was at work tells nothing; what had ended is remembered."""
+    """The interrupted run has no result; the finished ones are cached."""
     stuck = Stuck()
 
     def make(path: Path) -> Rolling:
@@ -127,3 +127,37 @@ def test_what_is_remembered_is_not_run_again() -> None:
     assert len(opener.opened) == count
     parallel_runs.run_tasks(tasks, fresh=True, **words)
     assert len(opener.opened) > count
+
+
+def test_no_more_runs_are_made_after_three_hangs() -> None:
+    """The first hang is repeated, later ones are not; the other side still runs."""
+    made: list[str] = []
+
+    def make(path: Path) -> Rolling:
+        made.append(path.name)
+        return Silent() if path.name == "patched" else Rolling(heals=True)
+
+    make.by_path = True
+    names = ("fragmented", "fork-then-defrag", "many-moves", "shift-then-defrag", "used-count")
+    tasks = [task(side, name) for name in names for side in ("stock", "patched")]
+    runs = parallel_runs.run_tasks(tasks, workers=1, opener=Opener(make))
+    failures = [run.outcome.failure for one, run in runs.items() if one.side == "patched"]
+    assert failures == ["hang"] * 3 + ["stopped"] * 2
+    # One worker to try to load it, and one per run that hung.
+    assert made.count("patched") == 1 + 4
+    assert all(run.outcome.status != "skip" for one, run in runs.items() if one.side == "stock")
+    assert all(parallel_runs.load_run(one.key) is None for one in tasks if one.side == "patched")
+
+
+def test_the_timeout_of_a_call_is_set() -> None:
+    """On every worker that runs scenarios."""
+    libraries: list[Rolling] = []
+
+    def make() -> Rolling:
+        libraries.append(Rolling(heals=True))
+        return libraries[-1]
+
+    parallel_runs.run_tasks(
+        [task("patched", "fragmented")], workers=1, opener=Opener(make), timeout=7.5
+    )
+    assert libraries[-1].timeout == 7.5

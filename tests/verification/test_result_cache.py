@@ -51,8 +51,17 @@ def test_no_key_without_tools(monkeypatch) -> None:
     assert result_cache.load_result(None) is None
 
 
+def test_a_result_with_a_former_scenario_id_can_be_read() -> None:
+    """It has no key, so a later run verifies the cell again; its latest result is still shown."""
+    former = CellSpec("0.3.9", scenarios=("memory-sliding",))
+    assert result_cache.key(former) is None
+    kept = result(spec=former, scenarios=(row("memory-sliding", kind="guard"),))
+    result_cache.store_result(None, kept)
+    assert result_cache.latest_result(former) == replace(kept, stale=True)
+
+
 def test_what_stock_did(place: Path) -> None:
-    """Each scenario ended well or badly on stock; a fix that nobody can run says nothing."""
+    """Each scenario passed or failed on stock; a fix that cannot run has no result."""
     assert result_cache.stock("0.3.9") == {}
     rows = (
         row("a", stock="passes 6"),
@@ -98,7 +107,7 @@ def test_what_may_not_come_again_is_judged_again(passing) -> None:
     of="Python",
 )
 def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
-    """What is found is not written again: whoever is killed in between has written neither."""
+    """A cached result is not written again: a kill in between changes nothing."""
     real, written = result_cache.write_text_atomic, []
 
     def killed(file: Path, text: str) -> None:

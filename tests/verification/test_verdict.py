@@ -29,8 +29,13 @@ def fail(kind: str = "claim") -> Outcome:
     return Outcome("fail", kind, f"a {kind}")
 
 
-def pair(stock, patched, kind="fix", scenario="one", setting="plain f16") -> Pair:
-    return Pair(scenario, kind, setting, stock, patched)
+def pair(stock, patched, kind="fix", scenario="one", setting="plain f16", claimed=True) -> Pair:
+    return Pair(scenario, kind, setting, stock, patched, claimed=claimed)
+
+
+def unclaimed(stock, patched, *rest) -> Pair:
+    """Return a pair of a patch without a list of scenarios."""
+    return pair(stock, patched, *rest, claimed=False)
 
 
 def test_needed_when_stock_fails_and_patched_passes() -> None:
@@ -43,7 +48,7 @@ def test_needed_when_stock_fails_and_patched_passes() -> None:
 
 
 def test_redundant_when_stock_passes_every_fix() -> None:
-    """Upstream does it by itself, and the patch does no harm."""
+    """Upstream includes the fix, and the patch does no harm."""
     found = decide([pair(PASS, PASS)])
     assert found.verdict is Verdict.REDUNDANT
     assert found.exit_code == 0
@@ -58,9 +63,11 @@ def test_ineffective_when_patched_still_fails_a_fix() -> None:
 
 
 def test_the_reason_names_a_fix_first() -> None:
-    """What the patch is there for tells more than a guard, whatever its name."""
+    """The scenario that the patch claims ranks before a guard, whatever its name."""
     pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "fix", "fragmented")]
-    assert decide(pairs).reason.endswith(": fragmented [plain f16] (and abort): claim: a claim")
+    assert decide(pairs).reason.endswith(
+        ": fragmented [no flash attention, K and V f16] (and abort): claim: a claim"
+    )
 
 
 @pytest.mark.parametrize("kind", HARM)
@@ -91,7 +98,7 @@ def test_a_guard_that_breaks_only_on_patched_is_harmful() -> None:
 
 def test_a_guard_that_stock_breaks_makes_nothing_needed() -> None:
     """Only fixes say that a patch is needed."""
-    assert decide_scenario([pair(fail(), PASS, "guard")]) is Verdict.REDUNDANT
+    assert decide_scenario([pair(fail(), PASS, "guard")]) is Verdict.HARMLESS
 
 
 def test_a_guard_must_hold_on_patched() -> None:
@@ -102,16 +109,93 @@ def test_a_guard_must_hold_on_patched() -> None:
 def test_a_feature_that_patched_lacks_is_ineffective() -> None:
     """The capability must be there on patched."""
     assert decide_scenario([pair(ABSENT, ABSENT, "feature")]) is Verdict.INEFFECTIVE
-    assert decide_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.REDUNDANT
+
+
+def test_a_feature_that_only_patched_has_works() -> None:
+    """It is redundant if stock has it too."""
+    assert decide_scenario([pair(ABSENT, PASS, "feature")]) is Verdict.WORKS
+    assert decide_scenario([pair(PASS, PASS, "feature")]) is Verdict.REDUNDANT
+    found = decide([pair(ABSENT, PASS, "feature"), pair(PASS, PASS, "guard", "two")])
+    assert str(found) == "works: adds one, and breaks none of 2 runs"
+    assert found.exit_code == 0
+
+
+def test_a_patch_that_changes_no_outcome_is_harmless() -> None:
+    """Failures that stock shares are not charged to a patch that does not claim to fix them."""
+    pairs = [
+        unclaimed(fail(), fail()),
+        unclaimed(PASS, PASS, "fix", "two"),
+        unclaimed(fail("lost"), fail("lost"), "guard", "three"),
+        unclaimed(ABSENT, ABSENT, "feature", "four"),
+    ]
+    found = decide(pairs)
+    assert (found.verdict, found.exit_code, found.shared) == (Verdict.HARMLESS, 0, 2)
+    assert set(found.scenarios.values()) <= {Verdict.HARMLESS, Verdict.UNTESTABLE}
+
+
+def test_guards_alone_prove_no_fix() -> None:
+    """The reason does not claim that both sides end alike."""
+    found = decide([pair(fail(), PASS, "guard"), pair(PASS, PASS, "guard", "two")])
+    assert str(found) == "harmless: stock fails 1 of 2 guard runs, patched 0"
+
+
+def test_a_patch_without_claims_is_needed_for_what_it_fixes() -> None:
+    """The reason lists it, also if other runs still fail as on stock."""
+    pairs = [
+        unclaimed(fail(), PASS, "fix", "two"),
+        unclaimed(fail(), fail()),
+        unclaimed(fail(), PASS, "fix", "two", "flash q8_0"),
+    ]
+    found = decide(pairs)
+    assert found.verdict is Verdict.NEEDED
+    assert found.reason == "fixes two (2 runs), and breaks none of 3 runs"
+    assert found.fixes == {"two": ("plain f16", "flash q8_0")}
+
+
+def test_a_claimed_fix_that_still_fails_is_ineffective() -> None:
+    """Whatever else the patch fixes."""
+    found = decide([pair(fail(), fail()), unclaimed(fail(), PASS, "fix", "two")])
+    assert found.verdict is Verdict.INEFFECTIVE
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"), list(itertools.pairwise(("data", "lost", "crash", "hang", "claim")))
+)
+def test_harm_has_ranks(worse: str, better: str) -> None:
+    """Wrong data is worse than a crash, and a crash worse than a hang."""
+    pairs = [pair(PASS, fail(better), "fix", "two"), pair(PASS, fail(worse))]
+    assert f": one [no flash attention, K and V f16]: a {worse}; breaks" in decide(pairs).reason
+
+
+def test_the_headline_names_layout_types_and_whose_defect_it_is() -> None:
+    """A defect of stock that the patch only reaches is not called introduced."""
+    reached = unclaimed(fail(), fail("data"), "fix", "one", "flash q8_0/f16")
+    known = unclaimed(fail("data"), fail("data"), "fix", "copy", "flash q8_0/f16")
+    fixed = unclaimed(fail(), PASS, "fix", "one", "plain f16")
+    where = "one [flash attention, K q8_0, V f16]: a data; breaks one (1 run); fixes one (1 run)"
+    found = decide([reached, known, fixed])
+    assert found.verdict is Verdict.HARMFUL
+    assert found.reason == f"reaches wrong data that stock has as well (see copy): {where}"
+    assert found.breaks == {"one": ("flash q8_0/f16",)}
+    elsewhere = unclaimed(fail("data"), fail("data"), "fix", "copy", "plain f16")
+    assert decide([reached, elsewhere, fixed]).reason == f"introduces wrong data: {where}"
+
+
+def test_failing_header_tests_are_harm() -> None:
+    """Unless the release has a worse verdict already."""
+    found = decide([pair(fail(), PASS)], headers=["src/a.h: its tests fail: plan"])
+    assert str(found) == "harmful: src/a.h: its tests fail: plan"
+    worse = decide([pair(fail(), None)], conflict="hunk 3", headers=["src/a.h: its tests fail"])
+    assert worse.verdict is Verdict.BROKEN_APPLY
 
 
 def test_a_missing_capability_fails_a_fix() -> None:
-    """A feature judged by itself is a fix of its patch."""
+    """A feature scenario that is verified alone is a fix of its patch."""
     assert decide_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
 
 
 def test_untestable_comes_first() -> None:
-    """Where nothing can run, nothing else is said, and git bisect skips."""
+    """If nothing can run, only that is reported, and git bisect skips."""
     found = decide([], untestable="no compiler")
     assert (found.verdict, found.exit_code) == (Verdict.UNTESTABLE, 125)
     assert "no compiler" in str(found)
@@ -168,6 +252,20 @@ def test_broken_build_keeps_the_first_error() -> None:
     found = decide([pair(fail(), None)], build_error="error: no member named head")
     assert (found.verdict, found.exit_code) == (Verdict.BROKEN_BUILD, 1)
     assert "no member" in found.reason
+
+
+def test_a_carried_patch_that_fails_is_a_broken_carry() -> None:
+    """Harm, a failed claim and a failed build; a good verdict stays."""
+    carried = ["compaction from 0.3.30"]
+    bad = [pair(PASS, fail()), pair(fail(), fail())]
+    for one in bad:
+        found = decide([one], carried=carried)
+        assert (found.verdict, found.exit_code) == (Verdict.BROKEN_CARRY, 1)
+        assert found.reason.startswith("carried compaction from 0.3.30: ")
+        assert decide([one]).verdict in (Verdict.HARMFUL, Verdict.INEFFECTIVE)
+    built = decide([pair(fail(), None)], build_error="error: no member", carried=carried)
+    assert built.verdict is Verdict.BROKEN_CARRY
+    assert decide([pair(fail(), PASS)], carried=carried).verdict is Verdict.NEEDED
 
 
 def test_a_part_of_the_series_that_does_not_apply_is_seen() -> None:
@@ -237,3 +335,10 @@ def test_what_neither_side_can_run_here_is_no_harm() -> None:
     found = decide([Pair("lazy", "feature", "plain f16", absent, skipped)])
     assert found.verdict == Verdict.UNTESTABLE
     assert found.patched_failed == 0
+
+
+def test_a_partly_patched_release_is_never_native() -> None:
+    """Even if stock passes everything: its author must start from the unchanged release."""
+    found = decide([pair(PASS, None)], conflict="hunk 1 is already applied", partly=True)
+    assert str(found) == "broken-apply: hunk 1 is already applied"
+    assert decide([pair(PASS, None)], conflict="hunk 1").verdict is Verdict.NATIVE

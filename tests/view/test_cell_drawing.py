@@ -1,4 +1,4 @@
-"""Pictures of cells tell what lies where, with and without colours."""
+"""Pictures of cells show the owner of each cell, with and without colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
 from pyllamakv.view.cell_drawing import draw, letter, plain, svg
 
 
@@ -22,14 +22,14 @@ def snapshot() -> Snapshot:
 def test_owners_of_a_snapshot() -> None:
     """A cell shows its only owner, that it is shared, or that it is free."""
     picture = Picture.of(snapshot(), "now")
-    assert picture.owner == (0, SEVERAL, NOBODY, 1, NOBODY, NOBODY, 0, 63)
+    assert picture.owner == (0, SHARED, FREE, 1, FREE, FREE, 0, 63)
     assert picture.used == 5
     assert picture.holes == (2, 2)
     assert picture.caption() == "now: 5 of 8 cells used, 2 holes, largest 2"
 
 
 def test_the_terminal_picture_without_colours() -> None:
-    """Letters alone tell the sequences apart."""
+    """Letters alone distinguish the sequences."""
     lines = plain(Picture.of(snapshot()), width=4).splitlines()
     assert [line.split()[-1] for line in lines[1:]] == ["0#·1", "··01"]
     assert "5 of 8" in lines[0]
@@ -37,7 +37,7 @@ def test_the_terminal_picture_without_colours() -> None:
 
 def test_a_large_cache_shares_places() -> None:
     """A place is free only when all its cells are, and the picture keeps to its size."""
-    picture = Picture("", tuple([NOBODY] * 3 + [7]) * 1000)
+    picture = Picture("", tuple([FREE] * 3 + [7]) * 1000)
     step, shown = picture.scaled(100)
     assert step == 40
     assert set(shown) == {7}
@@ -46,7 +46,7 @@ def test_a_large_cache_shares_places() -> None:
 
 def test_svg_is_well_formed_and_complete() -> None:
     """Every owner's cells say whose they are, and labels are escaped."""
-    text = svg(Picture("a < b & c", (0, 0, NOBODY, SEVERAL)), columns=2)
+    text = svg(Picture("a < b & c", (0, 0, FREE, SHARED)), columns=2)
     root = ET.fromstring(text)
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert names[1:] == ["shared", "free", "sequence 0"]

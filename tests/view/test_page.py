@@ -91,6 +91,12 @@ def test_everything_is_there(html: str) -> None:
     assert "inputs changed since" in html
 
 
+def test_a_carried_patch_is_named() -> None:
+    """With the base of the port that it was merged from."""
+    found = (result(carried={"compaction": "0.3.30"}),)
+    assert "compaction carried from 0.3.30" in page.render(found, compare(found, {}))
+
+
 def test_what_concerns_a_release_comes_first() -> None:
     """Applied patches come first; patches for other releases and idle scenarios are folded."""
     (own,) = result().drift
@@ -144,7 +150,7 @@ def test_every_verdict_has_a_tone_and_a_meaning() -> None:
 
 
 def test_an_empty_matrix_is_a_page_too() -> None:
-    """Nothing judged yet is no reason to fail."""
+    """A matrix without results is not a failure."""
     reader = Reader()
     reader.feed(page.render((), ()))
     assert not reader.open

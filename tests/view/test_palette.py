@@ -1,4 +1,4 @@
-"""Colours can be told apart, by measure, also by eyes that see fewer of them."""
+"""Colours are distinguishable by measure, also with colour blindness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def light(colour: str) -> np.ndarray:
 
 
 def seen(colour: str, eyes: str) -> np.ndarray:
-    """Return where a colour lies for these eyes, in a space of even steps, 0 to 100."""
+    """Return a colour's place for these eyes, in a space of even steps, 0 to 100."""
     shown = np.clip(np.array(EYES[eyes]) @ light(colour), 0, 1)
     return 100 * (np.array(OKLAB) @ np.cbrt(np.array(CONES) @ shown))
 

@@ -1,4 +1,4 @@
-"""A PNG shows what the SVG shows, and says what to install where it cannot be made."""
+"""A PNG shows what the SVG shows; if it cannot be made, the error names the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from timeline_kit import timeline
 
 from pyllamakv.errors import Unsupported
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
 from pyllamakv.view import cell_drawing, palette, raster, timeline_drawing
 
 
@@ -21,7 +21,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 def test_cells_have_their_colours(scheme) -> None:
     """In the middle of each cell is the colour of its owner, in either scheme."""
     image_module = pytest.importorskip("PIL.Image")
-    owners = (0, SEVERAL, NOBODY, 7)
+    owners = (0, SHARED, FREE, 7)
     made = cell_drawing.paint(Picture("x", owners), columns=2, side=10, caption=False)
     image = image_module.open(io.BytesIO(raster.png(made, scheme=scheme, scale=3)))
     assert image.format == "PNG"
@@ -45,7 +45,7 @@ def test_a_timeline_is_painted_whole() -> None:
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:
-    """The command stands in the message, and SVG is named as what needs nothing."""
+    """The message has the command, and names SVG, which needs no package."""
     real = builtins.__import__
 
     def refuse(name, *rest, **more):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from timeline_kit import frame, timeline
 
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
 from pyllamakv.traces.playback import infer
 from pyllamakv.view.screen import Screen, legend, on_the_way
 
@@ -51,7 +51,7 @@ def test_speed_is_kept_and_moves_are_seen() -> None:
     """An operation takes its time, with its moves on the way inside of it."""
     slept: list[float] = []
     before = [n % 2 - 1 for n in range(48)]
-    after = [0] * 24 + [NOBODY] * 24
+    after = [0] * 24 + [FREE] * 24
     with Screen("x", console=console(terminal=True), speed=2, sleep=slept.append) as screen:
         screen.show(frame(1, before))
         moves = tuple(infer(tuple(before), tuple(after)))
@@ -76,7 +76,7 @@ def test_a_narrow_terminal_shows_all_of_a_large_cache() -> None:
 
 def test_the_legend_names_who_is_there() -> None:
     """Sequences first, then what is shared and free."""
-    said = legend(Picture("", (1, 0, SEVERAL, NOBODY))).plain
+    said = legend(Picture("", (1, 0, SHARED, FREE))).plain
     assert said.split("   ")[:4] == ["0 sequence 0", "1 sequence 1", "# shared", "· free"]
 
 
@@ -87,6 +87,6 @@ def test_on_the_way_nothing_is_lost(owners: list[int]) -> None:
     after = tuple(sorted(owners))
     moves = tuple(infer(before.owner, after))
     done, arrived = on_the_way(before, moves)
-    used = [owner for owner in done.owner if owner != NOBODY]
-    assert used == [owner for owner in after if owner != NOBODY]
+    used = [owner for owner in done.owner if owner != FREE]
+    assert used == [owner for owner in after if owner != FREE]
     assert len(arrived) == sum(length for *_, length in moves)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from timeline_kit import frame, timeline
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.cell_picture import NOBODY
+from pyllamakv.scenarios.cell_picture import FREE
 from pyllamakv.scenarios.frames import Timeline
 from pyllamakv.view import drawing, timeline_drawing
 from pyllamakv.view.drawing import Area, Band, Mark, Text
@@ -33,7 +33,7 @@ def areas(made: drawing.Drawing) -> dict[str, float]:
 
 
 def test_each_cell_of_each_operation_is_painted_once() -> None:
-    """Every role covers as much as its cells, and all of them the whole."""
+    """Every role covers as much as its cells, and together they cover all."""
     made = timeline_drawing.paint(timeline())
     covered = areas(made)
     whole = sum(covered.values())
@@ -85,8 +85,8 @@ def test_a_page_has_the_colours_once() -> None:
 
 def test_a_long_timeline_stays_a_picture() -> None:
     """Thousands of operations on thousands of cells share columns and rows; marks are kept."""
-    frames = [frame(n, [n % 3] * n + [NOBODY] * (4000 - n)) for n in range(1, 2001)]
-    frames[777] = frame(778, [1] * 778 + [NOBODY] * (4000 - 778), failed="no-slot")
+    frames = [frame(n, [n % 3] * n + [FREE] * (4000 - n)) for n in range(1, 2001)]
+    frames[777] = frame(778, [1] * 778 + [FREE] * (4000 - 778), failed="no-slot")
     made = timeline_drawing.paint(Timeline("long", frames))
     assert made.width < 1000 and made.height < 600
     assert sum(isinstance(item, Mark) for item in made.items) == 2  # in the plot and the legend
@@ -128,7 +128,7 @@ def texts(made: drawing.Drawing) -> list[str]:
 
 def test_a_cross_has_its_numbers() -> None:
     """A slot failure names tokens and largest hole, another failure its result."""
-    hole = [0, NOBODY, NOBODY, 0]
+    hole = [0, FREE, FREE, 0]
     frames = [frame(1, hole, failed="no-slot", tokens=3), frame(2, hole, failed="aborted")]
     said = texts(timeline_drawing.paint(Timeline("x", frames)))
     assert "3 tokens, largest hole 2" in said
@@ -138,7 +138,7 @@ def test_a_cross_has_its_numbers() -> None:
 
 def test_labels_of_neighbours_do_not_overlap() -> None:
     """In a long timeline, a label that would cover the one before it is left out."""
-    frames = [frame(n, [0, NOBODY], failed="no-slot", tokens=3) for n in range(1, 101)]
+    frames = [frame(n, [0, FREE], failed="no-slot", tokens=3) for n in range(1, 101)]
     made = timeline_drawing.paint(Timeline("x", frames))
     labels = [i for i in made.items if isinstance(i, Text) and i.text.startswith("3 tokens")]
     assert 1 < len(labels) < 100
@@ -148,7 +148,7 @@ def test_labels_of_neighbours_do_not_overlap() -> None:
 
 def test_interleaved_cells_are_drawn_by_share() -> None:
     """Where stripes would blur, a bar shows each owner's share; runs that can be seen are exact."""
-    striped = [0, 1, 1, 1] * 256 + [NOBODY] * 1024
+    striped = [0, 1, 1, 1] * 256 + [FREE] * 1024
     made = timeline_drawing.paint(Timeline("x", [frame(1, striped)]))
     bars: dict[str, list[drawing.Box]] = {}
     for item in made.items:
@@ -158,6 +158,6 @@ def test_interleaved_cells_are_drawn_by_share() -> None:
     assert len(one) == len(other) == -(-1024 // 56)  # 8 rows of 7 cells
     assert all(a[2] * 3 == pytest.approx(b[2]) for a, b in zip(one, other, strict=True))
     assert "A bar shows 56 interleaved cells: each owner's share of them." in texts(made)
-    blocks = [0] * 512 + [1] * 512 + [NOBODY] * 1024
+    blocks = [0] * 512 + [1] * 512 + [FREE] * 1024
     solid = timeline_drawing.paint(Timeline("x", [frame(1, blocks)]))
     assert not any(said.startswith("A bar shows") for said in texts(solid))
