@@ -1,7 +1,7 @@
-"""Define which keys and tensors a generated model of an architecture has.
+"""Define the metadata and tensors of generated models, by architecture.
 
-One architecture per kind of memory that llama.cpp has had. The tensors' names are those of every
-release that knows the architecture.
+One architecture per memory type of llama.cpp. Tensor names are those that every release with the
+architecture uses.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Raised with every change to what `write` puts into a file.
+#: Version of the files' content; increased with every change of `write`.
 GENERATOR = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Describe a model to generate; widths are counted in elements.
+    """The dimensions of a generated model; widths are counts of elements.
 
-    A head is ``n_embd / n_head`` wide, of a llama or gemma2 ``head`` where that is not 0.
-    ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0.
-    ``vocab`` is "none" (token ids only) or "bytes" (SentencePiece with one token per byte).
-    ``window`` is the number of positions that a sliding-window layer attends to.
+    A head has ``n_embd / n_head`` elements, or ``head`` if that is not 0 (llama and gemma2).
+    ``n_head_kv`` heads (a K or V row) are a multiple of 32, a block of q8_0 and q4_0. ``vocab`` is
+    "none" (token ids only) or "bytes" (SentencePiece with one token per byte). ``window`` is the
+    number of positions that a sliding-window layer attends to.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def digest(self) -> str:
-        """Return a text that identifies this shape in the format of this module."""
+        """Return a text that identifies this shape and the format version of this module."""
         facts = asdict(self)
         if not self.head:
             del facts["head"]  # which files had names before there was such a width
@@ -58,7 +58,7 @@ Tensors = dict[str, Tensor]
 
 
 class WeightGenerator:
-    """Draw weights, always the same for a seed."""
+    """Generate random weights, equal for equal seeds."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
@@ -71,23 +71,23 @@ class WeightGenerator:
 
 def gain(shape: Shape) -> float:
     """Return the relative size of a layer's contribution."""
-    # The residual stream of a deep model must not drown what a single layer's cache says.
+    # In a deep model, the residual stream must not hide the contribution of a single layer's cache.
     return float(1.0 / np.sqrt(shape.n_layer))
 
 
 def ones(n: int, value: float = 1.0) -> Tensor:
-    """Return as many weights of one value."""
+    """Return ``n`` weights of one value."""
     return np.full(n, value, dtype=np.float32)
 
 
 def attention(shape: Shape, draw: WeightGenerator) -> Tensors:
-    """Return the tensors of attention with heads of queries, keys and values."""
+    """Return the attention tensors with the given heads of queries, keys and values."""
     width, size = shape.n_embd, head(shape)
     inner, kv = size * shape.n_head, size * max(shape.n_head_kv, 1)
     return {
         "attn_norm.weight": ones(width),
-        # Attention neither flat (damage would average out) nor on one cell alone (damage
-        # elsewhere would not show).
+        # Attention is neither uniform (damage would average out) nor concentrated on one cell
+        # (damage elsewhere would not show).
         "attn_q.weight": draw.matrix(inner, width, scale=1.3),
         "attn_k.weight": draw.matrix(kv, width, scale=1.3),
         "attn_v.weight": draw.matrix(kv, width, scale=2.0),
@@ -111,13 +111,14 @@ def head(shape: Shape) -> int:
     return shape.head or shape.n_embd // shape.n_head
 
 
-#: Ranks and widths of multi-head latent attention: what is kept per token is LATENT + ROTATED wide.
+#: Ranks and widths of multi-head latent attention: LATENT + ROTATED values are cached per token.
 LATENT, ROTATED, PLAIN, RANK = 32, 32, 32, 32
 
-#: Heads of an indexer (with few of them many cells score 0 alike), width of its key, cells picked.
+#: Heads of an indexer (with few heads, many cells have a score of 0), width of its key, cells
+#: selected.
 INDEXERS, INDEXED, PICKED = 16, 128, 64
 
-#: Positions in a block, blocks that are picked, experts of a layer, width of its indexer's key.
+#: Positions in a block, blocks that are selected, experts of a layer, width of its indexer's key.
 BLOCK, BLOCKS, EXPERTS, NARROW = 32, 2, 2, 32
 
 
@@ -157,7 +158,7 @@ def deepseek2(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
 
 
 def deepseek32_keys(shape: Shape) -> dict[str, Any]:
-    """Return the keys of the same with an indexer."""
+    """Return the keys of multi-head latent attention with an indexer."""
     return deepseek2_keys(shape) | {
         "expert_gating_func": 2,
         "attention.indexer.head_count": INDEXERS,
@@ -167,7 +168,7 @@ def deepseek32_keys(shape: Shape) -> dict[str, Any]:
 
 
 def deepseek32(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
-    """Return a layer of the same with an indexer."""
+    """Return a layer of multi-head latent attention with an indexer."""
     return deepseek2(shape, draw, layer) | {
         "indexer.k_norm.weight": ones(INDEXED),
         "indexer.k_norm.bias": ones(INDEXED, 0.0),
@@ -178,7 +179,7 @@ def deepseek32(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
 
 
 def dots3note_keys(shape: Shape) -> dict[str, Any]:
-    """Return the keys of the same where every other layer has a window and no indexer."""
+    """Return the keys of a deepseek32 model in which every second layer has a window instead."""
     windows = [layer % 2 == 1 for layer in range(shape.n_layer)]
     return deepseek32_keys(shape) | {
         "attention.kv_lora_rank_swa": LATENT,
@@ -201,7 +202,7 @@ def dots3note(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
 
 
 def minimax_m3_keys(shape: Shape) -> dict[str, Any]:
-    """Return the keys of attention to blocks that an indexer picks, behind a dense layer."""
+    """Return the keys of block-sparse attention with an indexer, after a dense layer."""
     return {
         "rope.dimension_count": head(shape) // 2,
         "attention.key_length": head(shape),
@@ -221,7 +222,7 @@ def minimax_m3_keys(shape: Shape) -> dict[str, Any]:
 
 
 def minimax_m3(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
-    """Return a dense layer, or one with experts whose indexer picks blocks."""
+    """Return a dense layer, or one with experts whose indexer selects blocks."""
     size, width, ff = head(shape), shape.n_embd, shape.n_ff
     found = attention(shape, draw) | {
         "attn_q_norm.weight": ones(size),
@@ -250,7 +251,7 @@ SSM_CONV, SSM_STATE, SSM_RANK = 4, 16, 8
 
 
 def keys(shape: Shape) -> dict[str, Any]:
-    """Return the metadata of a shape without the architecture in front: ints, floats, lists."""
+    """Return the metadata of a shape without the architecture prefix: ints, floats, lists."""
     common: dict[str, Any] = {
         "context_length": shape.n_ctx,
         "embedding_length": shape.n_embd,
@@ -295,7 +296,8 @@ def _llama(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
 
 
 def _qwen2vl_keys(shape: Shape) -> dict[str, Any]:
-    # Of each head's pairs some turn by the time of a position, some by its row, some by its column.
+    # Of each head's pairs, some rotate by the time of a position, some by its row, some by its
+    # column.
     pairs = head(shape) // 2
     rows = 3 * pairs // 8
     return _llama_keys(shape) | {"rope.dimension_sections": [pairs - 2 * rows, rows, rows, 0]}
@@ -319,8 +321,9 @@ def _gemma2_keys(shape: Shape) -> dict[str, Any]:
 
 
 def _gemma2(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
-    # What a layer adds is as large as the weights of the norm that follows it. One sliding and one
-    # full layer speak, the others whisper: the noise of so many quantized layers would add up.
+    # A layer's output is as large as the weights of the norm after it. One sliding and one full
+    # layer have large weights, the others small ones: the noise of this many quantized layers would
+    # accumulate.
     size = 4.0 if layer < 2 else 0.1
     after = {
         "post_attention_norm.weight": ones(shape.n_embd, size),
@@ -352,7 +355,7 @@ def _mamba(shape: Shape, draw: WeightGenerator, _: int) -> Tensors:
         "ssm_conv1d.bias": ones(inner, 0.0),
         "ssm_x.weight": draw.matrix(SSM_RANK + 2 * SSM_STATE, inner, scale=2.0),
         "ssm_dt.weight": draw.matrix(inner, SSM_RANK),
-        # Steps so small that a state remembers some dozens of tokens.
+        # Steps so small that a state depends on some dozens of tokens.
         "ssm_dt.bias": ones(inner, -3.0),
         "ssm_a": np.repeat(decay[None], inner, axis=0),
         "ssm_d": ones(inner),

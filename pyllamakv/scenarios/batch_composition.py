@@ -52,14 +52,14 @@ def compose(
     ledger: CellLedger, feeds: Feeds, n_vocab: int, *, interleave: bool = False
 ) -> BatchRows:
     """Return a batch that continues each sequence; the last token of each asks for logits."""
-    lanes: list[list[tuple[int, int, tuple[int, ...], int]]] = []
+    rows: list[list[tuple[int, int, tuple[int, ...], int]]] = []
     for key, what in feeds.items():
         owners = (key,) if isinstance(key, int) else tuple(key)
         start = ledger.next(owners[0])
         tokens = _made_up(owners[0], start, what, n_vocab)
         last = len(tokens) - 1
-        lanes.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
-    order = list(_interleaved(lanes)) if interleave else [item for lane in lanes for item in lane]
+        rows.append([(t, start + n, owners, int(n == last)) for n, t in enumerate(tokens)])
+    order = list(_interleaved(rows)) if interleave else [item for row in rows for item in row]
     return BatchRows(
         np.array([item[0] for item in order], dtype=np.int32),
         np.array([item[1] for item in order], dtype=np.int32),
@@ -83,8 +83,8 @@ def _made_up(seq: int, start: int, what: int | Sequence[int], n_vocab: int) -> l
     return [int(token) for token in what]
 
 
-def _interleaved(lanes: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    for n in range(max(map(len, lanes), default=0)):
-        for lane in lanes:
-            if n < len(lane):
-                yield lane[n]
+def _interleaved(rows: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    for n in range(max(map(len, rows), default=0)):
+        for row in rows:
+            if n < len(row):
+                yield row[n]

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 #: Owner of a free cell, and of one that several sequences share.
-NOBODY, SEVERAL = -1, -2
+FREE, SHARED = -1, -2
 
 
 def owners(cells: CellMap) -> NDArray[np.int64]:
-    """Return the owner of each cell: its sequence, `NOBODY` or `SEVERAL`."""
-    lone = np.full(len(cells.pos), NOBODY, dtype=np.int64)
+    """Return the owner of each cell: its sequence, `FREE` or `SHARED`."""
+    lone = np.full(len(cells.pos), FREE, dtype=np.int64)
     for sequence in np.flatnonzero(cells.counts).tolist():
         lone[cells.has(sequence)] = sequence
-    lone[cells.sharers > 1] = SEVERAL
-    lone[~cells.used] = NOBODY
+    lone[cells.sharers > 1] = SHARED
+    lone[~cells.used] = FREE
     return lone
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The cells of a cache at one moment: per cell its owner, `NOBODY` or `SEVERAL`.
+    """The cells of a cache at one moment: per cell its owner, `FREE` or `SHARED`.
 
     ``streams`` are the lengths of the streams that lie one after the other, empty for one.
     """
@@ -53,12 +53,12 @@ class Picture:
     @cached_property
     def used(self) -> int:
         """Count the used cells."""
-        return sum(owner != NOBODY for owner in self.owner)
+        return sum(owner != FREE for owner in self.owner)
 
     @cached_property
     def holes(self) -> tuple[int, int]:
         """Return how many holes there are, and the largest."""
-        free = [length for owner, length in self.runs() if owner == NOBODY]
+        free = [length for owner, length in self.runs() if owner == FREE]
         return len(free), max(free, default=0)
 
     @property
@@ -113,11 +113,11 @@ class Picture:
 def shares(owners: Sequence[int]) -> tuple[tuple[int, float], ...]:
     """Return (owner, share of the cells), sequences first, then shared and free cells."""
     counts = Counter(owners)
-    ordered = sorted(counts, key=lambda owner: (owner == NOBODY, owner == SEVERAL, owner))
+    ordered = sorted(counts, key=lambda owner: (owner == FREE, owner == SHARED, owner))
     return tuple((owner, counts[owner] / len(owners)) for owner in ordered)
 
 
 def most_frequent(owners: Sequence[int]) -> int:
     """Return the owner that a place of several cells shows."""
-    part = [owner for owner in owners if owner != NOBODY]
-    return max(sorted(set(part)), key=part.count) if part else NOBODY
+    part = [owner for owner in owners if owner != FREE]
+    return max(sorted(set(part)), key=part.count) if part else FREE

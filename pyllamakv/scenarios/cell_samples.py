@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import ContextHandle, ContextInfo, Native
 
-#: The statistics of the cells that a trace contains.
+#: Statistics of the cells that are stored in a trace.
 COUNTS = ("used", "holes", "largest_hole")
 
 
@@ -55,7 +55,7 @@ class CellSample:
 
     @cached_property
     def owner(self) -> NDArray[np.int64]:
-        """Return the owner of each cell, its streams one after the other, as a `Picture` has it."""
+        """Return the owner of each cell, with its streams concatenated, as in `Picture`."""
         return np.concatenate([owners(each) for each in self.snapshot.streams])
 
     def runs(self) -> list[list[int]]:
@@ -69,7 +69,7 @@ class CellSample:
     def moved(self, before: CellSample) -> list[list[int]]:
         """Return [from, to, length] of each run of cells that moved since ``before``.
 
-        Cells are numbered through all streams, as in `runs`.
+        Cell numbers continue across streams, as in `runs`.
         """
         moves = before.snapshot.moves_to(self.snapshot)
         if not len(moves):
@@ -83,7 +83,7 @@ class CellSample:
 
 
 def sample_cells(native: Native, context: ContextHandle, info: ContextInfo) -> CellSample | None:
-    """Look at the cells, or return None where the build cannot read them or has none."""
+    """Sample the cells; None if the build cannot read them or has none."""
     if Capability.CELLS not in native.about.capabilities or not info.n_caches:
         return None
     raw = [native.cells(context, cache) for cache in range(info.n_caches)]
@@ -92,7 +92,7 @@ def sample_cells(native: Native, context: ContextHandle, info: ContextInfo) -> C
 
 
 def top_token(row: NDArray[np.float32]) -> list[Any]:
-    """Return the likeliest token, its logit, and by how much the next one is behind."""
+    """Return the most likely token, its logit, and the margin to the second."""
     token = int(row.argmax())
     top = float(row[token])
     second = float(np.partition(row, -2)[-2]) if len(row) > 1 else top

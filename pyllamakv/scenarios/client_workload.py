@@ -41,8 +41,8 @@ class SlotServer:
         self.player = player
         self.share = player.n_cells // clients
         self.clients = [ClientRequest(seq) for seq in range(clients)]
-        self.cut = 0
-        self.slid = 0
+        self.truncated = 0
+        self.shifted = 0
 
     def serve(self, requests: Iterable[tuple[int, int]]) -> None:
         """Serve (prompt, answer) token counts in order; a prompt is longer than `HEAD`.
@@ -62,7 +62,7 @@ class SlotServer:
 
     def _begin(self, client: ClientRequest, prompt: int, answer: int) -> None:
         self.player.remove(client.seq, KEPT_PREFIX)
-        self.cut += max(0, prompt - self.share)
+        self.truncated += max(0, prompt - self.share)
         client.prompt = min(prompt, self.share) - self.player.ledger.next(client.seq)
         client.answer = answer
 
@@ -74,7 +74,7 @@ class SlotServer:
             if not count:
                 continue
             if self.player.ledger.next(client.seq) == self.share:
-                self._slide(client.seq)
+                self._drop_oldest_half(client.seq)
             feeds[client.seq] = count
             room -= count
             if client.prompt:
@@ -83,8 +83,8 @@ class SlotServer:
                 client.answer -= count
         self.player.decode(feeds)
 
-    def _slide(self, seq: int) -> None:
+    def _drop_oldest_half(self, seq: int) -> None:
         gone = (self.share - KEPT_PREFIX) // 2
         self.player.remove(seq, KEPT_PREFIX, KEPT_PREFIX + gone)
         self.player.shift(seq, KEPT_PREFIX + gone, -1, -gone)
-        self.slid += 1
+        self.shifted += 1

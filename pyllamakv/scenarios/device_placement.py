@@ -1,7 +1,7 @@
-"""Place the cache of a run: in host memory, on a device, or behind an RPC server.
+"""Choose where a run's cache is placed: in host memory, on a device, or behind an RPC server.
 
-Scenarios are independent of the place. Their model is loaded so that every layer, with its K and V,
-is on the device. A run whose cache is in host memory nevertheless is untestable.
+Scenarios are independent of the placement. The model is loaded with every layer, and its K and V,
+on the device. A run whose cache is in host memory nevertheless is untestable.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pyllamakv.scenarios import synthetic_models
 if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import Snapshot
 
-#: More layers than any model has: all of them go to the device.
+#: More layers than any model has: all layers are offloaded.
 ALL = 999
 
-#: What Vulkan runs with, unless the user says otherwise. Later releases pass over devices that are
-#: processors unless they are named. Mesa's own (llvmpipe) gets stock's logits wrong now and then
-#: with two threads: 11 of 40 decodes of 64 tokens, none of 40 with one.
+#: Environment for Vulkan, unless the user sets it. Later releases ignore CPU devices unless they
+#: are named. With two threads, Mesa's CPU device (llvmpipe) computes wrong logits on stock in 11 of
+#: 40 decodes of 64 tokens; with one thread in none of 40.
 _VULKAN = {"GGML_VK_VISIBLE_DEVICES": "0", "LP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Name a backend as runs use it."""
+    """A backend, its models, and the environment of its workers."""
 
     backend: str = "cpu"
 
@@ -44,29 +44,30 @@ class DevicePlacement:
 
     @property
     def off_cpu(self) -> bool:
-        """Return whether other kernels than those of the CPU compute; they may be wrong."""
+        """Return whether a device's kernels compute; these may be wrong."""
         return self.backend not in ("cpu", "rpc")
 
     def model(self, name: str) -> str:
         """Return the name of the model that replaces a named one on a device."""
-        twin = name + synthetic_models.WIDE
-        return twin if self.off_cpu and twin in synthetic_models.SHAPES else name
+        wide = name + synthetic_models.WIDE
+        return wide if self.off_cpu and wide in synthetic_models.SHAPES else name
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that a worker needs to see the device, and to get it right."""
+        """Return the variables that a worker needs to see the device and compute correctly."""
         if self.backend != "vulkan":
             return {}
         return {name: value for name, value in _VULKAN.items() if name not in os.environ}
 
     @property
     def call_timeout(self) -> float | None:
-        """Return the seconds that one call may take, where the usual ones are too few."""
-        # The first graphs compile hundreds of pipelines.
-        return 600.0 if self.backend == "vulkan" else None
+        """Return the timeout of one call in seconds, or None for the default."""
+        # On Vulkan, the first graphs compile hundreds of pipelines. Other devices start slowly too,
+        # and behind RPC every row is a message.
+        return 600.0 if self.backend == "vulkan" else None if self.host else 120.0
 
     def params(self, endpoint: str | None = None) -> ModelParams:
-        """Return how a model is loaded."""
+        """Return the parameters for loading a model."""
         if self.backend == "cpu":
             return ModelParams()
         return ModelParams(n_gpu_layers=ALL, rpc_servers=endpoint)

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.batch_composition import BatchRows
     from pyllamakv.scenarios.cell_samples import CellSample
 
-#: Operations in which cells of a sequence may come to lie elsewhere.
+#: Operations that may move cells of a sequence.
 MOVING = ("decode", "step", "batch", "advance", "defrag", "update")
 
 #: Operations that neither change nor show the cells.
 _SILENT = ("context", "note", "expect", "cancel", "threads", "snapshot", "verify")
 
-#: The name of the result 1 of llama_decode.
+#: The name of result 1 of llama_decode.
 NO_SLOT = "no-slot"
 
-#: Arguments that say nothing at a glance.
+#: Arguments that are omitted from captions.
 _LONG = ("interleave", "expect", "pos", "logits", "state")
 
 
@@ -34,7 +34,7 @@ _LONG = ("interleave", "expect", "pos", "logits", "state")
 class Frame:
     """One operation and the cells after it.
 
-    ``failed`` is the result of a failed operation in a word, otherwise empty. ``moves`` contains
+    ``failed`` is the result of a failed operation in one word, otherwise empty. ``moves`` contains
     (source, target, cells) of each run of cells that moved, and ``moved`` the number of these
     cells. ``tokens`` is the number of tokens of a decode, 0 if unknown.
     """
@@ -88,11 +88,11 @@ class Timeline:
         return max((len(frame.picture.owner) for frame in self.frames), default=0)
 
     def operations(self) -> list[Frame]:
-        """Return the frames of operations that do something to the cells."""
+        """Return the frames of operations that affect the cells."""
         return [frame for frame in self.frames if frame.op not in _SILENT]
 
     def changes(self) -> list[Frame]:
-        """Return the frames whose cells differ from those before, and all that have a label."""
+        """Return the frames whose cells differ from those before, and all frames with a label."""
         found: list[Frame] = []
         last: tuple[int, ...] | None = None
         for frame in self.frames:
@@ -102,7 +102,7 @@ class Timeline:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline as plain JSON values; a picture that did not change is left out."""
+        """Return the timeline as plain JSON values; an unchanged picture is omitted."""
         frames = []
         last: tuple[int, ...] | None = None
         for frame in self.frames:
@@ -140,7 +140,7 @@ class Timeline:
         return timeline
 
 
-#: A timeline keeps no more frames: it is there to be looked at.
+#: Maximum number of frames of a timeline that is displayed.
 LONGEST = 400
 
 
@@ -199,7 +199,7 @@ def timelines(players: Iterable[Player]) -> tuple[Timeline, ...]:
 
 
 def detail(arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a line in few words."""
+    """Return a short text for the arguments of a line."""
     words = []
     for key, value in arguments.items():
         if key == "feed" and isinstance(value, dict):

@@ -35,13 +35,14 @@ def compare(before: Rows, after: Rows, what: str, *, window: int = 0) -> None:
     """Raise ScenarioFailed unless ``after`` contains all of ``before`` with the same bytes.
 
     With a ``window``, the second cache needs only the positions that the next token sees. States of
-    recurrent layers are compared if no token followed.
+    recurrent layers are compared if no token followed. A sequence has one stream of each cache,
+    which differs if its state was restored into another sequence.
     """
     for seq, old in before.items():
         new = after.get(seq)
-        sections = {(each.cache, each.stream): each for each in new.sections} if new else {}
+        sections = {each.cache: each for each in new.sections} if new else {}
         for section in old.sections:
-            other = sections.get((section.cache, section.stream))
+            other = sections.get(section.cache)
             if other is None:
                 msg = f"{what} lost sequence {seq}: {old.cells} tokens"
                 raise ScenarioFailed(msg, failure="lost")

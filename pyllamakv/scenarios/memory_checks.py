@@ -35,8 +35,10 @@ def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
     done: dict[str, bool] = {}
     snapshot = player.snapshot()
     if snapshot is not None:
-        seen, told = len({each.stream for each in snapshot.streams}), player.info.n_streams
-        lab.expect(told == seen, f"the caches have {seen} streams, the context says {told}")
+        seen, reported = len({each.stream for each in snapshot.streams}), player.info.n_streams
+        lab.expect(
+            reported == seen, f"the caches have {seen} streams, but the context reports {reported}"
+        )
     player.fill({0: 40, 1: 40}, interleave=True)
     verify_memory(lab, player, window)
     player.copy(0, 2)

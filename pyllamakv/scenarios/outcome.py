@@ -55,7 +55,8 @@ def classify(error: Exception) -> Outcome:
         case Untestable():
             return Outcome("skip", error.failure, text)
         case WorkerTimeout():
-            return Outcome("fail", "hang", text)
+            # Without the advice on the argument of a library: a check has --timeout.
+            return Outcome("fail", "hang", text.partition("; ")[0])
         case WorkerDied():
             return Outcome("fail", "crash", text)
         case Unsupported() | PartialRemovalRefused():

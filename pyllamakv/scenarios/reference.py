@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.player import Player, Step
 
-#: A reference beyond this many cells is a fault of the scenario.
+#: A reference with more cells than this is a fault of the scenario.
 LIMIT = 1 << 17
 
 
@@ -51,13 +51,13 @@ class Tolerance:
 
 
 class Reference:
-    """Follow a player step by step; `catch_up` compares the logits of all decodes since."""
+    """Follow a player operation by operation; `catch_up` compares the logits of all new decodes."""
 
     def __init__(self, player: Player, tolerance: Tolerance | None = None) -> None:
         self.player = player
         self.bound = (tolerance or Tolerance()).of(player)
         self.worst = 0.0
-        # Where each sequence has a stream of its own, none can share its cells.
+        # Sequences in separate streams cannot share cells.
         info = player.info
         self._spares = info.n_swa > 0 and info.n_caches > 1 and not player.ledger.streams
         self._room = 1
@@ -77,10 +77,10 @@ class Reference:
             self._grow()
 
     def check_next(self) -> None:
-        """Decode one more token of every sequence on both sides, compare, and take it back.
+        """Decode one more token of every sequence on both sides, compare, and remove it again.
 
-        Where the memory keeps states, the token stays: none can go back, and one release forgets
-        the sequence when it is asked to.
+        If the memory keeps states, the token stays: states cannot be rolled back, and in one
+        release a removal drops the sequence.
         """
         player = self.player
         stays = player.info.memory.keeps_states
@@ -109,12 +109,12 @@ class Reference:
         if cells > LIMIT:
             msg = f"the reference would need {cells} cells; make the scenario smaller"
             raise HarnessError(msg)
-        # On the heap, so that neither mapped memory nor a file lock affects it.
+        # In heap memory, so that neither mapped memory nor a file lock affects it.
         params = replace(
             player.params, n_ctx=cells, swa_full=True, kv_backing=0, kv_path=None, kv_keep=0
         )
         if self._spares:
-            # In one micro-batch: between two, no sequence could own the cells of the first one.
+            # In one micro-batch: between two, no sequence owned the cells of the first one.
             params = replace(params, n_ubatch=params.n_batch, n_seq_max=params.n_seq_max + 1)
         return player.native.context_new(player.model, params)
 
@@ -166,7 +166,7 @@ class Reference:
                 self._saved[name] = native.state_save(context, seq)
             case "restore":
                 seq, name = step.arguments
-                # A restore must not meet a shift that is pending: here it never does.
+                # The reference has no pending shift at a restore.
                 with suppress(Unsupported):
                     native.update(context)
                 try:

@@ -42,17 +42,18 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelHandle
     from pyllamakv.scenarios.scenario import Scenario, Setting
 
-#: Seconds that one call into the library may take; the slowest of a scenario takes well under one.
-CALL_TIMEOUT = 120.0
+#: Default timeout of one call into the library in seconds; the slowest call takes well
+#: under one.
+CALL_TIMEOUT = 30.0
 
-#: Failures after which a worker is not used again: it is gone, or may have written anywhere.
+#: Failures after which a worker is replaced: it has ended, or its memory may be damaged.
 FATAL_FAILURES = ("data", "crash", "hang")
 
-#: Opens the library at a path with an environment, in a worker.
+#: Function that opens the library at a path in a worker, with an environment.
 Opener = Callable[[Path, dict[str, str]], Any]
 #: A library and the environment of its worker.
 Key = tuple[str, tuple[tuple[str, str], ...]]
-#: More than a micro-batch; the second half of the cells then begins at odd numbers as well.
+#: More than a micro-batch; the second half of the cells then also starts at an odd number.
 TOKENS = 40
 
 
@@ -71,11 +72,12 @@ class Run:
 
 
 class Workers:
-    """Open workers when they are first needed, and end those that a run spoiled."""
+    """Open workers when they are first needed, and end those in an unknown state."""
 
-    def __init__(self, opener: Opener, place: DevicePlacement) -> None:
+    def __init__(self, opener: Opener, place: DevicePlacement, timeout: float | None) -> None:
         self._opener = opener
         self._place = place
+        self._timeout = timeout if timeout is not None else place.call_timeout
         self._open: dict[Key, Any] = {}
         self._servers: dict[Key, RpcServer] = {}
         self._models: dict[tuple[Key, str], ModelHandle] = {}
@@ -85,8 +87,8 @@ class Workers:
         library = self._open.get(key)
         if library is None:
             library = self._open[key] = self._opener(Path(key[0]), dict(key[1]))
-            if self._place.call_timeout is not None:
-                library.native.timeout = self._place.call_timeout
+            if self._timeout is not None:
+                library.native.timeout = self._timeout
         return library
 
     def model(self, key: Key, name: str) -> ModelHandle:
@@ -102,14 +104,14 @@ class Workers:
                 if "RPC server" in str(error):
                     msg = f"{name} cannot be loaded: {error}"
                     raise HarnessError(msg) from error
-                # A later architecture, which cannot verify a patch for this release.
+                # Architectures added later cannot verify a patch for this release.
                 msg = f"the model {name} cannot be loaded here: {error}"
                 raise Untestable(msg) from error
             self._models[key, name] = found
         return found
 
     def drop(self, key: Key) -> None:
-        """End a worker and its server; the next run gets others."""
+        """End a worker and its server; the next run gets new ones."""
         library, server = self._open.pop(key, None), self._servers.pop(key, None)
         self._models = {k: v for k, v in self._models.items() if k[0] != key}
         if library is not None:
@@ -123,7 +125,7 @@ class Workers:
             library.native.close()
 
     def close(self) -> None:
-        """End all."""
+        """End all workers."""
         for key in list(self._open):
             self.drop(key)
 
@@ -132,7 +134,7 @@ class Workers:
             return None
         server = self._servers.get(key)
         if server is None:
-            # One thread, because as many runs as processors are active, and waiting threads spin.
+            # One thread, because there are as many runs as processors, and waiting threads spin.
             try:
                 server = self._servers[key] = RpcServer(Path(key[0]), threads=1)
             except KvError as error:
@@ -145,7 +147,7 @@ def _close(library: Any) -> None:
     try:
         library.close()
     except KvError:
-        # A worker that died has nothing left to give back.
+        # A dead worker has nothing left to release.
         return
 
 
@@ -156,7 +158,7 @@ class DeviceControls:
         self._found: dict[Hashable, Untestable | None] = {}
 
     def check(self, key: Hashable, make: Callable[[], Lab]) -> None:
-        """Raise Untestable where a control fails, with the reason; it is played once per key."""
+        """Raise Untestable with the reason if a control fails; each key is run once."""
         if key not in self._found:
             self._found[key] = _run_control(make)
         reason = self._found[key]
@@ -165,7 +167,7 @@ class DeviceControls:
 
 
 def _run_control(make: Callable[[], Lab]) -> Untestable | None:
-    """Run the control in a lab of its own; return why the setting cannot be verified, or None."""
+    """Run the control in its own lab; return why the setting cannot be verified, or None."""
     lab = make()
     try:
         wrong = control(lab)
@@ -173,7 +175,7 @@ def _run_control(make: Callable[[], Lab]) -> Untestable | None:
     except Untestable as error:
         reason = error
     except WorkerTimeout:
-        # Another time it may be in time.
+        # A timeout may not repeat, so it is not cached.
         raise
     except WorkerDied as error:
         msg = f"the device ends the process before cells are moved: {error}"
@@ -200,11 +202,20 @@ def control(lab: Lab) -> str:
 
 
 class ScenarioRunner:
-    """Run scenarios one by one, on a worker per library and environment."""
+    """Run scenarios one by one, on a worker per library and environment.
 
-    def __init__(self, opener: Opener | None = None, place: DevicePlacement | None = None) -> None:
+    ``timeout`` is that of one call into the library in seconds; None uses the backend's default.
+    """
+
+    def __init__(
+        self,
+        opener: Opener | None = None,
+        place: DevicePlacement | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
         self._place = place or DevicePlacement()
-        self._workers = Workers(opener or open_worker, self._place)
+        self._workers = Workers(opener or open_worker, self._place, timeout)
         self._controls = DeviceControls()
 
     def __enter__(self) -> Self:
@@ -223,7 +234,7 @@ class ScenarioRunner:
         self._workers.close()
 
     def cut(self) -> None:
-        """End the workers of a run in another thread, which then fails at once."""
+        """End the workers of a run in another thread; the run then fails at once."""
         self._workers.cut()
 
     def run(self, path: Path, scenario: Scenario, setting: Setting) -> Run:
@@ -241,7 +252,7 @@ class ScenarioRunner:
                     (key, scenario.model, setting),
                     lambda: Lab(native, model, setting, place=self._place),
                 )
-            # One timeline of a scenario is enough to look at.
+            # The report shows one timeline per scenario.
             timeline = scenario.record_frames and setting == scenario.settings[0]
             lab = Lab(native, model, setting, timeline=timeline, place=self._place)
             scenario.run(lab)
@@ -267,5 +278,5 @@ class ScenarioRunner:
 
 
 def open_worker(path: Path, environment: dict[str, str]) -> Any:
-    """Open a library in a worker of its own, with an environment of its own."""
+    """Open a library in a new worker with the given environment."""
     return open_library(path, isolated=True, env=environment, timeout=CALL_TIMEOUT)

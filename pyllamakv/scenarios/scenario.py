@@ -1,4 +1,4 @@
-"""Describe scenarios, and find them in the package and in directories outside of it.
+"""Define scenarios and the settings that they run in.
 
 A scenario is one small file that ends in ``SCENARIO = Scenario(…)``: a deterministic KV workload
 with a claim. Its operations are those of `pyllamakv.scenarios.lab.Lab`.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """Name one configuration of the cache that a scenario runs in."""
+    """One configuration of the cache that a scenario runs in."""
 
     flash_attn: bool = False
     type_k: str = "f16"
@@ -38,8 +38,8 @@ class Setting:
         return " ".join(words)
 
 
-#: Every layout of the cache: V by columns (no flash attention) or rows, whole or quantized rows.
-#: Without flash attention llama.cpp has no quantized V.
+#: All layouts of the cache: V by columns (no flash attention) or rows, f16 or quantized rows.
+#: Without flash attention, llama.cpp has no quantized V.
 CACHES = (
     Setting(False, "f16", "f16"),
     Setting(False, "q8_0", "f16"),
@@ -49,15 +49,15 @@ CACHES = (
     Setting(True, "q4_0", "q4_0"),
 )
 
-#: The movers that host memory would not choose: what devices get, tried where everyone can. A
-#: build without them (stock) ignores the variable.
+#: Movers that are the default on devices only, tested in host memory too. A build without them
+#: (stock) ignores the variable.
 MOVERS = tuple(
     replace(setting, environment=(("LLAMA_KV_DEFRAG_MOVER", mover),))
     for mover in ("gather", "graph", "staged")
     for setting in (CACHES[0], CACHES[4])
 )
 
-#: The plan that keeps the order of cells, whose moves overlap, in place and by graphs.
+#: The plan that keeps the order of cells, whose moves overlap: in place and with graphs.
 ORDERED = tuple(
     replace(
         CACHES[3],
@@ -67,15 +67,15 @@ ORDERED = tuple(
 )
 
 #: Between 0.3.12 and 0.3.16, a batch may use scattered cells if this is 1 (the default since
-#: 0.3.15). 0 requires one hole, as in earlier releases. Others ignore it.
+#: 0.3.15). 0 requires one hole, as in earlier releases. Other releases ignore the variable.
 CONTIGUOUS = (("LLAMA_SET_ROWS", "0"),)
 SCATTERED = Setting(True, "f16", "f16", (("LLAMA_SET_ROWS", "1"),))
 
-#: One layout of each kind, for scenarios whose claim has nothing to do with row sizes.
+#: One layout of each kind, for scenarios whose claim does not depend on row sizes.
 PLAIN = (CACHES[0], CACHES[4])
 
 
-#: A model with more layers than this is a deep one.
+#: Number of layers above which a model is deep.
 FEW_LAYERS = 8
 
 
@@ -104,7 +104,7 @@ class Scenario:
     def few(self) -> tuple[Setting, ...]:
         """Return one setting per layout of V; for a deep model, a single one.
 
-        For devices behind a network, where every read of a row needs a round trip.
+        For devices behind a network, where each read of a row is a round trip.
         """
         usual = [each for each in self.settings if not each.environment] or list(self.settings)
         rows = [each for each in usual if each.flash_attn]

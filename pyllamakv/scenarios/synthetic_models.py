@@ -18,15 +18,16 @@ import gguf
 
 from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.home import home
+from pyllamakv.models import catalog
 from pyllamakv.scenarios import architectures
 from pyllamakv.scenarios.architectures import Shape
 from pyllamakv.source.files import translate_permission_errors
 
-#: The name of a real model of the user, and the environment variable with its path.
+#: Name of the user's own model, and the environment variable with its path.
 TEST = "test"
 VARIABLE = "PYLLAMAKV_TEST_MODEL"
 
-#: Where bytes begin in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
+#: Token id of byte 0 in the vocabulary of `Shape.vocab` "bytes", after unknown, start and end.
 BYTE_OFFSET = 3
 
 
@@ -59,7 +60,7 @@ SHAPES = {
     )
 }
 
-#: What is put behind the name of a model for its wide twin.
+#: Suffix of a model's name for its variant with wide rows.
 WIDE = "-wide"
 
 
@@ -67,16 +68,16 @@ def with_wide_rows(shape: Shape) -> Shape:
     """Return the variant of a shape with rows of 256 values, which devices compute correctly.
 
     Kernels for flash attention support heads of 64 values. Vulkan writes a row of quantized blocks
-    to a wrong place unless its offset is a multiple of the device's buffer alignment, usually 4 to
-    16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
+    to a wrong address unless its offset is a multiple of the device's buffer alignment, usually 4
+    to 16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
     """
     heads = 4 * (shape.n_head // shape.n_head_kv)
     return replace(shape, name=shape.name + WIDE, head=64, n_head=heads, n_head_kv=4)
 
 
 SHAPES |= {
-    twin.name: twin
-    for twin in (
+    wide.name: wide
+    for wide in (
         with_wide_rows(each) for each in SHAPES.values() if each.architecture in ("llama", "gemma2")
     )
 }
@@ -88,12 +89,16 @@ def tiny() -> Path:
 
 
 def model(name: str) -> Path:
-    """Return the file of a named model, generating it when it is not there.
+    """Return the path of a named model; it is generated if it does not exist.
 
-    ``test`` is the model that PYLLAMAKV_TEST_MODEL names, and the path of a GGUF is itself.
+    ``test`` is the model that PYLLAMAKV_TEST_MODEL names. The path of a GGUF file is returned
+    unchanged. Raises NotFetched for a model of the package index that was not fetched.
     """
     if name in SHAPES:
         return generate(SHAPES[name], home() / "models")
+    pinned = catalog.known()
+    if name in pinned:
+        return catalog.find(name)
     if name == TEST:
         named = os.environ.get(VARIABLE, "")
         if not named:
@@ -105,7 +110,8 @@ def model(name: str) -> Path:
         path = Path(name)
         if path.is_file():
             return path
-    msg = f"there is no model {name!r}: expected a GGUF file or one of {', '.join(SHAPES)}"
+    names = ", ".join((*SHAPES, *pinned))
+    msg = f"there is no model {name!r}: expected a GGUF file or one of {names}"
     raise UsageError(msg)
 
 
@@ -113,6 +119,8 @@ def identity(name: str) -> str:
     """Return an identification of a named model's content, without generating it."""
     if name in SHAPES:
         return SHAPES[name].digest
+    if name in (pinned := catalog.known()):
+        return pinned[name].sha256
     try:
         with model(name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -121,12 +129,12 @@ def identity(name: str) -> str:
 
 
 def cost(name: str) -> int:
-    """Return roughly how much a run on a named model costs, for the order of work."""
+    """Return the approximate cost of a run on a named model, for the order of work."""
     return SHAPES[name].n_layer if name in SHAPES else 8
 
 
 def generate(shape: Shape, folder: Path) -> Path:
-    """Return ``folder/NAME-DIGEST.gguf``, written in one step when it is not there yet."""
+    """Return ``folder/NAME-DIGEST.gguf``, written atomically if it does not exist."""
     path = folder / f"{shape.name}-{shape.digest}.gguf"
     if path.is_file():
         return path
@@ -136,7 +144,7 @@ def generate(shape: Shape, folder: Path) -> Path:
     os.close(handle)
     try:
         write(shape, Path(name))
-        # mkstemp makes private files; a home may be shared between users.
+        # mkstemp creates private files; the data directory may be shared between users.
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

@@ -1,1 +1,1 @@
-"""Record the cache operations of a program, play them again, and minimize failures."""
+"""Record the cache operations of a program, replay them, and minimize failures."""

@@ -17,7 +17,7 @@ from pyllamakv.scenarios.batch_composition import BatchRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Words for the places that ask for logits; a list names them one by one.
+#: Values of ``logits`` with a name; a list contains the indices instead.
 LOGITS = ("last", "all", "none")
 
 
@@ -27,9 +27,9 @@ def encode(
     seq: Sequence[int | list[int]],
     logits: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the words of a batch; ``seq`` has a sequence, or several, of each token.
+    """Return a batch as arguments; ``seq`` has a sequence, or several, of each token.
 
-    ``logits`` has a flag per token; None asks for the last one, as in llama.cpp.
+    ``logits`` has a flag per token; None requests logits of the last one, as in llama.cpp.
     """
     n, first = len(tokens), pos[0]
     words: dict[str, Any] = {"tokens": tokens}
@@ -55,23 +55,22 @@ def owners(seq: NDArray[np.int32], counts: NDArray[np.int32] | None) -> list[int
 
 
 def decode_words(words: dict[str, Any], following: Callable[[int], int]) -> BatchRows:
-    """Return the batch that words describe; without ``pos`` tokens follow in their sequences.
+    """Return the batch of these arguments; without ``pos``, tokens follow in their sequences.
 
-    ``following`` returns the position after the last of a sequence. Raises UsageError for words
-    that describe none.
+    ``following`` returns the next position of a sequence. Raises UsageError for invalid arguments.
     """
     tokens = words["tokens"]
-    lanes = _lanes(words["seq"], len(tokens))
+    token_owners = _owners(words["seq"], len(tokens))
     return BatchRows(
         np.array(tokens, dtype=np.int32),
-        np.array(_positions(words.get("pos"), lanes, following), dtype=np.int32),
-        tuple(lanes),
+        np.array(_positions(words.get("pos"), token_owners, following), dtype=np.int32),
+        tuple(token_owners),
         np.array(_flags(words.get("logits", "last"), len(tokens)), dtype=np.int8),
     )
 
 
 def cut(words: dict[str, Any], n: int) -> dict[str, Any]:
-    """Return the words of the first ``n`` tokens of a batch."""
+    """Return the arguments of the first ``n`` tokens of a batch."""
     less = {**words, "tokens": words["tokens"][:n]}
     if isinstance(words["seq"], list):
         less["seq"] = words["seq"][:n]
@@ -101,26 +100,26 @@ def check(words: dict[str, Any]) -> str:
     if not _numbers(tokens) or not tokens:
         return f"tokens must be a list of numbers, found {tokens!r}"
     n = len(tokens)
-    if not whole(seq) and not (
+    if not is_int32(seq) and not (
         isinstance(seq, list)
         and len(seq) == n
-        and all(whole(each) or (_numbers(each) and each) for each in seq)
+        and all(is_int32(each) or (_numbers(each) and each) for each in seq)
     ):
         return f"seq must be a sequence, or one of each token (several: [0, 1]), found {seq!r}"
-    if pos is not None and not whole(pos) and not (_numbers(pos) and len(pos) == n):
+    if pos is not None and not is_int32(pos) and not (_numbers(pos) and len(pos) == n):
         return f"pos must be the first position, or one of each token, found {pos!r}"
     if logits not in LOGITS and not (_numbers(logits) and all(0 <= i < n for i in logits)):
         return f"logits must be one of {', '.join(LOGITS)}, or a list of places, found {logits!r}"
     return ""
 
 
-def whole(found: Any) -> bool:
-    """Return whether a value is a whole number that C can take."""
+def is_int32(found: Any) -> bool:
+    """Return whether a value is a 32-bit integer."""
     return type(found) is int and -(2**31) <= found < 2**31
 
 
 def _numbers(found: Any) -> bool:
-    return isinstance(found, list) and all(map(whole, found))
+    return isinstance(found, list) and all(map(is_int32, found))
 
 
 def _each(words: dict[str, Any]) -> list[Any]:
@@ -133,25 +132,25 @@ def _places(words: dict[str, Any]) -> list[int]:
     return [place for place, flag in enumerate(flags) if flag]
 
 
-def _lanes(seq: Any, n: int) -> list[tuple[int, ...]]:
+def _owners(seq: Any, n: int) -> list[tuple[int, ...]]:
     if not isinstance(seq, list):
         return [(int(seq),)] * n
     return [tuple(each) if isinstance(each, list) else (int(each),) for each in seq]
 
 
 def _positions(
-    pos: Any, lanes: list[tuple[int, ...]], following: Callable[[int], int]
+    pos: Any, token_owners: list[tuple[int, ...]], following: Callable[[int], int]
 ) -> list[int]:
     if isinstance(pos, list):
         return [int(each) for each in pos]
     if pos is not None:
-        return list(range(pos, pos + len(lanes)))
+        return list(range(pos, pos + len(token_owners)))
     ends: dict[int, int] = {}
     found = []
-    for lane in lanes:
-        at = ends[lane[0]] if lane[0] in ends else following(lane[0])
+    for seqs in token_owners:
+        at = ends[seqs[0]] if seqs[0] in ends else following(seqs[0])
         found.append(at)
-        ends.update(dict.fromkeys(lane, at + 1))
+        ends.update(dict.fromkeys(seqs, at + 1))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Continue several prompts side by side in one cache."""
+"""Continue several prompts in one cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from pyllamakv.runtime.model import Model
 
-#: How many are continued at once; the others wait.
-LANES = 32
+#: Maximum number of prompts that are continued at once; the others wait.
+MAX_SEQUENCES = 32
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def complete_prompts(
     trace: Path | None = None,
     **options: Any,
 ) -> tuple[list[Completion], dict[str, Any]]:
-    """Return each prompt's continuation, and the statistics of the cache in the end.
+    """Return each prompt's continuation, and the statistics of the cache at the end.
 
-    ``n_ctx`` 0 makes the cache as large as it may have to be; the run is recorded in ``trace``.
-    ``options`` go to the context.
+    With ``n_ctx`` 0, the cache has the size that the prompts can need at most. The run is recorded
+    in ``trace``. ``options`` are parameters of the context.
     """
     if not prompts:
         msg = "pass at least one --prompt"
@@ -58,10 +58,10 @@ def complete_prompts(
         raise UsageError(msg)
     total = sum(map(len, tokens)) + len(prompts) * max_tokens
     size = n_ctx or -(-total // 256) * 256
-    lanes = min(len(prompts), LANES)
+    n_seqs = min(len(prompts), MAX_SEQUENCES)
     params = SamplerParams(temperature=temperature, seed=seed)
     with (
-        model.context(n_ctx=size, n_batch=size, n_seq_max=lanes, **options) as context,
+        model.context(n_ctx=size, n_batch=size, n_seq_max=n_seqs, **options) as context,
         nullcontext() if trace is None else record(context, trace),
         SlotCache(context, size=context.info.n_ctx // context.partitions) as cache,
         Batcher(cache) as batcher,

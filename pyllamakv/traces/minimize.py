@@ -1,4 +1,4 @@
-"""Shrink a trace that fails on a build to the operations that matter, and record these again."""
+"""Minimize a failing trace to the operations that matter, and record these again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyllamakv.traces.trace import Head
 
 
-#: Results that define what a line expects; the others are recorded again.
+#: Results that a line requires; the others are recorded again.
 _EXPECTED = ("status", "done", "error", "polls")
 
 ProgressCallback = Callable[[int, int], None]
@@ -37,7 +37,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class MinimizedTrace:
-    """A minimal trace: how it fails, how many runs it took, whether it was cut short."""
+    """A minimal trace: its failure, the number of runs, and whether the search was interrupted."""
 
     failure: str
     message: str
@@ -55,17 +55,17 @@ class FailureProbe:
     """
 
     def __init__(
-        self, head: Head, first: Line, library: Path, model: Path, bench: ScenarioRunner
+        self, head: Head, first: Line, library: Path, model: Path, runner: ScenarioRunner
     ) -> None:
-        self._head, self._first, self._library, self._bench = head, first, library, bench
+        self._head, self._first, self._library, self._runner = head, first, library, runner
         self._model = str(model)
         self.n_batch = int(first.arguments.get("n_batch", first.arguments.get("n_ctx", 256)))
 
     def outcome(self, items: tuple[str, ...]) -> Outcome:
-        """Return how these operations end."""
+        """Return the outcome of these operations."""
         lines = [self._first, *script.parse(items)]
         one = trace_scenario.scenario_of_lines(self._head, lines, "shrink", self._model)
-        return self._bench.run(self._library, one, one.settings[0]).outcome
+        return self._runner.run(self._library, one, one.settings[0]).outcome
 
 
 def minimize(
@@ -75,18 +75,18 @@ def minimize(
     *,
     model: Path,
     opener: Opener | None = None,
-    told: ProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
 ) -> MinimizedTrace:
     """Return the fewest operations with the same failure on the library at a path.
 
-    ``told`` receives the remaining operations and the number of runs. Ctrl-C ends the search with
-    the best result so far. Raises UsageError if the operations do not fail, or fail because of an
-    internal error.
+    ``progress`` receives the number of remaining operations and of runs. Ctrl-C ends the search
+    with the best result so far. Raises UsageError if the operations do not fail, or fail because of
+    an internal error.
     """
     first, rest = _split(lines)
     items = tuple(json.dumps(_item(line)) for line in rest)
-    with ScenarioRunner(opener) as bench:
-        failing = FailureProbe(head, first, library, model, bench)
+    with ScenarioRunner(opener) as runner:
+        failing = FailureProbe(head, first, library, model, runner)
         outcome = failing.outcome(items)
         if not outcome.failed:
             why = f": {outcome.message}" if outcome.message else ""
@@ -98,8 +98,8 @@ def minimize(
         wanted = failure_key(outcome)
 
         def left(best: tuple[str, ...]) -> None:
-            if told:
-                told(len(best), minimizer.runs)
+            if progress:
+                progress(len(best), minimizer.runs)
 
         minimizer = Minimizer(
             items,
@@ -120,17 +120,17 @@ def minimize(
 
 
 def record(head: Head, lines: tuple[Line, ...], path: Path, *, spec: str, model: Path) -> None:
-    """Play operations on a build once more, and write them with their results as a trace."""
+    """Play operations on a build, and write them with their results as a trace."""
     with (
         variant_selection.opened(spec, head) as library,
-        closing(ScriptSession(library.native, file=model, lenient=True)) as stage,
+        closing(ScriptSession(library.native, file=model, lenient=True)) as session,
     ):
         variant = library.about.variant
         about = replace(head, variant=variant, spec=trace.spec_of(variant), start="empty")
-        # What ends the process is the last row.
-        with closing(trace.Recorder(path, about, stage)) as recorder, suppress(KvError):
+        # An operation that ends the process is in the last row.
+        with closing(trace.Recorder(path, about, session)) as recorder, suppress(KvError):
             script_player.play(
-                (replace(line, result=None) for line in lines), stage, recorder.observe
+                (replace(line, result=None) for line in lines), session, recorder.observe
             )
 
 
@@ -141,7 +141,7 @@ def failure_key(outcome: Outcome) -> tuple[str, str]:
 
 
 def failure_message(outcome: Outcome) -> str:
-    """Return the message of a failure without the row, which is another one in each run."""
+    """Return the message of a failure without its line number, which differs between runs."""
     return re.sub(r"^row \d+ \(\w+\): ", "", outcome.message)
 
 
@@ -206,7 +206,7 @@ def _length(what: Any) -> int:
 
 
 def _join(one: str, other: str, n_batch: int) -> str | None:
-    """Create one batch of two decodes that went well."""
+    """Return one batch of two adjacent successful decodes."""
     first, second = json.loads(one), json.loads(other)
     both = [_batch(each) for each in (first, second)]
     if both[0] is None or both[1] is None:
@@ -230,9 +230,9 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Sizes(Generic[T]):
-    """How operations are reduced: ``size`` of one, and ``cut`` to a smaller size, at least 1.
+    """How an operation is reduced: ``size`` of one, and ``cut`` to a smaller size, at least 1.
 
-    ``join`` makes one of two neighbours, or returns None where it cannot.
+    ``join`` returns one operation for two adjacent ones, or None if that is impossible.
     """
 
     size: Callable[[T], int]
@@ -243,8 +243,8 @@ class Sizes(Generic[T]):
 class Minimizer(Generic[T]):
     """Minimize ``items``, which fail; ``best`` is the shortest failing list so far.
 
-    ``fails`` returns whether a list fails in the same way, and is called once per list. ``told``
-    receives ``best`` when it becomes shorter. ``runs`` counts the calls.
+    ``fails`` returns whether a list fails in the same way, and is called once per list.
+    ``progress`` receives ``best`` when it becomes shorter. ``runs`` counts the calls.
     """
 
     def __init__(
@@ -252,11 +252,11 @@ class Minimizer(Generic[T]):
         items: Sequence[T],
         fails: Callable[[tuple[T, ...]], bool],
         sizes: Sizes[T],
-        told: Callable[[tuple[T, ...]], None] | None = None,
+        progress: Callable[[tuple[T, ...]], None] | None = None,
     ) -> None:
         self.best = tuple(items)
         self.runs = 0
-        self._fails, self._sizes, self._told = fails, sizes, told
+        self._fails, self._sizes, self._progress = fails, sizes, progress
         self._asked: dict[tuple[T, ...], bool] = {self.best: True}
 
     def run(self) -> tuple[T, ...]:
@@ -270,22 +270,22 @@ class Minimizer(Generic[T]):
         return self.best
 
     def offer(self, items: tuple[T, ...]) -> bool:
-        """Accept a list as the best one if it fails; return whether it does."""
+        """Accept a list as the best one if it fails; return whether it fails."""
         if items not in self._asked:
             self.runs += 1
             self._asked[items] = self._fails(items)
         if not self._asked[items]:
             return False
         self.best = items
-        if self._told:
-            self._told(items)
+        if self._progress:
+            self._progress(items)
         return True
 
     def _remove(self) -> None:
         step = max(1, len(self.best) // 2)
         while True:
             before = len(self.best)
-            # From the end: what comes after a failure goes first.
+            # From the end: operations after the failure are removed first.
             start = len(self.best) - step
             while start > -step and self.best:
                 low = max(0, start)
@@ -306,14 +306,14 @@ class Minimizer(Generic[T]):
             place += 1
 
     def _join_all(self, start: int, end: int) -> None:
-        """Replace adjacent items by one, or one of each half of them, recursively."""
+        """Replace all adjacent items by joined ones; if that does not fail, one half at a time."""
         if end - start < 2:
             return
         one = self._joined(start, end)
         if one is not None and self.offer((*self.best[:start], one, *self.best[end:])):
             return
         middle = (start + end) // 2
-        # The second half first: then the places of the first stay what they are.
+        # The second half first, so that indices in the first half stay valid.
         self._join_all(middle, end)
         self._join_all(start, middle)
 

@@ -1,7 +1,8 @@
-"""Identify models cheaply, by a digest of the file's header and of samples of its tensors.
+"""Identify models by a digest of the file's header and of samples of its tensors.
 
 The header has hyperparameters, vocabulary, and names, shapes and types of all tensors. A model that
-was trained further has the same: so blocks of the weights, evenly spread, are in the digest too.
+was trained further has the same header. Therefore, evenly spaced blocks of the weights are in the
+digest too.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.home import home
+from pyllamakv.models import catalog
 from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-#: Bytes at the start that are in the digest whole: where nearly every header ends.
+#: Number of bytes at the start that are digested completely: nearly every header is shorter.
 HEADER = 1 << 20
-#: How many blocks behind it are, and how long each is.
+#: Number and length of the blocks after it.
 BLOCKS, BLOCK = 64, 4096
 
 
 def identity(path: Path) -> str:
-    """Return the digest of a model file; at most some megabytes of it are read."""
+    """Return the digest of a model file; reads a few megabytes at most."""
     try:
         facts = path.stat()
         return _digest(path, facts.st_size, facts.st_mtime_ns)
@@ -45,8 +47,11 @@ def _digest(path: Path, size: int, _changed: int) -> str:
 
 
 def name(path: Path) -> str:
-    """Return the name of a generated model in the data directory, else the path."""
+    """Return the name of a generated or fetched model in the data directory, else the path."""
     if path.resolve().parent == (home() / "models").resolve():
+        for pinned in catalog.known().values():
+            if path.name == pinned.path.name:
+                return pinned.name
         for shape in synthetic_models.SHAPES.values():
             if path.name == f"{shape.name}-{shape.digest}.gguf":
                 return shape.name
@@ -56,12 +61,13 @@ def name(path: Path) -> str:
 def find(recorded: str, digest: str) -> Path:
     """Return the file of a recorded model: its former path, or PYLLAMAKV_TEST_MODEL.
 
-    Raises UsageError if neither exists. The identity is not checked here.
+    Raises UsageError if neither exists, NotFetched for a model of the package index. The digest of
+    the file is not checked here.
     """
     try:
         return synthetic_models.model(recorded)
     except UsageError as error:
-        if recorded in synthetic_models.SHAPES:  # it was not to be made, as in a home of others
+        if recorded in synthetic_models.SHAPES:  # its file could not be written
             raise
         try:
             named = synthetic_models.model(synthetic_models.TEST)

@@ -1,4 +1,4 @@
-"""Show a trace or a script frame by frame: one that was recorded, or one that is played now."""
+"""Return the timeline of a recorded trace, or of a script or trace that is played now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.printable import printable
-from pyllamakv.scenarios.cell_picture import NOBODY, Picture
+from pyllamakv.scenarios.cell_picture import FREE, Picture
 from pyllamakv.scenarios.frames import MOVING, Frame, Timeline, detail
 from pyllamakv.scenarios.player import word
 from pyllamakv.traces import script, script_player, variant_selection
@@ -32,7 +32,7 @@ def timeline_of_trace(lines: Iterable[Line], title: str = "") -> Timeline:
 
 
 def frames(lines: Iterable[Line]) -> Iterator[Frame]:
-    """Yield a frame for every line of a trace from the first that has cells on."""
+    """Yield a frame for every line of a trace since the first that has cells."""
     last: Picture | None = None
     cells = 0
     for line in lines:
@@ -75,12 +75,12 @@ def _inferred(frame: Frame, last: Picture | None, counted: int) -> Frame:
 def infer(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, cells) of runs that moved, inferred from the owners.
 
-    Cells that an owner has left are matched, in order, with those that it has taken.
+    Cells that an owner no longer has are matched, in order, with its new ones.
     """
     before, now = np.asarray(old), np.asarray(new)
     changed = before != now
     pairs = [np.empty((0, 2), dtype=np.int64)]
-    for owner in np.unique(before[changed & (before != NOBODY)]).tolist():
+    for owner in np.unique(before[changed & (before != FREE)]).tolist():
         left = np.flatnonzero(changed & (before == owner))
         taken = np.flatnonzero(changed & (now == owner))
         n = min(len(left), len(taken))
@@ -117,14 +117,14 @@ def title(path: Path, variant: str) -> str:
 def play_timeline(path: Path, variant: str, model: str = "") -> Timeline:
     """Return the timeline of a script or a trace on a build, accepting any result of operations."""
     with variant_selection.open_run(path, variant, model) as run:
-        run.stage.play_leniently()
+        run.session.play_leniently()
         made = Timeline(title(path, run.variant))
-        play(run.lines, run.stage, made.frames.append)
+        play(run.lines, run.session, made.frames.append)
     return made
 
 
 def unseen(lines: list[Line]) -> int:
-    """Count the decodes of a trace without recorded cells: recordings skip them without moves.
+    """Count the decodes of a trace without recorded cells: a decode without moves has none.
 
     A failed decode has no picture if nothing changed.
     """
@@ -132,25 +132,25 @@ def unseen(lines: list[Line]) -> int:
     return sum("picture" not in result and not result.get("status") for result in decodes)
 
 
-def play(lines: list[Line], stage: ScriptSession, show: Callable[[Frame], None]) -> None:
+def play(lines: list[Line], session: ScriptSession, show: Callable[[Frame], None]) -> None:
     """Play lines and show a frame of each, including a failing last one.
 
-    Raises what `playing.play` raises, after that frame.
+    Raises the exceptions of `script_player.play`, after that frame.
     """
     last: CellSample | None = None
 
     def observe(line: Line, result: dict[str, Any]) -> None:
         nonlocal last
-        look = stage.look
-        if look is None:
+        sample = session.last_sample
+        if sample is None:
             return
         words = dict(result)
         if last is not None and line.op in MOVING:
-            words["moved"] = look.moved(last)
-        last = look
-        picture = Picture.of(look.snapshot, str(line.arguments.get("label", "")))
+            words["moved"] = sample.moved(last)
+        last = sample
+        picture = Picture.of(sample.snapshot, str(line.arguments.get("label", "")))
         frame = after(line, words, picture)
         if frame is not None:
             show(frame)
 
-    script_player.play(lines, stage, observe)
+    script_player.play(lines, session, observe)

@@ -1,4 +1,4 @@
-"""Record any run of a context as a trace, a row per operation (docs/traces.md)."""
+"""Record the operations on a context as a trace, one row each (docs/traces.md)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
-#: What contexts are mostly made with, and so left out of a trace.
+#: The usual parameters of a context, which a trace omits.
 _USUAL = {
     "swa_full": False, "offload_kqv": True, "embeddings": False, "defrag_thold": -1.0,
     "defrag_plan": 0, "defrag_mover": 0, "defrag_threads": 0,
 }  # fmt: skip
 
-#: The backing of a cache does not affect results, and a replay must not open the file of another
-#: user.
+#: The backing of a cache does not affect results, and a replay must not open another user's file.
 _PLACE = {"kv_backing", "kv_path", "kv_keep", "kv_huge", "kv_model"}
 
 
 def words(params: ContextParams, model: str) -> dict[str, Any]:
-    """Return the line that makes a context like this one."""
+    """Return the line that creates a context with equal parameters."""
     asked = {k: v for k, v in asdict(params).items() if k not in _PLACE}
     found = {k: v for k, v in asked.items() if k not in _USUAL or v != _USUAL[k]}
     for name in ("type_k", "type_v"):
@@ -49,34 +48,38 @@ def words(params: ContextParams, model: str) -> dict[str, Any]:
 def rows(context: Context, model: str) -> list[dict[str, Any]]:
     """Return the first rows of a trace: the context, and operations that recreate its content.
 
-    Raises UsageError if the cache has tokens that no ledger knows.
+    Raises UsageError if the cache has tokens without a ledger.
     """
     result: dict[str, Any] = {"n_ctx": context.info.n_ctx, "at": 0}
     found = [{**words(context.params, model), "result": result}]
     cells: dict[tuple[int, ...], tuple[int, int, list[int]]] = {}
     for number, ledger in enumerate(context.ledgers):
         for token, pos, mark in zip(ledger.tokens, ledger.positions, ledger.marks, strict=True):
-            # No stream has a cell of another one, whatever the marks say.
+            # Streams share no cells, whatever the marks contain.
             key = (mark, number, pos) if context.stream_per_sequence else (mark,)
             cells.setdefault(key, (token, pos, []))[2].append(number)
-    look = cell_samples.sample_cells(context.native, context.handle, context.info)
-    if look is not None and not context.stream_per_sequence and look.counts["used"] != len(cells):
+    sample = cell_samples.sample_cells(context.native, context.handle, context.info)
+    if (
+        sample is not None
+        and not context.stream_per_sequence
+        and sample.counts["used"] != len(cells)
+    ):
         msg = (
-            f"the context has {look.counts['used']} used cells, of which its sequences know "
+            f"the context has {sample.counts['used']} used cells, of which its sequences know "
             f"{len(cells)}: "
             f"clear it, or start recording earlier"
         )
         raise UsageError(msg)
-    if look is not None and not cells:
-        result |= trace.seen("context", None, look, label="context")
-    # Marks grow with every token that is decoded.
+    if sample is not None and not cells:
+        result |= trace.seen("context", None, sample, label="context")
+    # Marks grow with every decoded token.
     order = [cells[mark] for mark in sorted(cells)]
     size = context.info.n_batch
     for start in range(0, len(order), size):
         part = order[start : start + size]
         tokens, places = [each[0] for each in part], [each[1] for each in part]
         seq = [each[2] if len(each[2]) > 1 else each[2][0] for each in part]
-        used = {} if look is None else {"used": start + len(part)}
+        used = {} if sample is None else {"used": start + len(part)}
         batch = batch_encoding.encode(tokens, places, seq)
         found.append({"op": "batch", **batch, "result": {"status": 0, **used, "at": 0}})
     return found

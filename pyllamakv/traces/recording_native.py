@@ -11,7 +11,7 @@ from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
 from pyllamakv.errors import KvError
 from pyllamakv.scenarios import cell_samples
-from pyllamakv.traces.row_writer import whole
+from pyllamakv.traces.row_writer import long_form
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pyllamakv.traces.row_writer import RowWriter, Seen
 
 
-#: Rows that are written at once, and the nanoseconds after which fewer are.
-CHUNK, PATIENCE = 512, 2_000_000_000
-#: After so many decodes the likeliest next token is noted; sooner after the cells were changed.
-SAMPLE, SOON = 32, 4
-#: Where cells cannot be seen, none is known to be missing.
-ROOM = 1 << 62
+#: Rows that are written at once, and the nanoseconds after which fewer are written.
+CHUNK, FLUSH_NS = 512, 2_000_000_000
+#: Decodes between two records of the most likely next token; fewer after a change of the cells.
+BEST_EVERY, BEST_SOON = 32, 4
+#: If cells cannot be read, all count as present.
+UNLIMITED = 1 << 62
 
 clock = time.perf_counter_ns
 
@@ -41,53 +41,53 @@ class CallRecorder:
         self.inner = native
         self.about, self.environment = native.about, native.environment
         self.notes = notes
-        self.mine = context.handle
+        self.handle = context.handle
         self._info, self._n_vocab = context.info, context.n_vocab
         self.add = notes.rows.append
         self.polls = -1
-        self.look: CellSample | None = None
-        self.free = 0  # as the look saw them
-        self.spent = 0  # tokens since that look
-        self.calm = 0  # decodes until the next pause
-        self.due = clock() + PATIENCE
+        self.last_sample: CellSample | None = None
+        self.free = 0  # at the last sample
+        self.decoded_since = 0  # tokens since the last sample
+        self.until_pause = 0  # decodes until the next pause
+        self.flush_at = clock() + FLUSH_NS
         self.sample_cells()
 
     def prepare(self, n: int) -> None:
-        """Look at the cells before a decode of ``n`` tokens that may have to move some."""
-        if self.spent and not self._safe(n):
+        """Sample the cells before a decode of ``n`` tokens that may have to move some."""
+        if self.decoded_since and not self._safe(n):
             self.sample_cells()
 
     def done(self, kind: str, what: Any, began: int, code: int, n: int) -> None:
-        """Note a decode of ``n`` tokens."""
+        """Record a decode of ``n`` tokens."""
         ended = clock()
         self.add((kind, what, began, ended, code, None, None))
         safe = self._safe(n)
-        self.calm -= 1
-        self.spent += n
-        if code or self.calm <= 0 or not safe or ended > self.due:
+        self.until_pause -= 1
+        self.decoded_since += n
+        if code or self.until_pause <= 0 or not safe or ended > self.flush_at:
             self.pause(code, n)
 
     def _safe(self, n: int) -> bool:
-        """Return whether a batch finds its cells without moving any."""
-        return self.spent + n <= self._room(n)
+        """Return whether a batch has enough cells without moving any."""
+        return self.decoded_since + n <= self._room(n)
 
     def _room(self, n: int) -> int:
-        return self.look.hole if n > 1 and self.look is not None else self.free
+        return self.last_sample.hole if n > 1 and self.last_sample is not None else self.free
 
     def failed(self, kind: str, what: Any, began: int, error: Exception) -> None:
-        """Note a call that raised."""
+        """Record a call that raised."""
         self.add((kind, what, began, clock(), None, {"error": type(error).__name__}, None))
-        with suppress(KvError):  # a worker that is gone shows no cells
+        with suppress(KvError):  # a dead worker shows no cells
             self.pause(-1, 0)
 
     def change(
         self, kind: str, what: Any, context: ContextHandle, call: Any, *words: Any,
         still: bool = False,
     ) -> Any:  # fmt: skip
-        """Note a call that changes the cache; ``still``: no cell is moved or freed."""
-        if context != self.mine:
+        """Record a call that changes the cache; ``still``: no cell is moved or freed."""
+        if context != self.handle:
             return call(context, *words)
-        if self.spent and not still:
+        if self.decoded_since and not still:
             self.sample_cells()
         began = clock()
         try:
@@ -98,48 +98,48 @@ class CallRecorder:
         ended = clock()
         seen: Seen | None = None
         if not still:
-            before = self.look
+            before = self.last_sample
             self.sample_cells()
-            seen = before, self.look, True
-            self.calm = min(self.calm, SOON)
+            seen = before, self.last_sample, True
+            self.until_pause = min(self.until_pause, BEST_SOON)
         self.add((kind, what, began, ended, found, None, seen))
         self._write_some(ended)
         return found
 
     def pause(self, code: int, n: int) -> None:
         """Complete the row of a decode with values that are not read for each decode."""
-        kind, what, began, ended, status, more, seen = whole(self.notes.rows.pop())
+        kind, what, began, ended, status, more, seen = long_form(self.notes.rows.pop())
         more = dict(more or {})
-        if code == 0 and self.calm <= 0 and _asked(kind, what):
+        if code == 0 and self.until_pause <= 0 and _asked(kind, what):
             more["best"] = self._best()
-            self.calm = SAMPLE
+            self.until_pause = BEST_EVERY
         elif code == 2 and self.polls < 0:
-            more["polls"] = self.inner.cancel_polls(self.mine)
-        if code or self.spent > self._room(n):
-            before, alone = self.look, self.spent == n
+            more["polls"] = self.inner.cancel_polls(self.handle)
+        if code or self.decoded_since > self._room(n):
+            before, alone = self.last_sample, self.decoded_since == n
             self.sample_cells()
-            seen = before, self.look, alone
+            seen = before, self.last_sample, alone
         self.add((kind, what, began, ended, status, more, seen))
         self._write_some(ended)
 
     def _best(self) -> list[Any]:
-        return cell_samples.top_token(self.inner.logits_all(self.mine, self._n_vocab)[-1])
+        return cell_samples.top_token(self.inner.logits_all(self.handle, self._n_vocab)[-1])
 
     def sample_cells(self) -> None:
-        """Look at the cells, and count what a decode has before it has to defragment."""
-        self.look = cell_samples.sample_cells(self.inner, self.mine, self._info)
-        self.spent = 0
-        self.notes.count(self.look)
-        self.free = ROOM if self.look is None else self.look.free
+        """Sample the cells, and compute how many tokens fit before a decode may move cells."""
+        self.last_sample = cell_samples.sample_cells(self.inner, self.handle, self._info)
+        self.decoded_since = 0
+        self.notes.count(self.last_sample)
+        self.free = UNLIMITED if self.last_sample is None else self.last_sample.free
 
     def _write_some(self, now: int) -> None:
-        if len(self.notes.rows) >= CHUNK or now > self.due or self.notes.heavy:
-            self.due = clock() + PATIENCE
+        if len(self.notes.rows) >= CHUNK or now > self.flush_at or self.notes.heavy:
+            self.flush_at = clock() + FLUSH_NS
             self.notes.flush()
 
 
 def _asked(kind: str, what: Any) -> bool:
-    """Return whether a batch has logits at all."""
+    """Return whether a batch requests any logits."""
     flags = what[4] if kind == "batch" else None
     return flags is None or bool(flags.any())
 
@@ -155,7 +155,7 @@ class _Change(NamedTuple):
     still: bool = False
 
 
-#: Operations that change the cache and are noted as they come; their methods are generated.
+#: Operations that change the cache and are recorded directly; their methods are generated.
 _CHANGES: Final = {
     "clear": _Change("clear", words=False),
     "seq_rm": _Change("remove"),
@@ -167,7 +167,7 @@ _CHANGES: Final = {
     "update": _Change("update"),
     "threads": _Change("threads", still=True),
 }
-#: Operations that are noted by a method of their own. Every other one is passed on as it is.
+#: Operations with a method of their own. All others are forwarded unchanged.
 _BY_HAND: Final = (
     "cancel_after",
     "decode",
@@ -183,16 +183,16 @@ _BY_HAND: Final = (
 class RecordingNative(CallRecorder):
     """Forward every call to a library, and record those on one context.
 
-    For a decode of one token, this costs two reads of a clock and one append; the rest is done
-    every few rows, in `pause`. The caller holds the context's lock in every call.
+    A decode of one token costs two clock reads and one append; the rest is done every few rows, in
+    `pause`. The caller holds the context's lock in every call.
     """
 
     def __init__(self, context: Context, notes: RowWriter) -> None:
         super().__init__(context, notes)
         native = self.inner
         self._one = native.decode_one
-        # Bound once: where a class has a `__getattr__`, Python finds every attribute slowly. What
-        # is being watched has one, and does not list what it passes on.
+        # Bound once: attribute access is slow on a class with `__getattr__`. The wrapped object may
+        # be such a class, which does not list the attributes that it forwards.
         own = {*vars(self), *dir(type(self))}
         for name in {*dir(native), *operations(Native)} - own:
             if not name.startswith("_"):
@@ -205,9 +205,9 @@ class RecordingNative(CallRecorder):
 
     def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
         """Decode one token."""
-        if context != self.mine:
+        if context != self.handle:
             return self._one(context, token, pos, seq_id)
-        if self.spent >= self.free:
+        if self.decoded_since >= self.free:
             self.prepare(1)
         began = clock()
         try:
@@ -217,9 +217,9 @@ class RecordingNative(CallRecorder):
             raise
         ended = clock()
         self.add((began, ended, token, pos, seq_id, code))
-        self.calm -= 1
-        self.spent += 1
-        if code or self.calm <= 0 or self.spent > self.free or ended > self.due:
+        self.until_pause -= 1
+        self.decoded_since += 1
+        if code or self.until_pause <= 0 or self.decoded_since > self.free or ended > self.flush_at:
             self.pause(code, 1)
         return code
 
@@ -227,7 +227,7 @@ class RecordingNative(CallRecorder):
         self, context: ContextHandle, token: Any, pos: Any, seq_id: tuple[int, ...]
     ) -> int:
         """Decode a token of each of several sequences."""
-        if context != self.mine:
+        if context != self.handle:
             return self.inner.decode_each(context, token, pos, seq_id)
         what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
         self.prepare(n)
@@ -250,9 +250,9 @@ class RecordingNative(CallRecorder):
         logits: NDArray[np.int8] | None,
     ) -> int:
         """Decode a batch."""
-        if context != self.mine:
+        if context != self.handle:
             return self.inner.decode(context, token, pos, seq_count, seq_id, logits)
-        # Copies: who decodes may change arrays in place before they are written down.
+        # Copies: the caller may change its arrays before they are written.
         arrays = (token, pos, seq_count, seq_id, logits)
         what = tuple(None if each is None else each.copy() for each in arrays)
         self.prepare(len(token))
@@ -275,8 +275,8 @@ class RecordingNative(CallRecorder):
         steps: int,
         stop: bool,
     ) -> tuple[int, list[list[int]]]:
-        """Decode and choose many times."""
-        if context != self.mine:
+        """Decode and sample repeatedly."""
+        if context != self.handle:
             return self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
         what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
         self.prepare(steps * n)
@@ -292,7 +292,7 @@ class RecordingNative(CallRecorder):
     # what changes the cache...
 
     def _noted(self, operation: str, context: ContextHandle, *words: Any) -> Any:
-        """Note an operation of `_CHANGES`, and pass it on."""
+        """Record an operation of `_CHANGES`, and forward it."""
         change = _CHANGES[operation]
         what = words if change.words else ()
         call = getattr(self.inner, operation)
@@ -301,12 +301,12 @@ class RecordingNative(CallRecorder):
     def cancel_after(self, context: ContextHandle, polls: int) -> None:
         """Abort later decodes."""
         self.change("cancel", (polls,), context, self.inner.cancel_after, polls, still=True)
-        if context == self.mine:
+        if context == self.handle:
             self.polls = polls
 
     def state_save(self, context: ContextHandle, seq: int) -> bytes:
         """Return the state of a sequence."""
-        if context != self.mine:
+        if context != self.handle:
             return self.inner.state_save(context, seq)
         name = self._name()
         state: bytes = self.change(
@@ -317,12 +317,13 @@ class RecordingNative(CallRecorder):
 
     def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
         """Restore a sequence."""
-        if context != self.mine:
+        if context != self.handle:
             return self.inner.state_load(context, seq, state)
         key = _digest(state)
         name, foreign = self._known.get(key), None
         if name is None:
-            # From before the recording, or from another context: it goes into the trace whole.
+            # The state was saved before the recording, or in another context: the trace contains
+            # all of it.
             name, foreign = self._name(), state
             self._known[key] = name
         what = (seq, name, foreign)

@@ -1,8 +1,8 @@
-"""Play a trace again and report the first differences.
+"""Replay a trace and report the first differences.
 
 On the recording build, everything must be equal: results of decodes, cells, moves and logits. On
 another build, only common properties must: results of decodes, the number of used cells, and the
-most likely tokens, unless the recorded choice was close.
+most likely tokens, unless two tokens were almost equally likely in the recording.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pyllamakv.traces.script import Line
     from pyllamakv.traces.trace import Head
 
-#: Results that another build may rightly have otherwise: how much it moved, and where to.
+#: Results that may differ on another build: the moved cells, and their new places.
 _WORK = ("moves", "cells", "moved", "picture", "bytes", "holes", "largest_hole")
-#: Results that are never compared: durations, and values that another row shows.
+#: Results that are never compared: durations, and values that other rows contain.
 _ASIDE = ("at", "us", "before", "polls", "chosen", "n_ctx")
 
 
@@ -68,7 +68,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay on one variant: rows played, and their differences."""
+    """The result of a replay on one variant: number of rows, and their differences."""
 
     variant: str
     recorded: bool
@@ -90,41 +90,41 @@ class Replay:
 def replay(
     head: Head,
     lines: list[Line],
-    stage: ScriptSession,
+    session: ScriptSession,
     *,
     strict: bool = True,
     every: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[int, list[Divergence]]:
-    """Play a trace; return the rows played and the first divergence, or ``every`` one.
+    """Replay a trace; return the number of rows and the first divergence, or ``every`` one.
 
-    ``strict`` compares all that was recorded.
+    ``strict`` compares everything that was recorded.
     """
-    stage.play_leniently()
+    session.play_leniently()
     found: list[Divergence] = []
     before: dict[str, int] = {}
     cells = strict and head.start == "empty"
     verifies = any(line.op == "verify" for line in lines)
     for played, line in enumerate(lines, start=1):
-        result, died = _play(line, stage)
-        after = {} if stage.look is None else stage.look.counts
-        for what, recorded, now in _differences(line, result, stage, cells=cells, strict=strict):
+        result, died = _play(line, session)
+        after = {} if session.last_sample is None else session.last_sample.counts
+        for what, recorded, now in _differences(line, result, session, cells=cells, strict=strict):
             found.append(Divergence(line.number, line.op, what, recorded, now, before, after))
         before = after
         if died or (found and not every):
             return played, found
-        if stage.player is not None and not verifies:
-            # Nothing looks back at them, and a long run has many.
-            stage.player.steps.clear()
+        if session.player is not None and not verifies:
+            # No later row needs them, and a long run has many.
+            session.player.steps.clear()
         if progress:
             progress(played)
     return len(lines), found
 
 
-def _play(line: Line, stage: ScriptSession) -> tuple[dict[str, Any], bool]:
-    """Return the result of a line, and whether nothing can be played after it."""
+def _play(line: Line, session: ScriptSession) -> tuple[dict[str, Any], bool]:
+    """Return the result of a line, and whether the replay must end after it."""
     try:
-        return script_player.play_line(line, stage), False
+        return script_player.play_line(line, session), False
     except UsageError as error:
         raise line.wrong(str(error)) from error
     except ScenarioFailed as error:
@@ -132,13 +132,13 @@ def _play(line: Line, stage: ScriptSession) -> tuple[dict[str, Any], bool]:
     except WorkerDied as error:
         return {"error": f"{type(error).__name__}: {error}"}, True
     except (NativeError, Unsupported) as error:
-        if stage.player is None:
+        if session.player is None:
             raise
-        return {"error": type(error).__name__, **stage.sample()}, False
+        return {"error": type(error).__name__, **session.sample()}, False
 
 
 def _differences(
-    line: Line, result: dict[str, Any], stage: ScriptSession, *, cells: bool, strict: bool
+    line: Line, result: dict[str, Any], session: ScriptSession, *, cells: bool, strict: bool
 ) -> Iterator[tuple[str, Any, Any]]:
     recorded = line.result or {}
     if "holds" in result:
@@ -153,12 +153,12 @@ def _differences(
         if what in _ASIDE or what == "error" or (what in _WORK and not cells):
             continue
         if what == "best":
-            yield from _choices(then, result.get("best", {}), stage, strict)
+            yield from _choices(then, result.get("best", {}), session, strict)
             continue
-        now = _now(what, stage) if what in ("picture", "moved") else result.get(what)
+        now = _now(what, session) if what in ("picture", "moved") else result.get(what)
         if what == "picture":
             then = then.get("runs") if isinstance(then, dict) else then
-        # Moved cells are compared by the picture, even if the recording had none before.
+        # Moved cells are compared through the picture, even if the recording had none before.
         if what != "moved" and now != then and (now is not None or what not in cell_samples.COUNTS):
             yield what, then, now
             if what in ("status", "steps"):
@@ -171,17 +171,17 @@ def _counts(line: Line, result: dict[str, Any], strict: bool) -> bool:
 
 
 def _excused(recorded: dict[str, Any], result: dict[str, Any], strict: bool) -> bool:
-    """Return whether a decode was aborted at a moment that another build reaches elsewhere."""
+    """Return whether a decode was aborted at a point that another build reaches elsewhere."""
     ended = result.get("status")
     aborted = recorded.get("status") == DecodeStatus.ABORTED
     return not strict and aborted and ended in (DecodeStatus.OK, DecodeStatus.ABORTED)
 
 
 def _choices(
-    then: Any, now: Any, stage: ScriptSession, strict: bool
+    then: Any, now: Any, session: ScriptSession, strict: bool
 ) -> Iterator[tuple[str, Any, Any]]:
-    assert stage.player is not None
-    bound = Tolerance().of(stage.player)
+    assert session.player is not None
+    bound = Tolerance().of(session.player)
     for place, choice in then.items() if isinstance(then, dict) else ():
         token, logit, margin = choice
         found = now.get(place)
@@ -193,8 +193,12 @@ def _choices(
             yield f"logit[{place}]", logit, found[1]
 
 
-def _now(what: str, stage: ScriptSession) -> Any:
-    return stage.look.runs() if stage.look is not None and what == "picture" else None
+def _now(what: str, session: ScriptSession) -> Any:
+    return (
+        session.last_sample.runs()
+        if session.last_sample is not None and what == "picture"
+        else None
+    )
 
 
 def _shown(what: str, value: Any) -> str:
@@ -225,12 +229,12 @@ def replay_on_variant(
     with variant_selection.opened(spec, head) as library:
         name = library.about.variant
         same = name == head.variant
-        with closing(ScriptSession(library.native, file=file)) as stage:
+        with closing(ScriptSession(library.native, file=file)) as session:
             try:
                 rows, found = replay(
-                    head, lines, stage, strict=same, every=every, progress=progress
+                    head, lines, session, strict=same, every=every, progress=progress
                 )
             except (NativeError, Unsupported) as error:
-                # It does not even make the context.
+                # The context could not be created.
                 return Replay(name, same, 0, error=f"{type(error).__name__}: {error}")
     return Replay(name, same, rows, tuple(found))

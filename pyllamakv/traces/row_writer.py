@@ -1,9 +1,9 @@
-"""Write recorded notes as rows of a trace, many at a time.
+"""Write recorded operations as rows of a trace, many at a time.
 
-A note is ``(kind, what, began, ended, found, more, seen)``: times in nanoseconds, the return value
-of the library, words for the result, and the cells before and after, with a flag whether other
-operations came in between. The usual note of one token is shorter: ``(began, ended, token, pos,
-sequence, code)``.
+An operation is ``(kind, what, began, ended, found, more, seen)``: times in nanoseconds, the return
+value of the library, more results, and samples of the cells before and after, with a flag whether
+other operations happened in between. A decode of one token is usually shorter: ``(began, ended,
+token, pos, sequence, code)``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Bytes of cells that wait to be written down before that is done out of turn.
+#: Bytes of unwritten cell samples after which they are written at once.
 HEAVY = 1 << 24
 
-#: Looks before and after, and whether nothing came in between.
+#: Samples before and after, and whether nothing happened in between.
 Seen = tuple["CellSample | None", "CellSample | None", bool]
 Note = tuple[str, Any, int, int, Any, "dict[str, Any] | None", Seen | None]
 Step = tuple[int, int, int, int, int, int]
@@ -59,30 +59,30 @@ class RowWriter:
 
     @property
     def heavy(self) -> bool:
-        """Return whether the notes need much memory."""
+        """Return whether the pending operations need much memory."""
         return self._bytes > HEAVY
 
-    def count(self, look: CellSample | None) -> None:
-        """Record the memory of a sample, and the used cells at the start."""
-        if look is not None:
-            self._bytes += look.bytes
+    def count(self, sample: CellSample | None) -> None:
+        """Count the memory of a sample, and the used cells at the start."""
+        if sample is not None:
+            self._bytes += sample.bytes
             if self._used is None:
-                self._used = look.counts["used"]
+                self._used = sample.counts["used"]
 
     def flush(self) -> None:
-        """Write all notes as rows. After an error, notes are dropped."""
+        """Write all operations as rows. After an error, operations are dropped."""
         waiting, self._bytes = len(self.rows), 0
         notes = self.rows[:waiting]
-        # In place: who appends has bound the list.
+        # In place, because the recorder has bound the list's `append`.
         del self.rows[:waiting]
         if self.error is not None:
             return
         try:
-            # `pause` has seen to what is more than a decode of one token that went well.
+            # `pause` has completed everything except successful decodes of one token.
             quick = self._used is not None
             self._file.write(
                 [
-                    self._step(*note) if quick and len(note) == 6 else self._row(whole(note))
+                    self._step(*note) if quick and len(note) == 6 else self._row(long_form(note))
                     for note in notes
                 ]
             )
@@ -92,7 +92,7 @@ class RowWriter:
             log.warning("%s", error)
 
     def close(self) -> None:
-        """Write the remaining notes and the end."""
+        """Write the remaining operations and the end."""
         self.flush()
         try:
             if self.error is None:
@@ -146,7 +146,7 @@ class RowWriter:
         return json.dumps({"op": op, **words, "result": result})
 
     def _plain_row(self, kind: str, what: Any, more: Any, at: int, us: int) -> str:
-        """Write a decode of a token of each sequence: most rows, so without a detour."""
+        """Write a decode of a token of each sequence: the fast path, because most rows are such."""
         token, pos, seq = what
         best = ""
         if kind == "step":
@@ -269,8 +269,8 @@ def _place(op: str, words: dict[str, Any]) -> int:
     return int(logits[-1]) if isinstance(logits, list) else len(words["tokens"]) - 1
 
 
-def whole(note: Note | Step) -> Note:
-    """Return a note with all that it may have."""
+def long_form(note: Note | Step) -> Note:
+    """Return an operation in its long form."""
     if len(note) == 6:
         began, ended, token, pos, seq, code = note
         return "step", (token, pos, seq), began, ended, code, None, None

@@ -1,6 +1,6 @@
 """Read decode scripts: one JSON object per line (docs/scripts.md, docs/traces.md).
 
-A script, and a trace with its results taken away, are the same thing; `playing` plays both.
+A trace without its results is a script; `script_player` plays both.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.errors import ScriptError
 from pyllamakv.scenarios.player import WORDS
 from pyllamakv.traces import batch_encoding
-from pyllamakv.traces.batch_encoding import whole
+from pyllamakv.traces.batch_encoding import is_int32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 
-#: A recorded picture of more cells is refused: the longest contexts have a tenth of them.
+#: Maximum number of cells in a recorded picture: ten times the longest contexts.
 CELLS = 1 << 24
-#: As many cells are drawn of a whole trace, its pictures together: they take 8 bytes each.
+#: Maximum number of cells in all pictures of a trace: 8 bytes each.
 DRAWN = 1 << 28
 
-#: A place of a batch as JSON names it.
+#: An index into a batch as a JSON key.
 _PLACE = re.compile(r"[0-9]{1,9}")
 
 
 def check(result: dict[str, Any]) -> str:
     """Return the error in a result, or an empty text."""
     for name in ("status", "polls", "used", "cells"):
-        if not whole(result.get(name, 0)):
+        if not is_int32(result.get(name, 0)):
             return f"its {name} must be a number of 32 bits, found {result[name]!r}"
     best = result.get("best", {})
     if not isinstance(best, dict) or not all(map(_choice, best.values())):
@@ -48,16 +48,16 @@ def check(result: dict[str, Any]) -> str:
 
 
 def cells(result: dict[str, Any]) -> int:
-    """Return how many cells the picture of a checked result has."""
+    """Return the number of cells in the picture of a checked result."""
     return sum(length for _, length in result["picture"]["runs"]) if "picture" in result else 0
 
 
 def _choice(found: Any) -> bool:
-    """Return whether something is a token, its logit, and how far the next one is behind."""
+    """Return whether a value is a token, its logit, and the margin to the second."""
     if not isinstance(found, list) or len(found) != 3:
         return False
     token, *numbers = found
-    return whole(token) and all(isinstance(n, float) or whole(n) for n in numbers)
+    return is_int32(token) and all(isinstance(n, float) or is_int32(n) for n in numbers)
 
 
 def _picture(raw: Any) -> str:
@@ -77,17 +77,17 @@ def _picture(raw: Any) -> str:
 
 
 def _rows(found: Any, width: int) -> bool:
-    """Return whether something is a list of rows of whole numbers, each of a width."""
+    """Return whether a value is a list of rows of ``width`` integers each."""
     return isinstance(found, list) and all(
-        isinstance(row, list) and len(row) == width and all(map(whole, row)) for row in found
+        isinstance(row, list) and len(row) == width and all(map(is_int32, row)) for row in found
     )
 
 
-#: The largest script or trace in bytes: a device or a pipe may have no end.
+#: Maximum size of a script or trace in bytes: a device or a pipe may be endless.
 LARGEST = 1 << 30
-#: Bytes read at a time: asked for all at once, Python takes room for the largest before it reads.
+#: Bytes read at a time: for a single large read, Python allocates the maximum first.
 _PIECE = 1 << 20
-#: Each operation with its arguments: a name that ends in "?" may be left out.
+#: Each operation with its arguments; a name that ends in "?" is optional.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "context": (
         "model?", "n_ctx?", "n_batch?", "n_ubatch?", "n_seq_max?", "n_threads?", "flash_attn?",
@@ -126,7 +126,7 @@ MOST = 1 << 20
 
 _HALF = re.compile("[\ud800-\udfff]")
 
-#: What lines that are no operations begin with: the first and the last of a trace.
+#: Keys of lines that are no operations: the first and the last line of a trace.
 _FRAME = ("trace", "end")
 
 _TEXTS = ("as", "text", "label", "model", "state")
@@ -172,17 +172,17 @@ class Line:
         return 0
 
     def wrong(self, what: str) -> ScriptError:
-        """Return an error that names this line."""
+        """Return an error with the number of this line."""
         return ScriptError(f"line {self.number} ({self.op}): {what}", self.number)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line for a file."""
+        """Return the line as JSON values."""
         extra = {} if self.result is None else {"result": self.result}
         return {"op": self.op, **self.arguments, **extra}
 
 
 def contents(path: Path) -> bytes:
-    """Return the bytes of a script or a trace; raise ScriptError for more than any has."""
+    """Return the bytes of a script or a trace. Raises ScriptError if it is too large."""
     data = bytearray()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -196,7 +196,7 @@ def contents(path: Path) -> bytes:
 def read(path: Path) -> list[Line]:
     """Return the lines of a script file.
 
-    Raises ScriptError with the line that is wrong, or when there are none.
+    Raises ScriptError with the invalid line, or if there are no lines.
     """
     try:
         text = contents(path).decode("utf-8")
@@ -263,10 +263,10 @@ def _line(number: int, raw: dict[str, Any]) -> Line:
 def _check(line: Line) -> None:
     words = line.arguments
     for name in _NUMBERS:
-        # A batch has a sequence of each token, or its own position.
+        # Each token of the batch needs a sequence, and a position if any is given.
         if line.op in ("batch", "advance") and name in ("seq", "pos"):
             continue
-        if name in words and not batch_encoding.whole(words[name]):
+        if name in words and not batch_encoding.is_int32(words[name]):
             raise line.wrong(f"{name} must be a number of 32 bits, found {words[name]!r}")
     for name in _COUNTS:
         if words.get(name, 1) < 1:
@@ -283,7 +283,7 @@ def _check(line: Line) -> None:
         if not isinstance(words.get(name, ""), (str, int)):
             raise line.wrong(f"{name} must be the name of a type, found {words[name]!r}")
     for name in ("from", "to"):
-        if words.get(name) is not None and not batch_encoding.whole(words[name]):
+        if words.get(name) is not None and not batch_encoding.is_int32(words[name]):
             raise line.wrong(f"{name} must be a number or null, found {words[name]!r}")
     if line.op == "decode":
         feed = words["feed"]
@@ -291,7 +291,7 @@ def _check(line: Line) -> None:
             raise line.wrong('feed must be like {"0": 16}, {"0": [1, 2]} or {"0": "text"}')
         for what in feed.values():
             number = type(what) is int and 0 < what <= MOST
-            tokens = isinstance(what, list) and what and all(map(batch_encoding.whole, what))
+            tokens = isinstance(what, list) and what and all(map(batch_encoding.is_int32, what))
             if not (number or tokens or (what and _text(what))):
                 expected = f"expected a count up to {MOST}, tokens or a text"
                 raise line.wrong(f"cannot feed {what!r}: {expected}")
@@ -306,7 +306,7 @@ def _check(line: Line) -> None:
 
 
 def _text(found: Any) -> bool:
-    """Return whether a value is a text that can be written: JSON can hold half a character."""
+    """Return whether a value is a text that can be encoded: JSON can contain lone surrogates."""
     return isinstance(found, str) and not _HALF.search(found)
 
 
@@ -314,7 +314,7 @@ def _advance(words: dict[str, Any]) -> str:
     steps, seq = words["steps"], words["seq"]
     if not (isinstance(steps, list) and steps and all(isinstance(row, list) for row in steps)):
         return f"steps must be a list of tokens of each step, found {steps!r}"
-    if not (isinstance(seq, list) and all(map(batch_encoding.whole, seq))):
+    if not (isinstance(seq, list) and all(map(batch_encoding.is_int32, seq))):
         return f"seq must be a list of sequences, found {seq!r}"
     for row in steps:
         wrong = batch_encoding.check({**words, "tokens": row, "logits": "all"})

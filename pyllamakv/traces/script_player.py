@@ -1,4 +1,4 @@
-"""Play scripts and traces line by line, on a context with nothing of ours in between."""
+"""Play scripts and traces line by line, on a context without cache managers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = 16
 
 def play(
     lines: Iterable[Line],
-    stage: ScriptSession,
+    session: ScriptSession,
     observe: Callable[[Line, dict[str, Any]], None] | None = None,
 ) -> None:
     """Play a script; ``observe`` is called after each line with its result.
@@ -36,7 +36,7 @@ def play(
     """
     for line in lines:
         try:
-            result = play_line(line, stage)
+            result = play_line(line, session)
         except UsageError as error:
             raise line.wrong(str(error)) from error
         except ScriptError:
@@ -53,45 +53,45 @@ def play(
 
 
 def _broken(error: KvError) -> dict[str, Any]:
-    """Return the result of a line that ended a script: it is the one that matters most."""
+    """Return the result of a line that ended a script: the most important one."""
     if not isinstance(error, ScenarioFailed):
         return {"error": type(error).__name__}
     evidence = error.evidence if isinstance(error.evidence, dict) else {}
     return {name: evidence[name] for name in ("status", "done") if name in evidence}
 
 
-def play_line(line: Line, stage: ScriptSession) -> dict[str, Any]:
-    """Play one line and return its result; ``stage.look`` has the cells afterwards."""
+def play_line(line: Line, session: ScriptSession) -> dict[str, Any]:
+    """Play one line and return its result; ``session.last_sample`` has the cells afterwards."""
     result: dict[str, Any] = {}
     if line.op == "context":
-        open_context(line, stage)
-        assert stage.player is not None
-        result = {"n_ctx": stage.player.info.n_ctx}
+        open_context(line, session)
+        assert session.player is not None
+        result = {"n_ctx": session.player.info.n_ctx}
     else:
-        if stage.player is None:
-            open_context(Line(line.number, "context", {}), stage)
-        assert stage.player is not None
-        stage.take_back()
+        if session.player is None:
+            open_context(Line(line.number, "context", {}), session)
+        assert session.player is not None
+        session.take_back()
         try:
-            result = _PLAYS[line.op](line, stage, stage.player)
+            result = _PLAYS[line.op](line, session, session.player)
         except OverflowError as error:
             raise line.wrong(f"a number or a position is out of range: {error}") from error
-    return {**result, **stage.sample()}
+    return {**result, **session.sample()}
 
 
-def _decode(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
+def _decode(line: Line, session: ScriptSession, player: Player) -> dict[str, Any]:
     words = line.arguments
     if line.op == "decode":
-        feed = player.feed(_feeds(line, stage), interleave=bool(words.get("interleave", False)))
+        feed = player.feed(_feeds(line, session), interleave=bool(words.get("interleave", False)))
     elif line.op == "step":
         one = {**words, "tokens": [words["token"]], "logits": "all"}
         feed = batch_encoding.decode_words(one, player.ledger.next)
     else:
         feed = batch_encoding.decode_words(words, player.ledger.next)
-    return _run(line, stage, player, feed)
+    return _run(line, session, player, feed)
 
 
-def _advance(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
+def _advance(line: Line, session: ScriptSession, player: Player) -> dict[str, Any]:
     words, result = line.arguments, {"status": int(DecodeStatus.OK), "steps": 0}
     pos = words.get("pos")
     for step, tokens in enumerate(words["steps"]):
@@ -100,7 +100,7 @@ def _advance(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
             base = pos if isinstance(pos, list) else list(range(pos, pos + len(tokens)))
             one["pos"] = [at + step for at in base]
         result = {
-            **_run(line, stage, player, batch_encoding.decode_words(one, player.ledger.next)),
+            **_run(line, session, player, batch_encoding.decode_words(one, player.ledger.next)),
             "steps": step,
         }
         if result["status"] != DecodeStatus.OK:
@@ -109,7 +109,7 @@ def _advance(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
     return result
 
 
-def _run(line: Line, stage: ScriptSession, player: Player, feed: BatchRows) -> dict[str, Any]:
+def _run(line: Line, session: ScriptSession, player: Player, feed: BatchRows) -> dict[str, Any]:
     recorded = line.result or {}
     ended = recorded.get("status", 0)
     expect = line.arguments.get("expect", "ok" if ended in (0, None) else "any")
@@ -117,7 +117,7 @@ def _run(line: Line, stage: ScriptSession, player: Player, feed: BatchRows) -> d
     if polls:
         player.cancel_after(polls)
     try:
-        wanted = None if expect == "any" or stage.lenient else STATUS[expect]
+        wanted = None if expect == "any" or session.lenient else STATUS[expect]
         status = player.decode(feed, expect=wanted)
     finally:
         if polls:
@@ -131,8 +131,8 @@ def _run(line: Line, stage: ScriptSession, player: Player, feed: BatchRows) -> d
     if there:
         result["best"] = {str(place): found for place, found in there.items()}
     if ended not in (0, None):
-        # What failed when it was recorded left nothing, and what follows in the trace relies on it.
-        stage.take_back_later(feed)
+        # The failed decode of the recording left no tokens, and later lines rely on that.
+        session.take_back_later(feed)
     return result
 
 
@@ -146,7 +146,7 @@ def _save(line: Line, _: ScriptSession, player: Player) -> dict[str, Any]:
     return {"bytes": len(player.saved[name][0])}
 
 
-def _restore(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
+def _restore(line: Line, session: ScriptSession, player: Player) -> dict[str, Any]:
     words = line.arguments
     if "state" in words and words["as"] not in player.saved:
         try:
@@ -156,11 +156,11 @@ def _restore(line: Line, stage: ScriptSession, player: Player) -> dict[str, Any]
             raise line.wrong(f"its state cannot be read: {error}") from error
         positions = sorted({int(pos) for each in held.sections for pos in each.pos.tolist()})
         player.saved[words["as"]] = (raw, [(pos, -1) for pos in positions])
-        stage.accept_foreign_state()
+        session.accept_foreign_state()
     if words["as"] not in player.saved:
         raise line.wrong(f"no sequence was saved as {words['as']!r}")
     recorded = (line.result or {}).get("done", True)
-    must = words.get("expect", "ok" if recorded else "any") == "ok" and not stage.lenient
+    must = words.get("expect", "ok" if recorded else "any") == "ok" and not session.lenient
     return {"done": player.restore(words["seq"], words["as"], must=must)}
 
 
@@ -169,15 +169,15 @@ def _defrag(_: Line, __: ScriptSession, player: Player) -> dict[str, Any]:
     return {"moves": report.moves, "cells": report.cells}
 
 
-def _verify(_: Line, stage: ScriptSession, player: Player) -> dict[str, Any]:
+def _verify(_: Line, session: ScriptSession, player: Player) -> dict[str, Any]:
     player.check_cells()
     if player.info.n_swa:
         player.check_windows(player.info.n_swa)
-    assert stage.reference is not None
-    if not stage.foreign:
-        stage.reference.catch_up()
+    assert session.reference is not None
+    if not session.foreign:
+        session.reference.catch_up()
         if player.ledger.used < player.n_cells:
-            stage.reference.check_next()
+            session.reference.check_next()
     return {}
 
 
@@ -222,8 +222,8 @@ _PLAYS: Mapping[str, Callable[[Line, ScriptSession, Player], dict[str, Any]]] = 
 }
 
 
-def _feeds(line: Line, stage: ScriptSession) -> dict[Any, Any]:
-    player = stage.player
+def _feeds(line: Line, session: ScriptSession) -> dict[Any, Any]:
+    player = session.player
     assert player is not None
     feeds: dict[Any, Any] = {}
     for key, what in line.arguments["feed"].items():
@@ -234,7 +234,7 @@ def _feeds(line: Line, stage: ScriptSession) -> dict[Any, Any]:
         tokens = what
         if isinstance(what, str):
             first = player.ledger.next(seqs[0]) == 0
-            tokens = stage.native.tokenize(player.model, what.encode(), first, False)
+            tokens = session.native.tokenize(player.model, what.encode(), first, False)
         feeds[seqs if len(seqs) > 1 else seqs[0]] = tokens
     return feeds
 

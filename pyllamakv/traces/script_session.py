@@ -28,7 +28,7 @@ class ScriptSession:
     """The objects of a script: a library, the model, and the context after its creation.
 
     ``file`` is the model's file if the script does not select it. ``guard`` overrides the setting
-    of a trace. With ``lenient``, decodes and restores may end in any way. ``player_type`` is the
+    of a trace. With ``lenient``, decodes and restores may have any result. ``player_type`` is the
     class of the player.
     """
 
@@ -42,8 +42,8 @@ class ScriptSession:
     reference: Reference | None = None
     #: A state came from outside, so that no reference can follow.
     foreign: bool = False
-    look: CellSample | None = None
-    #: A batch that failed when it was recorded and did not now; it goes before the next line.
+    last_sample: CellSample | None = None
+    #: A batch that failed in the recording and succeeded here; removed before the next line.
     extra: BatchRows | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class ScriptSession:
         self.extra = feed
 
     def take_back(self) -> None:
-        """Remove the batch that `take_back_later` kept, if there is one."""
+        """Remove the batch of `take_back_later`, if there is one."""
         if self.extra is not None and self.player is not None:
             remove(self.player, self.extra)
         self.extra = None
@@ -77,8 +77,8 @@ class ScriptSession:
         """Sample the cells and return their counts; empty if the build cannot show cells."""
         assert self.player is not None
         player = self.player
-        self.look = cell_samples.sample_cells(player.native, player.context, player.info)
-        return {} if self.look is None else self.look.counts
+        self.last_sample = cell_samples.sample_cells(player.native, player.context, player.info)
+        return {} if self.last_sample is None else self.last_sample.counts
 
     def close(self) -> None:
         """Free the contexts; a dead worker has none."""
@@ -96,12 +96,12 @@ def model_name(lines: Iterable[Line], default: str) -> str:
     return str(named or default)
 
 
-def open_context(line: Line, stage: ScriptSession) -> None:
+def open_context(line: Line, session: ScriptSession) -> None:
     """Create the context of a line."""
-    if stage.player is not None:
+    if session.player is not None:
         raise line.wrong("a second context: it must be the first operation")
     words = dict(line.arguments)
-    name = words.pop("model", stage.model)
+    name = words.pop("model", session.model)
     for key in ("type_k", "type_v"):
         words[key] = types.cache_type(words.get(key, "f16"), key[-1].upper()).number
     words.setdefault("n_ctx", 256)
@@ -110,18 +110,18 @@ def open_context(line: Line, stage: ScriptSession) -> None:
     words.setdefault("n_seq_max", 8)
     guard = bool(words.pop("guard", False))
     try:
-        params = ContextParams(guard=guard if stage.guard is None else stage.guard, **words)
+        params = ContextParams(guard=guard if session.guard is None else session.guard, **words)
     except (TypeError, UsageError) as error:
         raise line.wrong(f"cannot create a context from these arguments: {error}") from error
     try:
-        key = str(stage.file or name)
-        if key not in stage.loaded:
-            path = stage.file or synthetic_models.model(name)
-            stage.loaded[key] = stage.native.model_load(str(path), ModelParams())
-        stage.player = stage.player_type(stage.native, stage.loaded[key], params)
+        key = str(session.file or name)
+        if key not in session.loaded:
+            path = session.file or synthetic_models.model(name)
+            session.loaded[key] = session.native.model_load(str(path), ModelParams())
+        session.player = session.player_type(session.native, session.loaded[key], params)
     except (TypeError, OverflowError) as error:
         raise line.wrong(f"cannot create a context from these arguments: {error}") from error
-    stage.reference = Reference(stage.player)
+    session.reference = Reference(session.player)
 
 
 def remove(player: Player, feed: BatchRows) -> None:

@@ -1,7 +1,7 @@
 """Read traces, and record scripts: a head, a row per operation, an end (docs/traces.md).
 
-A trace without its last rows, as a crash leaves it, is a shorter trace. A trace that has been
-damaged anywhere else, or is none, is refused with the line that is wrong.
+A trace without its last rows, for example after a crash, is a shorter trace. Any other damage is
+refused with the line number.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pyllamakv.traces.script_session import ScriptSession
 
 
-#: What the system says when there is no room: on the disk, in a quota, for one file.
+#: errno values of a full disk, an exceeded quota, and the size limit of a file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check(path: Path) -> None:
-    """Raise UsageError where no trace can be written: before a long search, not after it."""
+    """Raise UsageError if no trace can be written: before a long search, not after it."""
     new = not path.exists()
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
@@ -127,7 +127,7 @@ class TraceFile:
 
 BACKING = "LLAMA_KV_BACKING"
 
-#: What the patches read, and what llama.cpp reads itself and computes by.
+#: Variables that the patches read, and those of llama.cpp that affect results.
 KNOWN = (
     "LLAMA_ATTN_ROT_DISABLE",
     "LLAMA_GRAPH_REUSE_DISABLE",
@@ -140,16 +140,16 @@ KNOWN = (
     "LLAMA_SET_ROWS",
 )
 
-#: mmap-kv takes any other word for a file, which it would make and cut to its size.
+#: mmap-kv takes any other value for the path of a file, which it would create and truncate.
 BACKINGS = ("heap", "mmap")
 
 _WORD = re.compile(r"[A-Za-z0-9_-]{0,16}", re.ASCII)
 
 
 def recorded(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what this process, and ``more``, set of the variables that a trace carries.
+    """Return the environment variables that a trace contains, of this process and ``more``.
 
-    A path in `BACKING` stays out of it: to replay a trace writes no file.
+    A path in `BACKING` is omitted, so that a replay writes no file.
     """
     found = {**os.environ, **(more or {})}
     return {name: found[name] for name in KNOWN if name in found and _fits(name, found[name])}
@@ -170,17 +170,16 @@ def _fits(name: str, value: str) -> bool:
     return value in BACKINGS if name == BACKING else _WORD.fullmatch(value) is not None
 
 
-#: The version of the file's shape.
+#: Version of the file format.
 SCHEMA = 2
 
-#: What a claim may ask of decodes: that each finds its cells when enough are free, or that each
-#: ends as it was recorded.
+#: What a claim may require of decodes: success if enough cells are free, or the recorded result.
 EXPECTS = ("ok", "recorded")
 
-#: Operations that put cells elsewhere; others change what is in them.
+#: Operations that move cells; others change their content.
 _MOVING = (*script.DECODES, "defrag", "restore", "update")
 
-#: How a head begins that cannot be read to its end.
+#: Start of a head that cannot be read completely.
 _BEGINS = re.compile(rb'\s*\{\s*"trace"\s*:')
 
 _TEXTS = ("variant", "spec", "model", "identity", "start", "expect", "kind", "claim", "issue")
@@ -218,14 +217,14 @@ class Head:
 def current_head(variant: str, model: Path, more: Mapping[str, str] | None = None) -> Head:
     """Return the head of a trace of this variant and this model file.
 
-    ``more`` are the variables that a worker has besides those of this process.
+    ``more`` are the variables that a worker has in addition to those of this process.
     """
     name, digest = model_digest.name(model), model_digest.identity(model)
     return Head(variant, name, spec_of(variant), digest, recorded(more))
 
 
 def spec_of(variant: str) -> str:
-    """Return release and patches of a built variant, empty where it is not built here."""
+    """Return release and patches of a built variant, or "" if it is not built."""
     try:
         made = manifests.load(home() / "built" / variant)
     except ManifestError:
@@ -255,7 +254,7 @@ def is_trace(path: Path) -> bool:
 def read(path: Path) -> tuple[Head, list[Line]]:
     """Return head and rows of a trace.
 
-    Raises ScriptError when it is none or damaged, TraceMismatch when it is of another version.
+    Raises ScriptError if the file is no trace or damaged, TraceMismatch for another version.
     """
     try:
         data = script.contents(path)
@@ -285,9 +284,9 @@ def read(path: Path) -> tuple[Head, list[Line]]:
 
 
 def model_file(head: Head, given: str = "") -> Path:
-    """Return the file of a trace's model, or of the one that is given instead.
+    """Return the file of a trace's model, or the given one.
 
-    Raises TraceMismatch when it is another model, UsageError when there is none.
+    Raises TraceMismatch for a different model, UsageError if there is none.
     """
     path = model_digest.find(given or head.model, head.identity)
     found = model_digest.identity(path)
@@ -303,9 +302,9 @@ def model_file(head: Head, given: str = "") -> Path:
 class Recorder:
     """Write a trace while a script is played; `observe` is the callback of the player."""
 
-    def __init__(self, path: Path, head: Head, stage: ScriptSession) -> None:
+    def __init__(self, path: Path, head: Head, session: ScriptSession) -> None:
         self._file = TraceFile(path)
-        self._stage = stage
+        self._session = session
         self._before: CellSample | None = None
         self._rows = 0
         self._start = self._last = time.perf_counter_ns()
@@ -313,12 +312,12 @@ class Recorder:
 
     def observe(self, line: Line, result: dict[str, Any]) -> None:
         """Write one line with its result, and the cells if they changed."""
-        now, look = time.perf_counter_ns(), self._stage.look
+        now, sample = time.perf_counter_ns(), self._session.last_sample
         written = dict(result)
-        if look is not None:
-            before, self._before = self._before, look
+        if sample is not None:
+            before, self._before = self._before, sample
             label = str(line.arguments.get("label", line.op))
-            written |= seen(line.op, before, look, label=label)
+            written |= seen(line.op, before, sample, label=label)
         written |= {"at": (self._last - self._start) // 1000, "us": (now - self._last) // 1000}
         row = Line(line.number, line.op, line.arguments, written)
         self._file.write([json.dumps(row.to_json())])
@@ -334,15 +333,15 @@ class Recorder:
             self._file.close()
 
 
-def seen(op: str, before: CellSample | None, look: CellSample, *, label: str) -> dict[str, Any]:
+def seen(op: str, before: CellSample | None, sample: CellSample, *, label: str) -> dict[str, Any]:
     """Return the cells of a row: before, after, moves, and a picture."""
-    words: dict[str, Any] = dict(look.counts)
-    if before is not None and before.counts != look.counts:
+    words: dict[str, Any] = dict(sample.counts)
+    if before is not None and before.counts != sample.counts:
         words["before"] = before.counts
-    changed = before is None or (before.owner != look.owner).any()
+    changed = before is None or (before.owner != sample.owner).any()
     if changed or op == "snapshot":
-        words["picture"] = {"label": label, "runs": look.runs()}
-    moved = look.moved(before) if before is not None and op in _MOVING else []
+        words["picture"] = {"label": label, "runs": sample.runs()}
+    moved = sample.moved(before) if before is not None and op in _MOVING else []
     if moved:
         words["moved"] = moved
     return words

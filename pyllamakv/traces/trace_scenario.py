@@ -2,7 +2,7 @@
 
 The default claim of a trace: every decode succeeds if enough cells are free, every successful
 restore succeeds again, no token is lost, no stray cell is left, and the logits equal those of a
-reference that evaluates everything anew.
+reference that evaluates all tokens again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyllamakv.traces.script import Line
     from pyllamakv.traces.trace import Head
 
-#: So many decodes keep their logits for the reference; of later ones every few do.
+#: Number of decodes that keep their logits for the reference; later, one of several keeps them.
 KEPT, FEW = 256, 16
 
 CLAIM = "What was recorded goes through, with nothing lost and nothing wrong."
@@ -75,7 +75,7 @@ def scenario_of_lines(
 
 
 def load(path: Path) -> tuple[Head, list[Line]]:
-    """Return head and lines of a trace, or of a script as if it had a head."""
+    """Return head and lines of a trace, or of a script with a default head."""
     if trace.is_trace(path):
         return trace.read(path)
     lines = script.read(path)
@@ -83,31 +83,31 @@ def load(path: Path) -> tuple[Head, list[Line]]:
 
 
 def run_trace(head: Head, lines: list[Line], lab: Lab, *, why: str = "") -> None:
-    """Play a trace in a lab; raises ScenarioFailed where it does not keep its claim."""
+    """Play a trace in a lab. Raises ScenarioFailed if its claim is broken."""
     if why:
         raise Untestable(why)
     file = Path(head.model or "tiny")
-    stage = ScriptSession(lab.native, file=file, guard=False, player_type=lab.player_type)
-    stage.loaded[str(stage.file)] = lab.model
+    session = ScriptSession(lab.native, file=file, guard=False, player_type=lab.player_type)
+    session.loaded[str(session.file)] = lab.model
     try:
-        _open(lines, stage, lab)
+        _open(lines, session, lab)
     except (ContextError, Unsupported) as error:
         msg = f"no context with {lab.setting.name} here: {error}"
         raise Untestable(msg) from error
-    player = stage.player
+    player = session.player
     assert player is not None
     for line in lines:
         if line.op == "context":
             continue
         try:
-            _play(line, head, stage, player)
+            _play(line, head, session, player)
         except ScenarioFailed as error:
             msg = f"row {line.number} ({line.op}): {error}"
             raise ScenarioFailed(msg, failure=error.failure, evidence=error.evidence) from error
         except UsageError as error:
             raise line.wrong(str(error)) from error
     lab.picture(player, "after")
-    _verify(stage, player, lab)
+    _verify(session, player, lab)
 
 
 def _model(head: Head) -> tuple[str, str]:
@@ -118,22 +118,22 @@ def _model(head: Head) -> tuple[str, str]:
         return "tiny", str(error)
 
 
-def _open(lines: list[Line], stage: ScriptSession, lab: Lab) -> None:
+def _open(lines: list[Line], session: ScriptSession, lab: Lab) -> None:
     first = lines[0]
     if first.op != "context":
         first = replace(first, op="context", arguments={})
-    script_player.play_line(first, stage)
-    assert stage.player is not None
-    lab.adopt(stage.player)
-    stage.follow(lab.reference(stage.player))
+    script_player.play_line(first, session)
+    assert session.player is not None
+    lab.adopt(session.player)
+    session.follow(lab.reference(session.player))
 
 
-def _play(line: Line, head: Head, stage: ScriptSession, player: Player) -> None:
+def _play(line: Line, head: Head, session: ScriptSession, player: Player) -> None:
     recorded = line.result
-    stage.check_expectation(line)
+    session.check_expectation(line)
     free, decodes = player.n_cells - player.ledger.used, line.op in DECODES
     try:
-        result = script_player.play_line(line, stage)
+        result = script_player.play_line(line, session)
     except (NativeError, Unsupported) as error:
         if isinstance(error, WorkerDied) or recorded is None or "error" not in recorded:
             raise
@@ -175,12 +175,12 @@ def _expected(line: Line, recorded: dict[str, Any], head: Head, free: int | None
     )
 
 
-def _verify(stage: ScriptSession, player: Player, lab: Lab) -> None:
+def _verify(session: ScriptSession, player: Player, lab: Lab) -> None:
     player.check_cells()
     if player.info.memory == MemoryType.SWA and player.info.n_swa:
         player.check_windows(player.info.n_swa)
     decoded = sum(len(step.arguments[0].token) for step in player.steps if step.op == "decode")
-    if stage.foreign or decoded + player.info.n_ctx > LIMIT // 2:
+    if session.foreign or decoded + player.info.n_ctx > LIMIT // 2:
         return  # no reference can follow: it would have to know what a state holds, or be too large
     reference = lab.reference(player)
     reference.catch_up()

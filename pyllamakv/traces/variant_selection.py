@@ -1,4 +1,4 @@
-"""Name the builds that a trace is played on, and open them as it was recorded."""
+"""Find the builds that a trace is played on, and open them in its environment."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script or a trace that is about to be played, and the variant it is played on."""
+    """A script or a trace to play, and the variant to play it on."""
 
     head: Head
     lines: list[Line]
-    stage: ScriptSession
+    session: ScriptSession
     variant: str
     model: Path
 
@@ -48,23 +48,23 @@ def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     file = trace.model_file(head, model)
     with (
         pyllamakv.open(variant, isolated=True, env=head.environment) as library,
-        closing(ScriptSession(library.native, file=file)) as stage,
+        closing(ScriptSession(library.native, file=file)) as session,
     ):
-        yield ScriptRun(head, lines, stage, library.about.variant, file)
+        yield ScriptRun(head, lines, session, library.about.variant, file)
 
 
-#: A patch's name, which goes on a spec, as in 0.3.9+full-defrag,kv-counters.
+#: A patch's name, which extends a spec, as in 0.3.9+full-defrag,kv-counters.
 _PATCH = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
-#: Words for variants of the recorded release, and for the recorded one itself.
+#: Value for the build that recorded the trace.
 RECORDED = "recorded"
 
 _NAMELESS = "this trace does not contain the build that recorded it: pass --variant"
 
 
 def specs(head: Head, texts: list[str]) -> list[str]:
-    """Return the variants that lists of words name: ``stock,patched`` are of the recorded release.
+    """Return the variants in a list of texts; ``stock`` and ``patched`` mean the recorded release.
 
-    Others are specs, ids or folders as `pyllamakv.open` takes them; none named is the recorded one.
+    Others are specs, ids or directories as in `pyllamakv.open`; the default is the recorded build.
     """
     found: list[str] = []
     for text in texts:
@@ -99,7 +99,7 @@ def _release(head: Head, word: str) -> str:
         msg = f"this trace does not contain the release that recorded it: pass 0.3.9+{word}"
         raise UsageError(msg)
     if not releases.is_safe_name(release):
-        # To look it up would be to read or to fetch what the trace names.
+        # A lookup would read or fetch a path or URL that the trace contains.
         msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
         raise UsageError(msg)
     return release

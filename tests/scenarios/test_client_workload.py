@@ -61,8 +61,8 @@ def test_what_is_too_long_is_cut_and_slides() -> None:
     player = Player()
     server = SlotServer(player, 2)
     server.serve([(server.share + 4, 20)])
-    assert server.cut == 4
-    assert server.slid == 2
+    assert server.truncated == 4
+    assert server.shifted == 2
     assert player.ledger.used <= server.share
 
 

@@ -12,7 +12,7 @@ from pyllamakv.scenarios.device_placement import ALL, DevicePlacement
 
 
 def snapshot(*hosts: int) -> SimpleNamespace:
-    """Make what a snapshot says of the buffers of its streams."""
+    """Create the buffer information of a snapshot's streams."""
     infos = [SimpleNamespace(host=host, n_layer=1) for host in hosts]
     return SimpleNamespace(streams=[SimpleNamespace(info=info) for info in infos])
 
@@ -28,7 +28,7 @@ def test_models_go_to_the_device() -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", "rpc", "vulkan"])
 def test_a_cache_in_host_memory_proves_nothing(backend: str) -> None:
-    """It is found in any stream; what cannot be told is believed."""
+    """A device buffer is found in any stream; an unknown buffer is accepted."""
     DevicePlacement(backend).check(snapshot(0, 0))
     DevicePlacement(backend).check(snapshot(-1))
     DevicePlacement(backend).check(None)
@@ -38,7 +38,7 @@ def test_a_cache_in_host_memory_proves_nothing(backend: str) -> None:
 
 
 def test_devices_get_models_with_wide_rows() -> None:
-    """They are as deep and have as many tokens; what has no such twin stands for itself."""
+    """Replacements have as many layers and tokens; a model without one replaces itself."""
     assert (
         DevicePlacement("vulkan").model("grouped")
         == DevicePlacement("cuda").model("grouped")

@@ -57,7 +57,7 @@ def test_one_run_of_a_scenario_is_recorded(tiny_model) -> None:
     assert fragmented.record_frames
     lab = Lab(native, model, fragmented.settings[0], timeline=True)
     fragmented.run(lab)
-    (timeline,) = timelines(lab.players)
+    timeline = timelines(lab.players)[0]
     assert sum(frame.moved for frame in timeline.frames) > 0
     run = Run("fragmented", "x", Outcome("pass"), timelines=(timeline,))
     again = parallel_runs.from_json(json.loads(json.dumps(parallel_runs.to_json(run))))

@@ -182,7 +182,7 @@ def test_an_environment_gets_a_worker_of_its_own() -> None:
 
 
 def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
-    """A release that can scatter a batch is asked to, where the setting says so."""
+    """A release with scattered slots uses them if the setting requires it."""
     opener = Opener(lambda: Rolling(heals=True))
     with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), scenario.SCATTERED)
@@ -195,7 +195,7 @@ def test_contexts_are_given_back() -> None:
     with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         native = opener.opened[0].native
-        assert native.freed.count("context") == 2
+        assert native.created.count("context") == native.freed.count("context") >= 2
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_missing_capability_is_absent() -> None:
 
 @pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
 def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type) -> None:
-    """On a device nobody expects it; in host memory it is a feature that the patch has lost."""
+    """On a device the feature is not expected; in host memory the patch has lost it."""
 
     class Unmapped(Rolling):
         def context_new(self, model, params):
@@ -242,7 +242,7 @@ def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type
 
 
 def test_without_readable_cells_positions_are_checked() -> None:
-    """A library whose cells cannot be read is still judged, by its sequences' ends."""
+    """A library without readable cells is verified by the ends of its sequences."""
 
     class Blind(Forgetful):
         def __init__(self) -> None:

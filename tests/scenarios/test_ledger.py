@@ -1,4 +1,4 @@
-"""The harness's ledger knows what must be in a cache, wherever it lies."""
+"""The ledger knows the content of a cache, independent of cell indexes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_open_bounds() -> None:
 
 
 def test_a_shift_below_zero_frees_the_cell() -> None:
-    """llama.cpp drops such cells, whoever else owned them."""
+    """llama.cpp drops such cells, also if other sequences own them."""
     ledger = filled(s0=4)
     ledger.shift(0, -1, -1, -2)
     assert ledger.of(0) == [(0, 2), (1, 3)]
@@ -58,7 +58,7 @@ def test_keep_divide_clear_replace() -> None:
 
 
 def test_differences_name_what_is_lost_and_what_is_a_ghost() -> None:
-    """Both directions are told apart, and named."""
+    """Missing and surplus cells are distinguished and named."""
     expected = Counter({(0, (0,)): 1, (1, (0, 1)): 1})
     found = Counter({(0, (0,)): 1, (7, (2,)): 1})
     lost, ghosts, text = cell_differences(expected, found)

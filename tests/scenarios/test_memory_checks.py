@@ -1,4 +1,4 @@
-"""The routine that proves a memory catches each lie that a library may tell about it."""
+"""The checks of a memory detect each wrong answer that a library may give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Liar:
-    """Pass everything on to a library, but answer one call for the first context by itself."""
+    """Forward everything to a library, except one call for the first context."""
 
     def __init__(self, native: Any, name: str, answer: Callable[..., Any]) -> None:
         self._native, self._name, self._answer = native, name, answer

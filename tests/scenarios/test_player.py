@@ -110,7 +110,7 @@ def test_cells_are_what_the_ledger_says(
 
 
 def test_a_pending_shift_is_told_apart_from_positions(loaded: tuple[Native, ModelHandle]) -> None:
-    """Cells tell their positions after the shift, how much is pending, and nothing once applied."""
+    """Cells have new positions after the shift and a pending delta, which is zero once applied."""
     player = new_player(loaded)
     native, context = player.native, player.context
     assert native.about.capabilities & Capability.CELLS
@@ -138,7 +138,7 @@ def test_a_pending_shift_is_told_apart_from_positions(loaded: tuple[Native, Mode
 def test_cells_restored_under_a_pending_shift_have_their_own_positions(
     loaded: tuple[Native, ModelHandle],
 ) -> None:
-    """The shift belonged to tokens that left; whoever comes into their cells is not moved by it."""
+    """The shift belonged to tokens that were removed; new tokens in their cells do not move."""
     player = new_player(loaded)
     try:
         player.fill({2: 64})

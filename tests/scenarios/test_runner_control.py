@@ -1,4 +1,4 @@
-"""A device that computes wrongly by itself is found before a patch is judged on it."""
+"""A device that computes wrong results on stock is found before a patch is verified on it."""
 
 from __future__ import annotations
 
@@ -117,21 +117,21 @@ def test_processors_are_not_tried(backend: str) -> None:
 
 
 def test_a_worker_that_the_control_ends_is_replaced() -> None:
-    """What the device cannot do by itself is not judged, and the next run has a worker."""
+    """What the device cannot run on stock is not verified, and the next run has a worker."""
     outcome, _, opened = run(Ending, "vulkan", times=2)
     assert (outcome.status, outcome.failure, opened) == ("skip", "crash", 2)
     assert "ends the process before cells are moved: ended by SIGABRT" in outcome.message
 
 
 def test_a_context_that_ends_the_worker_is_not_judged() -> None:
-    """Before any token there is nothing that a patch could be judged by."""
+    """Before the first token, there is nothing to verify a patch with."""
     outcome, calls, _ = run(NoContext, "vulkan")
     assert (outcome.status, outcome.failure) == ("skip", "crash")
     assert not any(call.startswith("decode") for call in calls)
 
 
 def test_a_device_that_is_slow_is_tried_again() -> None:
-    """A hang is told as one: a busy machine looks the same."""
+    """A hang is reported as a hang: a busy machine looks the same."""
     outcome, _, opened = run(Slow, "vulkan", times=2)
     assert (outcome.status, outcome.failure, opened) == ("fail", "hang", 2)
 

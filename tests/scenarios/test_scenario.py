@@ -1,4 +1,4 @@
-"""Scenarios are found in the package and outside it, and say what they are for."""
+"""Scenarios are found in the package and outside it, and have a claim."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def example(tmp_path: Path) -> Scenario:
 
 
 def test_the_page_writes_a_scenario(example: Scenario) -> None:
-    """The example is a scenario as it stands, under an id that is still free."""
+    """The example is a valid scenario with an unused id."""
     assert example.kind == "fix"
     assert example.id not in ALL
 
@@ -96,7 +96,7 @@ def test_the_scenarios_that_the_series_needs_are_there() -> None:
 
 
 def test_setting_names() -> None:
-    """Names are short and tell every setting from every other."""
+    """Names of settings are short and unique."""
     assert Setting().name == "plain f16"
     assert CACHES[1].name == "plain q8_0/f16"
     assert CACHES[5].name == "flash q4_0"

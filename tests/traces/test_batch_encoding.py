@@ -42,7 +42,7 @@ def test_what_mostly_holds_takes_no_room() -> None:
 
 
 def test_tokens_without_positions_follow() -> None:
-    """Each goes on where its sequence ends, also within the batch."""
+    """Positions continue at the end of each sequence, also within the batch."""
     words = {"tokens": [1, 2, 3, 4], "seq": [0, 1, [0, 2], 0]}
     feed = batch_encoding.decode_words(words, lambda seq: 10 * seq)
     assert feed.pos.tolist() == [0, 10, 1, 2]
@@ -88,7 +88,7 @@ def test_wrong_words_are_named(words: dict, says: str) -> None:
 
 
 def test_shared_tokens_are_told_apart() -> None:
-    """Counts say which sequences belong to which token."""
+    """Counts define which sequences belong to which token."""
     seq, counts = np.array([0, 1, 2, 0], np.int32), np.array([1, 2, 1], np.int32)
     assert batch_encoding.owners(seq, counts) == [0, [1, 2], 0]
     with pytest.raises(UsageError, match="no place 3"):

@@ -54,7 +54,7 @@ def test_what_matters_is_left(tmp_path: Path) -> None:
     """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
     told: list[tuple[int, int]] = []
-    found = shrink(path, told=lambda left, runs: told.append((left, runs)))
+    found = shrink(path, progress=lambda left, runs: told.append((left, runs)))
     assert (found.failure, found.before, found.minimal) == ("claim", 111, True)
     assert "ended with no-slot, expected ok" in found.message
     operations = words(found)
@@ -132,21 +132,21 @@ def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fail_is_not_shrunk(tmp_path: Path) -> None:
-    """It says so, and why where it cannot be played."""
+    """A trace that passes is reported, and one that cannot be replayed has the reason."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
     with pytest.raises(UsageError, match="does not fail on that build"):
         shrink(path, lambda: Rolling(heals=True))
 
 
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
-    """The shortest so far, which is said not to be minimal."""
+    """The shortest trace so far is returned, and reported as not minimal."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
 
     def told(left: int, _: int) -> None:
         if left < 60:
             raise KeyboardInterrupt
 
-    found = shrink(path, told=told)
+    found = shrink(path, progress=told)
     assert not found.minimal
     assert 3 < len(found.lines) - 1 < 60
 

@@ -61,14 +61,14 @@ def scattered(ctx: kv.Context) -> kv.Sequence:
 def test_the_faults_apply_to_the_default_release(name: str) -> None:
     """A fault that no longer applied would leave the tests below without a subject."""
     made = apply.apply(spec_resolver.resolve(DEFAULT_RELEASE), [Port.from_file(FOLDER / name)])
-    assert [text.id for text in made.texts][-1:] == [Port.from_file(FOLDER / name).id]
+    assert [port.id for port in made.ports][-1:] == [Port.from_file(FOLDER / name).id]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
-    """K, V, positions and logits are what they were, and the decode that needed room says so."""
+    """K, V, positions and logits are unchanged, and the decode that needed room records it."""
     with kv.open(failing.folder) as library, library.load_model(synthetic_models.tiny()) as model:
         options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": flash_attn}
         with model.context(**options, defrag_mover=mover) as ctx, model.context(**options) as fresh:

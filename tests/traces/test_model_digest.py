@@ -1,12 +1,13 @@
-"""Models are told apart by little of their files."""
+"""Models are distinguished by a small part of their files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from model_kit import CONTENT, NAME, pin, write_wheel
 
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import NotFetched, UsageError
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.traces import model_digest
 
@@ -18,15 +19,26 @@ def _home(tmp_path, monkeypatch) -> None:
 
 
 def test_generated_models_have_names_and_digests_of_their_own() -> None:
-    """The name stands for the file wherever the home is."""
+    """The name represents the file, wherever the data directory is."""
     tiny, grouped = synthetic_models.model("tiny"), synthetic_models.model("grouped")
     assert (model_digest.name(tiny), model_digest.name(grouped)) == ("tiny", "grouped")
     assert model_digest.identity(tiny) == model_digest.identity(synthetic_models.model("tiny"))
     assert model_digest.identity(tiny) != model_digest.identity(grouped)
 
 
+def test_a_fetched_model_is_recorded_by_name(tmp_path: Path, monkeypatch) -> None:
+    """A trace finds the file by name in another data directory, or names the command."""
+    pinned = pin(tmp_path, monkeypatch, write_wheel(tmp_path, {}))
+    with pytest.raises(NotFetched, match=f"pyllamakv model get {NAME}"):
+        model_digest.find(NAME, "")
+    pinned.path.parent.mkdir()
+    pinned.path.write_bytes(CONTENT)
+    assert model_digest.name(pinned.path) == NAME
+    assert model_digest.find(NAME, "") == pinned.path
+
+
 def test_other_weights_are_another_model(tmp_path: Path) -> None:
-    """The same header with other tensors is told apart, though not every byte is read."""
+    """Files with equal headers and other tensors differ, though not every byte is read."""
     one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
     data = bytearray(4 << 20)
     one.write_bytes(data)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import ScriptError
-from pyllamakv.scenarios.cell_picture import NOBODY, Picture
+from pyllamakv.scenarios.cell_picture import FREE, Picture
 from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.traces import playback, script
 from pyllamakv.traces.script import Line
@@ -28,7 +28,7 @@ def runs(*pairs: tuple[int, int]) -> dict:
 
 
 def test_a_trace_becomes_a_timeline() -> None:
-    """Rows without cells keep the last ones; what failed and what moved is told."""
+    """Rows without cells keep the last ones; failures and moves are shown."""
     lines = [
         line(2, "context", {}, n_ctx=4),
         line(3, "decode", {"picture": runs((0, 2), (1, 2)), "status": 0}, feed={"0": 2, "1": "hi"}),
@@ -76,7 +76,7 @@ def test_moves_are_found_again(owners: tuple[int, ...], chance) -> None:
     moved = list(owners)
     found = list(playback.infer(owners, tuple(after)))
     for source, _, length in found:
-        moved[source : source + length] = [NOBODY] * length
+        moved[source : source + length] = [FREE] * length
     for source, target, length in found:
         moved[target : target + length] = owners[source : source + length]
     assert moved == after

@@ -23,7 +23,7 @@ from pyllamakv.traces.script_session import ScriptSession
 
 
 def rows(path: Path) -> list[dict]:
-    """Return what stands in a trace, its head first."""
+    """Return the rows of a trace, its header first."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -82,12 +82,12 @@ def test_every_operation_is_a_row(tmp_path: Path) -> None:
     head, lines = trace.read(path)
     assert (len(lines), head.complete, head.variant) == (count, True, "simulated")
     assert all(line.result["at"] >= 0 for line in lines)
-    stage = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
-    assert replay(head, lines, stage) == (count, [])
+    session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, session) == (count, [])
 
 
 def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
-    """Before, after and moves stand in rows that change cells; a picture where they changed."""
+    """Rows that change cells have the cells before and after, the moves, and a picture."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context, kv.record(context, path):
         a, b = context.sequence(), context.sequence()
@@ -153,9 +153,9 @@ def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
     noted = [place for place, row in enumerate(steps) if "best" in row["result"]]
     assert noted == [
         0,
-        recording_native.SAMPLE,
-        2 * recording_native.SAMPLE,
-        3 * recording_native.SAMPLE,
+        recording_native.BEST_EVERY,
+        2 * recording_native.BEST_EVERY,
+        3 * recording_native.BEST_EVERY,
     ]
     token, logit, margin = steps[0]["result"]["best"]["0"]
     assert 0 <= token < 259
@@ -164,7 +164,7 @@ def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
 
 
 def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
-    """A row has what was decoded, not what stands in the arrays later."""
+    """A row has the decoded tokens, not what the arrays contain later."""
     path = tmp_path / "run.jsonl"
     tokens, positions = np.array([5, 6], np.int32), np.array([0, 1], np.int32)
     with runtime_kit.context(tmp_path) as context, kv.record(context, path):
@@ -177,7 +177,7 @@ def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
-    """They are decoded again, and shared cells are shared; the head says so."""
+    """Tokens are decoded again, and shared cells are shared; the header records it."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
         a = context.sequence()
@@ -197,8 +197,8 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     assert [line.op for line in lines] == ["context", "batch", "clear"]
     assert len(lines[1].arguments["tokens"]) == 31
     assert lines[1].arguments["seq"][:11] == [*[[0, 1]] * 10, 0]
-    stage = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
-    assert replay(head, lines, stage)[1] == []
+    session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, session)[1] == []
 
 
 def test_forks_in_streams_are_decoded_each(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_builds_that_show_no_cells_are_recorded(tmp_path: Path, capability) -> N
 
 
 def test_the_variables_of_a_worker_are_in_the_head(tmp_path: Path, monkeypatch) -> None:
-    """Those it was opened with come before those of this process; others are nobody's business."""
+    """Variables of the open call precede those of this process; others are not recorded."""
     monkeypatch.setenv("LLAMA_SET_ROWS", "1")
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
@@ -328,9 +328,9 @@ def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -
         head, lines = trace.read(path)
         assert head.variant == variant.id
         with kv.open(variant.folder, isolated=True) as lib:
-            stage = ScriptSession(lib.native, file=trace.model_file(head))
-            assert replay(head, lines, stage) == (len(lines), [])
-            stage.close()
+            session = ScriptSession(lib.native, file=trace.model_file(head))
+            assert replay(head, lines, session) == (len(lines), [])
+            session.close()
 
 
 @pytest.mark.native
@@ -358,9 +358,9 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
     head, lines = trace.read(path)
     assert len(lines) > 10
     with kv.open(patched.folder, isolated=True) as lib:
-        stage = ScriptSession(lib.native, file=trace.model_file(head))
-        assert replay(head, lines, stage) == (len(lines), [])
-        stage.close()
+        session = ScriptSession(lib.native, file=trace.model_file(head))
+        assert replay(head, lines, session) == (len(lines), [])
+        session.close()
 
 
 @pytest.mark.native

@@ -87,7 +87,7 @@ def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
     assert done.returncode == 9
     head, lines = trace.read(path)
     assert not head.complete
-    assert 1 + 1000 - 64 - recording_native.SAMPLE <= len(lines) <= 1001
+    assert 1 + 1000 - 64 - recording_native.BEST_EVERY <= len(lines) <= 1001
     # Cut anywhere, it is still a trace, as long as a row is whole.
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) * 2 // 3])

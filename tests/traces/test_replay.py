@@ -1,4 +1,4 @@
-"""A replay finds the first row that comes out otherwise, and says what was before and after."""
+"""A replay finds the first row with another result, and shows the state before and after."""
 
 from __future__ import annotations
 

@@ -46,17 +46,19 @@ def lines(text: str) -> list[script.Line]:
 
 
 def play(text: str, native=None) -> list[tuple[str, dict]]:
-    stage = ScriptSession(native or SimulatedNative())
+    session = ScriptSession(native or SimulatedNative())
     told: list[tuple[str, dict]] = []
     try:
-        script_player.play(lines(text), stage, lambda line, result: told.append((line.op, result)))
+        script_player.play(
+            lines(text), session, lambda line, result: told.append((line.op, result))
+        )
     finally:
-        stage.close()
+        session.close()
     return told
 
 
 def test_a_script_does_what_it_says() -> None:
-    """Each operation reports what came of it."""
+    """Each operation reports its result."""
     told = dict(play(STORY))
     assert told["remove"]["used"] == 16
     assert told["defrag"]["moves"] >= 1
@@ -177,7 +179,7 @@ JSON = st.recursive(
     st.dictionaries(st.sampled_from(["seq", "feed", "by", "from", "as", "used", "polls"]), JSON),
 )
 def test_any_object_is_read_or_refused_with_its_line(op: str, words: dict) -> None:
-    """Whatever stands in a line, the answer is a line or a ScriptError."""
+    """Any line gives an operation or a ScriptError."""
     try:
         found = lines(json.dumps({**words, "op": op}))
     except ScriptError as error:

@@ -251,7 +251,7 @@ def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
 
 @given(st.binary(max_size=200), st.booleans())
 def test_junk_is_a_typed_error(tmp_path_factory, junk: bytes, headed: bool) -> None:
-    """Whatever stands in a file, reading it gives a trace or an error of ours."""
+    """Any file gives a trace or a typed error."""
     path = tmp_path_factory.getbasetemp() / "junk.jsonl"
     path.write_bytes((b'{"trace": 2}\n{"op": "defrag"}\n' if headed else b"") + junk)
     try:
@@ -275,10 +275,10 @@ def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
     path = record(tmp_path / "x.jsonl", text, Rolling())
     _, lines = trace.read(path)
     assert lines[3].result["status"] == 1
-    stage = ScriptSession(Rolling(heals=True))
-    script_player.play(lines, stage)
-    assert stage.player is not None
-    assert stage.player.ledger.used == 24
+    session = ScriptSession(Rolling(heals=True))
+    script_player.play(lines, session)
+    assert session.player is not None
+    assert session.player.ledger.used == 24
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
     ],
 )
 def test_a_trace_is_known_by_its_head(tmp_path: Path, first: bytes, is_one: bool) -> None:
-    """Not by a word that stands in it."""
+    """The kind does not depend on a word in the file."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(first + b"\n")
     assert trace.is_trace(path) is is_one

@@ -81,7 +81,7 @@ def test_the_head_says_the_claim(recorded: Path) -> None:
 
 
 def test_what_cannot_fit_may_fail(tmp_path: Path) -> None:
-    """A cache that is full is nobody's fault."""
+    """A full cache is not a failure."""
     text = (
         '{"op": "decode", "feed": {"0": 250}}\n{"op": "decode", "feed": {"0": 9}, "expect": "any"}'
     )
@@ -168,7 +168,7 @@ def test_traces_are_found_beside_scenarios(recorded: Path, monkeypatch) -> None:
 
 
 def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> None:
-    """It keeps nobody from using the other scenarios."""
+    """An invalid trace does not disable the other scenarios."""
     edit(recorded, model="/no/such/model.gguf")
     outcome = run(recorded)
     assert outcome.status == "skip"

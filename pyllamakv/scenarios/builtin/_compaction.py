@@ -41,7 +41,7 @@ def defrag_sparse_tail(lab: Lab, *, rows: bool = True) -> None:
     after = player.snapshot()
     if before is not None and after is not None:
         moved = before.moves_to(after).cells
-        lab.expect(moved == 0, f"a decode that found its cells moved {moved} others")
+        lab.expect(moved == 0, f"a decode that had found a slot moved {moved} cells")
     defrag(lab, player, rows=rows)
     player.decode({2: 20, 4: 8})
     lab.verify(player)
@@ -73,19 +73,19 @@ def defrag(lab: Lab, player: Player, *, window: int = 0, rows: bool = True) -> N
     )
     lab.expect(
         attended(after) == needed(after),
-        f"attention visits {attended(after)} cells and needs {needed(after)}",
+        f"attention visits {attended(after)} cells, but only {needed(after)} are needed",
     )
     if lab.native.about.capabilities & Capability.COUNTERS:
-        lab.expect(counted is not None, "this library has counters, but not for this memory")
+        lab.expect(counted is not None, "the library reports counters, but none for this memory")
     if counted is not None:
         counts = lab.counters(player) - counted
         lab.expect(
             counts.cells_moved == moves.cells,
-            f"{moves.cells} cells moved, and {counts.cells_moved} were counted",
+            f"{moves.cells} cells moved, but the counter reports {counts.cells_moved}",
         )
     lab.expect(
         not moves.vanished and not moves.appeared,
-        f"{moves.vanished} cells vanished and {moves.appeared} appeared",
+        f"the defragmentation lost {moves.vanished} cells and added {moves.appeared}",
     )
 
 
@@ -97,7 +97,7 @@ def _defrag(lab: Lab, player: Player) -> None:
     except Unsupported as error:
         if not lab.native.about.capabilities & Capability.DEFRAG:
             raise
-        msg = f"this library can defragment, but refused: {error}"
+        msg = f"the library reports defragmentation as supported, but refused it: {error}"
         raise ScenarioFailed(msg, failure="claim") from error
     lines = lab.logs()
     lab.expect(not lines, f"a defragmentation logged: {lines[0] if lines else ''}")

@@ -25,7 +25,7 @@ def mapped(lab: Lab, n_ctx: int, **options: Any) -> Player:
 def must_shift(player: Player) -> None:
     """Raise Untestable if the memory cannot shift positions."""
     if not player.info.can_shift:
-        msg = "this memory cannot shift positions in this setting"
+        msg = "this memory does not support position shifts in this setting"
         raise Untestable(msg)
 
 

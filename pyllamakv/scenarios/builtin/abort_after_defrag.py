@@ -20,9 +20,14 @@ def run(lab: Lab) -> None:
     polls = count_abort_polls(measured, {3: 112})
     player = _scattered(lab)
     lab.picture(player, "before")
+    before = player.snapshot()
     with player.unchanged("the aborted decode"):
         abort(lab, player, {3: 112}, polls * 5 // 8, polls)
     lab.picture(player, "after")
+    after = player.snapshot()
+    if before is not None and after is not None and player.info.contiguous_slots:
+        moved = before.moves_to(after).cells
+        lab.expect(moved > 0, "the decode was aborted before its defragmentation")
     lab.verify(player)
     player.decode({3: 112})
     lab.verify(player)

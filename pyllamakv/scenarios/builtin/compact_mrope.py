@@ -16,7 +16,7 @@ def run(lab: Lab) -> None:
     """Compact, and save a sequence before and after. Its state must not change."""
     if lab.native.about.probes.get("defrag") != "compact":
         # The first releases with such models read text batches out of bounds.
-        msg = "this library does not compact"
+        msg = "this library does not support compaction"
         raise Unsupported(msg, capability="defrag")
     defrag_sparse_tail(lab, rows=False)
     player = lab.player(256)
@@ -26,7 +26,7 @@ def run(lab: Lab) -> None:
     before = player.native.state_save(player.context, 1)
     defrag(lab, player, rows=False)
     after = player.native.state_save(player.context, 1)
-    lab.expect(before == after, "the state of a sequence is another one after its cells moved")
+    lab.expect(before == after, "the saved state of a sequence changed when its cells moved")
     lab.verify(player)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.builtin._compaction import defrag
+from pyllamakv.scenarios.builtin._compaction import attended, defrag, needed
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
+    """Compact on request, and at a threshold that one of two streams exceeds."""
+    _on_request(lab)
+    _after_the_moved_cells(lab)
+    for sparse in (0, 1):
+        _at_a_threshold(lab, sparse)
+
+
+def _on_request(lab: Lab) -> None:
     """Leave the end of two streams and all of a third, copy one completely, and compact."""
     player = lab.player(4096, n_ubatch=128, n_batch=512, n_seq_max=4, kv_unified=False)
     player.fill({0: 700, 1: 700, 2: 100})
@@ -27,10 +35,51 @@ def run(lab: Lab) -> None:
     lab.verify(player)
 
 
+def _after_the_moved_cells(lab: Lab) -> None:
+    """Decode into two streams, which continue after their own moved cells.
+
+    `compaction` does not change where a search begins.
+    """
+    player = lab.player(4096, n_ubatch=128, n_batch=512, n_seq_max=4, kv_unified=False)
+    if player.native.about.probes.get("defrag") == "compact":
+        return
+    player.fill({0: 140, 1: 150})
+    player.remove(0, 0, 40)
+    player.remove(1, 0, 42)
+    player.defrag()
+    player.decode({0: 8, 1: 8})
+    snapshot = player.snapshot()
+    for cells in snapshot.streams if snapshot is not None else ():
+        lab.expect(
+            cells.stats.used_max_p1 == cells.stats.used,
+            f"tokens after a defragmentation end at cell {cells.stats.used_max_p1} of stream "
+            f"{cells.info.stream}, {cells.stats.used} cells are used",
+        )
+
+
+def _at_a_threshold(lab: Lab, sparse: int) -> None:
+    """Free most of one full stream of 2,048 cells, the smallest that the threshold covers."""
+    player = lab.player(4096, n_ubatch=256, n_seq_max=2, kv_unified=False, defrag_thold=0.5)
+    if player.info.n_streams != 2:
+        return  # contiguous slots have one stream
+    player.fill({0: 2048, 1: 2048})
+    player.remove(sparse, 0, 2000)
+    player.decode({sparse: 4})
+    player.decode({sparse: 4})
+    after = player.snapshot()
+    lab.expect(
+        after is None or attended(after) == needed(after),
+        f"attention runs over {attended(after) if after else []} cells after the threshold "
+        f"of stream {sparse}",
+    )
+    player.remove(1 - sparse, 2040)  # `verify` decodes a token of each
+    lab.verify(player)
+
+
 SCENARIO = Scenario(
     id="compact-streams",
     kind="fix",
-    claim="Streams are compacted separately, after pending copies between them.",
+    claim="Each stream is compacted, on request or at a threshold, after pending copies.",
     issue="ggml-org/llama.cpp#14363",
     run=run,
     settings=(CACHES[0], CACHES[3], CACHES[4], *MOVERS[:2]),

@@ -20,13 +20,21 @@ def run(lab: Lab) -> None:
     start = lab.counters(player)
     player.fill({0: 64, 1: 64}, interleave=True)
     filled = lab.counters(player) - start
-    lab.expect(filled.slot_searches >= 4, f"128 tokens in fours of 32 counted {filled}")
-    lab.expect(filled.slot_failures == 0, f"nothing failed, counted {filled.slot_failures}")
+    lab.expect(
+        filled.slot_searches >= 4,
+        f"128 tokens in 4 micro-batches: expected at least 4 slot searches, counted {filled}",
+    )
+    lab.expect(
+        filled.slot_failures == 0,
+        f"no decode failed, but {filled.slot_failures} slot failures were counted",
+    )
 
     before = lab.counters(player)
     player.decode({2: 160}, expect=DecodeStatus.NO_SLOT)
     failed = lab.counters(player) - before
-    lab.expect(failed.slot_failures >= 1, "a decode without room counted no slot failure")
+    lab.expect(
+        failed.slot_failures >= 1, "a decode that found no slot was not counted as a slot failure"
+    )
 
     player.remove(1)
     if not lab.native.about.capabilities & Capability.DEFRAG:
@@ -36,12 +44,12 @@ def run(lab: Lab) -> None:
     player.defrag()
     worked = lab.counters(player) - before
     after = player.snapshot()
-    lab.expect(worked.defrags == 1, f"one defragmentation counted as {worked.defrags}")
+    lab.expect(worked.defrags == 1, f"one defragmentation was counted as {worked.defrags}")
     if there is not None and after is not None:
         moved = int((there.streams[0].used & ~after.streams[0].used).sum())
         lab.expect(
             worked.cells_moved >= moved and worked.moves >= 1,
-            f"{moved} cells moved, counted {worked.cells_moved} in {worked.moves} moves",
+            f"{moved} cells moved, but {worked.cells_moved} in {worked.moves} moves were counted",
         )
     _compare(lab, player, worked)
     lab.note(moves=worked.moves, cells=worked.cells_moved, bytes=worked.bytes_moved)
@@ -53,20 +61,25 @@ def _compare(lab: Lab, player: Player, worked: Counters) -> None:
     row = (info.bytes_k + info.bytes_v) // info.n_cells
     lab.expect(
         worked.bytes_moved == row * worked.cells_moved,
-        f"{worked.cells_moved} cells of {row} bytes each counted {worked.bytes_moved} bytes",
+        f"{worked.cells_moved} cells of {row} bytes moved, but {worked.bytes_moved} bytes were "
+        f"counted",
     )
     lab.expect(
         worked.ns >= worked.plan_ns > 0,
-        f"{worked.ns} ns in total, {worked.plan_ns} ns for the plan",
+        f"expected 0 < plan time <= total time, counted {worked.plan_ns} and {worked.ns} ns",
     )
-    lab.expect(worked.ns < 60 * 10**9, f"a defragmentation took {worked.ns} ns")
+    lab.expect(
+        worked.ns < 60 * 10**9, f"a defragmentation of 256 cells was counted as {worked.ns} ns"
+    )
     # Totals since the start; -1 means not counted.
     graphs, most = lab.counters(player).graphs, lab.counters(player).scratch_bytes
     right = graphs > 0 if info.host == 0 else graphs == 0
     lab.expect(
-        right, f"{graphs} graphs moved memory of {'a device' if info.host == 0 else 'the host'}"
+        right,
+        f"{graphs} graphs were counted for memory of "
+        f"{'a device' if info.host == 0 else 'the host'}",
     )
-    lab.expect(0 <= most <= 1 << 20, f"{worked.cells_moved} cells used {most} scratch bytes")
+    lab.expect(0 <= most <= 1 << 20, f"expected 0 to {1 << 20} scratch bytes, counted {most}")
 
     player.fill({1: 64, 2: 64}, interleave=True)
     player.remove(1)
@@ -76,7 +89,7 @@ def _compare(lab: Lab, player: Player, worked: Counters) -> None:
     # Both are zero where a batch may use scattered cells.
     lab.expect(
         again.decode_retries == again.defrags,
-        f"{again.defrags} defragmentations of a decode counted {again.decode_retries} retries",
+        f"a decode counted {again.defrags} defragmentations, but {again.decode_retries} retries",
     )
 
 

@@ -42,8 +42,8 @@ def _defrag(lab: Lab, player: Player, when: str) -> None:
     stats = snapshot.stats
     lab.expect(
         stats.largest_hole == stats.free,
-        f"{when} a defragmentation left {stats.holes} holes, the largest of {stats.largest_hole} "
-        f"of {stats.free} free cells",
+        f"defragmentation {when}: {stats.holes} holes are left, the largest has "
+        f"{stats.largest_hole} of {stats.free} free cells",
     )
 
 

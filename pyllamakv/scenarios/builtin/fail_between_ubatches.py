@@ -38,6 +38,28 @@ def run(lab: Lab) -> None:
         lab.verify(player)
         player.decode({3: 30})
         lab.verify(player)
+    for first in (True, False):
+        _several_before(lab, hole_first=first)
+
+
+def _several_before(lab: Lab, *, hole_first: bool) -> None:
+    """Place two micro-batches, defragment for the third, and fail in the fifth.
+
+    The defragmentation moves both micro-batches if they are above the other cells.
+    """
+    player = lab.player(256, n_ubatch=32)
+    if hole_first:
+        player.fill({0: 70})
+    player.fill({1: 93, 2: 93}, interleave=True)
+    if not hole_first:
+        player.fill({0: 70})
+    player.remove(0)
+    player.remove(1, 0, 80)
+    with player.unchanged("the failed decode of five micro-batches"):
+        player.decode({3: 160}, expect=DecodeStatus.NO_SLOT)
+    lab.verify(player)
+    player.decode({3: 30})
+    lab.verify(player)
 
 
 SCENARIO = Scenario(

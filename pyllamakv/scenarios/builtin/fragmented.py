@@ -28,6 +28,41 @@ def run(lab: Lab) -> None:
     # Use all free cells but one, which `verify` needs, in one call.
     player.decode({2: 111})
     lab.verify(player)
+    _beyond_the_window(lab)
+    _after_the_moved_cells(lab)
+
+
+def _beyond_the_window(lab: Lab) -> None:
+    """Use cells that attention does not visit yet: they are free as well.
+
+    200 cells are used, 40 of them are freed one by one, and 56 follow. No hole has 80 cells.
+    """
+    player = lab.player(256, n_ubatch=128)
+    player.fill({0: 40, 1: 40}, interleave=True)
+    player.fill({0: 120})
+    player.remove(1)
+    player.decode({2: 80})
+    lab.verify(player)
+
+
+def _after_the_moved_cells(lab: Lab) -> None:
+    """Decode after a defragmentation: attention visits cells up to the last used one."""
+    player = lab.player(256)
+    player.fill({0: 16, 1: 16}, interleave=True)
+    player.fill({0: 96})
+    player.remove(1)
+    player.decode({0: 8})
+    player.defrag()
+    player.decode({2: 8})
+    snapshot = player.snapshot()
+    if snapshot is not None:
+        stats = snapshot.stats
+        lab.expect(
+            stats.used_max_p1 == stats.used,
+            f"tokens after a defragmentation end at cell {stats.used_max_p1}, "
+            f"{stats.used} cells are used",
+        )
+    lab.verify(player)
 
 
 SCENARIO = Scenario(

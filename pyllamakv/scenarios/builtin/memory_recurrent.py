@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
     """Run every operation on a recurrent memory, then a batch of two micro-batches."""
     player = lab.player(256, n_ubatch=128, n_seq_max=4)
     counted = player.counters()
-    lab.expect(counted is None, f"a memory without cells counted {counted}")
+    lab.expect(counted is None, f"a memory without cells reports counters: {counted}")
     _no_cells_to_move(lab, player)
     require_deterministic(lab, player)
     exercise_memory(lab, player)
@@ -39,7 +39,7 @@ def _no_cells_to_move(lab: Lab, player: Player) -> None:
         player.defrag()
     except Unsupported:
         return
-    lab.expect(False, "a memory without cells was defragmented")
+    lab.expect(False, "a defragmentation of a memory without cells was not refused")
 
 
 def _aborted(lab: Lab) -> None:
@@ -54,7 +54,10 @@ def _aborted(lab: Lab) -> None:
     player.cancel_after(3)
     player.decode({0: 24}, expect=DecodeStatus.ABORTED)
     left = [player.native.seq_pos_max(player.context, seq) for seq in (0, 1)]
-    lab.expect(left == [-1, -1], f"an aborted decode left states of {left} as last positions")
+    lab.expect(
+        left == [-1, -1],
+        f"the last positions after an aborted decode are {left}, expected [-1, -1]",
+    )
 
 
 SCENARIO = Scenario(

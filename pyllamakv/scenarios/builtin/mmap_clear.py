@@ -22,7 +22,7 @@ def run(lab: Lab) -> None:
     player.check_cells()
     player.restore(1, "kept")
     player.decode({1: 8, 3: 40})
-    expect_committed_below(lab, player, 348 + 256, "after going on")
+    expect_committed_below(lab, player, 348 + 256, "after a restore and a decode")
     lab.verify(player)
 
 

@@ -27,7 +27,7 @@ def _open_on_a_device(lab: Lab) -> None:
     try:
         lab.player().close()
     except Untestable as error:
-        lab.expect(False, f"what the environment asks for is refused: {error}")
+        lab.expect(False, f"LLAMA_KV_BACKING makes the context fail: {error}")
 
 
 SCENARIO = Scenario(

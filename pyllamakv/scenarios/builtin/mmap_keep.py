@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: Modes of opening a cache file: reuse its content, or start empty.
-GO_ON, FRESH = 1, 2
+#: Values of ``kv_keep``: reuse the content of a cache file, or start empty.
+RESUME, FRESH = 1, 2
 
 #: Header and tables of 512 cells end before this byte; the keys of the first cell follow.
 TABLES = 16384
@@ -45,14 +45,14 @@ def run(lab: Lab) -> None:
     with tempfile.TemporaryDirectory(prefix="pyllamakv-") as folder:
         file = Path(folder) / "cache"
         options: dict[str, Any] = {"kv_backing": int(Backing.FILE), "kv_path": str(file)}
-        options |= {"kv_keep": GO_ON, "kv_model": "one", "n_seq_max": 4}
+        options |= {"kv_keep": RESUME, "kv_model": "one", "n_seq_max": 4}
         player, tokens = _keep(lab, options)
         _refuse_others(lab, player)
         # Opening without changes leaves the file unchanged.
         _again(lab, player, generation=1).close()
         player = _again(lab, player, generation=1)
         _expect_tokens(lab, player, tokens)
-        _go_on_there(lab, player)
+        _same_next_cell(lab, player)
         player.decode({0: 8, 1: 8, 3: 30})
         lab.verify(player)
         _flush(player, None)
@@ -66,7 +66,7 @@ def run(lab: Lab) -> None:
         player = _defragmented(lab, player)
         _flush(player, None)
         _damage(lab, player)
-        _begin_anew(lab, options)
+        _discard(lab, options)
 
 
 def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]:
@@ -76,13 +76,13 @@ def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]
     _count_tensors(lab, player)
     _fill(player)
     n_cells = player.native.mapping(player.context).info.n_cells
-    lab.expect(n_cells == player.n_cells, f"{n_cells} cells are mapped of {player.n_cells}")
+    lab.expect(n_cells == player.n_cells, f"{n_cells} of {player.n_cells} cells are mapped")
     tokens = np.arange(7, 7 + n_cells, dtype=np.int32)
-    _refuse(lab, "a token too few", NativeError, partial(_flush, player, tokens[1:]))
+    _refuse(lab, "a flush with one token too few", NativeError, partial(_flush, player, tokens[1:]))
     _flush(player, tokens)
     _expect(lab, player, resumed=False, generation=1)
     _expect_tokens(lab, player, tokens)
-    _refuse(lab, "a second owner", KVFileBusy, partial(_open, player))
+    _refuse(lab, "a second context on the same file", KVFileBusy, partial(_open, player))
     return player, tokens
 
 
@@ -95,7 +95,7 @@ def _fill(player: Player) -> None:
     player.decode({0: 2})
 
 
-def _go_on_there(lab: Lab, player: Player) -> None:
+def _same_next_cell(lab: Lab, player: Player) -> None:
     """Decode a token into the same cell as in a cache that was never closed."""
     never = lab.player(player.params.n_ctx, n_seq_max=player.params.n_seq_max)
     _fill(never)
@@ -104,7 +104,7 @@ def _go_on_there(lab: Lab, player: Player) -> None:
     found, expected = (each.native.cells(each.context, 0).pos for each in (player, never))
     lab.expect(
         bool(np.array_equal(found, expected)),
-        f"cell {np.flatnonzero(found != expected).tolist()} differs from a cache that stayed open",
+        f"cells {np.flatnonzero(found != expected).tolist()} differ from a cache that stayed open",
     )
 
 
@@ -114,7 +114,9 @@ def _refuse_others(lab: Lab, player: Player) -> None:
     others: dict[str, Any] = {"kv_model": "two", "n_ctx": 1024, "kv_keep": 0}
     for name, other in others.items():
         params = replace(player.params, **{name: other})
-        _refuse(lab, f"another {name}", KVFileForeign, partial(_open, player, params))
+        _refuse(
+            lab, f"a file with a different {name}", KVFileForeign, partial(_open, player, params)
+        )
 
 
 def _change(lab: Lab, player: Player) -> None:
@@ -136,7 +138,12 @@ def _change(lab: Lab, player: Player) -> None:
         # A copy of the file equals what a process killed at this point would leave.
         copy = shutil.copy2(str(player.params.kv_path), f"{player.params.kv_path}-{len(what)}")
         params = replace(player.params, kv_path=copy)
-        _refuse(lab, f"{what} and no flush", KVFileDirty, partial(_open, player, params))
+        _refuse(
+            lab,
+            f"a file with {what} after its last flush",
+            KVFileDirty,
+            partial(_open, player, params),
+        )
         _flush(player, None)
 
 
@@ -161,12 +168,12 @@ def _damage(lab: Lab, player: Player) -> None:
     key = next(at for at in range(TABLES, len(whole)) if whole[at])
     for what, at in (("header", 40), ("table", 600), ("key", key)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        _refuse(lab, f"a damaged {what}", KVFileDamaged, partial(_open, player))
+        _refuse(lab, f"a file with a damaged {what}", KVFileDamaged, partial(_open, player))
     file.write_bytes(whole[: len(whole) // 2])
-    _refuse(lab, "a file cut short", KVFileDamaged, partial(_open, player))
+    _refuse(lab, "a truncated file", KVFileDamaged, partial(_open, player))
 
 
-def _begin_anew(lab: Lab, options: dict[str, Any]) -> None:
+def _discard(lab: Lab, options: dict[str, Any]) -> None:
     """Discard the content of a file on request; leave no empty file behind."""
     anew = lab.player(512, **{**options, "kv_keep": FRESH})
     _expect(lab, anew, resumed=False, generation=0)
@@ -175,7 +182,7 @@ def _begin_anew(lab: Lab, options: dict[str, Any]) -> None:
     anew.close()
     new = Path(f"{options['kv_path']}-new")
     lab.player(512, **{**options, "kv_path": str(new)}).close()
-    lab.expect(not new.exists(), "a file is left behind that nothing was put into")
+    lab.expect(not new.exists(), "a context without tokens left its cache file")
 
 
 def _again(lab: Lab, player: Player, generation: int) -> Player:
@@ -207,29 +214,34 @@ def _refuse(lab: Lab, what: str, error: type[Exception], act: Callable[[], None]
     except error:
         return
     except NativeError as other:
-        msg = f"{what} is {type(other).__name__}, expected {error.__name__}: {other}"
+        msg = f"{what} raised {type(other).__name__}, expected {error.__name__}: {other}"
         raise ScenarioFailed(msg, failure="claim") from other
-    lab.expect(False, f"{what} is not refused")
+    lab.expect(False, f"{what} raised no exception, expected {error.__name__}")
 
 
 def _expect(lab: Lab, player: Player, *, resumed: bool, generation: int) -> None:
-    """Compare the reported facts of a kept cache with the operations on it."""
+    """Compare the reported state of a kept cache with the expected one."""
     info = player.native.mapping(player.context).info
-    lab.expect(info.kind == Backing.FILE, f"the backing of the cache is {info.kind!r}")
-    lab.expect(info.kept, "the cache is not kept")
-    lab.expect(info.resumed == resumed, f"resumed is {info.resumed}, expected {resumed}")
     lab.expect(
-        info.generation == generation, f"generation {info.generation}, expected {generation}"
+        info.kind == Backing.FILE, f"the cache has backing {info.kind!r}, expected {Backing.FILE!r}"
+    )
+    lab.expect(info.kept, "the cache reports that its file is not kept")
+    lab.expect(info.resumed == resumed, f"resumed={info.resumed}, expected {resumed}")
+    lab.expect(
+        info.generation == generation, f"generation={info.generation}, expected {generation}"
     )
     lab.expect(
         info.bytes_file >= info.bytes_reserved,
-        f"{info.bytes_file} bytes on disk are to hold {info.bytes_reserved}",
+        f"the file has {info.bytes_file} bytes, expected at least {info.bytes_reserved}",
     )
 
 
 def _expect_tokens(lab: Lab, player: Player, expected: NDArray[np.int32]) -> None:
     found = player.native.mapping_tokens(player.context)
-    lab.expect(bool(np.array_equal(found, expected)), "other tokens come back than were kept")
+    lab.expect(
+        bool(np.array_equal(found, expected)),
+        "the token ids in the file differ from those of the flush",
+    )
 
 
 def _count_tensors(lab: Lab, player: Player) -> None:
@@ -238,10 +250,12 @@ def _count_tensors(lab: Lab, player: Player) -> None:
     found = sorted((int(row[0]), int(row[1]), int(row[2])) for row in raw.rows)
     layers = range(player.native.model_info(player.model).n_layer)
     expected = sorted((0, layer, side) for layer in layers for side in (0, 1))
-    lab.expect(found == expected, f"the tensors are {found}, expected {expected}")
+    lab.expect(found == expected, f"the file lists tensors {found}, expected {expected}")
     for column, total in ((3, raw.info.bytes_reserved), (4, raw.info.bytes_committed)):
         parts = int(raw.rows[:, column].sum())
-        lab.expect(parts == total, f"{parts} bytes are listed by tensor, {total} in total")
+        lab.expect(
+            parts == total, f"the tensors have {parts} bytes together, but the total is {total}"
+        )
 
 
 SCENARIO = Scenario(

@@ -22,13 +22,16 @@ STEP = 256
 def run(lab: Lab) -> None:
     """Create a context of 65536 cells, decode 64 tokens, and decode in other sequences."""
     player = mapped(lab, 65536, n_batch=512, n_ubatch=64)
-    lab.expect(committed(player) == 0, f"{committed(player)} bytes are resident before any token")
+    lab.expect(
+        committed(player) == 0, f"{committed(player)} bytes are resident before the first decode"
+    )
     player.fill({0: 64})
     expect_committed_below(lab, player, STEP, "after 64 tokens")
     lab.note(reserved=reserved(player))
     lab.expect(
         committed(player) <= reserved(player) // 20,
-        f"64 tokens of 65536 made {committed(player)} of {reserved(player)} bytes resident",
+        f"64 of 65536 cells are used, but {committed(player)} of {reserved(player)} bytes are "
+        f"resident",
     )
     player.fill({1: 300, 2: 300}, interleave=True)
     expect_committed_below(lab, player, 664 + STEP, "after 664 tokens")

@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
     player.update()
     lab.expect(
         committed(player) <= before,
-        f"a shift of 400 tokens made {committed(player) - before} more bytes resident",
+        f"a shift of 400 tokens increased resident memory by {committed(player) - before} bytes",
     )
     player.decode({0: 20, 1: 20})
     expect_committed_below(lab, player, 440 + 256, "after a shift")

@@ -22,7 +22,7 @@ def run(lab: Lab) -> None:
     """Copy a sequence, remove its source, shift the copy, and trim the cache."""
     lab.needs(Capability.MAPPING)
     if not lab.native.about.capabilities & Capability.KV_UNIFIED:
-        msg = "all sequences share one stream in this release"
+        msg = "this release has only one stream"
         raise Untestable(msg)
     player = mapped(lab, 32768, n_batch=512, n_ubatch=64, n_seq_max=4, kv_unified=False)
     must_shift(player)
@@ -38,7 +38,7 @@ def run(lab: Lab) -> None:
     player.update()
     player.native.mapping_trim(player.context)
     lab.note(enough=max_committed(player, 300))
-    expect_committed_below(lab, player, 300 + 256, "after giving back")
+    expect_committed_below(lab, player, 300 + 256, "after trimming")
     player.decode({1: 8, 3: 8})
     lab.verify(player)
 

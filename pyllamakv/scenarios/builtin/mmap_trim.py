@@ -26,18 +26,19 @@ def run(lab: Lab) -> None:
         if lab.native.about.capabilities & Capability.DEFRAG:
             with player.unchanged():
                 player.defrag()
-        with player.unchanged("giving memory back"):
+        with player.unchanged("trimming"):
             back = player.native.mapping_trim(player.context)
         lab.expect(
             committed(player) == full - back,
-            f"{back} of {full} bytes were reported as trimmed, {committed(player)} remain",
+            f"{full} bytes were resident, {back} reported as trimmed, but {committed(player)} are "
+            f"resident",
         )
         snapshot = player.snapshot()
         assert snapshot is not None  # builds with mapped memory can read cells
-        expect_committed_below(lab, player, snapshot.stats.used_max_p1, "after giving back")
+        expect_committed_below(lab, player, snapshot.stats.used_max_p1, "after trimming")
         player.check_cells()
         again = player.native.mapping_trim(player.context)
-        lab.expect(again == 0, f"a second time {again} bytes went, where nothing had come")
+        lab.expect(again == 0, f"a second trim without changes in between returned {again} bytes")
         # Trimmed pages are written again, between and after the remaining cells.
         player.decode({1: 60, 3: 60})
         lab.verify(player)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.player import Player
 
 #: Counters of work that a cache without holes does not need.
-WORK = ("moves", "cells_moved", "bytes_moved", "graphs")
+MOVE_COUNTERS = ("moves", "cells_moved", "bytes_moved", "graphs")
 TIMES = 50
 
 
@@ -30,7 +30,7 @@ def run(lab: Lab) -> None:
             lab.note(defrag="refused")
         # At debug level, llama.cpp logs the graphs that it reserves.
         lines = [line for line in lab.logs(0) if "reserving" in line]
-        lab.expect(not lines, f"nothing was moved, and room was made for graphs: {lines[:1]}")
+        lab.expect(not lines, f"a defragmentation without moves reserved graphs: {lines[:1]}")
         player.decode({0: 1})
     lab.logs()
     fitting = [_repeat(player, fits=True) for _ in range(2)]
@@ -48,11 +48,14 @@ def run(lab: Lab) -> None:
     for name, (first, second) in (("fitting", fitting), ("failing", failing)):
         if first is None or second is None:
             continue
-        work = {what: getattr(first, what) + getattr(second, what) for what in WORK}
-        lab.expect(not any(work.values()), f"{name} decodes on a full cache worked: {work}")
+        work = {what: getattr(first, what) + getattr(second, what) for what in MOVE_COUNTERS}
+        lab.expect(not any(work.values()), f"{name} decodes on a full cache moved cells: {work}")
         for what in ("slot_searches", "slot_failures", "defrags"):
             one, two = getattr(first, what), getattr(second, what)
-            lab.expect(one == two, f"{what} of {name} decodes grew from {one} to {two}")
+            lab.expect(
+                one == two,
+                f"{name} decodes: {what} differs between two equal rounds, {one} and {two}",
+            )
     _scattered(lab, player)
     player.remove(0, 250)
     lab.verify(player)
@@ -67,7 +70,7 @@ def _scattered(lab: Lab, player: Player) -> None:
     after = player.counters()
     if before is not None and after is not None:
         moves = (after - before).moves
-        lab.expect(moves == 0, f"a decode that cannot have its cells made {moves} moves")
+        lab.expect(moves == 0, f"a decode that needs more cells than are free made {moves} moves")
 
 
 def _repeat(player: Player, *, fits: bool) -> Counters | None:

@@ -33,6 +33,24 @@ def run(lab: Lab) -> None:
     player.check_cells()
     player.remove(1, 56, 64)
     lab.verify(player)
+    _beyond_the_window(lab)
+
+
+def _beyond_the_window(lab: Lab) -> None:
+    """Restore more tokens than attention visits cells: the others are free as well.
+
+    240 cells alternate, every second one is freed, and 272 follow. No hole has 300 cells.
+    """
+    player = lab.player(512)
+    player.fill({2: 300})
+    player.save(2, "kept")
+    saved = player.rows()
+    player.remove(2)
+    player.fill({0: 120, 1: 120}, interleave=True)
+    player.remove(1)
+    player.restore(2, "kept")
+    kv_rows.compare(saved, player.rows(), "the restore")
+    lab.verify(player)
 
 
 SCENARIO = Scenario(

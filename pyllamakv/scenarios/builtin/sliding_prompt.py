@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
@@ -30,6 +31,26 @@ def run(lab: Lab) -> None:
     player.remove(0)
     player.decode({6: player.n_cells - player.ledger.used - 1})
     player.check_windows(WINDOW)
+    lab.verify(player)
+    _refused_then_cut(lab)
+
+
+def _refused_then_cut(lab: Lab) -> None:
+    """Refuse a batch, and remove tokens: the windows then contain cells that were outside.
+
+    Two sequences share most cells, which therefore cannot be reused. Where the window has a cache
+    of its own, the batch finds no cells there, even if all others outside of the windows are freed.
+    """
+    player = lab.player(512, n_ubatch=96, n_seq_max=4)
+    player.fill({0: 150})
+    player.copy(0, 1)
+    player.fill({2: 60})
+    refused = player.decode({3: 96}, expect=None) == DecodeStatus.NO_SLOT
+    if refused:
+        for seq in (0, 1, 2):
+            player.remove(seq, player.ledger.next(seq) - 20)
+    player.check_windows(WINDOW)
+    lab.note(refused=refused)
     lab.verify(player)
 
 

@@ -22,37 +22,37 @@ def run(lab: Lab) -> None:
     """Generate two texts alternately, remove one, decode a long prompt, and continue the other."""
     alone = lab.player(512, n_ubatch=256)
     prompt = lab.tokenize("Once upon a time, there was a little girl")
-    told = _tell(alone, {0: prompt}, 2 * LENGTH)[0]
+    expected = _generate(alone, {0: prompt}, 2 * LENGTH)[0]
 
     player = lab.player(256, n_ubatch=256)
     other = lab.tokenize("The big dog ran to the park")
-    half = _tell(player, {0: prompt, 1: other}, LENGTH)[0]
+    half = _generate(player, {0: prompt, 1: other}, LENGTH)[0]
     player.remove(1)
     lab.picture(player, "before")
     free = player.n_cells - player.ledger.used
     player.decode({2: free - LENGTH - 4})
     lab.picture(player, "after")
-    rest = _tell(player, {0: half[-1:]}, LENGTH)[0]
+    rest = _generate(player, {0: half[-1:]}, LENGTH)[0]
     words = lab.text([*prompt, *half, *rest])
     lab.note(story=words)
     lab.expect(
-        [*half, *rest][: len(told)] == told,
-        f"the text differs: {words!r}, expected {lab.text([*prompt, *told])!r}",
+        [*half, *rest][: len(expected)] == expected,
+        f"the text differs: {words!r}, expected {lab.text([*prompt, *expected])!r}",
     )
     lab.verify(player)
 
 
-def _tell(player: Player, first: dict[int, list[int]], count: int) -> dict[int, list[int]]:
+def _generate(player: Player, first: dict[int, list[int]], count: int) -> dict[int, list[int]]:
     """Decode each prompt, and continue each sequence greedily."""
-    said: dict[int, list[int]] = {seq: [] for seq in first}
+    generated: dict[int, list[int]] = {seq: [] for seq in first}
     feeds = first
-    while len(next(iter(said.values()))) < count:
+    while len(next(iter(generated.values()))) < count:
         player.decode(feeds)
         rows = player.steps[-1].logits
-        for seq, (_, logits) in zip(said, sorted(rows.items()), strict=True):
-            said[seq].append(int(np.argmax(logits)))
-        feeds = {seq: tokens[-1:] for seq, tokens in said.items()}
-    return said
+        for seq, (_, logits) in zip(generated, sorted(rows.items()), strict=True):
+            generated[seq].append(int(np.argmax(logits)))
+        feeds = {seq: tokens[-1:] for seq, tokens in generated.items()}
+    return generated
 
 
 SCENARIO = Scenario(

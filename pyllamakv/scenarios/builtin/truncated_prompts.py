@@ -22,7 +22,7 @@ def run(lab: Lab) -> None:
     long = server.share + 4
     server.serve([(long, 10), (30, 40), (long, 50), (36, 42), (long, 5), (long, 20), (long, 3)])
     lab.picture(player, "all answers")
-    lab.note(cut=server.cut, slid=server.slid)
+    lab.note(truncated=server.truncated, shifted=server.shifted)
     player.remove(0, 0, 16)
     lab.verify(player)
 
