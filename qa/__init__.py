@@ -1,13 +1,14 @@
-"""What developers run and no wheel contains: stress tests, benchmarks, tests of llama-cpp-python.
+"""Stress tests, benchmarks, and tests against llama-cpp-python; not part of the wheel.
 
-Each section of `python -m qa stress` is a module with ``entries(effort, tick)``, which does the
-work and returns what it measured, and ``names()``, the names that entries may have.
+Each section of `python -m qa stress` is a module with ``entries(effort, tick)``, which runs the
+section and returns its results, and ``names()``, the possible names of its entries.
 """
 
-#: What each section tries, in the order of the document.
+#: What each section does, in the order of the document.
 SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
     "mutation": "Mutants of the patches: a scenario or a header test must detect each.",
+    "semantic_mutation": "Slips of a maintainer: a quick scenario or a header test detects each.",
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",

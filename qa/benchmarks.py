@@ -14,7 +14,7 @@ from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-#: Group -> whether it runs when no group is named; `grid` and `every` take most of an hour.
+#: Group -> whether it runs by default; `grid` and `every` take most of an hour.
 GROUPS = {
     "calls": True,
     "loop": True,
@@ -31,6 +31,7 @@ GROUPS = {
     "hardware": False,
     "mapped": False,
     "whole": False,
+    "foreign": False,
     "every": False,
     "ports": False,
     "checkout": False,
@@ -53,8 +54,8 @@ def bench(
     """Measure ratios side by side.
 
     `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
-    `every` judges all of them; `ports` counts the lines that ports change; `checkout` runs the
-    make targets in new clones; `hardware` builds for a
+    `foreign` checks two patches of others, `every` verifies all releases; `ports` counts the lines
+    that ports change; `checkout` runs the make targets in new clones; `hardware` builds for a
     device, runs all scenarios on it, and measures there what `devices` measures.
     """
     from rich.console import Console
@@ -69,6 +70,7 @@ def bench(
         command_times,
         defrag,
         devices,
+        foreign_checks,
         grid,
         hardware,
         loop,
@@ -100,6 +102,7 @@ def bench(
         "hardware": hardware,
         "mapped": mapped_memory,
         "whole": command_times,
+        "foreign": foreign_checks,
         "every": all_releases,
         "ports": ports,
         "checkout": checkout,

@@ -1,4 +1,4 @@
-"""Name the build that is tried where one is enough, the default release's, and stock beside it."""
+"""The variants for sections that need one release: the default release, patched and stock."""
 
 from __future__ import annotations
 

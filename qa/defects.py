@@ -1,11 +1,11 @@
-"""List what the other sections found, and run the tests that cover the fixes.
+"""List the defects that other sections found, and run the regression tests of their fixes.
 
-A test says by a marker what was wrong, what found it, and where it lay::
+A marker of a test states the defect, the method that found it, and the component::
 
-    @pytest.mark.regression("a restore left half a state", by="fuzzing", of="shim")
+@pytest.mark.regression("a restore left half a state", by="fuzzing", of="shim")
 
 Several tests may cover one fix, and one test several. The markers are read from the sources of the
-tests, which lie in a checkout and in no wheel.
+tests, which are in a checkout and not in the wheel.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pyllamakv.home import checkout
 from qa import SECTIONS, child_environment
 from qa.entry import Entry, StressOptions, Tick, skipped_entry, strip_directories
 
-#: What finds defects: the other sections, and audits that read all that reads foreign files.
+#: Methods that find defects: the other sections, and audits of code that reads foreign files.
 FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "hostile input")
-#: Where a defect lies. One of llama.cpp is worked round, refused or patched here.
+#: Components of a defect. Defects of llama.cpp are worked around, refused or patched here.
 PLACES: Final = ("llama.cpp", "patches", "shim", "Python")
 _OUTCOMES: Final = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 
 @dataclass(frozen=True)
 class Defect:
-    """Say what was wrong, what found it, where it lay, and which tests cover the fix.
+    """A defect, the method that found it, its component, and the tests that cover the fix.
 
-    ``tests`` are named as pytest does, ``tests/test_x.py::test_y``, without parameters.
+    ``tests`` are pytest node ids without parameters, such as ``tests/test_x.py::test_y``.
     """
 
     what: str
@@ -48,14 +48,14 @@ class Defect:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all entries: one per finder, told from the section of that name."""
+    """Return the names of all entries: one per finder."""
     return tuple(f"found by {finder}" for finder in FINDERS)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Run every test that covers a fix, once, however long it takes; return an entry per finder.
+    """Run every regression test once, without a time limit; return an entry per finder.
 
-    Raises HarnessError for a marker that is none, and when pytest does not come to an end.
+    Raises HarnessError for an invalid marker, or if pytest does not finish.
     """
     wanted = {name: by for name, by in zip(names(), FINDERS, strict=True) if effort.wants(name)}
     root = checkout()
@@ -71,7 +71,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 
 def read(root: Path) -> list[Defect]:
-    """Return what the markers of all tests below ``root`` say, each defect once."""
+    """Return the defects in the markers of all tests below ``root``, each once."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for path in sorted((root / "tests").rglob("test_*.py")):
         for what, by, of, test in _marks(path):
@@ -106,7 +106,7 @@ def _mark(mark: ast.Call, place: str) -> tuple[str, str, str]:
 
 
 def run(root: Path, tests: Sequence[str], tick: Tick) -> dict[str, list[str]]:
-    """Run tests; return of each the outcomes (passed, failed, skipped) of all its parameters."""
+    """Run tests; return the outcomes (passed, failed, skipped) of all parameter sets of each."""
     if not tests:
         return {}
     with tempfile.TemporaryDirectory(prefix="pyllamakv-defects-") as folder:
@@ -145,7 +145,10 @@ def _outcomes(cases: Iterator[ElementTree.Element]) -> dict[str, list[str]]:
 
 
 def evaluate(name: str, found: Collection[Defect], outcomes: dict[str, list[str]]) -> Entry:
-    """Return the entry of one finder: a fix is covered when a test of it passed and none failed."""
+    """Return the entry of one finder.
+
+    A fix is covered if at least one of its tests passed and none failed.
+    """
     tests = sorted({test for each in found for test in each.tests})
     broken = [test for test in tests if "failed" in outcomes.get(test, ["failed"])]
     passed = [test for test in tests if "passed" in outcomes.get(test, []) and test not in broken]

@@ -1,4 +1,4 @@
-"""Write results into a document and its JSON, keeping those that were not measured again."""
+"""Write results into a document and its JSON file, keeping those that were not measured again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ what was found. `make qa` runs a sized version of all of it.
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the entries kept beside a document, none when there are none yet.
+    """Return the entries stored with a document; empty if there are none.
 
-    Raises UsageError for a path where no document can be, and for what `write` did not write.
+    Raises UsageError for a path where no document can be written, and for a file of another format.
     """
     kept = path.with_suffix(".json")
     if path == kept or path.is_dir() or path.parent.is_file():
@@ -54,9 +54,9 @@ def _entry(item: dict[str, Any]) -> Entry:
 
 
 def merge(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """Replace entries that were tried again, in the order of sections and of first appearance.
+    """Replace entries that ran again, in the order of sections and of first appearance.
 
-    One that could not be tried replaces none that was.
+    An entry that could not run replaces none.
     """
     found = {(entry.section, entry.name): entry for entry in old}
     for entry in new:
@@ -109,7 +109,7 @@ def _row(cells: list[str]) -> str:
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Write the document and the JSON beside it."""
+    """Write the document and its JSON file."""
     merged = merge(read(path), entries)
     lines = ",\n".join(json.dumps(asdict(entry)) for entry in merged)
     write_text_atomic(path.with_suffix(".json"), f'{{"entries": [\n{lines}\n]}}\n')

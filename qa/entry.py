@@ -1,4 +1,4 @@
-"""Hold what one trial did, how often, and what it found."""
+"""The result of one stress test: what it ran, how often, and the defects found."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from qa.bench.figure import machine
 
-#: Called now and then with what is being done, so that somebody who waits sees it move.
+#: Progress callback; called with a description of the current work.
 Tick = Callable[[str], None]
 
 
 def strip_directories(text: str) -> str:
-    """Return a text with the last part alone of each path: where a home lies is nobody's matter."""
+    """Return a text with paths reduced to their last part, without the user's directories."""
     return re.sub(r"/[^\s:;,]*/", "", text)
 
 
 @dataclass(frozen=True)
 class StressOptions:
-    """Describe how much is to be tried: a sized run for CI, or the long one.
+    """The extent of a run: a short one for CI, or the long one.
 
-    ``seconds`` bound each section, ``seed`` is where its chance starts, and ``only`` names the
-    entries of a section to run, all of them where it is empty. Schedules go on, however long it
-    takes, until there are ``operations``.
+    ``seconds`` limits each section, ``seed`` is its random seed, and ``only`` names the entries of
+    a section to run (all, if it is empty). Random operations continue until there are
+    ``operations``, without a time limit.
     """
 
     seconds: float = 60.0
@@ -35,12 +35,12 @@ class StressOptions:
     operations: int = 0
 
     def wants(self, name: str) -> bool:
-        """Return whether an entry is to be run."""
+        """Return whether an entry should run."""
         return not self.only or name in self.only
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return the options of `python -m qa stress` that try the same again."""
+        """Return the options of `python -m qa stress` that repeat the run."""
         usual = StressOptions()
         seed = ("--seed", str(self.seed)) if self.seed != usual.seed else ()
         jobs = ("--jobs", str(self.jobs)) if self.jobs != usual.jobs else ()
@@ -49,7 +49,7 @@ class StressOptions:
         return ("--seconds", f"{self.seconds:g}", *least, *seed, *jobs, *only)
 
     def shared(self, among: int) -> StressOptions:
-        """Return the effort of one of several parts that are run one after the other."""
+        """Return the options for one of several parts that run one after the other."""
         return replace(self, seconds=self.seconds / max(among, 1))
 
 
@@ -57,11 +57,10 @@ class StressOptions:
 class Entry:
     """One line of qa/results/reliability.md.
 
-    ``section`` is its table and ``name`` what was tried; ``row`` has a text per further column.
-    ``defects`` tell what was lost or wrong, one sentence each: without any it passed. ``data`` are
-    the raw numbers, ``seed`` what starts the same again. ``skip_reason`` says why an entry without
-    defects does not prove that nothing was lost, such as "too few operations". ``notes`` are listed
-    below the table.
+    ``section`` is its table and ``name`` the tested subject; ``row`` has a text per further column.
+    ``defects`` has one sentence per defect; without any, the entry passed. ``data`` are the raw
+    numbers, ``seed`` repeats the run. ``skip_reason`` states why an entry without defects is no
+    proof, such as "too few operations". ``notes`` are listed below the table.
     """
 
     section: str
@@ -81,15 +80,15 @@ class Entry:
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing was lost and nothing wrong."""
+        """Return whether the entry ran without defects."""
         return not self.defects
 
     def dated(self, command: str) -> Entry:
-        """Return the entry with day, machine and command filled in."""
+        """Return the entry with date, machine and command."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return replace(self, measured=f"{today}, {machine()}, `{command}`")
 
 
 def skipped_entry(section: str, name: str, reason: str) -> Entry:
-    """Return the line of what cannot be tried here: no defect, and no measurement either."""
+    """Return an entry for a test that cannot run here: without defects or measurements."""
     return Entry(section, name, {}, skip_reason=f"not tried: {reason}")

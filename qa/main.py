@@ -1,4 +1,4 @@
-"""The command line of quality assurance: `python -m qa stress|bench|peer|summary`.
+"""The command line of quality assurance: `python -m qa stress|bench|upkeep|peer|summary`.
 
 Errors and exit codes are those of `pyllamakv`: 0 if all passed, 1 if a defect was found, 2 for
 invalid usage, 4 for network errors.
@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 from pyllamakv.cli import main as product
 from pyllamakv.errors import UsageError
 
-#: Command -> its module with the Typer app, and the line that help shows for it.
+#: Command -> its module with the Typer app, and its help text.
 COMMANDS = {
     "stress": ("qa.stress", "Stress-test the package; exits 1 if a defect is found."),
     "bench": ("qa.benchmarks", "Measure ratios side by side."),
     "summary": ("qa.summary", "Write BENCHMARKS.md and RELIABILITY.md from the results."),
+    "upkeep": ("qa.upkeep", "Measure how many releases need no manual work."),
     "peer": ("qa.peer.command", "Run the tests of llama-cpp-python on stock and patched."),
 }
 

@@ -1,4 +1,4 @@
-"""Ask ninja how a build was made: the commands of its library, and what its objects read."""
+"""Ask ninja about a build: the commands of its library, and the dependencies of its objects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pyllamakv.errors import Untestable
 
 
 def commands(objects: Path) -> list[str]:
-    """Return the commands that make the library in a build folder; the last one links it."""
+    """Return the commands that build the library; the last one links it."""
     return _asked(objects, "commands", "plk").splitlines()
 
 
 def reads(objects: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the files that each object was made from, as ninja noted them."""
+    """Return the files that each object depends on, as ninja recorded them."""
     found: dict[str, tuple[Path, ...]] = {}
     for block in _asked(objects, "deps").split("\n\n"):
         head, *lines = block.splitlines() or [""]

@@ -1,4 +1,4 @@
-"""Choose sections, and of each the entries that are named; everything is checked beforehand."""
+"""Select sections and entries by name; all names are validated first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pyllamakv.errors import UsageError
 from qa import SECTIONS
 
-#: Names that a message lists where none is close: schedules have a release each.
+#: Number of names that a message lists if none is similar: random operations have one per release.
 _LISTED = 20
 
 
@@ -20,10 +20,10 @@ def module(section: str) -> Any:
 
 
 def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the sections to run (all without any), each with what of ``only`` is its own.
+    """Return the sections to run (default: all), each with its entries of ``only``.
 
-    A section that has none of the names is left out. Raises UsageError for a section that there is
-    not, and for a name that none of the chosen sections has.
+    A section without any of the names is left out. Raises UsageError for an unknown section, and
+    for a name that none of the selected sections has.
     """
     chosen = tuple(dict.fromkeys(sections or SECTIONS))
     for section in chosen:
@@ -49,5 +49,5 @@ def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str,
 
 
 def _has(section: str, names: Sequence[str], name: str) -> bool:
-    """Return whether a section has an entry of a name, or of a source that no lock knows."""
+    """Return whether a section has an entry of a name, or of an unpinned source."""
     return name in names or (section == "random_operations" and name.startswith(("path:", "git:")))

@@ -1,4 +1,4 @@
-"""`python -m qa stress`: run sections, print what they found, and write it into a document."""
+"""`python -m qa stress`: run sections, print their findings, and write them into a document."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stress(
         tried = [_added(earlier, entry.dated(command)) for entry in entries]
         found.extend(tried)
         if write is not None:
-            # Each section as it ends: the long run takes hours.
+            # After each section: a long run takes hours.
             document.write(write, found)
             summary.written(write)
         return tried
@@ -66,7 +66,7 @@ def stress(
     try:
         broken = _run([*chosen], run)
     finally:
-        # Whatever ended it, what was found before that is told.
+        # Results before an interruption are printed.
         _show(found, as_json)
     if broken:
         raise broken[0]
@@ -79,7 +79,7 @@ def stress(
 
 
 def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> list[Exception]:
-    """Run one section after the other; return the errors of those that broke off."""
+    """Run one section after another; return the errors of those that failed."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -105,7 +105,7 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
                 said += "".join(f"; {e.name} {e.skip_reason}" for e in made if not e.ran)
             except Exception as error:
                 broken.append(error)
-                # The first one is told at the end.
+                # The first one is printed at the end.
                 said = f"broke off with {type(error).__name__}"
                 said += f": {error}" if len(broken) > 1 else ""
             progress.console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
@@ -113,7 +113,7 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
 
 
 def _show(found: Sequence[Entry], as_json: bool) -> None:
-    """Print what was tried, and what was lost or wrong."""
+    """Print the entries and their defects."""
     from qa import document
 
     if as_json:
@@ -122,14 +122,14 @@ def _show(found: Sequence[Entry], as_json: bool) -> None:
         sys.stdout.write(document.render(found))
     defects = [(entry, defect) for entry in found for defect in entry.defects]
     if defects:
-        # Once more at the end, where somebody looks who sees only the last lines of a log.
+        # Printed again at the end, for readers of the last lines of a log.
         sys.stderr.write(f"lost or wrong: {len(defects)}\n")
         for entry, defect in defects:
             sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
 
 
 def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
-    """Return an entry with what the document has of its target, where that is added up."""
+    """Return an entry with the document's earlier counts of its target, if these are summed."""
     from qa.fuzzing.fuzz_result import added
 
     again = entry.ran and entry.name in earlier
@@ -137,7 +137,7 @@ def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
 
 
 def _earlier(kept: Sequence[Entry], effort: StressOptions) -> dict[str, Entry]:
-    """Return what a document has of targets that are to be fuzzed again; of another seed."""
+    """Return the document's entries of targets that will be fuzzed again with another seed."""
     from qa.fuzzing.fuzz_result import seeds
 
     found = {each.name: each for each in kept if each.section == "fuzzing"}

@@ -1,1 +1,1 @@
-"""The benchmarks behind qa/results/benchmarks.md."""
+"""The benchmarks of qa/results/benchmarks.md."""

@@ -15,15 +15,15 @@ from qa.bench.figure import Figure
 GROUP = "The matrix of every release"
 Tick = Callable[[], None]
 
-#: Both are measurements: what is judged worse than accepted takes its time as well.
+#: Both statuses are measurements: a verdict that differs from the accepted one takes as long.
 OK_STATUSES = (0, 1)
 
 
 def figures(tick: Tick) -> list[Figure]:
-    """Judge all releases with an empty data directory, then again.
+    """Verify all releases with an empty data directory, and again with the results cached.
 
-    The results of the first run are left in ``home()/results/cold-matrix.json``, where
-    ``pyllamakv matrix report --merge`` and ``accept --merge`` take them.
+    The results of the first run are stored in ``home()/results/cold-matrix.json``, for ``pyllamakv
+    matrix report --merge`` and ``accept --merge``.
     """
     kept = home() / "results" / "cold-matrix.json"
     kept.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Measure what backends cost a build: RPC within a CPU build, CUDA after a change of patches."""
+"""Measure build times of backends: RPC as part of a CPU build, CUDA after a change of patches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from qa.bench.figure import Figure
 GROUP = "Backends"
 Tick = Callable[[], None]
 
-#: A series of few patches that nothing else builds: it stands for a patch that was changed.
+#: A series of few patches that no other benchmark builds: it represents a changed patch.
 CHANGED = "kv-counters"
 
 
 def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
-    """Return the figures of RPC, and those of CUDA where a toolkit and an architecture are.
+    """Return the figures of RPC, and those of CUDA if a toolkit and an architecture are available.
 
-    Raises what building raises. A first CUDA build takes 30 minutes of CPU.
+    Raises the exceptions of a build. A first CUDA build takes 30 minutes of CPU time.
     """
     found = [_rpc(tick, release)]
     try:
@@ -94,14 +94,14 @@ def _cuda(tick: Tick, release: str, toolkit: cuda.Toolkit) -> list[Figure]:
 
 
 def commands(objects: Path) -> list[dict[str, str]]:
-    """Return the compile commands of a build folder, as CMake writes them."""
+    """Return the compile commands of a build directory, as CMake writes them."""
     text = (objects / "compile_commands.json").read_text(encoding="utf-8")
     found: list[dict[str, str]] = json.loads(text)
     return found
 
 
 def compiled(entry: dict[str, str]) -> float:
-    """Compile one source again, for nothing, and return the seconds of CPU that it took.
+    """Compile one source again, discard the object, and return the CPU seconds.
 
     Raises CalledProcessError.
     """
@@ -115,6 +115,6 @@ def compiled(entry: dict[str, str]) -> float:
 
 
 def stamps(folder: Path) -> dict[Path, int]:
-    """Return when each object of a build folder was written, in nanoseconds."""
+    """Return the modification time of each object of a build directory in nanoseconds."""
     files: Iterable[Path] = folder.rglob("*.o")
     return {path: path.stat().st_mtime_ns for path in files}

@@ -15,12 +15,12 @@ side in one run; brackets are the 95 % confidence interval of a median over inte
 Absolute times drift with the machine: read the ratios. A figure that missed its target says so.
 """
 
-#: The columns of a table of figures that have no columns of their own.
+#: Columns of a table of figures without columns of their own.
 HEADINGS = ("what", "measured", "target", "", "limit", "how")
 
 
 def read(path: Path) -> list[Figure]:
-    """Return the figures kept beside a document, none when there are none yet."""
+    """Return the figures stored with a document; empty if there are none."""
     kept = path.with_suffix(".json")
     if not kept.is_file():
         return []
@@ -71,9 +71,9 @@ def _row(cells: list[str]) -> str:
 
 
 def write(path: Path, figures: list[Figure]) -> None:
-    """Write the document and the JSON beside it."""
+    """Write the document and its JSON file."""
     merged = merge(read(path), figures)
-    # A line per figure: some have hundreds of numbers.
+    # One line per figure, because some have hundreds of numbers.
     lines = ",\n".join(json.dumps(asdict(figure)) for figure in merged)
     text = f'{{"figures": [\n{lines}\n]}}\n'
     path.with_suffix(".json").write_text(text, encoding="utf-8")

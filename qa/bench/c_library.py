@@ -1,4 +1,4 @@
-"""Compile what a benchmark compares with: small C files in ``bench/native``."""
+"""Compile the C files in ``bench/native`` that benchmarks compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 def load(name: str, folder: Path) -> ctypes.CDLL:
     """Compile ``bench/native/NAME`` into ``folder`` and load it.
 
-    Raises Untestable where there is no compiler, or the file does not compile.
+    Raises Untestable if there is no compiler or the file does not compile.
     """
     source = Path(__file__).parent / "native" / name
     found = [path for each in _COMPILERS if (path := shutil.which(each))]

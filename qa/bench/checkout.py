@@ -1,4 +1,4 @@
-"""Measure what a contributor waits for: the make targets from an empty home, and the wheel."""
+"""Measure the make targets in new clones with an empty home, and the wheel."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _environment(home: Path) -> dict[str, str]:
     environment = dict(os.environ, HOME=str(home), CCACHE_DISABLE="1")
     for name in ("PYLLAMAKV_HOME", "PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME"):
         environment.pop(name, None)
-    # The environment's programs are not those of a new user.
+    # The programs of this environment are not those of a new user.
     own = str(Path(sys.executable).parent)
     paths = [each for each in environment["PATH"].split(os.pathsep) if each != own]
     return environment | {"PATH": os.pathsep.join(paths)}

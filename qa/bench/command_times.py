@@ -1,4 +1,4 @@
-"""Measure whole commands in a home of their own: the check, cold and warm, and both builds."""
+"""Measure complete commands in a new data directory: the check, cold and warm, and both builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run whole commands in a home of their own, and take their time."""
+"""Run complete commands in a new data directory, and measure their time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qa.bench.measure import clock
 def command(
     home: Path, *words: str, output: IO[str] | None = None, good: tuple[int, ...] = (0,)
 ) -> tuple[float, float]:
-    """Run a verb and return its seconds of wall time and of CPU, children included.
+    """Run a CLI verb and return its wall and CPU seconds, including children.
 
-    Raises CalledProcessError when it ends with another status than the ``good`` ones.
+    Raises CalledProcessError if its exit status is not in ``good``.
     """
-    # A compiler cache would make the second measurement of a machine another one.
+    # A compiler cache would change the second measurement on a machine.
     environment = dict(os.environ, PYLLAMAKV_HOME=str(home), CCACHE_DISABLE="1")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -1,4 +1,4 @@
-"""Open one cache after the other and measure patterns in it."""
+"""Open one cache at a time and measure fragmentation patterns in it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tick = Callable[[], None]
 
 
 def model(shape: str) -> Path:
-    """Return the model file of a shape of the workloads."""
+    """Return the model file of a workload's shape."""
     return synthetic_models.generate(defrag_workloads.SHAPES[shape], home() / "models")
 
 
 def context(loaded: pyllamakv.Model, cache: CacheShape, **options: Any) -> pyllamakv.Context:
     """Create the context of a cache: one thread, and batches that keep the other buffers small.
 
-    ``options`` are more of `Model.context`.
+    ``options`` are further arguments of `Model.context`.
     """
     return loaded.context(
         n_ctx=cache.cells,
@@ -45,7 +45,7 @@ def context(loaded: pyllamakv.Model, cache: CacheShape, **options: Any) -> pylla
 
 @contextmanager
 def opened(spec: str, cache: CacheShape, **options: Any) -> Iterator[pyllamakv.Context]:
-    """Give the context of a cache in a library of its own."""
+    """Yield the context of a cache, in a library of its own."""
     with (
         pyllamakv.open(spec) as library,
         library.load_model(model(cache.shape)) as loaded,
@@ -57,9 +57,9 @@ def opened(spec: str, cache: CacheShape, **options: Any) -> Iterator[pyllamakv.C
 def measure(
     plan: Iterable[tuple[CacheShape, tuple[str, ...]]], tick: Tick, *, spec: str, budget: float
 ) -> list[Measured]:
-    """Measure patterns in caches, one context at a time; those that do not fit say so.
+    """Measure patterns in caches, one context at a time; skip those that do not fit in memory.
 
-    ``budget`` are seconds for the published algorithm in one pattern of one cache.
+    ``budget`` is the time in seconds for the published algorithm in one pattern of one cache.
     """
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder, ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Run the decode loops here: ours, and the same in plain C over upstream's interface.
+"""Run the decode loops: this package's, and the same loop in C with upstream's interface.
 
-Each is a context manager that gives a function; a call runs one round in an emptied cache.
+Each is a context manager that yields a function; a call runs one round in an emptied cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyllamakv.errors import CommandFailed, HarnessError, ToolMissing
 from pyllamakv.source.store import open_store
 from qa.bench.workload import Round, Runner, Workload
 
-#: Where upstream's public headers lie.
+#: Directories of upstream's public headers.
 HEADERS = ("include", "ggml/include")
 
 
@@ -71,7 +71,7 @@ def _loop(
     def bursts() -> list[float]:
         tokens, left = first, work.steps
         while left:
-            # Fewer where a text ends, which the other loops do not look for.
+            # Fewer steps if a text ends, which the other loops do not check.
             rows = context.advance(sequences, tokens, min(work.burst, left), sampler)
             tokens, left = rows[-1], left - len(rows)
         return list(map(float, tokens))
@@ -140,9 +140,9 @@ def plain(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
 
 
 def compiled(variant: Variant, folder: Path, source: Path | None = None) -> ctypes.CDLL:
-    """Compile the loops in C for a variant and load them.
+    """Compile the C loops for a variant and load them.
 
-    Raises ToolMissing without a compiler, CommandFailed with what it said.
+    Raises ToolMissing without a compiler, CommandFailed with the compiler's output.
     """
     named = os.environ.get("CC", "").split()
     compiler = next(filter(None, map(shutil.which, [*named[:1], "cc", "gcc", "clang"])), None)

@@ -1,4 +1,4 @@
-"""Measure complete defragmentations: what was promised of them, in a few minutes."""
+"""Measure complete defragmentations and their targets in a few minutes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tick = Callable[[], None]
 
 FLASH, NONE, Q8, Q4 = SETTINGS
 
-#: What is promised of alternate cells at several sizes, every pattern at one.
+#: The workloads of the targets: alternate cells at several sizes, and every pattern at one size.
 PLAN: tuple[tuple[CacheShape, tuple[str, ...]], ...] = (
     *((CacheShape("1B", each, 4096), PATTERNS[:1]) for each in (FLASH, NONE)),
     *((CacheShape("1B", each, 16384), PATTERNS) for each in (FLASH, NONE, Q8, Q4)),
@@ -23,10 +23,10 @@ PLAN: tuple[tuple[CacheShape, tuple[str, ...]], ...] = (
     *((CacheShape("8B", each, 16384), PATTERNS[:1]) for each in (FLASH, NONE)),
 )
 
-#: Seconds for the published algorithm in each: at least 30 pairs where they fit.
+#: Seconds for the published algorithm in each workload: at least 30 pairs if they fit.
 BUDGET = 15.0
 
-#: A release whose slots need not lie together, and what is measured there.
+#: A release that accepts scattered cells, and the workloads that are measured there.
 LATER = "0.3.36"
 LATER_PLAN = tuple((CacheShape("1B", each, 16384), PATTERNS[:1]) for each in (FLASH, NONE))
 
@@ -52,7 +52,7 @@ def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
 
 
 def later(tick: Tick, release: str = LATER) -> list[Figure]:
-    """Measure a few where `compaction` defragments, or say why not."""
+    """Measure some workloads on a release that `compaction` defragments, or report why not."""
     group, spec = f"{GROUP}, {release}", f"{release}+patched"
     try:
         found = contexts.measure(LATER_PLAN, tick, spec=spec, budget=BUDGET / 2)

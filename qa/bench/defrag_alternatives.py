@@ -1,4 +1,4 @@
-"""Compare a complete defragmentation with what there is without the patch."""
+"""Compare a complete defragmentation with the alternatives on stock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tick = Callable[[], None]
 
 
 def passes(group: str, cache: CacheShape, tick: Tick, release: str, pairs: int = 10) -> Figure:
-    """Compare with stock, asked again and again until nothing more moves."""
+    """Compare with stock's defragmentation, repeated until no cell moves."""
     mask = defrag_workloads.live("alternate", cache.cells)
     name = f"alternate cells, stock's passes over the patch: {_what(cache)}"
     reason = cache.skipped(available_bytes())
@@ -51,7 +51,7 @@ def passes(group: str, cache: CacheShape, tick: Tick, release: str, pairs: int =
 
 
 def saved(group: str, cache: CacheShape, tick: Tick, spec: str, pairs: int = 5) -> Figure:
-    """Compare with saving the sequence, removing it and restoring it, which any library can."""
+    """Compare with saving, removing and restoring the sequence, which every library supports."""
     mask = defrag_workloads.live("alternate", cache.cells)
     name = f"alternate cells, save and restore over the patch: {_what(cache)}"
     reason = cache.skipped(available_bytes())

@@ -1,4 +1,4 @@
-"""Turn measured defragmentations into figures: what was promised, and a table of all of them."""
+"""Convert measured defragmentations into figures: the targets, and a table of all workloads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _cell(found: Measured) -> str:
 
 
 def targets(group: str, everything: list[Measured]) -> list[Figure]:
-    """Return what was promised of complete defragmentations, each by its worst workload."""
+    """Return the targets of complete defragmentations, each with its worst workload."""
     found = [each for each in everything if not each.skipped]
     flash = [each for each in found if not each.cache.transposed]
     none = [each for each in found if each.cache.transposed]
@@ -142,7 +142,7 @@ def _share(group: str, found: list[Measured]) -> list[Figure]:
 
 
 def _growth(group: str, found: list[Measured]) -> list[Figure]:
-    """Compare the time per moved byte of the smallest caches that no processor cache holds."""
+    """Compare the time per moved byte of the smallest caches that exceed the processor's caches."""
     figures = []
     chosen = [e for e in found if e.pattern == "alternate" and e.cache.cells >= 16384]
     for name in dict.fromkeys((each.cache.shape, each.cache.setting.name) for each in chosen):
@@ -171,7 +171,7 @@ def _growth(group: str, found: list[Measured]) -> list[Figure]:
 
 
 def _plans(group: str, found: list[Measured]) -> list[Figure]:
-    """Say what a plan with fewer, longer moves could gain at most."""
+    """Return the maximum gain of a plan with fewer, longer moves."""
     if not found:
         return []
     worst = max(found, key=lambda each: each.moves / max(each.least_moves, 1))

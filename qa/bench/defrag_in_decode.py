@@ -1,4 +1,4 @@
-"""Measure what the patch adds to decodes: to one that defragments, and to all others."""
+"""Measure the cost that the patch adds to decodes with and without a defragmentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def defragmenting_decodes(
 ) -> Figure:
     """Compare a decode that finds no slot and defragments with one that need not.
 
-    Both decode the same two tokens, the second after a defragmentation that was asked for.
+    Both decode the same two tokens, the second after an explicit defragmentation.
     """
     mask = defrag_workloads.live("alternate", cache.cells)
     moving: list[float] = []
@@ -59,7 +59,7 @@ def defragmenting_decodes(
             return clock(decode)
 
         found = interleave(fragmented, compact, pairs=pairs, progress=tick)
-    # What interleave runs first is not in its result.
+    # The first result of interleave is not in its list.
     return _healed(group, cache, found, moving[1:])
 
 
@@ -73,7 +73,7 @@ def _healed(group: str, cache: CacheShape, found: Pairs, moving: list[float]) ->
         f"{cache.shape}, {cache.cells} cells, alternate, {cache.setting.name}",
         f"{share.format()} x {own:.1f} ms",
         "1 x: no other cost",
-        # The bound is on what is added, which differs from decode to decode by more than this.
+        # The bound is on the added time; single decodes vary by more than this.
         share.low <= 1.05,
         f"the decode alone: {statistics.median(found.second) * 1e3:.1f} ms",
         f"{len(added)} interleaved pairs",
@@ -88,7 +88,7 @@ def ordinary_decodes(
     pairs: int = 200,
     steps: int = 64,
 ) -> Figure:
-    """Compare decodes on patched with the same on stock, where nothing is defragmented."""
+    """Compare decodes on patched and stock that need no defragmentation."""
     with (
         pyllamakv.open(f"{release}+stock") as stock,
         pyllamakv.open(f"{release}+patched") as patched,

@@ -1,4 +1,4 @@
-"""Weigh the choices that a context has for its defragmentations: the plan, and threads."""
+"""Compare the options of a context for its defragmentations: plan, and number of threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from qa.bench.rounds import complete
 
 Tick = Callable[[], None]
 
-#: What each choice is measured in: holes everywhere, and long runs.
+#: The patterns for each option: holes everywhere, and long runs.
 PATTERNS = ("alternate", "random 50 %", "runs of 16")
 
 
 def figures(group: str, cache: CacheShape, tick: Tick, spec: str) -> Iterator[Figure]:
-    """Yield the figures of both choices in one cache."""
+    """Yield the figures of both options in one cache."""
     for pattern in PATTERNS:
         yield _compare(group, cache, pattern, tick, spec, "ordered plan over fewest moves",
                        {"defrag_plan": "ordered"}, {})  # fmt: skip
@@ -66,7 +66,7 @@ def _compare(
 
 
 class OptionRunner:
-    """One of the two contexts that are compared."""
+    """One of the two compared contexts."""
 
     def __init__(self, context: pyllamakv.Context, mask: Live) -> None:
         carver = Fragmenter(context)
@@ -75,7 +75,7 @@ class OptionRunner:
         self._complete: Callable[[], DefragReport] = partial(complete, context, mask)
 
     def run(self) -> float:
-        """Carve the pattern, and return the seconds of its defragmentation."""
+        """Create the pattern, and return the seconds of its defragmentation."""
         self._carve()
         report = self._complete()
         self.cells = report.cells

@@ -1,4 +1,4 @@
-"""Return which caches a defragmentation is measured on, and which cells are live in them."""
+"""Define the caches and patterns of live cells that defragmentation is measured with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pyllamakv.scenarios.architectures import Shape
 
 Live = NDArray[np.bool_]
 
-#: Heads as wide and as many, and layers as many, as models of a billion and of eight billion
-#: parameters have; everything that is not kept in the cache is tiny.
+#: Width and number of heads, and number of layers, as in models of one and of eight billion
+#: parameters; everything outside the cache is tiny.
 SHAPES = {
     "1B": Shape(
         "kv-1b", n_layer=16, n_embd=32, n_head=8, n_head_kv=8, head=64, n_ff=32, n_ctx=1 << 18
@@ -27,13 +27,13 @@ PATTERNS = ("alternate", "random 10 %", "random 50 %", "random 90 %", "runs of 1
 
 CELLS = (4096, 16384, 65536, 131072)
 
-#: Bytes beside the cache and its like: the library, a piece of state, the compute buffers.
+#: Bytes besides the cache and its copy: the library, a piece of state, the compute buffers.
 BESIDE = 2 << 30
 
 
 @dataclass(frozen=True)
 class CacheTypes:
-    """Name how a cache keeps K and V."""
+    """The types and layout of K and V in a cache."""
 
     flash_attn: bool
     kind: str = "f16"
@@ -58,7 +58,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Describe one cache to measure: a shape's name, a setting, and how many cells."""
+    """One cache to measure: the name of a shape, a setting, and the number of cells."""
 
     shape: str
     setting: CacheTypes
@@ -110,12 +110,12 @@ def caches(
     cells: tuple[int, ...] = CELLS,
     settings: tuple[CacheTypes, ...] = SETTINGS,
 ) -> list[CacheShape]:
-    """Return the caches of a grid, those that share a row of its table together."""
+    """Return the caches of a grid; those in the same table row are adjacent."""
     return [CacheShape(shape, each, n) for shape in shapes for n in cells for each in settings]
 
 
 def live(pattern: str, cells: int, seed: int = 20261120) -> Live:
-    """Return which cells of a full cache stay, (cells,) bool."""
+    """Return the mask of cells that stay in a full cache, (cells,) bool."""
     numbers = np.arange(cells)
     if pattern == "alternate":
         return np.asarray(numbers % 2 == 0)
@@ -128,9 +128,9 @@ def live(pattern: str, cells: int, seed: int = 20261120) -> Live:
 
 
 def least_moves(mask: Live) -> int:
-    """Return how many moves any plan needs that fills the cells below the number of live ones.
+    """Return the minimum number of moves of any plan that fills the first cells.
 
-    Each hole there takes at least one, and so does each run of live cells above.
+    Each hole among them needs at least one move, and so does each run of live cells above.
     """
     used = int(np.count_nonzero(mask))
     holes, runs = ~mask[:used], mask[used:]

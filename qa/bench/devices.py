@@ -1,4 +1,4 @@
-"""Measure complete defragmentations on device buffers: behind RPC on loopback, or on a GPU."""
+"""Measure complete defragmentations in device buffers: behind RPC on loopback, or on a GPU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from qa.bench.rounds import complete
 GROUP = "Devices"
 Tick = Callable[[], None]
 
-#: What the patch chooses, what the published algorithm does, and copying through the host.
+#: The mover that the patch selects, the published algorithm's, and a copy through the host.
 MOVERS: tuple[Mover, ...] = ("auto", "graph", "staged")
 
-#: What was promised, and how many times as long the published algorithm has to take.
+#: The targets, and the minimum ratio of the published algorithm's time to ours.
 NEVER_SLOWER = ("never slower than the published algorithm", 1.0)
 TARGETS = {
     "CUDA": (">= 10 x the published algorithm, >= 50 % of the bandwidth with V in rows", 10.0)
 }
 
-#: Small, for the published algorithm takes minutes over a network.
+#: Small, because the published algorithm takes minutes over a network.
 RPC_PLAN = tuple(
     (CacheShape("1B", setting, 4096), pattern)
     for setting in SETTINGS[:2]
@@ -46,7 +46,7 @@ CUDA_PLAN = tuple(
 
 
 def figures(tick: Tick, release: str = DEFAULT_RELEASE, rounds: int = 15) -> list[Figure]:
-    """Measure on a server on loopback; `hardware` measures on a GPU."""
+    """Measure with a server on loopback; `hardware` measures on a GPU."""
     return on(tick, "rpc", release, rounds)
 
 
@@ -57,9 +57,10 @@ def on(
     rounds: int = 15,
     budget: float | None = None,
 ) -> list[Figure]:
-    """Measure on a backend's device, in ``budget`` seconds at the cost of rounds.
+    """Measure on a backend's device, with rounds of at most ``budget`` seconds.
 
-    What does not fit into the time or the device's memory, or fails there, has a row that says so.
+    A workload that does not fit into the time or the device's memory, or that fails, has a row with
+    the reason.
     """
     plan = CUDA_PLAN if backend == "cuda" else RPC_PLAN
     spec = f"{release}+patched"
@@ -81,9 +82,9 @@ def on(
 
 @dataclass(frozen=True)
 class DeviceBenchmark:
-    """Where is measured, and how much, and until when.
+    """The device, the workloads, and the time limit.
 
-    ``paces`` are the seconds that a byte of a cache took, by setting: contexts and two rounds.
+    ``paces`` are the seconds per byte of a cache, by setting: contexts and two rounds.
     """
 
     device: str
@@ -96,22 +97,22 @@ class DeviceBenchmark:
 
     @property
     def target(self) -> tuple[str, float]:
-        """Return what was promised for the device, and the factor in it."""
+        """Return the target for the device, and its factor."""
         return TARGETS.get(self.device, NEVER_SLOWER)
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left for everything."""
+        """Return the remaining seconds of all workloads."""
         return self.until - time.monotonic()
 
     def needs(self, cache: CacheShape) -> float:
-        """Return the fewest seconds that a cache takes, by those that were measured before."""
+        """Return the minimum seconds for a cache, estimated from those measured before."""
         paces = self.paces
         return cache.bytes * paces.get(cache.setting, max(paces.values(), default=0.0))
 
 
 def _row(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int) -> Figure:
-    """Measure one cache of ``among`` that are left, or say why not."""
+    """Measure one cache of the ``among`` remaining ones, or return a row with the reason."""
     try:
         return _measure(stand, cache, pattern, among)
     except KvError as error:
@@ -149,7 +150,7 @@ def _measure(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int
         for each in MOVERS[1:]
     )
     target, factor = stand.target
-    # What a device could copy is in its data sheet: the factor alone can say that it is missed.
+    # The device's copy bandwidth is only in its data sheet: the factor alone can miss the target.
     met = published.high >= factor and (None if stand.device in TARGETS else True)
     # Each byte is read and written.
     rate = 2 * rounds.bytes / ours.median / 1e9
@@ -167,7 +168,10 @@ def _measure(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int
 
 
 class Rounds:
-    """Run all movers in turn, as long as there is time: the first two rounds while there is any."""
+    """Run all movers alternately until the time is up.
+
+    The first two rounds only need some time left.
+    """
 
     def __init__(self, stand: DeviceBenchmark, begin: float, until: float) -> None:
         self.stand, self.begin, self.until = stand, begin, until
@@ -180,14 +184,14 @@ class Rounds:
         cache: CacheShape,
         mask: Live,
     ) -> None:
-        """Fill ``seconds``; raises Untestable when not even one round fits."""
+        """Fill ``seconds``; raises Untestable if not even one round fits."""
         took = dict.fromkeys(MOVERS, 0.0)
         for number in range(self.stand.rounds + 1):
             end = self.until if number > 1 else self.stand.until
             seconds: dict[str, float] = {}
             for mover, (made, carver) in stands.items():
                 start = time.monotonic()
-                # A round is whole or does not count: one that cannot end in time is not begun.
+                # Incomplete rounds do not count: a round that cannot end in time is not started.
                 rest = MOVERS[MOVERS.index(mover) :]
                 if start + sum(took[each] for each in rest) > end:
                     return self._ended()
@@ -199,7 +203,7 @@ class Rounds:
                     self.graphs, self.scratch = report.graphs or 0, report.scratch or 0
                     self.bytes = report.bytes or 0
                 self.stand.tick()
-            # The first pays for what is needed once.
+            # The first round includes one-time initialization.
             for each, value in seconds.items() if number else ():
                 self.seconds[each].append(value)
             if number == 1:
@@ -213,10 +217,10 @@ class Rounds:
 
 
 def _need_memory(stand: DeviceBenchmark, cache: CacheShape) -> None:
-    """Raise Untestable when the device does not have room for a cache per mover."""
+    """Raise Untestable if the device does not have memory for a cache per mover."""
     there = [each.memory_free for each in stand.library.devices() if each.kind == "gpu"]
     needed = len(MOVERS) * cache.bytes + defrag_workloads.BESIDE
-    # Some backends do not tell.
+    # Some backends do not report it.
     if all(there) and there and needed > sum(there):
         msg = f"it needs {needed / 1e9:.0f} GB, {sum(there) / 1e9:.0f} GB are free on the device"
         raise Untestable(msg)

@@ -1,4 +1,4 @@
-"""One measured figure, and the machine and day it was measured on."""
+"""One measured figure, with the machine and date of the measurement."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 class Figure:
     """One line of qa/results/benchmarks.md.
 
-    ``value`` is text with its unit and bounds, ``target`` what was promised or empty, ``met``
-    whether it holds, ``limit`` the physical limit beside it, ``data`` the raw numbers.
+    ``value`` is text with its unit and bounds, ``target`` the required value or empty, ``met``
+    whether it is met, ``limit`` the physical limit, ``data`` the raw numbers.
 
-    A figure with a ``row`` is a row of a table of its own: ``table`` is what stands above it, the
-    same for all its rows, and ``row`` has a text per column.
+    A figure with a ``row`` is a row of its own table: ``table`` is the caption, equal in all its
+    rows, and ``row`` has a text per column.
     """
 
     group: str
@@ -35,7 +35,7 @@ class Figure:
     row: dict[str, str] = field(default_factory=dict)
 
     def dated(self, command: str) -> Figure:
-        """Return the figure with day, machine and command filled in."""
+        """Return the figure with date, machine and command."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return Figure(**{**asdict(self), "measured": f"{today}, {machine()}, `{command}`"})
 

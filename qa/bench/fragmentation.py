@@ -1,8 +1,8 @@
-"""Fill caches of any size with fragments, in the time that copying their content takes.
+"""Create fragmented caches of any size in the time of copying their content.
 
-A few tokens are decoded once and saved. That state is restored again and again, each time with
-other positions written into it, and joined to one sequence: cells that shall go have the low
-positions, cells that shall stay the high ones, so that one removal leaves any pattern.
+A few tokens are decoded once and saved. That state is restored repeatedly, each time with different
+positions, and joined to one sequence: cells to remove have the low positions, cells to keep the
+high ones, so that one removal creates any pattern.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pyllamakv.errors import Untestable
 from pyllamakv.runtime.context import Context
 from qa.bench.defrag_workloads import Live
 
-#: Cells that are decoded, and cells of the state that is restored.
+#: Number of decoded cells, and of cells in the restored state.
 DECODED, PIECE = 256, 2048
 
-#: The sequence that all cells belong to, and the one that restores go through.
+#: The sequence that owns all cells, and the one that is restored into.
 ALL, NEXT = 0, 1
 
 
 class Fragmenter:
-    """Carve patterns into the cache of a context that nobody else uses; it has two sequences."""
+    """Create patterns in the cache of a context that is otherwise unused; it has two sequences."""
 
     def __init__(self, context: Context) -> None:
         self.native, self.handle = context.native, context.handle
@@ -61,7 +61,7 @@ class Fragmenter:
         for start in range(0, len(positions), step):
             self._places[:] = positions[start : start + step]
             target = NEXT if start else ALL
-            # Any buffer will do for C, and this one is too large to be copied each time.
+            # C accepts any buffer, and this one is too large to copy each time.
             if native.state_load(handle, target, cast("bytes", self._raw)) != len(self._raw):
                 msg = f"the library refused to restore cells {start}..{start + step}"
                 raise Untestable(msg)
@@ -73,7 +73,7 @@ class Fragmenter:
 def _places(raw: bytearray, n: int) -> NDArray[np.int32]:
     """Return a view of the positions in a state of ``n`` tokens at 0, 1, 2 and so on.
 
-    Releases differ in what precedes the cells and in what each has beside its position.
+    Releases differ in the bytes before the cells and in the fields next to each position.
     """
     words = np.frombuffer(raw, dtype="<i4", count=min(len(raw) // 4, 16 + 8 * n))
     wanted = np.arange(n)

@@ -1,7 +1,6 @@
-"""Build for a device, judge a release on it, and measure defragmentations there, in ten minutes.
+"""Build for a device, verify a release on it, and measure defragmentations there, in ten minutes.
 
-What was built, with which driver and toolkit, and what the scenarios said stands beside the
-figures: they mean nothing without.
+Driver, toolkit, build and scenario results are part of the figures.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from qa.bench import devices
 from qa.bench.figure import Figure
 
 Tick = Callable[[], None]
-#: Takes all figures so far.
+#: Receives all figures so far.
 Keep = Callable[[list[Figure]], None]
 
-#: Seconds for everything.
+#: Total time in seconds.
 LIMIT = 600.0
 
 
@@ -32,10 +31,10 @@ def figures(
     limit: float = LIMIT,
     keep: Keep | None = None,
 ) -> list[Figure]:
-    """Return the figures of a backend on this machine; raises what building raises.
+    """Return the figures of a backend on this machine. Raises the exceptions of a build.
 
-    ``keep`` is given what there is after each step, so that a later one can lose nothing. What goes
-    wrong after building is a row. The benchmarks take what is left of the time.
+    ``keep`` receives the figures after each step, so that a failure of a later step loses nothing.
+    Failures after the build are rows. The benchmarks use the remaining time.
     """
     group = f"On a device: {backend}"
     started = time.monotonic()

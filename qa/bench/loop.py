@@ -1,10 +1,10 @@
-"""Compare the decode loop with plain C and with llama-cpp-python, on one library and one model.
+"""Compare the decode loop with C and with llama-cpp-python, on one library and one model.
 
-All sides decode the same tokens with one thread, and must come to the same tokens or logits. Plain
-C and llama-cpp-python run on the ordinary libraries of the variant, whose objects are those of our
-own library. The clock is the CPU time of the one thread, which other programs disturb least.
-Upstream's batched-bench is left out: the builds have upstream's tools off, and it
-times what the loop in C does, decoding several sequences at once, without choosing tokens.
+All sides decode the same tokens with one thread, and must produce the same tokens or logits. C and
+llama-cpp-python use the ordinary libraries of the variant, whose objects are those of this
+package's library. The clock is the CPU time of the thread, which other programs affect least.
+Upstream's batched-bench is not measured: the builds have upstream's tools off, and it measures the
+same as the loop in C, several sequences at once, without sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tick = Callable[[], None]
 
 #: Interleaved pairs of rounds per figure.
 PAIRS = 40
-#: What a loop of eight sequences has to reach of the speed of plain C.
+#: The minimum share of C's speed for a loop of eight sequences.
 SHARE = 0.97
 
 WORKLOADS = (
@@ -54,7 +54,7 @@ NAMES = {
     "llama_decode": "`llama_decode` with a kept `llama_batch`",
 }
 
-#: The shape of the trained model of 260 thousand parameters, for who has it not.
+#: The shape of the trained model of 260 thousand parameters, used if that model is not available.
 SHAPE = architectures.Shape(
     "loop", n_layer=5, n_embd=64, n_head=8, n_head_kv=4, n_ff=172, n_vocab=512, vocab="bytes"
 )
@@ -107,7 +107,7 @@ def per_step(work: Workload, seconds: list[float]) -> Interval:
 
 
 def beside_c(work: Workload, model: Path, pairs: Pairs) -> Figure:
-    """Tell which share of the speed of plain C the loop has; only eight sequences have a target."""
+    """Return the loop's speed as a share of that of C; only eight sequences have a target."""
     speed, asked = pairs.ratio, work.sequences > 1
     return Figure(
         GROUP,
@@ -122,7 +122,7 @@ def beside_c(work: Workload, model: Path, pairs: Pairs) -> Figure:
 
 
 def beside_peer(work: Workload, api: str, pairs: Pairs) -> Figure:
-    """Tell how many times as long llama-cpp-python takes."""
+    """Return the ratio of llama-cpp-python's time to this package's."""
     factor = pairs.ratio
     return Figure(
         GROUP,
@@ -137,7 +137,7 @@ def beside_peer(work: Workload, api: str, pairs: Pairs) -> Figure:
 
 
 def not_measured(work: Workload, api: str, why: str) -> Figure:
-    """Say why llama-cpp-python was not measured."""
+    """Return a figure with the reason why llama-cpp-python was not measured."""
     name = f"{work.name}: llama-cpp-python, {NAMES[api]}"
     return Figure(GROUP, name, "not measured", "> 1", None, "", why)
 

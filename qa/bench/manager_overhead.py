@@ -1,9 +1,9 @@
-"""Measure what cache managers and the batching loop cost beside the same decodes by hand.
+"""Measure the overhead of cache managers and the batching loop over a manual loop.
 
-Both sides decode the same tokens on one model with one thread, and must come to the same last
-tokens. By hand means: sequences are emptied, prompts decoded, and the most likely token chosen and
-decoded, step by step. Every round has prompts that no round had before, so that nothing is reused
-and the decodes are the same. The clock is the CPU time of the one thread.
+Both sides decode the same tokens on one model with one thread, and must produce the same last
+tokens. The manual loop empties sequences, decodes prompts, and selects and decodes the most likely
+token, step by step. Every round has new prompts, so that no prefix is reused and the decodes are
+the same. The clock is the CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Maker = Callable[[pyllamakv.Context], CacheManager]
 
 MANAGERS: dict[str, Maker] = {"SlotCache": SlotCache, "PrefixCache": PrefixCache}
 
-#: How many times as long as by hand a manager may take.
+#: Maximum ratio of a manager's time to the manual loop's.
 LIMIT = 1.05
 
 
 @dataclass(frozen=True)
 class ManagerWorkload:
-    """Describe a round: ``sequences`` prompts of ``prompt`` tokens, and ``steps`` tokens each."""
+    """One round: ``sequences`` prompts of ``prompt`` tokens, and ``steps`` tokens each."""
 
     name: str
     sequences: int
@@ -46,16 +46,16 @@ class ManagerWorkload:
 
     @property
     def n_ctx(self) -> int:
-        """Return twice the cells of a round: a cache that is exactly full has other work to do."""
+        """Return twice the cells of a round, because a full cache has additional work."""
         return 2 * self.sequences * (self.prompt + self.steps)
 
     @property
     def n_batch(self) -> int:
-        """Return the tokens of all prompts, which are one batch."""
+        """Return the number of tokens of all prompts, which are one batch."""
         return self.sequences * self.prompt
 
     def prompts(self, number: int) -> list[list[int]]:
-        """Return the prompts of a round; the first token tells them from all others."""
+        """Return the prompts of a round; the first token is unique to the round."""
         firsts = (3 + (number * self.sequences + n) % 500 for n in range(self.sequences))
         return [[first, *(3 + (7 * i + first) % 250 for i in range(1, self.prompt))]
                 for first in firsts]  # fmt: skip
@@ -69,7 +69,7 @@ Side = Callable[[int], Round]
 
 
 def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS) -> list[Figure]:
-    """Measure each manager's lease, and the batching loop over it, against the loop by hand."""
+    """Compare each manager's lease, and the batching loop over it, with the manual loop."""
     variant = variants.find(spec)
     if variant is None:
         msg = f"{spec} is not built here; run: pyllamakv build {spec.partition('+')[0]}"
@@ -91,7 +91,7 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS)
 
 @contextmanager
 def by_hand(model: pyllamakv.Model, work: ManagerWorkload) -> Iterator[Side]:
-    """Run the loop by hand."""
+    """Run the manual loop."""
     with _context(model, work) as context, model.sampler() as sampler:
         lanes = [context.sequence() for _ in range(work.sequences)]
 
@@ -119,7 +119,7 @@ def by_hand(model: pyllamakv.Model, work: ManagerWorkload) -> Iterator[Side]:
 
 @contextmanager
 def leased(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterator[Side]:
-    """Run the loop by hand on a manager's lease, of one sequence."""
+    """Run the manual loop on a manager's lease of one sequence."""
     with _context(model, work) as context, model.sampler() as sampler, ExitStack() as ending:
         manager = make(context)
         ending.callback(manager.close)
@@ -142,7 +142,7 @@ def leased(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterat
 
 @contextmanager
 def batched(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterator[Side]:
-    """Run the prompts through a batcher, which also makes text of what is chosen."""
+    """Run the prompts through a batcher, which also detokenizes."""
     with _context(model, work) as context, ExitStack() as ending:
         manager = make(context)
         ending.callback(manager.close)
@@ -160,7 +160,7 @@ def batched(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Itera
 
 
 def compare(name: str, plain: Side, mine: Side, pairs: int, tick: Tick) -> Pairs:
-    """Time both sides in turn: a manager's seconds, then those by hand."""
+    """Measure both sides alternately: the seconds with a manager, and by hand."""
     numbers = {"mine": 0, "plain": 0}
 
     def timed(which: str, side: Side) -> float:
@@ -177,7 +177,7 @@ def compare(name: str, plain: Side, mine: Side, pairs: int, tick: Tick) -> Pairs
 
 
 def figure(name: str, work: ManagerWorkload, pairs: Pairs, model: str) -> Figure:
-    """Tell which part of the time is the manager's."""
+    """Return the manager's share of the time."""
     ratio = pairs.ratio
     tokens = work.sequences * work.steps
     per_token = sorted(a - b for a, b in zip(pairs.first, pairs.second, strict=True))

@@ -1,4 +1,4 @@
-"""Measure a cache in mapped memory beside one on the heap: what it takes, and what it costs."""
+"""Compare a cache in mapped memory with one in heap memory: memory use and run time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from qa.bench.sparse import WIDE
 GROUP = "Mapped memory"
 Tick = Callable[[], None]
 
-#: A full context of today's models.
+#: A full context of current models.
 LARGE = 131072
-#: How large a cache is decoded in, and how much of it is used.
+#: The size of the cache for decodes, and the number of used cells.
 CELLS, USED = 8192, 4096
 PROMPT = 2048
 STEPS = 4
@@ -58,7 +58,7 @@ def figures(
 
 
 def options(cells: int, flash: bool) -> dict[str, Any]:
-    """Return what a context of so many cells is made with."""
+    """Return the context options for a number of cells."""
     sizes = {"n_ctx": cells, "n_batch": 512, "n_ubatch": 512, "n_threads": 1}
     return {**sizes, "n_seq_max": 4, "flash_attn": flash}
 
@@ -108,7 +108,7 @@ def _speed(
     first: list[float] = []
     second: list[float] = []
     saved = b""
-    # Where pages come to lie is luck, and lasts as long as they do: every few pairs anew.
+    # The physical placement of pages is random and persistent: a new context every few pairs.
     for number in range(max(1, pairs // EACH)):
         order = (backing, "heap") if number % 2 else ("heap", backing)
         with ExitStack() as stack:
@@ -243,7 +243,7 @@ def _resumed(model: pyllamakv.Model, file: Path, pairs: int, tick: Tick) -> Figu
 
 
 def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence) -> float:
-    # One thread decodes, and this one: what others do on the machine is not counted.
+    # One thread decodes, this one: other programs on the machine are not counted.
     begin = time.process_time()
     for _ in range(STEPS):
         context.step(sequence, 7)

@@ -1,4 +1,4 @@
-"""Time two things side by side, so that a machine that drifts moves both."""
+"""Measure two things alternately, so that drift of the machine affects both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: Pairs below which a bound of a few percent means nothing.
+#: Minimum number of pairs for a bound of a few percent.
 MINIMUM_PAIRS = 30
 
 
@@ -56,7 +56,7 @@ class Pairs:
 
 
 def clock(call: Callable[[], object]) -> float:
-    """Return the seconds that one call takes."""
+    """Return the seconds of one call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
@@ -69,7 +69,7 @@ def interleave(
     pairs: int = MINIMUM_PAIRS,
     progress: Callable[[], None] | None = None,
 ) -> Pairs:
-    """Run two measurements in turn, the order swapped each time; each returns seconds."""
+    """Run two measurements alternately, with the order swapped each time; each returns seconds."""
     a: list[float] = []
     b: list[float] = []
     first()
@@ -87,7 +87,7 @@ def interleave(
 
 
 def rounded(value: float, digits: int = 3) -> float:
-    """Return a value with so many significant digits."""
+    """Return a value with ``digits`` significant digits."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))

@@ -1,4 +1,4 @@
-"""Time what memory allows a defragmentation: the same moves in plain C, and memcpy."""
+"""Measure the memory limits of a defragmentation: the same moves in C, and memcpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Shape(ctypes.Structure):
 
 
 class MemoryBandwidth:
-    """A block of memory laid out as a cache is, every page of it there."""
+    """A block of memory with the layout of a cache; all pages are resident."""
 
     def __init__(self, library: ctypes.CDLL, cache: CacheShape) -> None:
         self._library = library
@@ -35,12 +35,12 @@ class MemoryBandwidth:
             raise NotEnoughMemory(msg, needed=cache.bytes, available=0)
 
     def strided(self, table: Table) -> float:
-        """Return the seconds of the moves, each row copied where the cache has it."""
+        """Return the seconds of the moves, each row copied at the cache's strides."""
         moves = ctypes.c_void_p(table.ctypes.data)
         return self._time(self._library.limits_strided, moves, ctypes.c_uint64(len(table)))
 
     def straight(self, size: int) -> float:
-        """Return the seconds of copying so many bytes at once."""
+        """Return the seconds of one copy of ``n`` bytes."""
         return self._time(self._library.limits_straight, ctypes.c_uint64(size))
 
     def _time(self, function: Any, *args: Any) -> float:
@@ -56,7 +56,7 @@ class MemoryBandwidth:
 
 
 def table(moves: Moves) -> Table:
-    """Return moves as runs of neighbouring cells: source, target and length, (runs, 3)."""
+    """Return moves as runs of adjacent cells: source, target and length, (runs, 3)."""
     source, target = moves.source, moves.target
     breaks = np.ones(len(source), dtype=np.bool_)
     breaks[1:] = (np.diff(source) != 1) | (np.diff(target) != 1)

@@ -1,7 +1,7 @@
-"""Run llama-cpp-python's loops: a program for the Python that has it, which needs no pyllamakv.
+"""Run llama-cpp-python's loops: a program for a Python without pyllamakv.
 
-The first line of its input is the workload as JSON, answered with the package's version; each
-line after that runs one round, answered with its seconds and its result.
+The first line of its input is the workload as JSON, answered with the package's version; each later
+line runs one round, answered with its seconds and its result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _llama(llama_cpp: Any, work: dict[str, Any], **options: Any) -> Any:
 
 
 def generate(llama_cpp: Any, work: dict[str, Any]) -> Any:
-    """Go on greedily with `Llama.generate`."""
+    """Continue greedily with `Llama.generate`."""
     llama = _llama(llama_cpp, work)
 
     def run() -> tuple[float, list[int]]:
@@ -61,7 +61,7 @@ def generate(llama_cpp: Any, work: dict[str, Any]) -> Any:
 
 
 def evaluate(llama_cpp: Any, work: dict[str, Any]) -> Any:
-    """Read the logits after each `Llama.eval` of a token, or after one of a whole prompt."""
+    """Read the logits after each `Llama.eval` of a token, or of a whole prompt."""
     prompt = work["kind"] == "prompt"
     llama = _llama(llama_cpp, work, logits_all=not prompt)
     tokens = work["tokens"]
@@ -83,7 +83,7 @@ def evaluate(llama_cpp: Any, work: dict[str, Any]) -> Any:
 
 
 def low(llama_cpp: Any, work: dict[str, Any]) -> Any:
-    """Fill one llama_batch again for each step, over its declarations of the C functions."""
+    """Refill one llama_batch for each step, with its declarations of the C functions."""
     mp, cp = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
     n, steps, greedy = work["sequences"], work["steps"], work["kind"] == "greedy"
     cp.n_ctx, cp.n_seq_max = work["n_ctx"], n

@@ -1,4 +1,4 @@
-"""Run the decode loops with llama-cpp-python, in a child that answers round by round."""
+"""Run the decode loops with llama-cpp-python, in a child process, round by round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyllamakv.errors import Untestable
 from qa.bench.workload import Round, Runner, Workload
 
 CHILD = Path(__file__).with_name("peer_child.py")
-#: Names the Python that has llama-cpp-python, where it is neither this one nor set up in the home.
+#: Environment variable with the Python that has llama-cpp-python, if it is another one.
 VARIABLE = "PYLLAMAKV_PEER"
 
 
@@ -28,8 +28,8 @@ VARIABLE = "PYLLAMAKV_PEER"
 def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Runner]:
     """Run a workload with llama-cpp-python on the ordinary libraries of a variant.
 
-    ``api`` is ``generate``, ``eval`` or ``llama_decode``. Raises Untestable where the release that
-    matches is not there, and says how to get it: no library has to be compiled for it.
+    ``api`` is ``generate``, ``eval`` or ``llama_decode``. Raises Untestable with the install
+    command if the matching release is not installed; no library is compiled for it.
     """
     described = dropin.describe(variant)
     set_up = install.installed(variant.manifest.release)
@@ -63,7 +63,7 @@ def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Ru
 
                 yield run
             finally:
-                # It ends by itself when its input does, unless it is in the middle of a round.
+                # The child ends with its input, unless it is in the middle of a round.
                 child.kill()
 
 
@@ -78,7 +78,7 @@ def _ask(
         line = child.stdout.readline()
     except BrokenPipeError:
         line = ""
-        # What was not sent is still to be flushed, and would raise again when the child is left.
+        # Unsent data remains in the buffer, and would raise again at the end of the block.
         with suppress(BrokenPipeError):
             child.stdin.close()
     if line:

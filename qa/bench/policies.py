@@ -1,4 +1,4 @@
-"""Compare the threshold policy with `never`, where it should win and where it could lose."""
+"""Compare the threshold policy with `never` in workloads that favour either."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CELLS = 8192
 
 
 def long_chat(context: pyllamakv.Context, saved: sparse.States) -> float:
-    """Go on with the one sequence that stayed at the end of the cache."""
+    """Continue the one sequence that stayed at the end of the cache."""
     return _steps(context, sparse.scatter(context, saved), 24)
 
 
 def short_answer(context: pyllamakv.Context, saved: sparse.States) -> float:
-    """Decode a few tokens there, not enough to repay a move, and be done with it."""
+    """Decode a few tokens there, too few to repay a move, and end."""
     return _steps(context, sparse.scatter(context, saved), 3)
 
 
 def compact(context: pyllamakv.Context, saved: sparse.States) -> float:
-    """Decode where there is nothing to gain."""
+    """Decode in a compact cache, where a move cannot help."""
     context.clear()
     live = context.sequence()
     live.restore(saved[0])
@@ -40,7 +40,7 @@ def compact(context: pyllamakv.Context, saved: sparse.States) -> float:
 
 
 def coming_and_going(context: pyllamakv.Context, saved: sparse.States) -> float:
-    """Serve three conversations of which the oldest leaves when the next one comes."""
+    """Serve three conversations; the oldest is removed when the next one starts."""
     del saved
     context.clear()
     open_: list[pyllamakv.Sequence] = []

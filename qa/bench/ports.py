@@ -1,4 +1,4 @@
-"""Count what ports change, and compare complete defragmentations with those of earlier patches."""
+"""Count the lines of ports, and compare complete defragmentations with those of earlier patches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qa.bench.rounds import complete
 GROUP = "Ports"
 Tick = Callable[[], None]
 
-#: Cells of the caches that are defragmented; every other one is in use.
+#: Number of cells of the caches; every second one is used.
 CELLS = 16384
 
 #: Processes of a comparison.
@@ -32,9 +32,9 @@ ROUNDS = 30
 
 
 def figures(tick: Tick, old: Iterable[str] = (), pairs: int = 5) -> list[Figure]:
-    """Count lines of every patch; ``old`` are ids of variants of earlier patches to compare with.
+    """Count the lines of every patch, and compare with builds of earlier patches.
 
-    Raises UsageError for an id that is not built here.
+    ``old`` are the ids of these variants. Raises UsageError for an id that is not built here.
     """
     compared = [_older(name) for name in old]
     return [
@@ -100,11 +100,11 @@ def _changed() -> list[Figure]:
 def _ratio(
     old: variant.Variant, cache: CacheShape, pairs: int, tick: Tick, rounds: int = ROUNDS
 ) -> Figure:
-    """Defragment the same cache with today's build of the release and with an older one.
+    """Defragment the same cache with the present build of the release and with an older one.
 
-    Where libraries and caches are placed in memory changes times by some percent, for as long as a
-    process lives. Each round therefore runs in a new process, in which the two libraries are opened
-    in alternating order, and the interval is that of the rounds' medians.
+    The placement of libraries and caches in memory changes times by some percent for the life of a
+    process. Each round therefore runs in a new process, in which the two libraries are opened in
+    alternating order, and the interval is that of the rounds' medians.
     """
     release = old.manifest.release
     specs = {"new": f"{release}+patched", "old": str(old.folder)}

@@ -1,7 +1,7 @@
-"""Measure what the prefix cache costs, and what it saves.
+"""Measure the cost of the prefix cache, and its savings.
 
-Its overhead is measured against the same sequences kept by hand: the same tokens are decoded
-beside the same others, with one thread, and the clock is the CPU time of that thread.
+Its overhead is measured against the same sequences managed manually: the same tokens are decoded in
+the same company, with one thread, and the clock is the CPU time of that thread.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ GROUP = "Prefixes"
 Tick = Callable[[], None]
 
 ENTRIES, LENGTH = 1000, 4096
-#: Seconds that a lookup may take, and the share of a decode that the cache may add to each token.
+#: Maximum seconds of a lookup, and maximum share of a decode that the cache adds to each token.
 LOOKUP, OVERHEAD = 1e-3, 0.05
-#: A prompt's tokens, of which the first may be shared, and the answer's.
+#: Tokens of a prompt, of which the first may be shared, and of the answer.
 PROMPT, SHARED, ANSWER = 64, 48, 128
 SEQUENCES = 8
 
 
 def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS) -> list[Figure]:
-    """Measure lookups in the tree alone, then the cache over a model of 260 thousand parameters."""
+    """Measure lookups in the tree alone, then the cache with a model of 260 thousand parameters."""
     found = [_lookup(name, keys, tick) for name, keys in _trees().items()]
     with pyllamakv.open(spec) as library, library.load_model(model_file()) as model:
         for shared in (0, SHARED):
@@ -94,7 +94,7 @@ def _packing(prompt: list[int]) -> float:
 
 
 def _prompts(shared: int) -> Iterator[list[int]]:
-    """Yield prompts that have just so many tokens in common."""
+    """Yield prompts with exactly ``shared`` common tokens."""
     for number in count():
         digits = [3 + number // 16**place % 16 for place in (0, 1, 2, 3)]
         yield [7] * shared + digits + [11 + i % 400 for i in range(PROMPT - shared - len(digits))]
@@ -162,7 +162,7 @@ def _ratio(times: Pairs, what: str, hits: int) -> Figure:
     )
 
 
-# What it saves...
+# Savings...
 
 
 def _cells(model: pyllamakv.Model) -> Figure:

@@ -1,4 +1,4 @@
-"""Measure what Python costs: import, a repeated build, a snapshot, one decode call."""
+"""Measure the overhead of Python: import, a repeated build, a snapshot, one decode call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qa.bench.measure import Interval, Pairs, clock, interleave, interval
 GROUP = "What Python costs"
 Tick = Callable[[], None]
 
-#: The same decodes in plain C, with a context of its own from the same library.
+#: The same decodes in C, with a context of its own from the same library.
 C_LOOP = """
 #include "plk.h"
 #include <dlfcn.h>
@@ -57,13 +57,13 @@ int forget(void) { GET(plk_seq_rm); return f_plk_seq_rm(context, 0, -1, -1); }
 
 
 def figures(tick: Tick) -> list[Figure]:
-    """Measure all of them."""
+    """Return all figures of this module."""
     each = (imports, first_use, repeated_build, snapshot, decode_call)
     return [figure(tick) for figure in each]
 
 
 def _python(*words: str) -> Callable[[], float]:
-    # Byte code is kept between runs, as it is for anybody's second run.
+    # Bytecode is cached between runs, as in any second run.
     keep = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return lambda: clock(
         lambda: subprocess.run([sys.executable, *words], check=True, capture_output=True, env=keep)
@@ -71,7 +71,7 @@ def _python(*words: str) -> Callable[[], float]:
 
 
 def imports(tick: Tick) -> Figure:
-    """Compare importing this package with importing numpy and cffi."""
+    """Compare the import of this package with that of numpy and cffi."""
     ratio, pairs = _imports("import pyllamakv", tick)
     return Figure(
         GROUP,
@@ -86,7 +86,7 @@ def imports(tick: Tick) -> Figure:
 
 
 def first_use(tick: Tick) -> Figure:
-    """Compare importing all that `open` and a snapshot need with importing numpy and cffi."""
+    """Compare the imports that `open` and a snapshot need with those of numpy and cffi."""
     ratio, pairs = _imports("import pyllamakv; pyllamakv.open; pyllamakv.Snapshot", tick)
     return Figure(
         GROUP,
@@ -109,7 +109,7 @@ def _imports(code: str, tick: Tick) -> tuple[Interval, Pairs]:
 
 
 def repeated_build(tick: Tick, release: str = DEFAULT_RELEASE) -> Figure:
-    """Compare a build that has nothing to do with starting Python."""
+    """Compare a build without changes with the start of Python."""
     pairs = interleave(
         _python("-m", "pyllamakv", "build", release), _python("-c", "pass"), pairs=10, progress=tick
     )
@@ -127,7 +127,7 @@ def repeated_build(tick: Tick, release: str = DEFAULT_RELEASE) -> Figure:
 
 
 def snapshot(tick: Tick, spec: str = "0.3.9+patched") -> Figure:
-    """Time a snapshot with its statistics of 4096 cells, with 1 to 64 sequences."""
+    """Measure a snapshot with its statistics of 4096 cells, with 1 to 64 sequences."""
     found, copied = {}, 0.0
     for sequences in (1, 8, 64):
         with (

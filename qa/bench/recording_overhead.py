@@ -1,4 +1,4 @@
-"""Measure what recording adds to decodes, on one context that is recorded and not in turn."""
+"""Measure the overhead of recording on decodes, on one context alternately with and without it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qa.bench.measure import MINIMUM_PAIRS, Pairs, interleave
 GROUP = "Recording"
 Tick = Callable[[], None]
 
-#: What recording may add, as a factor.
+#: Maximum overhead of recording, as a factor.
 BOUND = 1.03
-#: Tokens of a round, whatever the number of sequences.
+#: Tokens of a round, for any number of sequences.
 TOKENS = 256
-#: Name -> how many sequences, and how many tokens of each a batch has; 0: `advance`, 16 steps.
+#: Name -> number of sequences, and tokens of each in a batch; 0: `advance`, 16 steps.
 LOOPS = {
     "`step`, 1 sequence": (1, 1),
     "`step_all`, 8 sequences": (8, 1),
@@ -30,7 +30,7 @@ LOOPS = {
 
 
 def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS) -> list[Figure]:
-    """Compare each loop with itself, recorded over not recorded."""
+    """Return the time ratio of each loop with and without recording."""
     model = model_file()
     with (
         pyllamakv.open(spec) as library,

@@ -1,4 +1,4 @@
-"""Measure one workload: ours, the published algorithm, and the limits, in turn."""
+"""Measure one workload: ours, the published algorithm, and the limits, alternately."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from qa.bench.fragmentation import Fragmenter
 from qa.bench.measure import MINIMUM_PAIRS, Interval, interval
 from qa.bench.memory_bandwidth import MemoryBandwidth
 
-#: The mover of the patch that does what the published algorithm does: graphs of copies of rows.
+#: The mover of the patch with the published algorithm: graphs that copy rows.
 VARIABLE, PUBLISHED = "LLAMA_KV_DEFRAG_MOVER", "graph"
 
-#: Pairs that even the slowest workload gets.
+#: Minimum number of pairs, also for the slowest workload.
 LEAST = 5
 
 Tick = Callable[[], None]
@@ -30,11 +30,12 @@ Tick = Callable[[], None]
 
 @dataclass
 class Measured:
-    """Hold what was measured of one workload; seconds per round, in the order of the rounds.
+    """The measurements of one workload; seconds per round, in the order of the rounds.
 
     The published algorithm is slow: ``published`` may have fewer rounds than the others, the first
-    ones. ``skipped`` says why there is nothing. ``plan`` is a part of ours, and ``scratch`` are the
-    most bytes beyond the cache that ours needed; empty and 0 where the build does not count them.
+    ones. ``skipped`` is the reason if nothing was measured. ``plan`` is a part of ours, and
+    ``scratch`` the maximum bytes that ours needed beyond the cache; empty and 0 if the build does
+    not count them.
     """
 
     cache: CacheShape
@@ -52,17 +53,17 @@ class Measured:
 
     @property
     def over_strided(self) -> Interval:
-        """Return how many times as long as the strided copy ours takes."""
+        """Return the ratio of our time to that of a strided copy."""
         return ratio(self.ours, self.strided)
 
     @property
     def over_straight(self) -> Interval:
-        """Return how many times as long as memcpy ours takes."""
+        """Return the ratio of our time to that of memcpy."""
         return ratio(self.ours, self.straight)
 
     @property
     def faster(self) -> Interval:
-        """Return how many times as long as ours the published algorithm takes."""
+        """Return the ratio of the published algorithm's time to ours."""
         return ratio(self.published, self.ours)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def ratio(first: list[float], second: list[float]) -> Interval:
 
 
 class DefragBenchmark:
-    """Hold what a cache is measured with: its context, and a block of memory like it."""
+    """The objects of a measurement: a context, and a memory block of the same size as its cache."""
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class DefragBenchmark:
         self.carver = Fragmenter(context)
 
     def measure(self, pattern: str) -> Measured:
-        """Measure a pattern: thirty rounds where they fit into twice the budget, at least five.
+        """Measure a pattern: thirty rounds if they fit into twice the budget, at least five.
 
-        The published algorithm is in as many of them as fit into the budget once.
+        The published algorithm takes part in as many of them as fit into the budget once.
         """
         mask = defrag_workloads.live(pattern, self.cache.cells)
         found = Measured(self.cache, pattern, least_moves=defrag_workloads.least_moves(mask))
@@ -114,7 +115,7 @@ class DefragBenchmark:
             spent = time.perf_counter() - begin
             if number >= LEAST and spent > 2 * self.budget:
                 break
-            # The published algorithm stays away once it did: its rounds are the first ones.
+            # Once the published algorithm is left out, it stays out: its rounds are the first ones.
             all_three = number < LEAST or (
                 spent < self.budget and len(found.published) == len(found.ours)
             )
@@ -127,7 +128,8 @@ class DefragBenchmark:
     def _moves(self, found: Measured, mask: Live) -> memory_bandwidth.Table:
         self.carver.fragment(mask)
         before = self.context.kv.snapshot()
-        # Not timed: the first one pays for what is needed once. No other mover has been there yet.
+        # Not timed: the first defragmentation includes one-time initialization. No other mover has
+        # run.
         found.scratch = complete(self.context, mask).scratch or 0
         moves = before.moves_to(self.context.kv.snapshot())
         runs = memory_bandwidth.table(moves)
@@ -153,7 +155,7 @@ class DefragBenchmark:
 
 @contextmanager
 def mover(name: str) -> Iterator[None]:
-    """Let defragmentations of this process choose a mover of the patch."""
+    """Select the patch's mover for defragmentations of this process."""
     kept = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = name
     try:
@@ -166,14 +168,14 @@ def mover(name: str) -> Iterator[None]:
 
 
 def complete(context: Context, mask: Live) -> DefragReport:
-    """Defragment; raises Untestable when the live cells do not lie together afterwards."""
+    """Defragment. Raises Untestable if the live cells are not contiguous afterwards."""
     report = context.kv.defrag(fallback=False)
     check(context, mask)
     return report
 
 
 def check(context: Context, mask: Live) -> None:
-    """Raise Untestable unless all live cells, and no others, lie at the start of the cache."""
+    """Raise Untestable unless exactly the live cells are at the start of the cache."""
     stats, used = context.kv.stats, int(mask.sum())
     if (stats.used, stats.used_max_p1) != (used, used):
         msg = f"of {used} live cells, {stats.used} lie below {stats.used_max_p1} after all moves"

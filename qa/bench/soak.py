@@ -1,8 +1,8 @@
-"""Let clients use a slot cache for a long time, and look at every cell after every decode.
+"""Run clients on a slot cache for a long time, and check every cell after every decode.
 
-Four clients talk to the batching loop at once: they go on with a conversation, turn back in it,
-begin another, stop listening in the middle. After each decode the ledger of every sequence is
-compared with the cells: a cell that no ledger knows, or a token without a cell, is a ghost.
+Four clients use the batching loop at once: they continue a conversation, go back in it, start
+another, or cancel. After each decode the ledger of every sequence is compared with the cells: a
+cell without a ledger entry, or a token without a cell, is a ghost.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from qa.bench.figure import Figure
 GROUP = "The soak"
 Tick = Callable[[], None]
 
-#: What a whole run does.
+#: Length of a run.
 DECODES, CLIENTS, N_CTX, LENGTHS = 20_000, 4, 8192, (10, 2100)
 
 
 @dataclass
 class SoakResult:
-    """Hold what a run came to; ``ghosts`` are positions, added up over all decodes."""
+    """The result of a run; ``ghosts`` are positions, summed over all decodes."""
 
     decodes: int = 0
     prompts: int = 0
@@ -46,12 +46,12 @@ class SoakResult:
 
     @property
     def clean(self) -> bool:
-        """Return whether nothing was lost, left over or refused."""
+        """Return whether no token was lost, left over or refused."""
         return not (self.slot_failures or self.failed or self.ghosts or self.ledger_errors)
 
 
 class Client:
-    """Ask for one continuation after the other; what it asks depends on the seed alone."""
+    """Request one continuation after another; the requests depend on the seed alone."""
 
     def __init__(self, seed: int, lengths: tuple[int, int], n_vocab: int) -> None:
         self._random = random.Random(seed)
@@ -59,17 +59,17 @@ class Client:
         self._n_vocab = n_vocab
         self._history: list[int] = []
         self.going: Generation | None = None
-        #: After how many tokens it stops listening.
+        #: Number of tokens after which the client cancels.
         self.patience = 0
 
     def prompt(self) -> tuple[list[int], int]:
-        """Return the next prompt, and how many tokens are wanted."""
+        """Return the next prompt, and the number of tokens to generate."""
         draw, (low, high) = self._random, self._lengths
         if self.going is not None:
             self._history = [*self.going.prompt, *self.going.tokens]
         kind = draw.random()
         if kind < 0.3 or not self._history:
-            # Half of the conversations begin as others do.
+            # Half of the conversations start with a common prefix.
             self._history = _preface(draw.randrange(6), high // 6, self._n_vocab)
         elif kind < 0.5:
             del self._history[draw.randrange(len(self._history)) :]
@@ -96,7 +96,7 @@ def soak(
     tick: Tick | None = None,
     **options: Any,
 ) -> SoakResult:
-    """Run until so many decodes are done; ``options`` are those of `SlotCache`."""
+    """Run the given number of decodes; ``options`` are those of `SlotCache`."""
     found, begin = SoakResult(), time.perf_counter()
     n_vocab = context.n_vocab
     with SlotCache(context, keep=8, **options) as cache, Batcher(cache) as batcher:
@@ -140,7 +140,7 @@ def _look(
         going = client.going
         if going is not None and going.lease is not None:
             held = going.ledger.tokens
-            # The ledger is the beginning of what the sequence has to hold, token by token.
+            # The ledger is a prefix of the sequence's expected tokens.
             found.ledger_errors += held != going.all_tokens[: len(held)]
 
 
@@ -150,7 +150,7 @@ def figures(
     decodes: int = DECODES,
     control: str = "0.3.9+stock",
 ) -> list[Figure]:
-    """Run the whole soak under both policies, and once on a build that does not heal itself."""
+    """Run both policies, and one run on a build without rollback."""
     found = []
     for each, policy in ((spec, "best"), (spec, "longest"), (control, "best")):
         variant = variants.find(each)
@@ -170,7 +170,7 @@ def figures(
 
 
 def figure(policy: str, done: SoakResult, spec: str, *, asked: bool = True) -> Figure:
-    """Tell what came of a run; only where it is ``asked`` for nothing may go wrong."""
+    """Return the figure of a run; only ``asked`` runs have a target."""
     low, high = LENGTHS
     return Figure(
         GROUP,

@@ -1,4 +1,4 @@
-"""Measure what a sparse cache costs, and what compacting it takes: by moving, and by restoring."""
+"""Measure the cost of a sparse cache, and of compacting it: by moving, and by restoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUP = "A sparse cache"
 Tick = Callable[[], None]
 States = tuple[bytes, bytes]
 
-#: The last release that can be pinned: nothing moves cells there, and slots are scattered.
+#: The last pinned release: stock moves no cells and accepts scattered slots.
 RELEASE = "0.3.36"
 
 #: The K and V rows of a model of a billion parameters; everything else is small.
@@ -105,13 +105,13 @@ def _figure(
 
 
 def options(cells: int, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return what a context of so many cells is made with."""
+    """Return the context options for a number of cells."""
     sizes = {"n_ctx": cells, "n_batch": 512, "n_ubatch": 512, "n_threads": 1}
     return {**sizes, "n_seq_max": cells // FILLER + 1, **setting}
 
 
 def states(context: pyllamakv.Context) -> States:
-    """Return what `scatter` restores: the sequence that stays, and one of those that leave."""
+    """Return the states that `scatter` restores: one to keep, and one to remove."""
     context.clear()
     found = []
     for length in (LIVE, FILLER):
@@ -122,7 +122,7 @@ def states(context: pyllamakv.Context) -> States:
 
 
 def scatter(context: pyllamakv.Context, saved: States | None = None) -> pyllamakv.Sequence:
-    """Fill the cache by restoring one state again and again, and leave what comes last."""
+    """Fill the cache by restoring one state repeatedly, and keep the last cells."""
     kept, filler = saved or states(context)
     context.clear()
     fillers = [context.sequence() for _ in range((context.info.n_ctx - 512) // FILLER)]
@@ -136,7 +136,7 @@ def scatter(context: pyllamakv.Context, saved: States | None = None) -> pyllamak
 
 
 def _alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
-    """Return a live sequence in a cache that has nothing else."""
+    """Return the only sequence of a cache without other tokens."""
     context.clear()
     live = context.sequence()
     context.prefill(live, [i % 32 for i in range(LIVE)])
@@ -144,14 +144,14 @@ def _alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
 
 
 def _repeat(context: pyllamakv.Context, tick: Tick, rounds: int = 5) -> list[float]:
-    """Return the seconds of compacting the scattered cache, each time anew."""
+    """Return the seconds of compacting the scattered cache, set up anew each time."""
     found = []
     for _ in range(rounds + 1):
         live = scatter(context)
         found.append(context.kv.defrag().seconds)
         live.close()
         tick()
-    # The first touches memory for the first time.
+    # The first run touches memory for the first time.
     return found[1:]
 
 

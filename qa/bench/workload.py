@@ -1,4 +1,4 @@
-"""Say what the decode loops do, and what a round of one gave."""
+"""Define the workloads of the decode loops, and the result of a round."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pyllamakv.errors import HarnessError
 
 Kind = Literal["greedy", "logits", "prompt"]
 
-#: The pieces that a prompt is decoded in.
+#: Sizes of the batches that a prompt is decoded in.
 PIECE = 128
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe a loop: ``steps`` tokens in each of ``sequences``, or a prompt of ``steps`` tokens.
+    """A loop: ``steps`` tokens in each of ``sequences``, or a prompt of ``steps`` tokens.
 
-    ``greedy`` goes on with the most likely token, ``logits`` reads the first logit of each place.
-    ``peers`` are the ways of llama-cpp-python that it is compared with.
+    ``greedy`` continues with the most likely token, ``logits`` reads the first logit of each
+    output. ``peers`` are the compared interfaces of llama-cpp-python.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Workload:
     sequences: int
     steps: int
     peers: tuple[str, ...]
-    #: How many steps our side makes in a call (`Context.advance`); 0: one, with its own lines.
+    #: Steps of our side in a call (`Context.advance`); 0: one step per call.
     burst: int = 0
 
     @property
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def n_ctx(self) -> int:
-        """Return the cells that all of it needs."""
+        """Return the number of cells that the workload needs."""
         return self.sequences * self.steps
 
     @property
@@ -60,7 +60,7 @@ Runner = Callable[[], Round]
 
 
 def require_same_result(name: str, mine: Round, other: Round) -> None:
-    """Refuse to compare two loops that did not compute the same."""
+    """Raise an error if two loops computed different results."""
     pairs = zip(mine.result, other.result, strict=False)
     same = len(mine.result) == len(other.result) and all(
         math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in pairs

@@ -1,9 +1,9 @@
-"""Inject faults and repeat: nothing may be lost, wrong, left half done, or locked for ever.
+"""Inject faults and repeat the operation: no data may be lost, wrong, incomplete or locked.
 
-One part of the product at a time (`steps`) runs in a child in which the n-th change of a file goes
-wrong (`preload`, `attempt`). Which n comes next is chance, and mostly time ends before all were
-tried (`trial`); an entry says how many of how many. What is lost otherwise, workers and servers, is
-in `lost`. Only what struck counts as a fault.
+One operation of the product at a time (`steps`) runs in a child process in which the n-th change of
+a file fails (`preload`, `attempt`). The order of n is random, and usually the time limit ends the
+run first (`trial`); an entry reports the number of tried and possible faults. Killed workers and
+servers are in `lost`. Only faults that had an effect are counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ACROSS: Final = {
     "full disks": ("room", "fsize"),
     "little memory": ("memory",),
 }
-#: What part of the time workers and servers get, each.
+#: Share of the time for workers and for servers.
 _SHARE: Final = 0.08
 _WORDS: Final = {
     "kill": "kills of everything",
@@ -74,7 +74,7 @@ def names() -> tuple[str, ...]:
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Inject faults for about ``effort.seconds``; return an entry per family.
 
-    One of which nothing was tried says why.
+    An entry without tried faults states the reason.
     """
     from pyllamakv.building import variant
 
@@ -88,7 +88,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         made.append(_entry(name, of_files, effort))
     for name, kinds in _ACROSS.items():
         mine = [r for r in records if r.kind in kinds]
-        # A disk of its own cannot be mounted everywhere.
+        # Mounting a file system is not possible everywhere.
         tried = {r.kind for r in mine if r.tried}
         lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
         entry = _entry(name, mine, effort)
@@ -108,7 +108,7 @@ def _empty(entry: Entry) -> bool:
 
 
 def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
-    """Return what cannot be tried here, and why."""
+    """Return the entries that cannot run here, with the reasons."""
     from pyllamakv.source.store import open_store
 
     build = f"run: pyllamakv build {DEFAULT_RELEASE}"
@@ -126,7 +126,7 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
 def _walked(
     effort: StressOptions, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
 ) -> list[InjectionRecord]:
-    """Try the kinds of fault that are wanted on the steps that are wanted."""
+    """Try the selected kinds of fault on the selected steps."""
     from pyllamakv.scenarios import synthetic_models
     from qa.faults import preloaded_process
 
@@ -153,7 +153,7 @@ def _walked(
 
 
 def _lost(effort: StressOptions, folder: Path | None, tick: Tick) -> list[InjectionRecord]:
-    """Lose what is wanted, where there is something to lose."""
+    """Kill the selected processes, if the builds are available."""
     from qa.faults import process_kill
 
     if folder is None:

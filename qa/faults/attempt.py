@@ -1,4 +1,4 @@
-"""Run a step once in a child of its own, with one fault, and tell how it ended."""
+"""Run a step once in a child process with one fault, and return how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyllamakv.errors import KvError
 from pyllamakv.runtime.memory_estimate import mapped_bytes
 from qa.faults import preload
 
-#: No step takes a second; one that takes this long waits for something that never comes.
+#: Timeout of a step in seconds; no step takes one second.
 PATIENCE: Final = 60.0
 
 Ending = Literal["done", "error", "killed", "hung"]
@@ -28,13 +28,13 @@ Ending = Literal["done", "error", "killed", "hung"]
 
 @dataclass(frozen=True)
 class Fault:
-    """Name one fault.
+    """One fault.
 
-    ``kind`` is "kill" (everything), "one" (the process that makes the change, git for example),
-    "full" (no room from then on), "once" (no room, once), "eio", "stop" (and go on, after a second
-    run beside it), "clock", "memory", "room" (on the disk) or "fsize" (of one file); "none" only
-    counts. ``at`` is the change where it strikes; ``amount`` are the seconds that the clock jumps,
-    or the bytes that there are.
+    ``kind`` is "kill" (all processes), "one" (the process that makes the change, git for example),
+    "full" (disk full since then), "once" (disk full once), "eio", "stop" (pause, run a second
+    process, continue), "clock", "memory", "room" (limit of the disk) or "fsize" (limit of a file);
+    "none" only counts. ``at`` is the index of the change; ``amount`` are the seconds that the clock
+    jumps, or the bytes of the limit.
     """
 
     kind: str = "none"
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """Tell how an attempt ended: its result, or the error and whether that is one of ours."""
+    """The result of an attempt, or its error and whether that is an error type of this package."""
 
     ending: Ending
     result: Any = None
@@ -57,7 +57,7 @@ class AttemptResult:
 
 
 class Child:
-    """Own one child that runs a step, from its fork until it was reaped."""
+    """A child process that runs a step, from its fork until it is reaped."""
 
     def __init__(self, work: Callable[[], Any], fault: Fault, root: Path, counter: Path) -> None:
         self._said, says = os.pipe()
@@ -73,7 +73,7 @@ class Child:
         self._status: int | None = None
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it ended within some seconds."""
+        """Return whether the child ended within some seconds."""
         until = time.monotonic() + seconds
         pause = 0.001
         while self._status is None:
@@ -88,12 +88,12 @@ class Child:
         return True
 
     def end(self, seconds: float = PATIENCE) -> AttemptResult:
-        """Wait for the child, kill what is left of it, and return how it ended."""
+        """Wait for the child, kill its remaining processes, and return the result."""
         in_time = self.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(PATIENCE)
-        # A grandchild that lives on would keep the pipe open: what the child said is there.
+        # A surviving grandchild would keep the pipe open; the child's result has arrived.
         os.set_blocking(self._said, False)
         said = b""
         with contextlib.suppress(BlockingIOError):
@@ -108,7 +108,7 @@ class Child:
 
 
 def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says: int) -> None:
-    """Be the child: never returns."""
+    """Run the step in the child; never returns."""
     try:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -131,7 +131,7 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
             _unlimited()  # to tell it takes memory as well
             typed = isinstance(error, KvError | MemoryError)
             if fault.kind == "memory":
-                # Without any the interpreter itself ends an import in words of its own.
+                # Without memory, the interpreter ends an import with its own message.
                 lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
                 typed = typed or lacks or isinstance(error, ImportError | SystemError)
             where = traceback.extract_tb(error.__traceback__)
@@ -151,5 +151,5 @@ def _unlimited() -> None:
 
 
 def _limit(what: int, size: int) -> None:
-    """Bound what this process and its children may take; the bound may be taken away."""
+    """Limit the resources of this process and its children; the limit can be removed."""
     resource.setrlimit(what, (size, resource.getrlimit(what)[1]))

@@ -1,4 +1,4 @@
-"""Try faults on a step, one by one: each is followed by a repeat that must put it right."""
+"""Try faults on a step, one by one; after each, a repeat must succeed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from qa.faults.step import FaultTarget
 #: Faults of files, at any change.
 FILES: Final = ("kill", "one", "full", "once", "eio")
 _YEAR: Final = 365 * 86400
-#: How far clocks jump: a summer's hour, a day and more, years, both ways.
+#: Clock jumps: daylight saving time, a day and more, years, in both directions.
 _JUMPS: Final = (3600, -3600, 2 * 86400, -2 * 86400, 10 * _YEAR, -10 * _YEAR)
-#: Bytes that a run gets: of address space beyond what it has, of room on the disk, of one file.
+#: Limits in bytes: of address space beyond the present use, of disk space, of one file.
 _AMOUNTS: Final = {
     "memory": tuple(1 << 20 << n for n in range(8)),
     "room": tuple(n << 12 for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)),
     "fsize": tuple(1 << n for n in range(6, 17)),
 }
-#: What another process may take while the first is stopped, before the first goes on.
+#: Timeout of the second process while the first is stopped.
 _BESIDE: Final = 0.4
 
 
 @dataclass
 class InjectionRecord:
-    """Count the faults of one kind that were tried on one step, and keep what was wrong.
+    """The faults of one kind that were tried on one step, and the defects found.
 
-    ``struck`` are those of ``tried`` that anything came of: a change failed, the clock was read
-    when it was wrong, a limit was met. ``repeated`` are the repeats after these that worked.
-    ``places`` says how many there are to try: changes of files, times the ways to strike at each.
+    ``struck`` counts those of ``tried`` that had an effect: a change failed, the wrong clock was
+    read, a limit was reached. ``repeated`` counts the successful repeats after these. ``places`` is
+    the number of possible faults: changes of files, times the kinds of failure of each.
     """
 
     step: str
@@ -57,7 +57,7 @@ class InjectionRecord:
 
 
 class FaultInjector:
-    """Try faults on one step in a folder of its own."""
+    """Try faults on one step in a directory of its own."""
 
     def __init__(self, step: FaultTarget, folder: Path) -> None:
         self.step = step
@@ -79,7 +79,7 @@ class FaultInjector:
         return self.records.setdefault(kind, InjectionRecord(self.step.name, kind))
 
     def faults(self, kinds: tuple[str, ...], seed: int) -> Iterator[Fault]:
-        """Yield every fault of some kinds once, the kinds in turn, each in an order of chance."""
+        """Yield every fault of some kinds once: kinds alternate, each in random order."""
         chance = random.Random(seed)
         of_kinds = [self._all(kind) for kind in kinds if kind not in self.step.without]
         for found in of_kinds:
@@ -96,10 +96,10 @@ class FaultInjector:
         return [Fault(kind, at) for at in points]
 
     def walk(self, kinds: tuple[str, ...], seed: int, seconds: float) -> Iterator[Fault]:
-        """Try faults until time is up or there is none left; yield each that was tried.
+        """Try faults until the time is up or all were tried; yield each.
 
-        At least one is tried, and the first ``kinds`` come first. A kind without a place to strike
-        at is a defect: nothing of it would be tried, and nothing found.
+        At least one is tried, and the first ``kinds`` come first. A kind without possible faults is
+        a defect, because it would test nothing.
         """
         until = time.monotonic() + seconds
         if "none" in self.records:
@@ -118,7 +118,7 @@ class FaultInjector:
             yield fault
 
     def try_one(self, fault: Fault) -> None:
-        """Try one fault on a fresh copy, repeat, and note what is wrong."""
+        """Try one fault on a fresh copy, repeat, and record defects."""
         begin = time.monotonic()
         self._begin()
         endings = self._two(fault) if fault.kind == "stop" else [self._attempt(fault)]
@@ -148,7 +148,7 @@ class FaultInjector:
         record.seconds += time.monotonic() - begin
 
     def _otherwise(self, ending: AttemptResult) -> bool:
-        """Return whether an attempt ended otherwise than without a fault."""
+        """Return whether an attempt ended differently from one without a fault."""
         return ending.ending != "done" or ending.result != self.expected.result
 
     def _judge(self, fault: Fault, ending: AttemptResult) -> Iterator[str]:
@@ -174,7 +174,7 @@ class FaultInjector:
 
     @contextlib.contextmanager
     def _filled(self, fault: Fault) -> Iterator[None]:
-        """Fill the file system but for the room that a fault leaves."""
+        """Fill the file system except for the bytes that a fault leaves."""
         if fault.kind != "room":
             yield
             return
@@ -193,7 +193,7 @@ class FaultInjector:
         return Child(work, fault, self.place, self._counter.path)
 
     def _two(self, fault: Fault) -> list[AttemptResult]:
-        """Stop a first run at one change, run a second beside it, and let the first go on."""
+        """Stop a first run at one change, run a second one, and continue the first."""
         self._counter.reset()
         first = self._child(fault)
         until = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""Compile and arm what makes the n-th change of files go wrong (preload.c)."""
+"""Compile and configure the library that makes the n-th change of files fail (preload.c)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pyllamakv.errors import ToolMissing
 
-#: Changes, the process that stopped itself, and how often the fault struck (preload.c).
+#: Changes, the process that stopped itself, and how often the fault happened (preload.c).
 _SHARED = struct.Struct("<qqq")
 _NAMES = ("PLF_ROOT", "PLF_SHARED", "PLF_AT", "PLF_DO", "PLF_GROUP", "PLF_CLOCK")
 
 
 def compiled(folder: Path) -> Path:
-    """Compile the library into a folder; raises ToolMissing where there is no C compiler."""
+    """Compile the library into a directory. Raises ToolMissing without a C compiler."""
     library, source = folder / "preload.so", Path(__file__).parent / "native" / "preload.c"
     compiler = os.environ.get("CC", "cc")
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)]
@@ -34,7 +34,7 @@ def compiled(folder: Path) -> Path:
 
 
 def arm(words: Mapping[str, str]) -> None:
-    """Take ``PLF_…`` variables for this process and its children; needs the library loaded."""
+    """Read ``PLF_…`` variables for this process and its children; the library must be loaded."""
     for name in _NAMES:
         os.environ.pop(name, None)
     os.environ.update(words)
@@ -51,20 +51,20 @@ class Counter:
             self._map = mmap.mmap(file.fileno(), _SHARED.size)
 
     def reset(self) -> None:
-        """Begin again at nothing."""
+        """Reset all counts to 0."""
         self._map[:] = bytes(_SHARED.size)
 
     @property
     def changes(self) -> int:
-        """Return how many changes there were."""
+        """Return the number of changes."""
         return int(_SHARED.unpack(self._map[:])[0])
 
     @property
     def stopped(self) -> int:
-        """Return the process that stopped itself, 0 before."""
+        """Return the id of the process that stopped itself, 0 before."""
         return int(_SHARED.unpack(self._map[:])[1])
 
     @property
     def hits(self) -> int:
-        """Return how often the fault struck, or a limit was met."""
+        """Return how often the fault happened, or a limit was reached."""
         return int(_SHARED.unpack(self._map[:])[2])

@@ -1,7 +1,7 @@
-"""Try faults on steps in a process that has the library of preload.c loaded: `-m`, by `conduct`.
+"""Try faults on steps in a process that has preload.c loaded; started with `-m` by `conduct`.
 
-It has no threads and opens no native library itself, so that every attempt may be a fork of it.
-Lines of JSON on stdout tell each fault that was tried, and at the end a record per step and kind.
+It has no threads and opens no native library, so that every attempt can be a fork of it. It writes
+one JSON line per tried fault to stdout, and at the end a record per step and kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qa.entry import Tick
 from qa.faults import preload
 from qa.faults.fault_injection import FaultInjector, InjectionRecord
 
-#: The size of the disk that steps work on: what a copy of a home takes, many times.
+#: Size of the tmpfs for steps: many copies of a data directory.
 _DISK = "192m"
 
 
@@ -39,9 +39,9 @@ def run_injections(
 ) -> list[InjectionRecord]:
     """Try faults of some kinds on steps, each for its share of the time; return the records.
 
-    A step is named as ``module:Class``, with the arguments that it is made with. All happens on a
-    small disk in memory; where none can be mounted the kind "room" is left out. Raises
-    ToolMissing without a C compiler, HarnessError when the stage itself breaks.
+    A step is ``module:Class`` with its arguments. It runs on a small tmpfs; if none can be mounted,
+    the kind "room" is left out. Raises ToolMissing without a C compiler, HarnessError if the
+    process fails.
     """
     with tempfile.TemporaryDirectory(prefix="pyllamakv-faults-") as name:
         folder = Path(name).resolve()
@@ -60,7 +60,7 @@ def run_injections(
 
 
 def _mounting(folder: Path) -> list[str]:
-    """Return the words that give a command a disk of its own, which goes with it."""
+    """Return the command prefix that mounts a tmpfs for the life of the command."""
     script = f'mount -t tmpfs -o size={_DISK} none "$0" && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", script, str(folder / "disk")]
 
@@ -100,8 +100,8 @@ def _listen(
 
 
 def main(folder: Path) -> None:
-    """Carry out the orders that lie in a folder."""
-    # So that what the steps started ends with this process.
+    """Run the orders in a directory."""
+    # Ends the steps' child processes with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     orders = json.loads((folder / "orders.json").read_text(encoding="utf-8"))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -113,11 +113,11 @@ def main(folder: Path) -> None:
         made = getattr(importlib.import_module(module), kind)(*map(_read, arguments))
         try:
             trial = FaultInjector(made, place)
-            # With little time each step begins with other kinds, so that all come to their turn.
+            # With little time, each step starts with other kinds, so that all kinds are tried.
             kinds = orders["kinds"]
             first = 2 * number % len(kinds)
             kinds = (*kinds[first:], *kinds[:first])
-            # What one step takes beyond its share, to begin with, is the next one's loss.
+            # Time that a step takes beyond its share is taken from the next one.
             until = begin + orders["seconds"] * (number + 1) / len(orders["steps"])
             left = until - time.monotonic()
             for fault in trial.walk(kinds, orders["seed"] + number, left):

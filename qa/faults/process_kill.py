@@ -1,4 +1,4 @@
-"""Lose a worker or a server in the middle of what it does: by signals, at moments of chance."""
+"""Kill a worker or a server while it works: by signals, at random moments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyllamakv.scenarios.device_placement import ALL
 from qa.entry import Tick
 from qa.faults.fault_injection import InjectionRecord
 
-#: Each signal, and the error that it must become.
+#: Each signal, and the expected error.
 _WORKER: Final = {
     signal.SIGKILL: WorkerDied,
     signal.SIGABRT: WorkerDied,
@@ -29,16 +29,16 @@ _WORKER: Final = {
     signal.SIGSTOP: WorkerTimeout,
 }
 _SERVER: Final = {signal.SIGKILL: DeviceLost, signal.SIGSTOP: WorkerTimeout}
-#: Seconds after which one that hangs is given up, of which no call takes a hundredth.
+#: Timeout in seconds; no call takes a hundredth of it.
 _SILENCE: Final = 4.0
-#: Seconds within which the signal comes.
+#: Seconds within which the signal is sent.
 _WINDOW: Final = 0.1
 _PATIENCE: Final = 60.0
 _TOKENS: Final = [1 + n % 20 for n in range(24)]
 
 
 def workers(variant: Path, seconds: float, seed: int, tick: Tick) -> InjectionRecord:
-    """Lose workers; a new one takes their place and comes to the same logits."""
+    """Kill workers; a new one replaces each and must compute the same logits."""
     record = InjectionRecord("workers", "lost")
     model = synthetic_models.tiny()
 
@@ -52,7 +52,7 @@ def workers(variant: Path, seconds: float, seed: int, tick: Tick) -> InjectionRe
 
 
 def servers(variant: Path, seconds: float, seed: int, tick: Tick) -> InjectionRecord:
-    """Lose servers that hold a model and its cache; the next client goes to another."""
+    """Kill servers that hold a model and its cache; the next client uses a new one."""
     record = InjectionRecord("servers", "lost")
     model = synthetic_models.model("grouped")
 
@@ -94,7 +94,7 @@ def _lose(
                 if expected is None:
                     expected = found
                 elif (found == expected).all():
-                    # The one before was lost; this one is its repeat.
+                    # The previous worker was killed; this is its repeat.
                     record.repeated += 1
                 else:
                     record.defects.append(f"{about}: what came before left other logits")
@@ -133,7 +133,7 @@ def _strike(
     expected: type[KvError],
     record: InjectionRecord,
 ) -> str:
-    """Work until the signal has come; return what is wrong with the error that it became."""
+    """Work until the signal arrives; return the defect in the resulting error, if any."""
     native = model.native
     native.timeout = _SILENCE if number is signal.SIGSTOP else _PATIENCE
     timer = threading.Timer(delay, os.kill, (pid, number))
@@ -147,7 +147,7 @@ def _strike(
     except expected as error:
         record.struck += 1
         record.errors[type(error).__name__] += 1
-        # Whatever is asked of it later says the same.
+        # All later requests raise the same error.
         with contextlib.suppress(expected):
             model.context(n_ctx=256)
             return f"after {type(error).__name__} a context could be made"
@@ -164,7 +164,7 @@ def _strike(
 
 
 def _work(ctx: Any) -> None:
-    """Do a bit of everything that a worker is asked for."""
+    """Use each kind of request that a worker serves."""
     with ctx.sequence() as a, ctx.sequence() as b:
         ctx.decode([a.feed(_TOKENS), b.feed(_TOKENS[:9])])
         saved = a.save()
@@ -178,7 +178,7 @@ def _work(ctx: Any) -> None:
 
 
 def children() -> set[int]:
-    """Return the processes that this one started and that are there yet, dead ones too."""
+    """Return the child processes of this one, including zombies."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Say what a step is: one command of the product that faults are tried on."""
+"""Define a step: one operation of the product that faults are injected into."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from typing import Any
 from pyllamakv.source import git_command
 from qa.faults.attempt import AttemptResult
 
-#: What a killed git may leave: objects that nothing points at, half ones under passing names that
-#: it never reads, and what `git init` tries a file system with. `git fsck` tells of the others.
+#: Files that a killed git may leave: unreferenced objects, partial objects under temporary names
+#: that it never reads, and the files that `git init` tests a file system with. `git fsck` reports
+#: others.
 GIT_LEAVES = (r"home/store\.git/objects/.+", r"home/store\.git/t\w{6}")
 
 
 class FaultTarget:
-    """Do one thing in a folder; subclasses say what.
+    """One operation in a directory, defined by subclasses.
 
-    ``prepare`` fills the folder once; each attempt works on a copy of it at the same place, with
-    the home in its ``home``. ``run`` is what is disturbed and repeated, and returns its result as
-    plain data, the same each time.
+    ``prepare`` fills the directory once; each attempt works on a copy of it at the same path, with
+    the data directory in its ``home``. ``run`` is disturbed and repeated, and returns its result as
+    plain data, equal each time.
     """
 
     name = ""
-    #: Patterns, below the folder, of what a killed run may leave behind by what the docs say.
+    #: Patterns, below the directory, of files that a killed run may leave according to the docs.
     allowed_leftovers: tuple[str, ...] = ()
-    #: Errors with which a second run beside the first may be refused.
+    #: Errors with which a concurrent second run may be refused.
     allowed_errors: tuple[str, ...] = ()
-    #: Kinds of fault that tell nothing about it.
+    #: Kinds of fault that cannot reveal a defect in it.
     without: tuple[str, ...] = ()
 
     def prepare(self, folder: Path) -> None:
-        """Make what each attempt begins with."""
+        """Create the initial state of each attempt."""
 
     def run(self, folder: Path) -> Any:
-        """Do it; return what came of it."""
+        """Run the operation; return its result."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what `prepare` started."""
+        """End the processes that `prepare` started."""
 
     def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
-        """Return what is wrong with what a disturbed run left, before it is repeated."""
+        """Return the defect in the state after a disturbed run, before the repeat; "" if none."""
         return []
 
     def check_completed(self, folder: Path) -> list[str]:
-        """Return what is wrong with a folder in which the step ran through."""
+        """Return the defect in the state after a completed run; "" if none."""
         store = folder / "home" / "store.git"
         if not store.is_dir():
             return []
@@ -54,7 +55,7 @@ class FaultTarget:
         return [f"git fsck: {done.stderr.decode()[:200]}"] if done.returncode else []
 
     def files(self, folder: Path) -> set[str]:
-        """Return the files and folders there are, without what may be left behind."""
+        """Return files and directories, except those that may be left over."""
         allowed = re.compile("|".join(f"(?:{each})" for each in self.allowed_leftovers) or r"(?!)")
         found = set()
         for place, folders, files in os.walk(folder):

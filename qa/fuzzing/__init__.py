@@ -1,9 +1,8 @@
-"""Feed bytes and arguments that nobody would write to everything that reads them.
+"""Fuzz everything that reads foreign bytes or arguments.
 
-`readers` are those in Python, `live` puts states and kept files into contexts, `calls` are the
-entry points of plk.h, and `header` is the C++ that reads a kept file. Each target runs in a process
-of its own; what ends it, hangs, or answers with anything but success or an error of this package is
-a finding.
+`readers` are those in Python, `live` restores states and files into contexts, `calls` are the entry
+points of plk.h, and `header` is the C++ code that reads a cache file. Each target runs in a process
+of its own. A crash, a hang, or any result except success and this package's errors is a finding.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from qa.fuzzing.processes import Processes
 from qa.fuzzing.target import memory
 from qa.fuzzing.target_process import fuzz
 
-#: What is fuzzed, by the names of entries and of the folders of their corpora.
+#: The targets, by the names of entries and of the directories of their corpora.
 TARGETS = {
     "gguf": "python_targets:gguf",
     "states": "python_targets:states",
@@ -46,7 +45,7 @@ def names() -> tuple[str, ...]:
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Fuzz every target that is wanted, each for its share of the time."""
+    """Fuzz every selected target, each for its share of the time."""
     wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]
     jobs = min(effort.jobs, max(1, len(wanted)))
     seconds = effort.shared(len(wanted)).seconds * jobs
@@ -90,7 +89,7 @@ def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Proce
 
 
 def kept(name: str) -> list[Path]:
-    """Return the inputs of a target that the repository keeps; none where there is no checkout."""
+    """Return the inputs of a target in the repository; empty outside a checkout."""
     root = checkout()
     folder = root / "tests" / "data" / "corpora" / name if root else None
     return sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Lend buffers that end where nothing may be read or written, however long they are."""
+"""Provide buffers that end at an inaccessible page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from pyllamakv.native._plk import ffi
 
-#: More than the longest buffer that an int32_t can count of 4 bytes; it takes no memory.
+#: More than the longest buffer of 4-byte elements that an int32_t can count; it takes no memory.
 _SPACE = (1 << 33) + (1 << 20)
 _NORESERVE = 0x4000
-#: So many elements of a buffer are filled; what is behind them is what was there, mostly zeros.
+#: Number of elements that are filled; the rest keeps its content, mostly zeros.
 FILLED = 4096
 
 
 class Arena:
-    """Some ranges of address space, each followed by a page without access."""
+    """Ranges of address space, each followed by an inaccessible page."""
 
     def __init__(self, ranges: int = 6) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
@@ -32,11 +32,11 @@ class Arena:
         self._next = 0
 
     def reset(self) -> None:
-        """Take back everything that was lent."""
+        """Free all buffers."""
         self._next = 0
 
     def allocate(self, type_: Any, elements: int, fill: list[int]) -> Any:
-        """Return a pointer to so many elements, the first ones filled with a pattern."""
+        """Return a pointer to ``n`` elements, the first ones filled with a pattern."""
         size = ffi.sizeof(type_)
         end, self._next = self._ends[self._next], self._next + 1
         elements = max(0, min(elements, (_SPACE - mmap.PAGESIZE) // size))

@@ -1,10 +1,10 @@
-"""Draw calls of plk.h: mostly what somebody might ask for, and often what nobody would.
+"""Generate calls of plk.h: mostly valid, often with extreme arguments.
 
-A call is [name, {parameter: value}], so that it can be written down as JSON and changed: handles
-are numbers, buffers the values that they begin with, structs their fields, and None is NULL.
+A call is [name, {parameter: value}], so that it can be stored as JSON and mutated: handles are
+numbers, buffers their first values, structs their fields, and None is NULL.
 
-What the header asks of a caller is kept: handles are live, buffers as long as is said, and sizes
-such as a buffer can have. Threads are two at most, or more than are allowed: each one spins.
+The preconditions of the header hold: handles are live, buffers as long as stated, and sizes
+possible. The number of threads is at most two, or more than allowed: each thread spins.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pyllamakv.native._plk import ffi
 from qa.fuzzing.mutate import EDGES
 from qa.fuzzing.signatures import EntryPoint, Parameter, fields
 
-#: Entry points that are left out, and why.
+#: Entry points that are left out, and the reasons.
 EXCLUDED = {"plk_rpc_serve": "it serves for ever where it is not refused"}
 
-#: What is mostly drawn for a name: the least and the most.
+#: Usual range of a parameter by name.
 _USUAL = {
     **dict.fromkeys(("seq", "seq_id", "from", "to"), (0, 2)),
     **dict.fromkeys(("p0", "p1", "pos"), (-1, 40)), "delta": (-9, 9), "divisor": (1, 4),
@@ -38,7 +38,7 @@ _TEXTS = (
     "nonsense", ",,", "127.0.0.1:1", "\x01\x7f%s%n", "long" * 300,
 )  # fmt: skip
 _FLOATS = (0.0, -1.0, 0.5, 1.0, 1e-30, 1e30, float("inf"), float("-inf"), float("nan"))
-#: What no caller could provide, by name: more than these bytes, cells, words or sequences.
+#: Maximum values that a caller can provide, by name: bytes, cells, words, sequences.
 _MOST = {"words": 4096, "n_ctx": 4096, "n_batch": 4096, "n_ubatch": 4096, "n": 1 << 22}
 _LONGEST_TEXT = 1 << 12
 #: Calls of one input.
@@ -46,17 +46,17 @@ _CALLS = 12
 
 
 class CallGenerator:
-    """Draw and change inputs of some calls each."""
+    """Generate and mutate inputs of a few calls each."""
 
     def __init__(self, entries: Mapping[str, EntryPoint]) -> None:
         self.entries = {name: each for name, each in entries.items() if name not in EXCLUDED}
         names = list(self.entries)
-        # What changes the cache is what the rest depends on.
+        # Most other calls depend on those that change the cache.
         changing = [name for name in names if "_seq_" in name or "decode" in name]
         self._names = names + 2 * changing + 4 * [each for each in names if each == "plk_decode"]
 
     def seed(self, number: int) -> bytes:
-        """Return an input drawn from a number."""
+        """Return the input of a random seed."""
         chance = Random(number)
         return self._packed(number, [self.call(chance) for _ in range(_CALLS)])
 
@@ -66,7 +66,7 @@ class CallGenerator:
         return self._packed(0, [self.call(chance, name) for name in self.entries])
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return an input with a call added, left out, doubled, borrowed or changed."""
+        """Return an input with a call added, removed, duplicated, spliced or changed."""
         if chance.random() < 0.3:
             return self.seed(chance.randrange(1 << 32))
         setting, calls = unpacked(data)
@@ -88,7 +88,7 @@ class CallGenerator:
         return self._packed(setting, calls[:_CALLS])
 
     def call(self, chance: Random, name: str | None = None) -> list[Any]:
-        """Draw one call."""
+        """Generate one call."""
         name = name or chance.choice(self._names)
         drawn = {each.name: self._value(chance, each) for each in self.entries[name].parameters}
         return [name, drawn]
@@ -123,7 +123,7 @@ class CallGenerator:
         return [self._scalar(chance, one.name, one.type) for _ in range(chance.randint(1, 9))]
 
     def _struct(self, chance: Random, one: Parameter) -> dict[str, Any]:
-        """Draw fields; what is left out stays as it is, so that most of it may be valid."""
+        """Generate some fields; the others keep their defaults, so that most structs are valid."""
         found: dict[str, Any] = {}
         for name, each in fields(one.type).items():
             needed = each.kind == "buffer" or name == "n_tokens"
@@ -144,7 +144,7 @@ class CallGenerator:
         if "threads" in name and 2 < value <= 512:
             value = 2
         limit = _MOST.get(name)
-        # Far beyond is refused; between lies what this machine has no room for.
+        # Far larger values are refused; values in between need more memory than this machine has.
         if limit is not None and limit < value and (name in ("words", "n") or value <= 1 << 30):
             value = limit
         if name == "length":
@@ -161,7 +161,7 @@ class CallGenerator:
 
 
 def unpacked(data: bytes) -> tuple[int, list[list[Any]]]:
-    """Return the number of a setting, and the calls; lines that are none are left out."""
+    """Return the number of a setting, and the calls; invalid lines are left out."""
     setting, calls = 0, []
     for line in data.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Keep the inputs of a target that reached something new: later runs begin where this one ended."""
+"""Store the inputs of a target that reached new lines; later runs start with them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from pyllamakv.home import home
 from pyllamakv.source.files import write_bytes_atomic
 
-#: What is kept of a target, the smaller inputs first: each of them is tried in every run.
+#: Size limit of a target's stored inputs, the smallest first: each is run every time.
 FILES, BYTES = 64, 256 << 10
 
 
 def saved(name: str) -> list[Path]:
-    """Return the inputs that earlier runs of a target left in the home."""
+    """Return the inputs of earlier runs of a target in the data directory."""
     return sorted(_folder(name).glob("[!.]*"))
 
 
 def copied_inputs(name: str, folder: Path) -> list[Path]:
-    """Return copies of what is saved, in a folder: another run may replace it meanwhile."""
+    """Return copies of the stored inputs: another run may replace them meanwhile."""
     folder.mkdir(parents=True)
     for path in saved(name):
         with suppress(FileNotFoundError):
@@ -29,7 +29,7 @@ def copied_inputs(name: str, folder: Path) -> list[Path]:
 
 
 def save(name: str, found: Path) -> None:
-    """Add the files of a folder to what is kept of a target, as far as there is room."""
+    """Add the files of a directory to a target's stored inputs, within the size limit."""
     inputs = {path.read_bytes() for path in (*saved(name), *found.glob("*"))}
     names, room = set(), BYTES
     for data in sorted(inputs, key=lambda each: (len(each), each))[:FILES]:

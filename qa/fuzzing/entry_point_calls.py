@@ -1,7 +1,7 @@
-"""Call the entry points of plk.h with arguments that nobody would pass.
+"""Call the entry points of plk.h with extreme arguments.
 
-No call may end the process. Every code is one that plk.h names. What a call refuses it leaves as it
-was, and after those that it took the cells are what a ledger says.
+No call may end the process. Every status is one that plk.h lists. A refused call changes nothing,
+and after accepted calls the cells agree with a ledger.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qa.fuzzing.fuzz_state import SETTINGS, FuzzState
 from qa.fuzzing.signatures import EntryPoint, entries
 from qa.fuzzing.target import Target, WrongAnswer
 
-#: Positive answers of those that return a status.
+#: Positive results of functions that return a status.
 _STATUSES = {"plk_decode": (1, 2), "plk_run": (1, 2), "plk_decode_one": (1, 2)}
-#: What counts cells rather than answering with a status; and what answers with a need below -1.
+#: Functions that return a count of cells; and those that return a required size below -1.
 _COUNTING = {"plk_cells_read"}
 _NEEDING = {"plk_tokenize", "plk_token_piece"}
-#: These may move cells though they refuse in the end.
+#: Functions that may move cells before they fail.
 _MOVING = {"plk_decode", "plk_decode_one", "plk_run", "plk_defrag", "plk_update", "plk_state_load"}
 _FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free")
 
@@ -43,20 +43,20 @@ def of(library: Path, folder: Path) -> Target:
     player = CallRunner(FuzzState(library, folder))
     drawer = CallGenerator(player.entries)
     seeds = (drawer.each(), *(drawer.seed(number) for number in range(2 * len(SETTINGS))))
-    # Several contexts live at once, of half a gigabyte of address space each, and where an
-    # allocation fails ggml ends the process: that is no fault of an argument.
+    # Several contexts exist at once, of half a gigabyte of address space each. If an allocation
+    # fails, ggml ends the process, which no argument can prevent.
     return Target(player.run, seeds, mutate=drawer.mutate, headroom=8 << 30)
 
 
 class CallRunner:
-    """Make the calls of an input, one after the other, and look at the cells after each."""
+    """Run the calls of an input, one after another, and check the cells after each."""
 
     def __init__(self, world: FuzzState) -> None:
         self.world = world
         self.entries = entries()
 
     def run(self, data: bytes) -> Iterable[Hashable]:
-        """Make the calls of an input; yield what each answered."""
+        """Run the calls of an input; yield the result of each."""
         setting, calls = unpacked(data)
         self.world.begin(setting)
         before = ""
@@ -71,7 +71,7 @@ class CallRunner:
         self._works()
 
     def call(self, entry: EntryPoint, words: dict[str, Any]) -> Hashable:
-        """Make one call, compare the cells, and return what tells its answer apart."""
+        """Run one call, compare the cells, and return a key of its result."""
         world = self.world
         world.arena.reset()
         words = self._complete(entry, words)
@@ -103,13 +103,13 @@ class CallRunner:
         return entry.name, min(status, 3), re.sub(r"-?\d+", "N", said) if negative else ""
 
     def _complete(self, entry: EntryPoint, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a state of this context where one was drawn, and numbers where none were."""
+        """Replace placeholders by a state of this context, and empty arrays by numbers."""
         made = dict(words)
         if made.get("data") == "saved":
             seq = made.get("seq", 0) % self.world.n_seq_max
             state = self._state(seq)
             made["data"] = list(state)
-            # A size that is off by little is the interesting one.
+            # Sizes that are off by little are the most likely to reveal defects.
             off = made.get("length", 0)
             made["length"] = len(state) + (off if -3 <= off <= 3 else 0)
         for one in entry.parameters:
@@ -127,7 +127,7 @@ class CallRunner:
         return bytes(ffi.buffer(room, size)) if size > 0 else b"\0"
 
     def _free(self, entry: EntryPoint, words: Mapping[str, Any]) -> Hashable:
-        """Free a handle that an input made; what everything stands on stays."""
+        """Free a handle that an input created; shared objects stay."""
         kind = entry.parameters[0].type.cname
         live = self.world.handles.get(kind, [])
         number = words.get(entry.parameters[0].name)
@@ -153,7 +153,7 @@ class CallRunner:
 
     # the ledger
     def _enter(self, name: str, status: int, given: Mapping[str, Any], words: Any) -> None:
-        """Tell the ledger what a call on its context did."""
+        """Update the ledger after a call on its context."""
         ledger = self.world.ledger
         effects: dict[str, Callable[[], None]] = {
             "plk_clear": ledger.clear,
@@ -194,7 +194,7 @@ class CallRunner:
                 self.world.ledger.add([0], [pos], [[given["seq_id"][i]]])
 
     def _loaded(self, seq: int, status: int) -> None:
-        """Take for the sequence what the cells say: only the others are known."""
+        """Copy a restored sequence from the cells into the ledger: its content is unknown."""
         ledger = self.world.ledger
         ledger.remove(seq)
         _, held = self.world.picture()
@@ -204,7 +204,7 @@ class CallRunner:
         ledger.cells.extend(Cell(pos, {seq}) for pos in found)
 
     def _works(self) -> None:
-        """Decode once more, and from nothing: whatever was refused, the context is sound."""
+        """Decode in the context, and again after a clear: it must work after any refusal."""
         lib, context, ledger = self.world.lib, self.world.context, self.world.ledger
         lib.plk_cancel_after(context, -1)
         for again in (False, True):

@@ -1,4 +1,4 @@
-"""Feed a reader inputs that nobody would write, and keep those that reach something new."""
+"""Fuzz a reader, and keep the inputs that reach new lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from qa.fuzzing.line_coverage import LineCoverage
 from qa.fuzzing.mutate import Bytes, words
 from qa.fuzzing.target import Target, WrongAnswer
 
-#: Seconds of processor time after which an input is tried again, and those that it gets then:
-#: threads that wait for each other on a loaded machine spin, which is time as well.
+#: Seconds of CPU time after which an input is repeated, and the limit of the repeat: waiting
+#: threads spin on a loaded machine, which counts as CPU time.
 PATIENCE, _MORE = 2.0, 10.0
-#: Findings after which a target is left alone: there is enough to mend.
+#: Findings after which a target ends: enough to fix.
 MOST = 12
-#: How often a finding is tried in a smaller form, and for how many seconds.
+#: Attempts to minimize a finding, and their time limit in seconds.
 _MINIMIZE_RUNS, _SHRINKING = 400, 3.0
 _REFUSED = "Broken: a valid input is refused"
 
 
 class InputTimeout(BaseException):
-    """End an input that takes too long."""
+    """Raised to end an input that takes too long."""
 
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """Hold what an input did that none may do, where, and the input."""
+    """A defect, its location, and the input."""
 
     what: str
     where: str
@@ -44,10 +44,10 @@ class FuzzFinding:
 
 @dataclass
 class FuzzLoop:
-    """Run a target; ``note`` is told each input before it is tried, which may be its last.
+    """Run a target; ``note`` receives each input before it runs, because it may end the process.
 
-    ``keep`` is told those that reached something new and were taken, or refused as they should be.
-    Of the ``inputs`` some are ``accepted``, some ``refused``, and the others are findings.
+    ``keep`` receives inputs that reached new lines and were accepted or correctly refused. Of the
+    ``inputs`` some are ``accepted``, some ``refused``, and the others are findings.
     """
 
     target: Target
@@ -71,7 +71,7 @@ class FuzzLoop:
 
     @property
     def coverage(self) -> int:
-        """Count the lines that were reached; answers, where no lines are looked at."""
+        """Count the reached lines; the distinct results if no lines are traced."""
         return self.lines.seen if self.lines.total else len(self._answers)
 
     @property
@@ -79,7 +79,7 @@ class FuzzLoop:
         return self.lines.seen + len(self._answers)
 
     def run(self, until: float, kept: tuple[bytes, ...] = (), most: int = MOST) -> None:
-        """Try the seeds and what was kept, then mutations until the clock says ``until``.
+        """Run the seeds and stored inputs, then mutations until the clock reaches ``until``.
 
         ``most`` findings end it earlier.
         """
@@ -88,7 +88,7 @@ class FuzzLoop:
             self.attempt(data, valid=number < len(self.target.seeds))
         while time.monotonic() < until and len(self.findings) < most:
             chance = self._chance
-            # The later ones reached what the earlier did not.
+            # The later ones reached lines that the earlier did not.
             data, other = (
                 self.corpus[max(chance.randrange(len(self.corpus)) for _ in range(2))]
                 for _ in range(2)
@@ -105,7 +105,7 @@ class FuzzLoop:
             self.findings[key] = self._minimized(finding)
 
     def attempt(self, data: bytes, *, valid: bool = False) -> bool:
-        """Try one input, and take note of what must not have happened; tell whether nothing did.
+        """Run one input and record a finding; return whether there was none.
 
         A ``valid`` input must be accepted.
         """
@@ -128,7 +128,7 @@ class FuzzLoop:
         return finding is None
 
     def run_input(self, data: bytes, patience: float = PATIENCE) -> FuzzFinding | None:
-        """Run the target once; return what is wrong with how it ended."""
+        """Run the target once; return the defect in its result."""
         self._refusal = ""
         signal.setitimer(signal.ITIMER_PROF, patience)
         try:
@@ -148,7 +148,7 @@ class FuzzLoop:
         return None
 
     def _minimized(self, finding: FuzzFinding) -> FuzzFinding:
-        """Leave out of an input what its fault does not need, as far as that goes quickly."""
+        """Remove parts of an input that its finding does not need, within a time limit."""
         chance, until = Random(self.seed), time.monotonic() + _SHRINKING
         for _ in range(0 if finding.what.startswith(("Hung", _REFUSED)) else _MINIMIZE_RUNS):
             if time.monotonic() > until:
@@ -183,7 +183,7 @@ def _skeleton(text: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return where in this package an error was raised, or let through."""
+    """Return the location in this package that raised or passed on an error."""
     frames = traceback.extract_tb(error.__traceback__)
     mine = [each for each in frames if "/pyllamakv/" in each.filename]
     each = (mine or frames)[-1]
@@ -191,7 +191,7 @@ def _place(error: BaseException) -> str:
 
 
 def limit_memory(headroom: int) -> None:
-    """Bound the address space of this process to what it has and ``headroom`` bytes more."""
+    """Limit the address space of this process to its present size and ``headroom`` bytes."""
     if sys.platform == "linux":
         limit = mapped_bytes() + headroom
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

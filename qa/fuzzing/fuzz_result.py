@@ -1,4 +1,4 @@
-"""Hold what came of a target, and write it down."""
+"""The result of a target, and its files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pyllamakv.home import home
 from qa.entry import Entry, strip_directories
 from qa.fuzzing.fuzz_loop import FuzzFinding
 
-#: What is counted on from one process of a target to the next, and from one run to the next.
+#: Numbers that are summed over processes and runs of a target.
 SUMS = ("inputs", "accepted", "refused", "seconds", "cpu")
 
 
 @dataclass
 class FuzzResult:
-    """The numbers of a target, and each finding once. Seconds are of the wall and the CPU.
+    """The numbers of a target, and each finding once. Seconds are wall and CPU time.
 
-    ``accepted`` and ``refused`` are both 0 where nobody counts them.
+    ``accepted`` and ``refused`` are both 0 if they are not counted.
     """
 
     inputs: int = 0
@@ -34,18 +34,18 @@ class FuzzResult:
     findings: dict[str, FuzzFinding] = field(default_factory=dict)
 
     def add(self, finding: FuzzFinding) -> None:
-        """Keep a finding, unless the same was found before."""
+        """Add a finding, unless it is known."""
         self.findings.setdefault(f"{finding.what} {finding.where}", finding)
 
 
 def known(name: str) -> list[Path]:
-    """Return the inputs below the home that ended with a finding: each run tries them again."""
+    """Return the inputs in the data directory that ended with a finding: each run repeats them."""
     folder = home() / "fuzzing" / name
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def entry(name: str, outcome: FuzzResult, seed: int, unit: str = "lines") -> Entry:
-    """Return the line of a target, and save what it found below the home."""
+    """Return the line of a target, and save its findings in the data directory."""
     again, defects = [_place(name, path.name) for path in known(name)], []
     for finding in outcome.findings.values():
         path = home() / "fuzzing" / name / hashlib.sha256(finding.data).hexdigest()[:12]
@@ -63,16 +63,16 @@ def _place(name: str, file: str) -> str:
 
 
 def seeds(entry: Entry) -> list[int | None]:
-    """Return the seeds that an entry is the sum of."""
+    """Return the seeds that an entry sums up."""
     found: list[int | None] = entry.data.get("seeds", [entry.seed])
     return found
 
 
 def added(before: Entry, now: Entry) -> Entry:
-    """Return the sum of two entries of a target, which had different seeds.
+    """Return the sum of two entries of a target with different seeds.
 
-    What the earlier one found stays, unless the later one tried that input again: what is wrong
-    with it still was found again. One that could not be tried here adds nothing.
+    Findings of the earlier one stay, unless the later one ran that input again: existing defects
+    are found again. An entry that could not run adds nothing.
     """
     if not (before.data and now.data):
         return now if now.data else before
@@ -80,7 +80,7 @@ def added(before: Entry, now: Entry) -> Entry:
     for name in SUMS:
         data[name] += before.data.get(name, 0)
     if before.data["total"] == data["total"] and before.data["coverage"] > data["coverage"]:
-        # Lines of the same code; of another they would not be comparable.
+        # Only lines of the same code are comparable.
         data |= {name: before.data[name] for name in ("coverage", "corpus", "corpus_bytes")}
     data["seeds"] = [*seeds(before), *seeds(now)]
     again = data.pop("again", [])
@@ -95,7 +95,7 @@ def added(before: Entry, now: Entry) -> Entry:
 def _row(data: dict[str, Any]) -> dict[str, str]:
     """Return the columns.
 
-    Of how many lines stands there not: a module has functions that its target never calls.
+    The total number of lines is omitted: modules have functions that the target never calls.
     """
     rate = data["inputs"] / data["cpu"] if data["cpu"] else 0.0
     judged = data["accepted"] + data["refused"]

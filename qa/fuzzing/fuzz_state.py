@@ -1,4 +1,4 @@
-"""Hold what calls of plk.h work on: a library in this process, live handles, buffers, a ledger."""
+"""The objects of calls of plk.h: a library in this process, live handles, buffers, a ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qa.fuzzing.arena import FILLED, Arena
 from qa.fuzzing.signatures import Parameter, fields
 from qa.fuzzing.target import WrongAnswer
 
-#: The context that the calls are made on; each setting changes some of it.
+#: Parameters of the context; each setting changes some.
 _CONTEXT = {
     "n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 3, "n_threads": 1,
     "n_threads_batch": 1, "type_k": 1, "type_v": 1, "kv_unified": 1, "guard": 1,
@@ -33,14 +33,14 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"embeddings": 1},
     {"defrag_thold": 0.1, "n_seq_max": 2},
 )
-#: Handles of one kind that live at once, the first one included.
+#: Maximum number of live handles of one kind, including the first.
 _LIVE = 3
 _FREES = {"struct plk_model": "plk_model_free", "struct plk_context": "plk_context_free",
           "struct plk_sampler": "plk_sampler_free"}  # fmt: skip
 
 
 class FuzzState:
-    """One library and its models; `begin` makes the rest anew for every input."""
+    """One library and its models; `begin` recreates the rest for every input."""
 
     def __init__(self, library: Path, folder: Path, model: str = "tiny") -> None:
         self.lib: Any = loading.load(library)
@@ -59,7 +59,7 @@ class FuzzState:
         self.n_seq_max = 0
 
     def begin(self, setting: int) -> None:
-        """Free what the input before left, and make a context, a sampler and an empty ledger."""
+        """Free the previous input's handles; create a context, a sampler and an empty ledger."""
         for kind in ("struct plk_sampler", "struct plk_context", "struct plk_model"):
             for handle in self.handles.get(kind, [])[kind == "struct plk_model" :]:
                 getattr(self.lib, _FREES[kind])(handle)
@@ -84,11 +84,11 @@ class FuzzState:
         return self.handles["struct plk_context"][0]
 
     def error(self) -> str:
-        """Return what the library said last."""
+        """Return the library's last error message."""
         return str(ffi.string(self.lib.plk_last_error()).decode("utf-8", "replace"))
 
     def picture(self) -> tuple[bytes, Counter[Content]]:
-        """Return the cells as they lie, and what they hold wherever that is."""
+        """Return the cells, and their content independent of the place."""
         info = self._struct("plk_cells_info", {})
         if self.lib.plk_cells_info_read(self.context, 0, info):
             raise WrongAnswer(f"the cells cannot be seen: {self.error()}")
@@ -105,7 +105,7 @@ class FuzzState:
 
     # arguments
     def argument(self, one: Parameter, words: Mapping[str, Any]) -> Any:
-        """Return what C is given for a drawn value."""
+        """Return the C argument of a generated value."""
         value = words.get(one.name)
         if one.kind == "scalar":
             return _number(one, value)
@@ -123,7 +123,7 @@ class FuzzState:
         return self.arena.allocate(one.type, one.elements(words), _fill(value))  # type: ignore[arg-type]
 
     def took(self, kind: str, handle: Any) -> None:
-        """Keep a handle that a call made, or give it back when there are enough."""
+        """Keep a handle that a call created, or free it if there are enough."""
         live = self.handles.setdefault(kind, [])
         if len(live) < _LIVE:
             live.append(handle)
@@ -144,7 +144,7 @@ class FuzzState:
         return made
 
     def _ids(self, kinds: Mapping[str, Parameter], words: Mapping[str, Any]) -> Any:
-        """Return the flat sequence ids of a batch: as many as its counts say together."""
+        """Return the flat sequence ids of a batch, as many as the sum of its counts."""
         n = min(max(0, _number(kinds["n_tokens"], words["n_tokens"])), FILLED)
         counts = [1]
         if words.get("seq_count") is not None:
@@ -155,13 +155,13 @@ class FuzzState:
 
 
 def _fill(value: Any) -> list[int]:
-    """Return what a buffer is filled with; without any numbers it would have what was there."""
+    """Return the content of a buffer; without numbers, it keeps its old content."""
     found = [each for each in value if type(each) is int] if isinstance(value, list) else []
     return found or [0]
 
 
 def _number(one: Parameter, value: Any) -> Any:
-    """Return a number that the C type can hold; texts of another draw count as 0."""
+    """Return a number that the C type can hold; texts count as 0."""
     if one.type.cname in ("float", "double"):
         return float(value) if isinstance(value, int | float) else 0.0
     if type(value) is not int:

@@ -1,7 +1,7 @@
-"""Be the process that a target runs in: ``python -m qa.fuzzing.job JOB``.
+"""The process that a target runs in: ``python -m qa.fuzzing.job JOB``.
 
-JOB is JSON: target, seconds, seed, folder, kept (paths), most, and where the report and the last
-input go.
+JOB is JSON: target, seconds, seed, folder, kept (paths), most, and the paths of the report and the
+last input.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 from qa.fuzzing.fuzz_loop import FuzzLoop, limit_memory
 from qa.fuzzing.target import Target
 
-#: What the file of the last input begins with: how many there were, how many of those before it
-#: were accepted and refused, how long this one is.
+#: Header of the last input's file: number of inputs, how many of those before it were accepted and
+#: refused, length.
 HEAD = struct.Struct("<4Q")
-#: Bytes of an input that it has room for.
+#: Maximum size of an input in bytes.
 ROOM = 1 << 20
-#: The folder of the inputs that reached what neither the seeds nor what was kept did.
+#: Directory of inputs that reached lines that neither the seeds nor the stored inputs did.
 FOUND = "found"
 
 
 def main(text: str) -> None:
-    """Do a job, and write its report."""
+    """Run a job, and write its report."""
     job = json.loads(text)
-    # A crash is looked for: a core file would only fill the disk.
+    # A crash is a result: a core file would only fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     module, _, name = job["target"].partition(":")
     folder = Path(job["folder"]) / "files"
@@ -54,13 +54,13 @@ def main(text: str) -> None:
         found.mkdir(exist_ok=True)
 
         def keep(data: bytes) -> None:
-            # At once: the next input may end this process.
+            # Immediately: the next input may end this process.
             (found / hashlib.sha256(data).hexdigest()).write_bytes(data)
 
         loop = FuzzLoop(target, job["seed"], note, keep)
         limit_memory(target.headroom)
         kept = tuple(Path(each).read_bytes() for each in job["kept"])
-        # However long it took to begin, something is tried.
+        # At least one input runs, however long the start took.
         until = max(began + job["seconds"], time.monotonic() + 0.5)
         loop.run(until, kept, job["most"])
     report = {
@@ -75,7 +75,7 @@ def main(text: str) -> None:
     part = Path(job["report"] + ".part")
     part.write_text(json.dumps(report), encoding="utf-8")
     part.replace(job["report"])
-    # Not the library's destructors: threads may be at work.
+    # Without the library's destructors, because threads may be running.
     os._exit(0)
 
 

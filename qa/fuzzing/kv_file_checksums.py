@@ -1,8 +1,9 @@
-"""Make the sums of a kept file right again, as llama-kv-mmap.h makes them.
+"""Correct the checksums of a cache file, as llama-kv-mmap.h computes them.
 
-Layout of that header (bytes): magic 8, format 4, state 4, sum 8, then what it sums: sum of cells,
-sum of data, generation, bytes, page (8 each), cells, streams, words, tensors (4 each), layout 8,
-three texts of 128. Then the search heads, sequences, positions and tokens of the cells.
+Layout of that header (bytes): magic 8, format 4, state 4, checksum 8, then the checked part:
+checksum of cells, checksum of data, generation, bytes, page (8 each), cells, streams, words,
+tensors (4 each), layout 8, three texts of 128. Then the search heads, sequences, positions and
+tokens of the cells.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ _A, _B, _ALL = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
 _SUM, _SUM_CELLS = 16, 24
 SIZE = 88 + 3 * 128
 _FORMAT = 2
-#: Where the mark of the state is, and that of a file which was never kept.
+#: Offset of the state, and its value in a file that was never flushed.
 STATE, SCRATCH = 12, struct.pack("<I", 0x96699669)
 
 
 def checksum(data: bytes, seed: int) -> int:
-    """Return the sum of bytes, 64 bits."""
+    """Return the 64-bit checksum of bytes."""
 
     def mix(total: int, word: int) -> int:
         total = (total ^ word) * _A & _ALL
@@ -38,15 +39,15 @@ def checksum(data: bytes, seed: int) -> int:
 
 
 class ChecksumFixer:
-    """Mend files of one shape; the sum of the data is left as it is, which few mutations touch."""
+    """Correct files of one shape, except the checksum of the data, which few mutations affect."""
 
     def __init__(self, size: int, n_cells: int = 32, n_stream: int = 1) -> None:
         self._meta = n_stream * (8 + n_cells * (8 + 4 + 4))
-        #: Where what is summed ends.
+        #: End of the checked part.
         self.front = min(size, SIZE + self._meta)
 
     def __call__(self, chance: Random, data: bytes) -> bytes:
-        """Return a file with the right sums, most of the time."""
+        """Return a file, usually with correct checksums."""
         if len(data) < self.front or chance.random() < 0.2:
             return data
         made = bytearray(data)

@@ -1,4 +1,4 @@
-"""Fuzz the header that the patch mmap-kv adds, by itself, with libFuzzer under sanitizers."""
+"""Fuzz the header of the patch mmap-kv with libFuzzer and sanitizers, without llama.cpp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNITS = {"b": 1, "Kb": 1 << 10, "Mb": 1 << 20}
 
 
 def compiler() -> str:
-    """Return a clang that has libFuzzer's part, or raise Untestable."""
+    """Return a clang with libFuzzer. Raises Untestable if there is none."""
     for name in ("clang++", *(f"clang++-{version}" for version in range(22, 10, -1))):
         found = shutil.which(name)
         if found:
@@ -36,12 +36,12 @@ def compiler() -> str:
 
 
 def header_text() -> str:
-    """Return the shared file of mmap-kv that reads a kept file."""
+    """Return the shared file of mmap-kv that reads cache files."""
     return (data("patches") / "shared" / "src" / HEADER).read_text(encoding="utf-8")
 
 
 def build(folder: Path, text: str | None = None) -> Path:
-    """Compile the fuzzer for a header, the shipped one if none is given; raise Untestable."""
+    """Compile the fuzzer for a header, by default the shipped one. Raises Untestable."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).write_text(header_text() if text is None else text, encoding="utf-8")
     program = folder / "kept_header"
@@ -72,9 +72,9 @@ def fuzz(
     most: int = MOST,
     processes: Processes | None = None,
 ) -> FuzzResult:
-    """Run the fuzzer for so many seconds; begin again after each fault, ``most`` times.
+    """Run the fuzzer for some seconds; restart it after each fault, ``most`` times.
 
-    Raises HarnessError when ``processes`` are ended.
+    Raises HarnessError if ``processes`` are ended.
     """
     if processes is None:
         with Processes() as processes:
@@ -123,7 +123,7 @@ def _read(said: str, outcome: FuzzResult) -> None:
 
 
 def _finding(folder: Path, log: Path, code: int) -> FuzzFinding:
-    """Return what ended the fuzzer, and the input, which it wrote into the folder."""
+    """Return the error that ended the fuzzer, and the input, which it wrote into the directory."""
     said = log.read_text("utf-8", "replace")
     marks = re.findall(r"^(?:CHECK .*|.*runtime error: .*|.*ERROR: \w+: .*)$", said, re.MULTILINE)
     inputs = [path for path in folder.glob("*-*") if path.is_file()]

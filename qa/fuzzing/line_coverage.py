@@ -1,7 +1,6 @@
-"""See which lines of some modules run for the first time.
+"""Count the lines of some modules that run for the first time.
 
-A function whose lines have all been seen is no longer watched, so that the loop gets faster as it
-knows more.
+A function whose lines have all run is no longer traced, so that the loop gets faster.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 
 class LineCoverage:
-    """Watch modules while it is entered; ``seen`` lines of ``total``."""
+    """Trace modules within a block; ``seen`` lines of ``total``."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self.codes = [code for name in modules for code in _codes(importlib.import_module(name))]

@@ -1,4 +1,4 @@
-"""Change bytes a little, as damage and malice would: numbers, words, pieces moved and doubled."""
+"""Mutate bytes as damage and attacks would: numbers, words, moved and duplicated pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from types import CodeType
 
-#: Numbers at the edges of what is counted with.
+#: Boundary values of integer types.
 EDGES = (
     0, 1, 2, 3, 7, 8, 31, 32, 63, 64, 127, 128, 255, 256, 4095, 4096, 65535, 65536,
     2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1,
@@ -17,7 +17,7 @@ _NUMBER = re.compile(rb"-?\d+")
 
 
 def words(seeds: Iterable[bytes], codes: Iterable[CodeType]) -> list[bytes]:
-    """Return what inputs are made of: the words of valid ones, and the texts of their reader."""
+    """Return the vocabulary of a format: valid inputs' words, and strings in the reader's code."""
     found = {word for seed in seeds for word in _WORD.findall(seed)[:2000]}
     for code in codes:
         for constant in code.co_consts:
@@ -28,23 +28,23 @@ def words(seeds: Iterable[bytes], codes: Iterable[CodeType]) -> list[bytes]:
     return sorted(found)
 
 
-#: Changes some bytes of the second, for which the third lends pieces.
+#: Mutates bytes of the second argument, with pieces of the third.
 _Way = Callable[["Bytes", Random, bytearray, bytes], None]
 
 
 class Bytes:
-    """Mutate bytes, with the words of a format at hand."""
+    """Mutate bytes, with the vocabulary of a format."""
 
     def __init__(self, dictionary: list[bytes], longest: int) -> None:
         self._words = dictionary or [b"\0"]
         self._longest = longest
 
     def __call__(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return another input; ``other`` lends pieces."""
+        """Return a mutated input; pieces may come from ``other``."""
         return self._changed(chance, data, other, self._WAYS)
 
     def in_place(self, chance: Random, data: bytes) -> bytes:
-        """Return another input of the same length, whose pieces lie where they did."""
+        """Return a mutated input of the same length, with the pieces at their places."""
         return self._changed(chance, data, b"", self._IN_PLACE)
 
     def _changed(self, chance: Random, data: bytes, other: bytes, ways: tuple[_Way, ...]) -> bytes:
@@ -65,7 +65,7 @@ class Bytes:
         width = chance.choice((1, 2, 4, 4, 8, 8))
         if len(made) < width:
             return
-        # Most formats align their numbers, to one another at least.
+        # Most formats align their numbers, at least relative to each other.
         at = chance.randrange(len(made) - width + 1)
         at = at // 4 * 4 if chance.random() < 0.5 else at
         old = int.from_bytes(made[at : at + width], "little")

@@ -1,4 +1,4 @@
-"""Put states and kept files into contexts of the built library, which must survive all of them."""
+"""Restore states and cache files into contexts of the built library, which must survive."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _READ = ("pyllamakv.runtime.state", "pyllamakv.runtime.state_parser")
 
 
 def _model() -> Model:
-    """Return a model in the library, both open until the process ends."""
+    """Return a model in the library; both stay open until the process ends."""
     return pyllamakv.open(SPEC).load_model(synthetic_models.tiny())
 
 
 def restored(_folder: Path) -> Target:
-    """Return `Sequence.restore` on a context that has other sequences."""
+    """Return `Sequence.restore` on a context with other sequences."""
     model = _model()
 
     def make(flash: bool) -> tuple[Context, Sequence, Sequence]:
@@ -47,12 +47,12 @@ def restored(_folder: Path) -> Target:
     made = [make(flash) for flash in (False, True)]
 
     def run(data: bytes) -> Iterable[Hashable]:
-        # The first byte chooses the layout of V: a state of the other is refused.
+        # The first byte selects the layout of V: a state of the other layout is refused.
         number = data[0] & 1 if data else 0
         try:
             return _restore(*made[number], data[1:])
         except WrongAnswer:
-            # A context that stays broken would put the blame on every later input.
+            # A context that stays broken would be blamed on later inputs.
             with needed():
                 made[number][0].close()
                 made[number] = make(bool(number))
@@ -69,14 +69,14 @@ def restored(_folder: Path) -> Target:
 
 
 class _Saved:
-    """Damage what was saved in place, every other time: another length is refused at once."""
+    """Mutate a saved state, in half of the cases in place: another length is refused at once."""
 
     def __init__(self, seeds: list[bytes]) -> None:
         self._seeds = seeds
         self._bytes = Bytes(words(seeds, ()), 1 << 16)
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return another save."""
+        """Return a mutated state."""
         if chance.random() < 0.5:
             return self._bytes.in_place(chance, chance.choice(self._seeds))
         return self._bytes(chance, data, other)
@@ -108,7 +108,7 @@ def _summed(chance: Random, data: bytes) -> bytes:
 
 
 def kept(folder: Path) -> Target:
-    """Return a context that goes on with what a file holds."""
+    """Return the opening of a context with an existing cache file."""
     model = _model()
     path = folder / "cache.kv"
 
@@ -148,14 +148,14 @@ def kept(folder: Path) -> Target:
 
 
 class _Front:
-    """Change what a kept file begins with: behind it lie keys and values, of which any are good."""
+    """Mutate the start of a cache file: the keys and values after it may have any content."""
 
     def __init__(self, mend: kv_file_checksums.ChecksumFixer) -> None:
         self._end = mend.front
         self._bytes = Bytes([b"llama-kv", struct.pack("<I", 2)], 1 << 20)
 
     def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return another file of mostly the same length."""
+        """Return a mutated file, usually of the same length."""
         if chance.random() < 0.05:
             return self._bytes(chance, data, other)
         front = self._bytes(chance, data[: self._end], other[: self._end])
@@ -164,7 +164,7 @@ class _Front:
 
 @contextmanager
 def needed() -> Iterator[None]:
-    """Raise Broken for an error where none may be: it would pass for the refusal of an input."""
+    """Raise Broken for an unexpected error, which would otherwise count as a refused input."""
     try:
         yield
     except KvError as error:
@@ -173,14 +173,14 @@ def needed() -> Iterator[None]:
 
 
 def goes_on(context: Context, *feeds: Feed) -> None:
-    """Decode what follows, and compare cells and ledgers; raise Broken where that is refused.
+    """Decode more tokens, and compare cells and ledgers; raise Broken if the decode is refused.
 
-    Only a full cache may refuse it, and one of whose positions there are no more.
+    Only a full cache, or one without further positions, may refuse it.
     """
     last = any(feed.sequence.next_pos + len(feed.tokens) > POSITION_LIMIT for feed in feeds)
     with needed():
         try:
-            # One token goes another way than a batch does.
+            # A single token takes another code path than a batch.
             context.decode(list(feeds) if len(feeds) > 1 else feeds[0])
         except KvError as error:
             full = context.kv.stats.free < sum(len(feed.tokens) for feed in feeds)
@@ -190,7 +190,7 @@ def goes_on(context: Context, *feeds: Feed) -> None:
 
 
 def agrees(context: Context) -> None:
-    """Raise Broken where cells and ledgers of a context do not say the same."""
+    """Raise Broken if cells and ledgers of a context differ."""
     with needed():
         (stream,) = context.kv.snapshot().streams
     owned = np.zeros(len(stream.pos), bool)

@@ -1,4 +1,4 @@
-"""Start the processes of targets, and end them where nobody waits for them any more."""
+"""Start the processes of targets, and end them with the run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pyllamakv.errors import HarnessError
 
 
 class Processes:
-    """Own processes that threads wait for; what runs yet at the end of the block is killed.
+    """Own processes that threads wait for; at the end of the block the running ones are killed.
 
-    Each has a session of its own: Ctrl-C does not reach it. SIGTERM ends the block as well.
+    Each has its own session: Ctrl-C does not reach it. SIGTERM ends the block as well.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Processes:
     def start(
         self, command: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a process that writes into a log; raise HarnessError after the end."""
+        """Start a process that writes into a log. Raises HarnessError after the end."""
         with self._lock, log.open("wb") as out:
             if self._over:
                 raise HarnessError("no process is started any more: the fuzzing was ended")
@@ -42,7 +42,7 @@ class Processes:
         return process
 
     def ended(self, process: subprocess.Popen[bytes]) -> resource.struct_rusage | None:
-        """Return what a process used that has ended, None before."""
+        """Return the resource usage of an ended process, None before."""
         with self._lock:  # or its number might be another's when it is killed
             pid, status, used = os.wait4(process.pid, os.WNOHANG)
             if not pid:

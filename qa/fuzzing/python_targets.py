@@ -1,4 +1,4 @@
-"""The readers of files and messages that are written in Python."""
+"""Targets written in Python: readers of files and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HERE = "pyllamakv."
 
 
 def gguf(folder: Path) -> Target:
-    """Return the reader of model files."""
+    """Return the target for model files."""
     path = folder / "model.gguf"
 
     def run(data: bytes) -> Iterable[Hashable]:
@@ -39,7 +39,7 @@ def gguf(folder: Path) -> Target:
 
 
 def _small(path: Path) -> bytes:
-    """Return the values of a model, which are whole without the tensors: these make it large."""
+    """Return a model file without its tensors, which are most of its size."""
     data = path.read_bytes()[: 1 << 14]
     return data[:8] + struct.pack("<Q", 0) + data[16:]
 
@@ -67,7 +67,7 @@ def _header() -> bytes:
 
 
 def states(_folder: Path) -> Target:
-    """Return the reader of saved sequences."""
+    """Return the target for saved sequences."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         found = state.unpack(data)
@@ -87,14 +87,14 @@ def _saved(raw: bytes) -> bytes:
 
 
 def summed(chance: Random, data: bytes) -> bytes:
-    """Return a save whose checksum is right, most of the time."""
+    """Return a saved sequence, usually with a correct checksum."""
     if len(data) < 16 or chance.random() < 0.1:
         return data
     return data[:12] + struct.pack("<I", zlib.crc32(data[16:])) + data[16:]
 
 
 def rows(_folder: Path) -> Target:
-    """Return the reader of a library's own states."""
+    """Return the target for states of the library."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         found = state_parser.parse(data)
@@ -110,7 +110,7 @@ def rows(_folder: Path) -> Target:
 
 
 def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> bytes:
-    """Return a state of two cells and one layer; ``more``: with a recurrent layer behind it."""
+    """Return a state of two cells and one layer; ``more``: followed by a recurrent layer."""
     made = struct.pack("<II", state_parser.MAGIC, 0) if magic else b""
     made += struct.pack("<I", 1) if layout.streams else b""
     made += struct.pack("<I", 2)
@@ -125,7 +125,7 @@ def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> by
 
 
 def traces(folder: Path) -> Target:
-    """Return the reader of traces."""
+    """Return the target for traces."""
     path = folder / "run.trace"
 
     def run(data: bytes) -> Iterable[Hashable]:
@@ -164,7 +164,7 @@ def _traces() -> tuple[bytes, ...]:
 
 
 def locks(folder: Path) -> Target:
-    """Return the reader of the lock of releases."""
+    """Return the target for the lock of releases."""
     path = folder / "lock.toml"
 
     def run(data: bytes) -> Iterable[Hashable]:
@@ -183,7 +183,7 @@ def locks(folder: Path) -> Target:
 
 
 def patches(_folder: Path) -> Target:
-    """Return the reader of patches, their mails and their headers."""
+    """Return the target for patches and mails."""
     from pyllamakv.patching.definition import Port
 
     def run(data: bytes) -> Iterable[Hashable]:
@@ -232,7 +232,7 @@ def _patches() -> tuple[bytes, ...]:
 
 
 def tables(folder: Path) -> Target:
-    """Return the reader of series: `series.toml`, `patch.toml`, quilt's list and the texts."""
+    """Return the target for series: `series.toml`, `patch.toml`, quilt's list and the ports."""
     text = folder / "own" / "0.3.9.patch"
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_bytes(_patches()[0])
@@ -245,7 +245,7 @@ def tables(folder: Path) -> Target:
         first, _, second = data.partition(b"\0")
         for path in (order, listing):
             path.unlink(missing_ok=True)
-        # The first byte of a listing is quilt's, of which no table begins.
+        # The first byte marks a listing of quilt; no table starts with it.
         (listing if data[:1] == b"#" else order).write_bytes(first)
         about.write_bytes(second)
         found = foreign_series.load(folder)
@@ -266,7 +266,7 @@ def tables(folder: Path) -> Target:
 
 
 def messages(_folder: Path) -> Target:
-    """Return the reader of what a worker says."""
+    """Return the target for messages of a worker."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         ours, theirs = socket.socketpair()

@@ -1,7 +1,7 @@
-"""Read the entry points out of plk.h: names from its text, types from cffi.
+"""Read the entry points from plk.h: names from its text, types through cffi.
 
-How long a buffer is, it says by names: `room` counts what may be written, `length`, `n_tokens` or
-`n` what is read. So an entry point that is added there is fuzzed at once.
+Parameter names define the length of buffers: `room` counts writable elements; `length`, `n_tokens`
+or `n` count readable ones. A new entry point is therefore fuzzed without changes here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pyllamakv.native._plk import ffi
 
 _DECLARED = re.compile(r"([\w\s]+[\s*])(plk_\w+)\(([^()]*)\);")
 _READ, _WRITTEN = ("length", "n_tokens", "n"), ("room", "n")
-#: Places for one value, though something in the same call counts.
+#: Pointers to one value, although the call has a count.
 _SINGLE = {"plk_log_read.level", "plk_run.done"}
-#: By what else a buffer is longer: values per element, or another parameter and how many more.
+#: Factors of a buffer's length: values per element, or another parameter and an addend.
 _WIDER: dict[str, int | str] = {
     "plk_mapping_tensors.rows": 5,
     "plk_cells_read.seqs": "words",
@@ -31,9 +31,9 @@ _WIDER: dict[str, int | str] = {
 class Parameter:
     """One parameter.
 
-    ``kind`` is scalar, handle, made (where a handle goes), text, struct or buffer; ``type`` is what
-    a pointer points at, ``const`` says that it is only read. ``count`` names the parameter by which
-    a buffer is long, ``wider`` is as in `_WIDER`.
+    ``kind`` is scalar, handle, made (receives a handle), text, struct or buffer; ``type`` is the
+    target type of a pointer, ``const`` whether it is read-only. ``count`` names the parameter with
+    the length of a buffer, ``wider`` is as in `_WIDER`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Parameter:
     wider: int | str = 1
 
     def elements(self, words: dict[str, Any]) -> int:
-        """Return how many elements the buffer of a call has to have."""
+        """Return the required number of elements of a call's buffer."""
         if not self.count:
             return 1
         count, wider = int(words[self.count]), self.wider
@@ -63,7 +63,7 @@ class EntryPoint:
 
 
 def entries(text: str | None = None) -> dict[str, EntryPoint]:
-    """Return every entry point of plk.h, or of a text like it, by name."""
+    """Return every entry point of plk.h, or of a similar text, by name."""
     text = generate.HEADER.read_text("utf-8") if text is None else text
     found = {}
     for result, name, inside in _DECLARED.findall(generate.declarations(text)):
@@ -76,9 +76,9 @@ def entries(text: str | None = None) -> dict[str, EntryPoint]:
 
 @cache
 def fields(struct: Any) -> dict[str, Parameter]:
-    """Return the fields of a struct like parameters; its pointers are as long as `n_tokens`.
+    """Return the fields of a struct like parameters; its pointers have the length `n_tokens`.
 
-    Arrays are left out: only what plk.h fills in has them.
+    Arrays are left out: only structs that plk.h fills in have them.
     """
     ffi.sizeof(struct)  # or cffi has not read its fields yet
     declared = {name: each.type for name, each in struct.fields if each.type.kind != "array"}

@@ -1,4 +1,4 @@
-"""Say what is fuzzed: where inputs begin, how they change, and what takes them."""
+"""Define a fuzz target: its seeds, its mutations, and the function that reads inputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-#: Return another input made of one or two that were interesting.
+#: Returns an input made from one or two others.
 Mutator = Callable[[Random, bytes, bytes], bytes]
 
 
 class WrongAnswer(Exception):
-    """Report an input that was taken or refused wrongly: what is not as it was, or must be."""
+    """Raised if an input was accepted or refused wrongly."""
 
 
 def unchanged(_chance: Random, data: bytes) -> bytes:
-    """Return an input that needs no mending."""
+    """Return the input unchanged."""
     return data
 
 
@@ -27,11 +27,11 @@ def unchanged(_chance: Random, data: bytes) -> bytes:
 class Target:
     """One reader.
 
-    ``run`` takes an input and returns what tells its answers apart; it may raise the errors of this
-    package, and nothing else. ``seeds`` are valid inputs: they must not be refused. ``mend`` makes
-    sums right again after a mutation, or most inputs would end at the first check. Coverage is
-    counted over the lines of ``modules``. The child may take ``headroom`` bytes of address space
-    more than it has at the beginning.
+    ``run`` reads an input and returns a key of its result; it may raise this package's errors, and
+    no others. ``seeds`` are valid inputs: they must be accepted. ``mend`` corrects checksums after
+    a mutation, without which most inputs would fail the first check. Coverage is counted over the
+    lines of ``modules``. The child may use ``headroom`` bytes of address space more than at the
+    start.
     """
 
     run: Callable[[bytes], Iterable[Hashable]]
@@ -49,6 +49,6 @@ def lines(rows: Iterable[Any]) -> bytes:
 
 
 def memory() -> str | None:
-    """Return a folder that lies in memory, if there is one: every input is written to a file."""
+    """Return a directory in memory, if there is one: every input is written to a file."""
     place = Path("/dev/shm")
     return str(place) if place.is_dir() and os.access(place, os.W_OK) else None

@@ -1,7 +1,6 @@
-"""Run a target in a process of its own (`job`), and see how it ends.
+"""Run a target in a process of its own (`job`), and read its result.
 
-Before each input is tried it is written where it is seen here: the last one is what ended a
-process, or hung in C.
+Each input is stored before it runs: the last one is the input that ended a process or hung in C.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from qa.fuzzing.fuzz_result import SUMS, FuzzResult
 from qa.fuzzing.job import HEAD, ROOM
 from qa.fuzzing.processes import Processes
 
-#: Seconds without another input after which a child is ended; it also gets them to begin. Threads
-#: that wait for each other may take ten times as long on a busy machine.
+#: Seconds without another input after which a child is ended; also the limit of its start. Waiting
+#: threads may take ten times as long on a loaded machine.
 _SILENCE = 120.0
-#: Threads that wait for each other must not spin: there may be more of them than processors.
+#: Waiting threads must not spin: there may be more of them than processors.
 _CALM = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "2"}
 
 
@@ -35,11 +34,11 @@ def fuzz(
     alive: Callable[[int], None] = lambda _inputs: None, silence: float = _SILENCE,
     most: int = MOST, processes: Processes | None = None,
 ) -> FuzzResult:  # fmt: skip
-    """Run a target, named "module:function", for so many seconds; begin again where it ends.
+    """Run a target, named "module:function", for some seconds; restart it when it ends.
 
-    ``folder`` is for its files. After ``silence`` seconds without another input a process is ended,
-    after ``most`` findings the target is left. Raises HarnessError where it cannot even begin, or
-    when ``processes`` are ended.
+    ``folder`` is for its files. A process without a new input for ``silence`` seconds is ended;
+    after ``most`` findings the target ends. Raises HarnessError if it cannot start, or if
+    ``processes`` are ended.
     """
     if processes is None:
         with Processes() as processes:
@@ -58,7 +57,7 @@ def fuzz(
         if finding is None:
             break
         outcome.add(finding)
-        # The seeds and what is kept were tried: a mutation of them is what ended it, or one itself.
+        # The seeds and stored inputs ran before: a mutation of them, or one of them, ended it.
         names = [name for name in names if Path(name).read_bytes() != finding.data]
     outcome.seconds = time.monotonic() - began
     return outcome
@@ -80,7 +79,7 @@ class _Child:
         self.process = processes.start(command, self.log, _CALM)
 
     def wait(self) -> FuzzFinding | None:
-        """Wait for the end; return what ended it before its time."""
+        """Wait for the end; return the reason if the process ended early."""
         with self.place.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
             inputs, moved, hung = 0, time.monotonic(), False
             while not self._ended():

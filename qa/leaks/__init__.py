@@ -1,11 +1,11 @@
-"""Do one thing very often and look whether memory, descriptors and threads stay flat.
+"""Repeat an operation many times, and check that memory, descriptors and threads do not grow.
 
-Each kind of work runs in a process of its own (`churn`), where Python and C share one malloc, so
-that its count of bytes given out has everything but mappings; those are in the resident anonymous
-memory, or, where they are shared or a file's, only in their number. All are sampled a hundred
-times, after a garbage collection and `malloc_trim`. Flat means that the slope over the second half
-is below a bound per operation (`Slope`, `Kind.most`), and that mappings, descriptors and threads
-are at the end what they were after the first tenth.
+Each workload runs in its own process (`churn`), where Python and C share one malloc, so that its
+count of allocated bytes includes everything but mappings; those are counted in the resident
+anonymous memory, or, if shared or backed by a file, only by their number. All are sampled a hundred
+times, after a garbage collection and `malloc_trim`. There is no leak if the slope over the second
+half is below a bound per operation (`Slope`, `Kind.most`), and if mappings, descriptors and threads
+at the end equal those after the first tenth.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from qa.built import SPEC
 from qa.entry import Entry, StressOptions, Tick, strip_directories
 
 _CHURN: Final = "qa.leaks.leak_workloads"
-#: Seconds beyond its share that a kind may take to start, to finish a round, and to end.
+#: Seconds beyond its share that a workload may take to start, finish a round, and end.
 _GRACE: Final = 120.0
 #: Bytes by which memory may grow in a run of any length. Caches of Python and pools of malloc grow
 #: once, by some 20 KB on the heap (240 workers: after the first 40 nothing more). The heap is an
-#: exact count; what is resident is whole pages, that malloc touches anew as its blocks break up: by
-#: up to 141 KB within 32,000 failing decodes whose heap grew by 12 KB, and by 210 KB in 650,000.
+#: exact count; resident memory is counted in pages, which malloc touches as its blocks fragment: by
+#: up to 141 KB in 32,000 failing decodes whose heap grew by 12 KB, and by 210 KB in 650,000.
 _ONCE: Final = {"heap": 32 * 1024, "resident": 512 * 1024}
-#: The largest single step that is taken for one of these: CPython's table of interned strings, into
-#: which `pathlib` puts each name of a page, grew by 536 KB after 3,200 prompts, and never again.
+#: The largest single step that counts as such: CPython's table of interned strings, where `pathlib`
+#: adds each file name, grew by 536 KB after 3,200 prompts, and never again.
 _STEP: Final = 1024 * 1024
-#: Operations below which nothing is said of memory: with fewer, 10 KB lost by each would pass for
-#: what grows once.
+#: Minimum number of operations for a result: with fewer, a leak of 10 KB each would pass for
+#: one-time growth.
 _FEWEST: Final = 100
-#: By how many these may grow. No kind of work was seen with one mapping more, but malloc takes
-#: what is large from a mapping of its own, and a pool may become so.
+#: Allowed growth of these numbers. No workload needed one more mapping, but malloc maps large
+#: blocks separately, which may include a pool.
 _MORE: Final = {"maps": 4, "fds": 0, "threads": 0}
 
 
 @dataclass(frozen=True)
 class LeakWorkload:
-    """Name one kind of work: its function in `churn`, and how often the long run does it.
+    """One workload: its function in `churn`, and the number of operations of a long run.
 
-    ``bound`` bytes per operation are what may seem to be lost, by pages and by fragments: about
-    five times what ten seconds show on two cores that are busy otherwise.
+    ``bound`` is the allowed growth in bytes per operation, by pages and by fragments: about five
+    times the growth seen in ten seconds on two loaded cores.
     """
 
     work: str
@@ -58,9 +58,9 @@ class LeakWorkload:
     bound: float
 
     def most(self, what: str, operations: int) -> float:
-        """Return the bytes per operation above which ``what`` leaks, over so many operations.
+        """Return the allowed bytes per operation of ``what``, over a number of operations.
 
-        What grows once is spread over all of them: the fewer there are, the more each may take.
+        One-time growth is spread over all operations: the fewer there are, the more each may use.
         """
         return max(self.bound, _ONCE[what] / operations)
 
@@ -85,12 +85,12 @@ KINDS: Final = {
 
 @dataclass(frozen=True)
 class Slope:
-    """A slope in bytes per operation, and what noise alone may make of it.
+    """A slope in bytes per operation, and its noise.
 
-    It is the median of the slopes between all pairs of samples (Theil and Sen), after the largest
-    step up between neighbours is taken out: a pool that grows once is no leak, and in the middle of
-    the samples it would move the median. ``noise`` is three standard errors, from the median
-    distance of the samples to the line.
+    The slope is the median of the slopes between all pairs of samples (Theil and Sen), after the
+    largest step between adjacent samples is removed: a pool that grows once is no leak, and in the
+    middle of the samples it would move the median. ``noise`` is three standard errors, from the
+    median distance of the samples to the line.
     """
 
     value: float
@@ -98,7 +98,7 @@ class Slope:
 
     @classmethod
     def of(cls, counts: Sequence[float], sizes: Sequence[float]) -> Slope:
-        """Fit a line through samples; there must be three at least."""
+        """Fit a line through at least three samples."""
         x, y = np.asarray(counts, dtype=float), _without_step(np.asarray(sizes, dtype=float))
         first, second = np.triu_indices(len(x), 1)
         value = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
@@ -107,7 +107,7 @@ class Slope:
         return cls(value, 3 * spread / (float(x.std()) * len(x) ** 0.5))
 
     def exceeds(self, bound: float) -> bool:
-        """Return whether more than a bound is lost, and that is not noise."""
+        """Return whether the growth exceeds a bound and the noise."""
         return self.value > bound and self.value > self.noise
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Slope:
 
 
 def _without_step(sizes: np.ndarray) -> np.ndarray:
-    """Return samples without the largest step up, where that may be a pool's."""
+    """Return samples without the largest step up, if a pool can cause it."""
     steps = np.diff(sizes)
     largest = int(np.argmax(steps))
     level = sizes.copy()
@@ -125,14 +125,14 @@ def _without_step(sizes: np.ndarray) -> np.ndarray:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all kinds of work."""
+    """Return the names of all workloads."""
     return tuple(KINDS)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Churn for about ``effort.seconds``; return an entry per kind. Raises NotBuilt.
+    """Run workloads for about ``effort.seconds``; return an entry per workload. Raises NotBuilt.
 
-    Work that breaks is a defect of its kind, and the others follow.
+    A failing workload is a defect of its entry, and the others run.
     """
     from pyllamakv.open_variant import find_built
 
@@ -153,10 +153,10 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 
 def run_workload(kind: LeakWorkload, variant: Path, seconds: float) -> list[dict[str, int]]:
-    """Work in a process of its own until time is up or the target reached; return the samples.
+    """Run a workload in its own process until the time or target is reached; return the samples.
 
     A sample has ``count`` operations, ``heap`` and ``resident`` bytes, ``maps``, ``fds`` and
-    ``threads``. Raises HarnessError when the work breaks.
+    ``threads``. Raises HarnessError if the workload fails.
     """
     env = child_environment.environment(PYTHONMALLOC="malloc", MALLOC_ARENA_MAX="1")
     with tempfile.TemporaryDirectory(prefix="pyllamakv-leaks-") as folder:
@@ -180,7 +180,7 @@ def run_workload(kind: LeakWorkload, variant: Path, seconds: float) -> list[dict
 def evaluate(
     name: str, kind: LeakWorkload, samples: Sequence[Mapping[str, int]], seed: int
 ) -> Entry:
-    """Return the line of a kind: what its samples say."""
+    """Return the line of a workload from its samples."""
     counts = [sample["count"] for sample in samples]
     last = samples[-1]
     early = next(sample for sample in samples if sample["count"] >= last["count"] / 10)

@@ -1,7 +1,7 @@
-"""Do one thing over and over, to be sampled: `-m`, by `qa.leaks.leak_workloads`.
+"""Repeat one operation in a process that is sampled; started with `-m qa.leaks.leak_workloads`.
 
-Each function is a generator: it opens what it needs, and every time it is asked for more it does
-some operations and says how many.
+Each function is a generator: it opens its objects, and each step runs some operations and yields
+their number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def contexts(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def mapped(variant: Path, folder: Path) -> Iterator[int]:
-    """Open, use and close contexts over anonymous memory, a folder, and a kept file."""
+    """Open, use and close contexts in anonymous memory, a directory, and a kept file."""
     kinds: Iterator[dict[str, Any]]
     kinds = cycle(
         (
@@ -65,7 +65,7 @@ def _use(model: kv.Model, **options: Any) -> int:
 
 
 def refused(variant: Path, folder: Path) -> Iterator[int]:
-    """Ask for contexts that cannot be had."""
+    """Request contexts that cannot be created."""
     path = folder / "no cache"
     path.write_text("something else", encoding="utf-8")
     with _library(variant) as library, library.load_model(synthetic_models.tiny()) as model:
@@ -113,7 +113,7 @@ def decodes(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def advances(variant: Path, folder: Path) -> Iterator[int]:
-    """Decode and choose in the loop in C."""
+    """Decode and sample in the C loop."""
     with _context(variant) as ctx:
         sampler = ctx.model.sampler()
         a, b = ctx.sequence(), ctx.sequence()
@@ -125,7 +125,7 @@ def advances(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def failing(variant: Path, folder: Path) -> Iterator[int]:
-    """Ask for more than there is room for."""
+    """Decode batches that do not fit."""
     with _context(variant) as ctx:
         ctx.prefill(ctx.sequence(), _TOKENS * 6)
         other = ctx.sequence()
@@ -150,7 +150,7 @@ def defrags(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def saves(variant: Path, folder: Path) -> Iterator[int]:
-    """Save a sequence and restore it in another place."""
+    """Save a sequence and restore it elsewhere."""
     with _context(variant) as ctx:
         a = ctx.sequence()
         ctx.prefill(a, _TOKENS)
@@ -163,7 +163,7 @@ def saves(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def snapshots(variant: Path, folder: Path) -> Iterator[int]:
-    """Look at cells, numbers, and rows of K and V."""
+    """Read cells, statistics, and rows of K and V."""
     with _context(variant) as ctx:
         a = ctx.sequence()
         ctx.prefill(a, _TOKENS)
@@ -217,10 +217,10 @@ def workers(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def main(arguments: list[str]) -> None:
-    """Do the work that the command line names; write the samples as JSON."""
+    """Run the workload that the command line names; write the samples as JSON."""
     name, variant, seconds, target, folder = arguments
     module, _, function = name.rpartition(":")
-    # The same module twice would sample twice of what it imports.
+    # Running the same module twice would sample its imports twice.
     there = sys.modules["__main__"] if module == __spec__.name else importlib.import_module(module)
     work: Callable[[Path, Path], Iterator[int]] = getattr(there, function)
     samples = sampling.run(work(Path(variant), Path(folder)), float(seconds), int(target))

@@ -1,4 +1,4 @@
-"""Sample what this process holds while it does one thing over and over."""
+"""Sample the resources of this process while it repeats an operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _SAMPLES: Final = 100
-#: With fewer there is no line to draw: then it takes longer than it was given.
+#: Minimum number of samples for a line; they may exceed the time limit.
 _FEWEST: Final = 8
 _COLUMNS: Final = ("count", "heap", "resident", "maps", "fds", "threads")
 _MALLOC: Final = (
@@ -21,19 +21,20 @@ _MALLOC: Final = (
 
 
 class _Malloc(ctypes.Structure):
-    """Hold what glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC)
 
 
-#: Libraries of this process that are open.
+#: Open libraries of this process.
 opened: Final[list[Any]] = []
 
 
 def sample(count: int) -> dict[str, int]:
-    """Return what this process has after ``count`` operations; sizes in bytes."""
+    """Return the resources of this process after ``count`` operations; sizes in bytes."""
     for library in opened:
-        # Some thousand lines wait for a reader: until there are so many it would look like a leak.
+        # The log buffer holds some thousand lines; until it is full, its growth would look like a
+        # leak.
         library.native.logs()
     gc.collect()
     libc = ctypes.CDLL(None)
@@ -52,15 +53,15 @@ def sample(count: int) -> dict[str, int]:
         "resident": int(facts["RssAnon"].split()[0]) * 1024,
         # Shared and file mappings are in none of the sizes.
         "maps": Path("/proc/self/maps").read_bytes().count(b"\n"),
-        # Listing the folder takes one itself, each time.
+        # Listing the directory opens one descriptor itself.
         "fds": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "threads": int(facts["Threads"]),
     }
 
 
 def run(work: Iterator[int], seconds: float, target: int) -> list[dict[str, int]]:
-    """Work until the target or the time is reached; return the samples."""
-    # Made beforehand: what is noted must not look like a leak.
+    """Run until the target or the time is reached; return the samples."""
+    # Allocated before, so that the samples themselves do not look like a leak.
     noted = array.array("q", bytes(8 * len(_COLUMNS) * (4 * _SAMPLES)))
     begin = looked = time.monotonic()
     count = sampled = rows = 0
@@ -74,7 +75,7 @@ def run(work: Iterator[int], seconds: float, target: int) -> list[dict[str, int]
             for column, value in enumerate(sample(count).values()):
                 noted[rows * len(_COLUMNS) + column] = value
             rows, sampled, looked = rows + 1, count, time.monotonic()
-            # Looking takes a tenth of the time at most, where that leaves enough to look at.
+            # Sampling takes a tenth of the time at most, if that leaves enough samples.
             pause = min(10 * (looked - now), seconds / (2 * _FEWEST))
         if over:
             break

@@ -1,8 +1,8 @@
-"""Make the shipped patches wrong on purpose: each mutant must be caught, best by a scenario.
+"""Mutation testing of the shipped patches: a scenario or test must fail on each mutant.
 
-Mutants of every patch of a series are built and judged one after another, in an order that the
-seed decides, until the time is up; what came of each is kept in the home. One that nobody catches
-is a defect, unless ``qa/mutation/equivalent.toml`` says why it changes nothing.
+Mutants of every patch of a series are built and tested one after another, in random order, until
+the time is up; results are stored in the data directory. A mutant that passes everything is a
+defect, unless ``qa/mutation/equivalent.toml`` states why it is equivalent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pyllamakv.patching import apply, series, trees
 from pyllamakv.source import releases, spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery
+from pyllamakv.verification.header_tests import HEADERS
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
-from qa.headers import HEADERS
 from qa.mutation import equivalent_mutants, header_tests, mutant_schemata, mutation_run
 from qa.mutation.mutant import HUNK, Made, Mutant, make
 from qa.mutation.mutant_builder import MutantBuilder
@@ -38,33 +38,34 @@ if TYPE_CHECKING:
     from pyllamakv.patching.series import Series
     from pyllamakv.source.releases import Release
 
-#: One per era, the default first. The others are tried if they are named, or in a long run where
-#: they are built.
-RELEASES = ("0.3.9", "0.3.36", "b6845", "0.3.16", "0.3.14", "b4980", "0.3.8", "0.3.5")
+#: One per era, and 0.3.12; the default first. Others are tested if they are named, or in a long run
+#: if they are built.
+RELEASES = ("0.3.9", "0.3.36", "b6845", "0.3.16", "0.3.12", "0.3.14", "b4980", "0.3.8", "0.3.5")
 
-#: From so many seconds on every mutant of every release that is built is tried, until time is up.
+#: From this time limit in seconds, every mutant of every built release is tested, until the time is
+#: up.
 LONG = 900.0
 
-#: Mutants of a patch that a shorter run tries: the same on a fast machine as on a slow one.
+#: Number of mutants of a patch in a shorter run, independent of the machine's speed.
 SIZED = 4
 
-#: Seconds that each patch has, however long it took to prepare.
+#: Minimum seconds of each patch, however long its preparation took.
 _LEAST = 15.0
 
-#: The entry that says whether the accepted mutants are mutants still.
+#: The entry that checks whether the accepted mutants still exist.
 ACCEPTED = "accepted"
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of entries: each release with each patch, whether it is for it or not."""
+    """Return the names of entries: each release with each patch of the series."""
     patches = series.load().order
     return (*(f"{name} {patch}" for name in RELEASES for patch in patches), ACCEPTED)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Try mutants of every patch of each release of `RELEASES`; an entry is ``0.3.9 full-defrag``.
+    """Test mutants of every patch of each release of `RELEASES`; an entry is ``0.3.9 full-defrag``.
 
-    Builds the patched variant where it is missing, and needs its objects.
+    Builds the patched variant if it is missing, because its objects are reused.
     """
     shipped, known = series.load(), equivalent_mutants.load()
     long = effort.seconds >= LONG
@@ -89,7 +90,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
                 found += [skipped_entry(mutation_run.SECTION, each, none) for each in lack]
             patches = [patch for patch in patches if patch in given]
             for done, patch in enumerate(patches):
-                # What one patch leaves of its share is the others'.
+                # Unused time of one patch is available to the others.
                 now, left = time.monotonic(), len(patches) - done + later
                 what = f"{name} {patch}"
                 tally = mutation_run.run(
@@ -119,7 +120,7 @@ def _accepted(known: tuple[equivalent_mutants.EquivalentMutant, ...], shipped: S
 
 @dataclass(frozen=True)
 class MutationSetup:
-    """Hold what all patches of a release are judged with."""
+    """The objects that all patches of a release share."""
 
     release: Release
     patched: PatchedRelease
@@ -131,7 +132,7 @@ class MutationSetup:
     stock: Variant | None
 
     def evaluators(self, own: tuple[str, ...]) -> list[MutantEvaluator]:
-        """Return a judge per workshop, for a patch that names its scenarios."""
+        """Return an evaluator per builder, for a patch with its scenarios."""
         every = list(discovery.discover().values())
         return [
             MutantEvaluator(
@@ -143,7 +144,7 @@ class MutationSetup:
 
 @contextlib.contextmanager
 def prepare_release(name: str, shipped: Series, jobs: int = 1) -> Iterator[MutationSetup]:
-    """Prepare a release: build it patched, and open workshops in a passing folder of the home."""
+    """Prepare a release: build it patched, and open builders in a temporary directory."""
     spec = f"{name}+patched"
     built = build(spec)
     release, store = spec_resolver.resolve(name), open_store()
@@ -157,7 +158,7 @@ def prepare_release(name: str, shipped: Series, jobs: int = 1) -> Iterator[Mutat
     with tempfile.TemporaryDirectory(prefix=f"mutants-{release.key}-", dir=parent) as folder:
         shops = tuple(MutantBuilder(Path(folder) / str(job), spec, patched) for job in range(jobs))
         made = {patch: make(store, release, patched, patch) for patch in patched.patches}
-        logic = dict(_drivers(tree))
+        logic = dict(header_drivers(tree))
         library = _switched(shops[0], [m for each in made.values() for m in each.mutants], tree)
         for header, driver in logic.items():
             if library is not None and header in library.files:
@@ -169,7 +170,7 @@ def prepare_release(name: str, shipped: Series, jobs: int = 1) -> Iterator[Mutat
 def _switched(
     shop: MutantBuilder, mutants: Sequence[Mutant], tree: trees.StoreTree
 ) -> SchemataLibrary | None:
-    """Build the library that has all mutants in it."""
+    """Build the library that contains all mutants."""
     files = {}
     for path in {each.file for each in mutants if each.operator != HUNK}:
         entry = tree.entry(path)
@@ -182,7 +183,8 @@ def _switched(
     return SchemataLibrary.of(*found, shop.objects.name) if found else None
 
 
-def _drivers(tree: trees.StoreTree) -> Iterator[tuple[str, header_tests.HeaderTest]]:
+def header_drivers(tree: trees.StoreTree) -> Iterator[tuple[str, header_tests.HeaderTest]]:
+    """Return the tests of the headers that a tree has, by path."""
     for header in HEADERS:
         entry, source = tree.entry(header.path), header.source
         if entry is not None and source is not None:

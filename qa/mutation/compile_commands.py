@@ -1,4 +1,4 @@
-"""Read out of a build how its sources are compiled, and how the library is linked."""
+"""Read from a build how its sources are compiled, and how the library is linked."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from qa import ninja
 if TYPE_CHECKING:
     from pyllamakv.building.variant import BuildRequest
 
-#: Enough to find out that two texts are the same code, and half of the time that -O3 takes.
+#: Enough to detect equal code, in half of the time of -O3.
 _OPTIMIZED = "-O1"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One source: how it is compiled, what it makes, and the files of the tree it reads.
+    """One compile command, its output, and the files of the tree that it reads.
 
-    ``holds`` are the sources of the tree in it: itself, those that a generated one includes, or
-    none where it is a part of the shim.
+    ``holds`` are the tree's sources in it: its own, those that a generated one includes, or none
+    for a part of the shim.
     """
 
     source: str
@@ -33,12 +33,12 @@ class Unit:
 
     @property
     def ours(self) -> bool:
-        """Return whether it is a part of the shim."""
+        """Return whether it is part of the shim."""
         return not self.holds
 
 
 def units(wanted: BuildRequest, tree: Path) -> tuple[Unit, ...]:
-    """Return the units of a build, with another copy of its tree in the place of the build's."""
+    """Return the units of a build, with its tree replaced by a copy."""
     reads = _reads(wanted)
     root, found = wanted.tree, []
     text = (wanted.objects / "compile_commands.json").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def units(wanted: BuildRequest, tree: Path) -> tuple[Unit, ...]:
         else:
             name, holds = str(source), frozenset[str]()
         if source.is_relative_to(wanted.objects):
-            # CMake joins sources, and names each by where the build's tree has it.
+            # CMake's unity sources name each source by its path in the build's tree.
             own = tree.parent / "generated" / source.relative_to(wanted.objects)
             own.parent.mkdir(parents=True, exist_ok=True)
             text = source.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def units(wanted: BuildRequest, tree: Path) -> tuple[Unit, ...]:
 
 
 def linking(wanted: BuildRequest) -> list[str]:
-    """Return the words that link the library, its own name replaced."""
+    """Return the command that links the library, with another output name."""
     words = shlex.split(ninja.commands(wanted.objects)[-1])
     start, end = words.index("&&") + 1, len(words) - words[::-1].index("&&") - 1
     words = words[start:end]
@@ -78,7 +78,7 @@ def linking(wanted: BuildRequest) -> list[str]:
 
 
 def _reads(wanted: BuildRequest) -> dict[str, frozenset[str]]:
-    """Return the files of the tree that each object was made from."""
+    """Return the files that each object depends on."""
     root = wanted.tree
     return {
         output: frozenset(

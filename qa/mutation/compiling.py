@@ -1,4 +1,4 @@
-"""Run a compiler, an archiver or a linker, and tell a refusal of its input from a broken run."""
+"""Run a compiler, an archiver or a linker, and distinguish invalid input from a failed run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final
 from pyllamakv.building import cmake
 from pyllamakv.errors import BuildError, HarnessError
 
-#: Seconds for one compiler, on a machine that is busy with other things.
+#: Timeout of one compiler in seconds, on a loaded machine.
 PATIENCE = 900.0
 
-#: What only the input can bring about: an error at a place in it, or, where a hunk is gone that
-#: defines something, a name that the linker misses. A tool that is killed, runs out of memory or
-#: breaks ("internal compiler error") says neither.
+#: Errors that only the input can cause: an error with a source location, or, if a dropped hunk
+#: defined something, a missing name in the linker. A tool that is killed, runs out of memory or
+#: crashes ("internal compiler error") reports neither.
 _REFUSAL: Final = re.compile(
     r":\d+:\d+: (?:fatal )?error: "
     r"|undefined (?:reference to|(?:hidden )?symbol)|isn't defined|multiple definition of",
@@ -25,7 +25,7 @@ _REFUSAL: Final = re.compile(
 
 
 class CompileError(Exception):
-    """Say that a tool refused its input, with its first error and all that it said."""
+    """A tool refused its input; has its first error and all output."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class CompileError(Exception):
 
 
 class CompilerCrash(HarnessError):
-    """Say that a tool ended without a word about its input, which so is not judged."""
+    """A tool failed without an error about its input, so that there is no result."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -41,15 +41,15 @@ class CompilerCrash(HarnessError):
 
 
 def refusal(text: str) -> bool:
-    """Return whether what a tool said is about its input."""
+    """Return whether a tool's output is about its input."""
     return _REFUSAL.search(text) is not None
 
 
 def run(words: Sequence[str], folder: Path) -> None:
-    """Run a tool in a folder.
+    """Run a tool in a directory.
 
-    Raises Refused for an error in its input, BuildError where there is no room, and Broken for
-    all else that keeps it from a result: a timeout, a signal, an error of its own.
+    Raises Refused for an error in its input, BuildError for a full disk, and Broken for any other
+    failure: a timeout, a signal, an internal error.
     """
     try:
         done = subprocess.run(

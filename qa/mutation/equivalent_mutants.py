@@ -1,4 +1,4 @@
-"""Read which mutants change nothing, each with the reason why nobody can see them."""
+"""Read the list of equivalent mutants, each with the reason."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KEYS = {"file", "above", "was", "now", "why"}
 
 @dataclass(frozen=True)
 class EquivalentMutant:
-    """A mutant that is accepted: in which file which line became what, and why.
+    """An accepted mutant: file, original and mutated line, and reason.
 
-    Lines are compared without the space around them, so that one entry serves every release, and
-    every patch that brings the file. ``above`` is the code above the line, where the same line
-    stands at several places.
+    Lines are compared without surrounding whitespace, so that one entry covers every release and
+    every patch with the file. ``above`` is the code above the line, if the same line exists several
+    times.
     """
 
     file: str
@@ -37,7 +37,7 @@ class EquivalentMutant:
     above: str = ""
 
     def covers(self, mutant: Mutant) -> bool:
-        """Return whether a mutant is this one."""
+        """Return whether the entry describes a mutant."""
         return (
             self.file == mutant.file
             and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())
@@ -49,7 +49,7 @@ class EquivalentMutant:
 
 
 def load(path: Path | None = None) -> tuple[EquivalentMutant, ...]:
-    """Read the file; raises PatchFormatError for one without a reason, or one twice."""
+    """Read the file. Raises PatchFormatError for an entry without a reason, or a duplicate."""
     path = path or FILE
     table = strict_toml.load(path, {"schema", "mutant"}, schema=1)
     found = tuple(
@@ -70,7 +70,7 @@ def load(path: Path | None = None) -> tuple[EquivalentMutant, ...]:
 
 
 def stale(known: Iterable[EquivalentMutant], series: Series) -> list[EquivalentMutant]:
-    """Return the entries that are no mutant of any text of any patch any more."""
+    """Return the entries that match no mutant of any port."""
     left = list(known)
     for text in (text for patch in series for text in patch.ports):
         touched = {file.path for file in text.patch.files}

@@ -1,6 +1,6 @@
-"""Run the tests of a header by itself on mutants of it: one compiler, no library, seconds.
+"""Run the tests of a header on its mutants: one compiler, no library, seconds.
 
-An installed package has none, and leaves all to the scenarios.
+An installed package has none, and only scenarios run.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 
 from pyllamakv.building import compiler
 from pyllamakv.home import home
-from qa.headers import Header, stubs
+from pyllamakv.verification.header_tests import Header, stubs
 from qa.mutation import compiling, mutant_schemata, resource_limits
 from qa.mutation.compiling import CompileError, CompilerCrash
 
-#: First what is fast, then what also sees memory that is not its own.
+#: First the fast builds, then those with sanitizers.
 _MODES = ((), ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 
-#: What a toolchain says that has no sanitizers.
+#: Output of a toolchain without sanitizers.
 _LACKING = re.compile(r"cannot find .*san|-fsanitize")
 
-#: Seconds for one group, which takes less than two.
+#: Timeout of one group in seconds; a group takes less than two.
 _PATIENCE = 30.0
-#: The status of one that was ended, by its time or by its processor time.
+#: Status of a program that was ended by a timeout or its CPU limit.
 _HUNG = -signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """Return which group of a driver failed, or why it did not compile; both empty: it passed."""
+    """The failed group of a driver, or the compile error; both empty: it passed."""
 
     group: str = ""
     error: str = ""
@@ -43,24 +43,24 @@ class GroupResult:
 
 @dataclass
 class Program:
-    """A driver as it was compiled with one version of its header, or the compiler's error."""
+    """A driver compiled with one version of its header, or the compiler's error."""
 
     path: Path
     with_folder: bool
-    #: Sanitizers reserve far more address space than there is memory.
+    #: Sanitizers reserve far more address space than the machine has memory.
     bounded: bool
     error: str = ""
     _met: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[str]:
-        """Return the names of what it tests."""
+        """Return the names of its test groups."""
         return [] if self.error else self._run({}).stdout.split()
 
     def passes(self, group: str, chosen: int = 0, met: Path | None = None) -> bool:
-        """Return whether a group passes with a mutant; ``met`` is where those it comes by go.
+        """Return whether a group passes with a mutant; ``met`` receives the reached ones.
 
-        A hang is believed when it comes twice: a machine that was busy or asleep looks the same.
+        A hang must happen twice: a loaded or suspended machine looks the same.
         """
         environment = {mutant_schemata.CHOSEN: str(chosen)}
         if met is not None:
@@ -76,7 +76,7 @@ class Program:
         return passed
 
     def met(self, group: str) -> frozenset[int]:
-        """Return the mutants that a group comes by, none where it fails without any."""
+        """Return the mutants that a group reaches, none if it fails without any."""
         if group not in self._met:
             with tempfile.TemporaryDirectory(prefix="pyllamakv-met-") as name:
                 file = Path(name) / "met"
@@ -85,7 +85,7 @@ class Program:
         return self._met[group]
 
     def _run(self, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-        """Run it within bounds of time and memory; when it hangs it ends with `_HUNG`."""
+        """Run with limits of time and memory; a hang ends with `_HUNG`."""
         with subprocess.Popen(
             [str(self.path), *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -105,9 +105,9 @@ class Program:
 
 
 class HeaderTest:
-    """Test versions of one header against what its own text passes.
+    """Test versions of one header with the groups that its original passes.
 
-    ``beside`` are the files of the patch that it includes, by name.
+    ``beside`` are the patch's files that it includes, by name.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class HeaderTest:
         self.text = text
         self.source = source
         self.beside = dict(beside or {})
-        #: What decides an answer beside the header's text.
+        #: What a result depends on besides the header's text.
         self.digest = self._digest()
         self._switched: bytes | None = None
         self._programs: dict[tuple[bytes, tuple[str, ...]], Program] = {}
 
     def switch(self, text: bytes) -> None:
-        """Take the text that has all mutants in it, for `choose`."""
+        """Set the text that contains all mutants, for `choose`."""
         self._switched = text
 
     def choose(self, number: int) -> GroupResult | None:
-        """Run what comes by one mutant of the switched text; None where that cannot be done."""
+        """Run the groups that reach one mutant of the switched text; None if that is impossible."""
         for mode in _MODES:
             program = self._program(self._switched, mode) if self._switched else None
             if program is None or program.error:
@@ -138,7 +138,7 @@ class HeaderTest:
         return GroupResult()
 
     def judge(self, text: bytes) -> GroupResult:
-        """Run every group on a version of the header; the first that only its own text passes."""
+        """Run all groups on a version; return the first that only the original passes."""
         for mode in _MODES:
             own = self._program(self.text, mode)
             if own.error:
@@ -161,7 +161,7 @@ class HeaderTest:
         return found.hexdigest()
 
     def _program(self, text: bytes, mode: tuple[str, ...]) -> Program:
-        """Compile the driver with a version of the header; kept for the header's own versions."""
+        """Compile the driver with a version of the header; cached for the header's own versions."""
         known = self._programs.get((text, mode))
         if known is not None:
             return known

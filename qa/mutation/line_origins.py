@@ -1,4 +1,4 @@
-"""Follow the lines that each patch of a series adds into the tree that they all make."""
+"""Track the lines that each patch of a series adds in the patched tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchedLine:
-    """One line of the patched tree: its bytes, and the patch it is from (empty: upstream)."""
+    """One line of the patched tree: its bytes, and its patch (empty: upstream)."""
 
     data: bytes
     patch: str = ""
@@ -26,7 +26,7 @@ Files = Mapping[str, tuple[PatchedLine, ...]]
 
 
 def trace_lines(steps: Iterable[AppliedPort], stock: Tree) -> Files:
-    """Return the files that the steps change, line by line, as they are after the last one."""
+    """Return the changed files, line by line, as they are after the last patch."""
     files: dict[str, tuple[PatchedLine, ...]] = {}
     for step in steps:
         for file in step.port.patch.files:

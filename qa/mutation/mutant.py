@@ -1,4 +1,4 @@
-"""Make the mutants of a patch: one hunk less, or one of its lines a little wrong."""
+"""Create the mutants of a patch: drop one hunk, or change one line."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HUNK = "hunk dropped"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mutant: which line of which file became what, and the files that it changes.
+    """One mutant: file, original and mutated line, and the files that it changes.
 
     ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
-    content (None: no longer there). A dropped hunk has no line, unless one is all it changes.
+    content (None: deleted). A dropped hunk has no line, unless one line is its only change.
     """
 
     patch: str
@@ -41,7 +41,7 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """Return a name that only the mutated text decides."""
+        """Return a name that depends on the mutated text alone."""
         whole = hashlib.sha256(f"{self.patch}\0{self.operator}".encode())
         for path, data in sorted(self.files.items()):
             whole.update(path.encode() + b"\0" + (b"\1" + data if data is not None else b"\0"))
@@ -54,7 +54,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Made:
-    """The mutants of a patch, and how many of its lines were left out for which reason."""
+    """The mutants of a patch, and the number of its lines that were left out, by reason."""
 
     mutants: tuple[Mutant, ...]
     left_out: dict[str, int]
@@ -71,22 +71,22 @@ def make(store: Store, release: Release, patched: PatchedRelease, patch: str) ->
             continue
         entry = tree.entry(path)
         assert entry is not None
-        # Counted from what the steps say; the tree itself is the judge of it.
+        # Counted from the patches, and confirmed in the tree.
         assert entry.data == b"".join(line.data for line in content), path
         found += _wrong_lines(path, content, patch, reasons)
     return Made(tuple({each.id: each for each in found}.values()), dict(reasons))
 
 
-def listed(text: Port) -> Iterator[Mutant]:
-    """Return the mutants of the lines of a text alone, without what they make of any tree."""
-    for file in text.patch.files:
+def listed(port: Port) -> Iterator[Mutant]:
+    """Return the mutants of the lines of a port, without applying them to a tree."""
+    for file in port.patch.files:
         for hunk in file.hunks:
             content = tuple(
-                line_origins.PatchedLine(line[1:], text.id if line[:1] == b"+" else "")
+                line_origins.PatchedLine(line[1:], port.id if line[:1] == b"+" else "")
                 for line in hunk.lines
                 if line[:1] in (b"+", b" ")
             )
-            yield from _wrong_lines(file.path, content, text.id, Counter())
+            yield from _wrong_lines(file.path, content, port.id, Counter())
 
 
 def _wrong_lines(
@@ -119,15 +119,15 @@ def _without_hunks(
     tree: trees.StoreTree,
     reasons: Counter[str],
 ) -> Iterator[Mutant]:
-    text = next(each for each in patched.texts if each.id == patch)
-    for file in text.patch.files:
+    port = next(each for each in patched.ports if each.id == patch)
+    for file in port.patch.files:
         for number, hunk in enumerate(file.hunks, 1):
             if not hunk.added:
-                # It only takes away: what is left is a declaration that nobody uses.
+                # The hunk only deletes: without it, an unused declaration remains.
                 reasons["hunk adds nothing"] += 1
                 continue
             texts = [
-                each.without(file.path, number) if each is text else each for each in patched.texts
+                each.without(file.path, number) if each is port else each for each in patched.ports
             ]
             try:
                 plan = port_choice.choose_for_release(release, texts, store=store)
@@ -136,7 +136,7 @@ def _without_hunks(
                 continue
             changed = plan.draft.changes
             files: dict[str, bytes | None] = {}
-            for path in {*changed, *(p for each in patched.texts for p in each.patch.paths)}:
+            for path in {*changed, *(p for each in patched.ports for p in each.patch.paths)}:
                 now, was = plan.draft.entry(path), tree.entry(path)
                 if now != was:
                     files[path] = None if now is None else now.data
@@ -144,9 +144,9 @@ def _without_hunks(
 
 
 def _only(hunk: Hunk) -> str:
-    """Return the line of code that is all a hunk changes, nothing for any other.
+    """Return the line of code that is a hunk's only change, "" for any other hunk.
 
-    Only the loss of such a hunk is the loss of its line, and accepted with that.
+    Only such a dropped hunk is equal to the dropped line, and accepted with it.
     """
     added = [line.decode("utf-8", "replace").rstrip("\n") for line in hunk.added]
     found = [text for text in added if operators.left_out(text) not in ("no code", "comment")]

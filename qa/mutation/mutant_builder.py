@@ -1,7 +1,7 @@
-"""Build a mutant in seconds: compile what it touches, and link it with the objects of the patches.
+"""Build a mutant in seconds: compile what it affects, and link with the patched build's objects.
 
-Everything lies in a folder of its own: a copy of the patched tree, in which a file is replaced and
-put back, and the objects and archives of one build, which nothing else writes to.
+Each builder has its own directory: a copy of the patched tree, in which a file is replaced and
+restored, and the objects and archives of one build, which nothing else writes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often lines are left out that a compiler did not take with all mutants in them.
+#: How many times lines are left out that do not compile with all mutants.
 _ATTEMPTS = 6
 
-#: Where a compiler saw an error, or what led to it.
+#: Locations of a compile error, and of the code that led to it.
 _PLACE = re.compile(r"^(?:.*/tree/)?(src/[\w./-]+):(\d+):\d+:\s+(?:error|required from)", re.M)
 
 
 @dataclass(frozen=True)
 class Built:
-    """Say what came of a mutant: a library, the first error, or the very code that was there."""
+    """The result for a mutant: a library, the first error, or code equal to the original."""
 
     library: Path | None = None
     error: str = ""
 
     @property
     def same(self) -> bool:
-        """Return whether the compiler made the same code as of the unchanged text."""
+        """Return whether the compiler produced the same code as for the original."""
         return self.library is None and not self.error
 
 
 class MutantBuilder:
-    """The patched tree of a release and its objects, and make libraries of mutants."""
+    """The patched tree of a release with its objects; builds libraries of mutants."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class MutantBuilder:
             self.units = compile_commands.units(wanted, self.tree)
             self.link = self._take(compile_commands.linking(wanted))
         open_store().export(patched.tree, self.tree)
-        self._touched = {path for text in patched.texts for path in text.patch.paths}
+        self._touched = {path for port in patched.ports for path in port.patch.paths}
 
     def build(self, files: Mapping[str, bytes | None], place: Path, *, all_of_it: bool) -> Built:
-        """Make a library of the tree with other contents of some files, in a folder of its own.
+        """Build a library of the tree with other contents of some files.
 
-        ``all_of_it`` compiles whatever reads these files; otherwise only what calls what patches
-        add: the sources that they touch, and the shim. For a change within a function, which no
-        other source sees, that is the same and takes a tenth of the time. Raises Broken where a
-        tool ends without judging its input.
+        ``all_of_it`` compiles all readers of these files; otherwise only callers of the patches'
+        code: the sources that they change, and the shim. For a change within a function, which no
+        other source sees, the result is the same in a tenth of the time. Raises Broken if a tool
+        fails for another reason than its input.
         """
         units = [
             unit
@@ -89,7 +89,7 @@ class MutantBuilder:
             and (all_of_it or self._patched(unit))
             and files.get(unit.source, b"") is not None
         ]
-        # What does not compile shows in what calls it, best before all that only reads it.
+        # Compile errors show in callers, which are compiled before mere readers.
         units.sort(key=self._patched, reverse=True)
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -112,9 +112,9 @@ class MutantBuilder:
     def switched(
         self, make: Callable[[set[tuple[str, int]]], MutantSchemata], place: Path
     ) -> tuple[Path, MutantSchemata] | None:
-        """Make one library of many mutants; lines that no compiler takes so are left out.
+        """Build one library of many mutants; lines that do not compile are left out.
 
-        ``make`` gets these lines and returns the files. None where it cannot be done at all.
+        ``make`` receives these lines and returns the files. None if it is impossible.
         """
         refused: set[tuple[str, int]] = set()
         place.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class MutantBuilder:
         return None
 
     def _write(self, path: str, data: bytes | None) -> bytes | None:
-        """Give a file of the tree another content; return what it had, None where it is absent."""
+        """Replace the content of a file; return the old content, None if it was absent."""
         file = self.tree / path
         before = file.read_bytes() if file.is_file() else None
         if data is None:
@@ -159,7 +159,7 @@ class MutantBuilder:
         return before
 
     def _unchanged(self, unit: Unit) -> str:
-        """Return the sum of what a unit makes of the tree as it is."""
+        """Return the digest of a unit's output for the original tree."""
         if unit.output not in self._same:
             try:
                 self._same[unit.output] = _sum(self._compiled(unit, self.folder / "same"))
@@ -169,7 +169,7 @@ class MutantBuilder:
         return self._same[unit.output]
 
     def _patched(self, unit: Unit) -> bool:
-        """Return whether a unit is the shim's, or has a source that a patch touches."""
+        """Return whether a unit belongs to the shim, or has a source that a patch changes."""
         return unit.ours or not unit.holds.isdisjoint(self._touched)
 
     def _compiled(self, unit: Unit, place: Path, more: Sequence[str] = ()) -> Path:
@@ -195,7 +195,7 @@ class MutantBuilder:
         return library
 
     def _archive_of(self, output: str) -> str:
-        """Return the archive that an object is a member of: the nearest one above it."""
+        """Return the archive that contains an object: the nearest one above it."""
         found = [word for word in self.link if word.endswith(".a")]
         for folder in (self.base / output).parents:
             here = [word for word in found if Path(word).parent == folder]
@@ -208,7 +208,7 @@ class MutantBuilder:
         raise HarnessError(msg)
 
     def _take(self, words: list[str]) -> tuple[str, ...]:
-        """Copy what is linked, and return the words of the linker for these copies."""
+        """Copy the linker's inputs, and return its arguments for these copies."""
         taken = []
         for word in words:
             path = self.objects / word

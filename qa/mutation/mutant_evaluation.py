@@ -1,8 +1,8 @@
-"""Find who catches a mutant: the tests of its header, scenario after scenario, the compiler.
+"""Find what detects a mutant: its header's tests, the scenarios, or the compiler.
 
-A scenario catches what it fails on the mutant, as `check` counts failures, and passes with the
-patches as they are. The patch's own come first, and of these the ones that caught most so far;
-what none of them sees meets all the others, then a device behind a server.
+A scenario detects a mutant if it fails on it, as `check` counts failures, and passes with the
+original patches. The patch's own scenarios run first, and among these the ones that detected most
+so far; then all others, then a device behind a server.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from qa.mutation.mutant import Mutant
     from qa.mutation.mutant_builder import MutantBuilder
 
-#: Who catches what does not compile: what it says of one text stays the same.
+#: Detector of mutants that do not compile: its result for a text never changes.
 COMPILER = "the compiler"
 
 
 @dataclass
 class MutantEvaluator:
-    """Judge the mutants of a patched release by all scenarios, a patch's own first.
+    """Test the mutants of a patched release with all scenarios, a patch's own first.
 
-    ``own`` are the ids that a patch names, ``logic`` the drivers of its headers by path. Mutants
-    that are in the ``switched`` library need no build of their own. Where ``stock`` is not built,
-    what a mutant cannot run at all is taken for what stock cannot run either.
+    ``own`` are the ids that a patch names, ``logic`` the drivers of its headers by path. Mutants in
+    the ``switched`` library need no build of their own. If ``stock`` is not built, a run that a
+    mutant cannot start counts as one that stock cannot start either. ``quick`` runs only the quick
+    settings, as `check --quick` does.
     """
 
     patched: Variant
@@ -51,10 +52,11 @@ class MutantEvaluator:
     logic: dict[str, header_tests.HeaderTest]
     switched: SchemataLibrary | None = None
     stock: Variant | None = None
+    quick: bool = False
     caught: Counter[str] = field(default_factory=Counter)
 
     def answer(self, mutant: Mutant, deadline: float) -> MutantResult:
-        """Return what comes of a mutant, and keep it for `recall`."""
+        """Return the result for a mutant, and store it for `recall`."""
         try:
             found = self._ask(mutant, deadline)
         except CompilerCrash as error:
@@ -64,7 +66,7 @@ class MutantEvaluator:
         return found
 
     def recall(self, mutant: Mutant) -> MutantResult | None:
-        """Return what came of a mutant before, if that is known."""
+        """Return the stored result for a mutant, if there is one."""
         digests = self._digests(mutant)
         for outcome in ("driver", "scenario"):
             found = mutant_results.load_result(self._key(mutant, MutantResult(outcome)), digests)
@@ -74,19 +76,20 @@ class MutantEvaluator:
 
     def _key(self, mutant: Mutant, answer: MutantResult) -> str:
         if answer.outcome == "driver":
-            # A header is the same in every release, and so is what its tests say.
+            # A header is equal in every release, and so are the results of its tests.
             return mutant_results.key("driver", mutant.file, _text(mutant))
         return mutant_results.key("failed scenario", self.patched.id, mutant.id)
 
     def _digests(self, mutant: Mutant) -> dict[str, str]:
-        """Return the digest of everybody who may answer; of nobody's, all together."""
+        """Return the digest of each detector; the empty name has that of all together."""
         found = {each.id: each.digest for each in self.scenarios}
         if mutant.file in self.logic:
             driver = self.logic[mutant.file]
             found[driver.source.stem] = driver.digest
-        # Who saw nothing may see something by what runs them, or beside stock.
+        # A run without a failure depends on the runner and on stock as well.
         texts = "".join(found.values()) + parallel_runs.code_digest()
         texts += self.stock.id if self.stock is not None else ""
+        texts += "quick" if self.quick else ""
         every = hashlib.sha256(texts.encode()).hexdigest()
         return found | {"": every, COMPILER: ""}
 
@@ -111,7 +114,7 @@ class MutantEvaluator:
             shutil.rmtree(place, ignore_errors=True)
 
     def _by_header(self, mutant: Mutant, number: int | None) -> MutantResult | None:
-        """Ask the tests of a header, where the mutant is in one."""
+        """Run the tests of the mutant's header, if it is in one."""
         driver = self.logic.get(mutant.file) if mutant.operator != HUNK else None
         if driver is None:
             return None
@@ -125,7 +128,7 @@ class MutantEvaluator:
     def _by_number(
         self, library: SchemataLibrary, number: int, deadline: float
     ) -> MutantResult | None:
-        """Ask the trials that come by a mutant of the switched library; None: nobody minds."""
+        """Run the trials that reach a mutant of the switched library; None if none detects it."""
         unjudged = None
         with library.benches(number) as benches:
             for trial in self._trials():
@@ -140,7 +143,7 @@ class MutantEvaluator:
         return unjudged
 
     def _by_itself(self, library: Path, deadline: float) -> MutantResult:
-        """Ask every trial about a mutant that was built by itself."""
+        """Run all trials on a separately built mutant."""
         unjudged = None
         with MutantRunner(library) as benches:
             for trial in self._trials():
@@ -154,7 +157,7 @@ class MutantEvaluator:
         return unjudged or MutantResult("survivor")
 
     def _fails(self, trial: ScenarioRun, outcome: Outcome) -> bool:
-        """Return whether a mutant's run is what `check` would count as a failure."""
+        """Return whether `check` would count a mutant's run as a failure."""
         stock = outcome
         if self.stock is not None and outcome.status in ("absent", "skip"):
             task = self._task(trial, self.stock, "stock")
@@ -163,12 +166,12 @@ class MutantEvaluator:
         return Pair(each.id, each.kind, trial.setting.name, stock, outcome).broken
 
     def _passes(self, trial: ScenarioRun) -> bool:
-        """Return whether the patches as they are pass a run; remembered like any other run."""
+        """Return whether the original patches pass a run; cached like any other run."""
         task = self._task(trial, self.patched)
         return parallel_runs.run_tasks([task])[task].outcome.status == "pass"
 
     def _trials(self) -> Iterator[ScenarioRun]:
-        """Return all runs in their order: the patch's own scenarios before all others.
+        """Return all runs in order: the patch's own scenarios before all others.
 
         First a few settings of each, then the rest; behind a server only the patch's own.
         """
@@ -177,14 +180,14 @@ class MutantEvaluator:
         for group in (ours, others):
             group.sort(key=lambda each: (-self.caught[each.id], self._seconds(each)))
             yield from (ScenarioRun(each, setting) for each in group for setting in each.few)
-            for each in group:
+            for each in group if not self.quick else ():
                 left = [setting for setting in each.settings if setting not in each.few]
                 yield from (ScenarioRun(each, setting) for setting in left)
         for each in ours:
             yield from (ScenarioRun(each, setting, "rpc") for setting in each.few)
 
     def _seconds(self, each: Scenario) -> float:
-        """Return how long a scenario took with the patches as they are, where that is known."""
+        """Return the time of a scenario with the original patches, if known."""
         tasks = [self._task(ScenarioRun(each, setting), self.patched) for setting in each.few]
         known = [parallel_runs.load_run(task.key) for task in tasks]
         return sum(run.seconds for run in known if run)

@@ -1,7 +1,7 @@
-"""Keep what came of each mutant in the home, so that hours of them need not be one run.
+"""Store the result of each mutant, so that hours of testing can be split into several runs.
 
-An answer holds as long as what gave it is the same: a catch as long as the catcher is, and no
-catch as long as all of them are.
+A result is valid while its detector is unchanged; the result of an undetected mutant, while all
+are.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from pyllamakv.home import home
 from pyllamakv.source.files import write_text_atomic
 
-#: What may come of a mutant, in the order of the document.
+#: Outcomes, in the order of the document.
 OUTCOMES = ("compiler", "driver", "scenario", "same code", "survivor")
-#: What only says how far a run came, and what a fault of the harness kept from an answer.
+#: Outcomes without a result: not reached, and failures of the harness.
 UNFINISHED, NOT_EVALUATED = PASSING = ("unfinished", "not judged")
 
 
 @dataclass(frozen=True)
 class MutantResult:
-    """Say what came of a mutant: an outcome, who caught it, and what they said."""
+    """The result for a mutant: outcome, detector, and message."""
 
     outcome: str
     by: str = ""
@@ -30,17 +30,17 @@ class MutantResult:
 
     @property
     def killed(self) -> bool:
-        """Return whether somebody noticed it."""
+        """Return whether the mutant was detected."""
         return self.outcome in ("compiler", "driver", "scenario")
 
 
 def key(*facts: str) -> str:
-    """Return the name of an answer."""
+    """Return the file name of a result."""
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
 
 
 def load_result(name: str, digests: dict[str, str]) -> MutantResult | None:
-    """Return a kept answer, if the one who gave it has the same digest still."""
+    """Return a stored result if its detector has the same digest."""
     try:
         raw = json.loads((_folder() / f"{name}.json").read_text(encoding="utf-8"))
         digest = raw.pop("digest")
@@ -51,7 +51,7 @@ def load_result(name: str, digests: dict[str, str]) -> MutantResult | None:
 
 
 def store_result(name: str, answer: MutantResult, digests: dict[str, str]) -> None:
-    """Keep an answer, unless there was none."""
+    """Store a result, unless there was none."""
     if answer.outcome not in PASSING:
         _folder().mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(answer) | {"digest": digests[answer.by]}) + "\n"

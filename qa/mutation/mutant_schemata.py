@@ -1,9 +1,9 @@
-"""Put many mutants into one text, where a number chooses the one that lives.
+"""Combine many mutants in one text, in which a number selects the active one.
 
-A compiler takes far longer than most scenarios. So each line that can be wrong is written once
-with all of what it could be, behind a function that compares with ``PLK_MUTANT`` of the
-environment: 0 is the text as it is. That function also notes which mutants a run comes by, so that
-only those who reach one are asked about it. Lines keep their numbers.
+Compiling takes far longer than most scenarios. Therefore each mutated line is written once with all
+its variants, selected by a function that reads ``PLK_MUTANT`` from the environment: 0 is the
+original. The function also records which mutants a run reaches, so that a mutant is only tested by
+runs that reach it. Lines keep their numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from qa.mutation import operators
 from qa.mutation.mutant import HUNK, Mutant
 
-#: Variables: the number of the mutant that lives, and the file that notes which were met.
+#: Variables: the number of the active mutant, and the file that records the reached ones.
 CHOSEN, MET = "PLK_MUTANT", "PLK_MUTANT_MET"
 
-#: Included before everything else. It must leave errno alone: the lines around it read that.
+#: Included before everything else. It must not change errno, which the surrounding lines read.
 PRELUDE = f"""
 #pragma once
 #include <cerrno>
@@ -44,10 +44,10 @@ inline bool plk_mutant(int n) {{
 }}
 """
 
-#: Where C++ is compiled that the patches change; the rest of the trees is C.
+#: Directories of C++ sources that the patches change; the rest of the trees is C.
 CPP = re.compile(r"^src/.*\.(?:cpp|h)$")
 
-#: What stands around the part of a line that a number can choose.
+#: The code around the part of a line that a number can select.
 _CHOICES = (
     re.compile(r"^(\s*(?:\} else )?(?:if|while) \()(.*)(\) \{)$"),
     re.compile(r"^(\s*\} while \()(.*)(\);)$"),
@@ -59,7 +59,7 @@ _ASSIGNED = re.compile(r"^\s*[\w.()\[\]*:>+-]+\s+[-+*/|&^]?= ")
 
 @dataclass(frozen=True)
 class MutantSchemata:
-    """Files with all their mutants in them, and the number of each by its id."""
+    """Files with all their mutants, and the number of each by its id."""
 
     files: dict[str, bytes]
     numbers: dict[str, int]
@@ -68,9 +68,9 @@ class MutantSchemata:
 def build_schemata(
     mutants: Iterable[Mutant], files: Mapping[str, bytes], without: Iterable[tuple[str, int]] = ()
 ) -> MutantSchemata:
-    """Return the files with every mutant that a number can choose, but for those on some lines.
+    """Return the files with every mutant that a number can select, except those on some lines.
 
-    ``files`` have the texts as they are. What is left out has to be built by itself.
+    ``files`` have the original texts. Mutants that are left out need a build of their own.
     """
     numbers: dict[str, int] = {}
     left_out = set(without)
@@ -82,7 +82,7 @@ def build_schemata(
     first = 1
     for (path, line), here in by_line.items():
         numbered = list(enumerate((each.now for each in here), first))
-        # The numbers stay the same whatever is left out.
+        # Numbers do not depend on the lines that are left out.
         first += len(here)
         if (path, line) in left_out:
             continue
@@ -94,7 +94,7 @@ def build_schemata(
 
 
 def merged(was: str, wrong: list[tuple[int, str]], above: str = "") -> str | None:
-    """Return one line that is ``was``, or for a number what that makes of it; None: cannot be."""
+    """Return one line with ``was`` and its mutants; None if that is impossible."""
     code, others = operators.code_of(was), [(n, operators.code_of(now)) for n, now in wrong]
     for form in _CHOICES:
         if match := form.match(code):
@@ -127,7 +127,7 @@ def _chosen(
 
 
 def read_covered(file: Path) -> frozenset[int]:
-    """Return the mutants that a run came by, as the switched text noted them."""
+    """Return the mutants that a run reached."""
     if not file.is_file():
         return frozenset()
     return frozenset(int(word) for word in file.read_text("ascii").split())

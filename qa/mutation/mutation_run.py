@@ -1,4 +1,4 @@
-"""Try the mutants of one patch, as many as there is time for, and count what came of them."""
+"""Test the mutants of one patch within a time limit, and count the outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTION = "mutation"
 
 @dataclass(frozen=True)
 class MutationResult:
-    """Hold what came of the mutants that were tried, beside all that there are."""
+    """The outcomes of the tested mutants, and the number of all."""
 
     made: Made
     equivalent: int
@@ -32,7 +32,7 @@ class MutationResult:
         return sum(answer.outcome == outcome for _, answer in self.answers)
 
     def entry(self, name: str, seed: int) -> Entry:
-        """Return the row of the results; a survivor, or a mutant not judged, is a defect."""
+        """Return the row of the results; a mutant that survived or has no result is a defect."""
         catchers = Counter(a.by for _, a in self.answers if a.outcome == "scenario")
         counts = {outcome: self.count(outcome) for outcome in (*OUTCOMES, *PASSING)}
         tried = len(self.answers) - sum(counts[outcome] for outcome in PASSING)
@@ -56,7 +56,7 @@ class MutationResult:
             if answer.outcome == NOT_EVALUATED
         )
         if not tried and len(self.made.mutants) > self.equivalent:
-            # What tries nothing finds nothing.
+            # An entry without tests cannot find a defect.
             none = f"none of {len(self.made.mutants)} mutants was tried: give it more time"
             defects = defects or (none,)
         return Entry(SECTION, name, row, defects, seed, data)
@@ -72,10 +72,10 @@ def run(
     most: int | None = None,
     tick: Tick = lambda about: None,
 ) -> MutationResult:
-    """Judge mutants in an order that the seed decides until the deadline (of the monotonic clock).
+    """Test mutants in random order until the deadline (of the monotonic clock).
 
-    ``most`` is how many are tried at all. Each of the judges works beside the others. What is
-    known from an earlier run costs nothing and counts as well, however little time there is.
+    ``most`` is the maximum number of mutants. The evaluators run in parallel. Stored results cost
+    no time and always count.
     """
     known = list(known)
     left = [each for each in made.mutants if not any(entry.covers(each) for entry in known)]

@@ -1,7 +1,7 @@
-"""Make lines of C++ wrong, one token or statement at a time.
+"""Mutate lines of C++, one token or statement at a time.
 
-An operator looks at one line and yields what it could have been by a slip of the hand. What it
-makes need not compile: that is found out, and counted apart.
+An operator yields the variants of one line that a slip could produce. A variant need not compile:
+such variants are counted separately.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """Hold what an operator makes of a line; ``now`` is empty where the line is taken away."""
+    """A variant of a line; ``now`` is empty if the line is deleted."""
 
     operator: str
     now: str
@@ -21,12 +21,12 @@ class Change:
 
 Operator = Callable[[str, bool], Iterator[Change]]
 
-#: Bounds and what lies beside them. Operators have spaces around them; template brackets do not.
+#: Boundaries and their neighbours. Operators have spaces around them; template brackets do not.
 _BOUNDS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 _NEGATIONS = {"==": "!=", "!=": "=="}
 _JOINTS = {"&&": "||", "||": "&&"}
 _ENDS = {"min": "max", "max": "min"}
-#: What stands for K, and what stands for V in the same place.
+#: Names for K, and the corresponding names for V.
 _SIDES = (
     ("k_l", "v_l"),
     ("n_embd_k_gqa", "n_embd_v_gqa"),
@@ -61,17 +61,17 @@ _NO_CODE = {
 
 
 def left_out(line: str) -> str:
-    """Say why a line is not made wrong; nothing for a line of code."""
+    """Return why a line is not mutated; "" for a line of code."""
     if not line.strip() or not re.search(r"\w", line):
         return "no code"
     return next((why for why, found in _NO_CODE.items() if found.match(line)), "")
 
 
 def changes(line: str, above: str = "") -> list[Change]:
-    """Return every change of a line of code, each once; ``above`` is the last code before it.
+    """Return every variant of a line of code, each once; ``above`` is the last code before it.
 
-    Strings and comments are left as they are, and a statement is taken away only where it begins
-    and ends on this line.
+    Strings and comments stay unchanged, and a statement is deleted only if it starts and ends on
+    this line.
     """
     if left_out(line):
         return []
@@ -87,7 +87,7 @@ def changes(line: str, above: str = "") -> list[Change]:
 
 
 def _tokens(name: str, pattern: re.Pattern[str], other: Callable[[str], str]) -> Operator:
-    """Return an operator that replaces each occurrence of a pattern outside of strings."""
+    """Return an operator that replaces each occurrence of a pattern outside strings."""
 
     def operate(code: str, whole: bool) -> Iterator[Change]:
         for match in pattern.finditer(_blind(code)):
@@ -149,22 +149,22 @@ OPERATORS: Sequence[Operator] = (
 
 
 def whole(line: str, above: str = "") -> bool:
-    """Return whether what stands on a line begins and ends there."""
+    """Return whether brackets that open on a line close on it."""
     return _complete(code_of(line)) and (not above or above.rstrip()[-1:] in ";{}:")
 
 
 def removable(code: str) -> bool:
-    """Return whether a whole line is a statement that could be missing."""
+    """Return whether a line is a statement that can be deleted."""
     return any(True for _ in _removed(code, True))
 
 
 def code_of(line: str) -> str:
-    """Return a line without the comment behind its code."""
+    """Return a line without its trailing comment."""
     return _split(line)[0]
 
 
 def _split(line: str) -> tuple[str, str]:
-    """Return the code of a line and the comment behind it, with the space between."""
+    """Return a line's code and its trailing comment, with the space between."""
     at = _blind(line).find("//")
     if at < 0:
         return line.rstrip(), ""
@@ -173,12 +173,12 @@ def _split(line: str) -> tuple[str, str]:
 
 
 def _blind(code: str) -> str:
-    """Return the code with what its strings hold replaced, place for place."""
+    """Return the code with the contents of its strings masked, at equal offsets."""
     return re.sub(r'"(?:\\.|[^"\\])*"', lambda match: '"' + "_" * (len(match[0]) - 2) + '"', code)
 
 
 def _closing(code: str, start: int) -> int:
-    """Return where the parenthesis that opens at ``start`` closes, 0 when not on this line."""
+    """Return the index of the closing parenthesis, 0 if not on this line."""
     depth = 0
     for at in range(start, len(code)):
         depth += {"(": 1, ")": -1}.get(code[at], 0)

@@ -1,4 +1,4 @@
-"""Keep programs that were made wrong from taking the machine's memory, or others' blocks of it."""
+"""Limit the memory of mutated programs, and detect writes beyond their blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 import resource
 import sys
 
-#: Bytes of address space: several times what the largest scenario takes.
+#: Bytes of address space: several times those of the largest scenario.
 MEMORY = 8 << 30
 
 
 def bound(pid: int, *, memory: int | None = MEMORY, seconds: int | None = None) -> None:
-    """Bound a process's address space and its processor time, where the system has such limits.
+    """Limit a process's address space and CPU time, if the system supports that.
 
-    The time ends what hangs even if nobody is left to end it.
+    The CPU limit ends a hanging process even if its parent has ended.
     """
     if sys.platform != "linux":
         return
@@ -29,9 +29,9 @@ def bound(pid: int, *, memory: int | None = MEMORY, seconds: int | None = None) 
 
 @functools.cache
 def checked_heap() -> dict[str, str]:
-    """Return the environment in which a block that was written beyond its end aborts when freed.
+    """Return the environment in which a block with an overrun aborts when it is freed.
 
-    glibc has that in a library of its own since 2.34; elsewhere nothing is checked.
+    glibc has that in a separate library since 2.34; elsewhere nothing is checked.
     """
     library = ctypes.util.find_library("c_malloc_debug") if sys.platform == "linux" else None
     if library is None:

@@ -1,4 +1,4 @@
-"""Run scenarios on a library that has all mutants in it, one of them alive."""
+"""Run scenarios on a library that contains all mutants, with one of them active."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario, Setting
     from qa.mutation.mutant_schemata import MutantSchemata
 
-#: Seconds that one call of a scenario may take; the slowest takes under one.
+#: Timeout of one call of a scenario in seconds; the slowest takes under one.
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
 class ScenarioRun:
-    """Name one run: a scenario, a setting, and where the cache lies."""
+    """A scenario, a setting, and the placement of the cache."""
 
     scenario: Scenario
     setting: Setting
@@ -38,15 +38,16 @@ class ScenarioRun:
 
     @property
     def name(self) -> str:
-        """Return it in words."""
+        """Return the name of the run."""
         where = "" if self.backend == "cpu" else f" ({self.backend})"
         return f"{self.scenario.id}{where} [{self.setting.name}]"
 
 
 class MutantRunner:
-    """Run trials on one library with variables of their own; ends its workers at its close.
+    """Run trials on one library with its own environment; ends its workers when it is closed.
 
-    Blocks of memory are checked as far as the C library can: a byte too many does no other harm.
+    Heap blocks are checked as far as the C library supports it: small overruns have no other
+    effect.
     """
 
     def __init__(self, library: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -62,7 +63,7 @@ class MutantRunner:
             bench.close()
 
     def run(self, trial: ScenarioRun) -> Outcome:
-        """Return how a trial ended; a hang or a fault is believed when it comes twice."""
+        """Return the outcome of a trial; a hang or a crash must happen twice."""
         bench = self._benches.get(trial.backend)
         if bench is None:
             bench = self._benches[trial.backend] = ScenarioRunner(
@@ -83,9 +84,9 @@ class MutantRunner:
 
 @dataclass
 class SchemataLibrary:
-    """A library with all mutants in it, and know which of them each trial comes by.
+    """A library with all mutants, and the mutants that each trial reaches.
 
-    ``identity`` tells its content, wherever it was built.
+    ``identity`` identifies its content, independent of its path.
     """
 
     path: Path
@@ -96,18 +97,18 @@ class SchemataLibrary:
 
     @classmethod
     def of(cls, path: Path, made: MutantSchemata, build: str) -> SchemataLibrary:
-        """Return the library of switched files; ``build`` stands for how it was built."""
+        """Return the library of switched files; ``build`` identifies the way it was built."""
         whole = hashlib.sha256(build.encode() + mutant_schemata.PRELUDE.encode())
         for name, data in sorted(made.files.items()):
             whole.update(name.encode() + b"\0" + data)
         return cls(path, made.files, made.numbers, whole.hexdigest())
 
     def benches(self, number: int) -> MutantRunner:
-        """Return where trials meet one mutant."""
+        """Return the runners for trials with one mutant."""
         return MutantRunner(self.path, {mutant_schemata.CHOSEN: str(number)})
 
     def covered(self, trial: ScenarioRun) -> frozenset[int]:
-        """Return the mutants that a trial comes by, none where it does not pass without any."""
+        """Return the mutants that a trial reaches, none if it fails without any."""
         if trial not in self._met:
             self._met[trial] = self._known(trial)
         return self._met[trial]

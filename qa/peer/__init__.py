@@ -1,1 +1,1 @@
-"""Run llama-cpp-python, whose users get the patched libraries under the API that they know."""
+"""Run llama-cpp-python's tests on stock and patched libraries."""

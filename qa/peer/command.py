@@ -29,9 +29,9 @@ def peer(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run its own tests on stock and on patched, and decode where free cells lie scattered.
+    """Run llama-cpp-python's own tests on stock and patched, and a decode into scattered cells.
 
-    Exit status 1 when a test passes on stock and not on patched, or patched finds no slot.
+    Exit status 1 if a test passes on stock only, or patched finds no slot.
     """
     from pyllamakv.cli import progress_bar
     from qa.peer import peer_comparison
@@ -60,7 +60,7 @@ def peer(
 
 
 def _one_per_era() -> list[str]:
-    """Return the releases of `matrix --sample` that are a llama-cpp-python, oldest first."""
+    """Return the sampled releases that are versions of llama-cpp-python, oldest first."""
     from pyllamakv.source import lockfile
 
     chosen: dict[str, str] = {}

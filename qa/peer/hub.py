@@ -1,7 +1,7 @@
-"""Stand in for the model hub: a plugin for the pytest that runs llama-cpp-python's own tests.
+"""Replace the model hub: a pytest plugin for llama-cpp-python's own tests.
 
-Whoever asks for a model that would have to be downloaded is skipped, and says why. The file is
-copied beside the tests: their Python has no pyllamakv.
+Tests that would download a model are skipped with a reason. The file is copied next to the tests,
+because their Python has no pyllamakv.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REASON = "needs a model hub"
 
 
 def absent(*_: Any, **__: Any) -> Any:
-    """Skip the test that asks."""
+    """Skip the calling test."""
     pytest.skip(REASON)
 
 

@@ -1,4 +1,4 @@
-"""Try llama-cpp-python on stock and on patched libraries of its own release, side by side."""
+"""Compare llama-cpp-python on stock and on patched libraries of its own release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.build import build
 from pyllamakv.building.variant import Spec
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.source import progress as telling
+from pyllamakv.source.progress import no_progress
 from qa.peer import slots, suite
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """Hold what one variant showed."""
+    """The results of one variant."""
 
     variant: str
     suite: Suite
@@ -31,7 +31,7 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class PeerComparison:
-    """Both sides of a release."""
+    """The results of both variants of a release."""
 
     release: str
     era: str
@@ -40,7 +40,7 @@ class PeerComparison:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Return what is wrong with the patched side, in words."""
+        """Return the defects of the patched side, one sentence each."""
         found = [
             f"{name} passes on stock, not on patched"
             for name in self.patched.suite.worse_than(self.stock.suite)
@@ -61,8 +61,8 @@ class PeerComparison:
 def run(
     release: Release, *, backend: str = "cpu", progress: Progress | None = None
 ) -> PeerComparison:
-    """Install the llama-cpp-python of a release, build both variants, and try it on both."""
-    tell = progress or telling.no_progress
+    """Install the llama-cpp-python of a release, build both variants, and test it on both."""
+    tell = progress or no_progress
     peer = install.install(release, progress=progress)
     model = synthetic_models.model("deep")
     sides = {}

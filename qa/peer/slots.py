@@ -1,4 +1,4 @@
-"""Ask through llama_cpp whether a batch finds its cells where the free ones lie scattered."""
+"""Decode through llama_cpp into scattered free cells."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 SECONDS = 300
-#: Logits come to the same up to the order in which attention meets the cells.
+#: Logits are equal up to the order in which attention visits the cells.
 NOISE = 0.02
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Hold what `llama_decode` returned for as many tokens as cells are free.
+    """The result of `llama_decode` for as many tokens as cells are free.
 
-    ``difference`` is how far the logits are from those of a cache without holes.
+    ``difference`` is the distance of the logits from those of a cache without holes.
     """
 
     version: str
@@ -35,7 +35,7 @@ class Slots:
 
     @property
     def placed(self) -> bool:
-        """Return whether the tokens found their cells, and the logits are right."""
+        """Return whether the decode succeeded with correct logits."""
         near = self.difference is not None and self.difference <= NOISE
         return self.code == 0 and near
 
@@ -50,11 +50,11 @@ class Slots:
 def ask(python: Path, variant: Variant, model: Path) -> Slots:
     """Decode through the llama_cpp of a Python, on the libraries of a variant.
 
-    Raises Untestable where it cannot be imported, or does not load the variant.
+    Raises Untestable if it cannot be imported, or does not load the variant.
     """
     done = subprocess.run(
         [os.fspath(python), os.fspath(Path(slots_child.__file__)), os.fspath(model)],
-        # Where releases know it, slots have to be one hole again.
+        # Releases with this variable then require contiguous slots again.
         env=environment(variant) | {"LLAMA_SET_ROWS": "0"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -1,7 +1,7 @@
 """Fill a cache through llama_cpp, scatter its free cells, and decode: a program for its Python.
 
-The first argument is a model. What comes out is one line of JSON. The functions have had several
-names over the years; the newest that is there is taken.
+The argument is a model; the output is one line of JSON. The functions have had several names; the
+newest one that exists is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CELLS = 768
 
 
 def main() -> None:
-    """Print what `llama_decode` returns, and how far the logits are from those of a fresh cache."""
+    """Print the status of `llama_decode`, and the distance of its logits from a fresh cache's."""
     import llama_cpp
 
     model = _first(llama_cpp, "llama_model_load_from_file", "llama_load_model_from_file")(
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 class Cache:
-    """A context and what is decoded in it, as (token, position, sequence)."""
+    """A context and its decoded tokens, as (token, position, sequence)."""
 
     def __init__(self, api: Any, model: Any, cells: int) -> None:
         self.api = api
@@ -55,7 +55,7 @@ class Cache:
         params.n_ctx = cells
         params.n_batch = params.n_ubatch = CELLS // 2
         params.n_threads = params.n_threads_batch = 1
-        # 0.3.14 reserves for a multiple of the sequences, beyond a cache that is none.
+        # 0.3.14 reserves for a multiple of the sequences, beyond a cache with another size.
         for name, value in (("n_seq_max", 4), ("kv_unified", True)):
             if hasattr(params, name):
                 setattr(params, name, value)
@@ -65,7 +65,7 @@ class Cache:
         self.batch = api.llama_batch_init(CELLS // 2, 0, 1)
 
     def decode(self, feed: list[tuple[int, int, int]]) -> int:
-        """Return what `llama_decode` returns."""
+        """Return the status of `llama_decode`."""
         batch = self.batch
         batch.n_tokens = len(feed)
         for k, (token, position, sequence) in enumerate(feed):
@@ -75,7 +75,7 @@ class Cache:
         return int(self.api.llama_decode(self.ctx, batch))
 
     def remove(self, sequence: int) -> None:
-        """Take a sequence out of the cache."""
+        """Remove a sequence from the cache."""
         api = self.api
         if hasattr(api, "llama_memory_seq_rm"):
             api.llama_memory_seq_rm(api.llama_get_memory(self.ctx), sequence, -1, -1)

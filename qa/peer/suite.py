@@ -1,4 +1,4 @@
-"""Run the tests of llama-cpp-python itself on the ordinary libraries of a variant."""
+"""Run llama-cpp-python's own tests on the ordinary libraries of a variant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.llama_cpp_python_env import LlamaCppPythonEnv
     from pyllamakv.building.variant import Variant
 
-#: A suite takes seconds; only a hang takes longer.
+#: Timeout in seconds; a suite takes seconds.
 SECONDS = 1200
 
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
@@ -27,7 +27,7 @@ PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 
 @dataclass(frozen=True)
 class Suite:
-    """Hold what became of each test, by name; ``crash`` says how the run ended before its end."""
+    """The outcome of each test, by name; ``crash`` is the reason if the run ended early."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     crash: str = ""
@@ -60,7 +60,7 @@ class Suite:
 
 
 def environment(variant: Variant) -> dict[str, str]:
-    """Return the environment under which llama-cpp-python loads a variant, and nothing else."""
+    """Return the environment in which llama-cpp-python loads a variant only."""
     described = dropin.describe(variant)
     kept = {
         key: value
@@ -72,7 +72,7 @@ def environment(variant: Variant) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONSAFEPATH": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        # Without it ggml starts a debugger on a process that aborts.
+        # Without it, ggml starts a debugger on a process that aborts.
         "GGML_NO_BACKTRACE": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -83,7 +83,7 @@ def run(peer: LlamaCppPythonEnv, variant: Variant, *, seconds: float = SECONDS) 
     with tempfile.TemporaryDirectory(prefix="pyllamakv-dropin-") as name:
         folder = Path(name)
         report = folder / "report.xml"
-        # The name must not be one that the tests import.
+        # The name must differ from all modules that the tests import.
         shutil.copy(hub.__file__, folder / "pyllamakv_model_hub.py")
         command = [
             *(os.fspath(peer.python), "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider"),
@@ -110,7 +110,7 @@ def run(peer: LlamaCppPythonEnv, variant: Variant, *, seconds: float = SECONDS) 
 
 
 def read(report: bytes) -> dict[str, str]:
-    """Return the outcomes that a JUnit report tells; one that was not run asked the model hub."""
+    """Return the outcomes in a JUnit report; skipped tests requested the model hub."""
     found: dict[str, str] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
         name = f"{case.get('classname', '')}::{case.get('name', '')}"

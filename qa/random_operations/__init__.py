@@ -1,12 +1,9 @@
-"""Play random schedules on every combination, and shrink what fails to a trace.
+"""Run random operations on every combination, and minimize failures to traces.
 
-A schedule is operations as `harness.operations` does them, each checked against a ledger; around a
-share of them, drawn by chance, K and V are compared byte by byte, and every now and then all logits
-with those of a rebuilt context. Combinations come in an order that the seed decides. What fails is
-made as short as it can be, and written as a trace that `pyllamakv replay` plays.
-
-Left out: caches of several streams, where a decode finds its cells by sequence, which the ledger's
-count of free cells cannot promise (the scenario memory-streams has them).
+A case is a list of operations (`operations`), each checked against a ledger. Around a random share
+of them, K and V are compared byte by byte, and occasionally all logits with those of a rebuilt
+context. The order of combinations is random. A failing case is minimized, and written as a trace
+for `pyllamakv replay`.
 """
 
 from __future__ import annotations
@@ -41,18 +38,18 @@ if TYPE_CHECKING:
 
 #: The share of operations around which bytes are compared.
 WATCHED = 0.2
-#: From so many seconds on one release per era is tried, and not the default one alone.
+#: From this time limit in seconds, one release per era is tested, not the default one alone.
 LONG = 1800.0
-#: Seeds of schedules lie so far apart that no two runs have one in common.
+#: Distance of the seeds of two runs, so that they have no case in common.
 SEEDS = 1_000_003
-#: Seconds that the search for a shorter schedule may take.
+#: Time limit of a minimization in seconds.
 SEARCH = 120.0
-#: The ways back (`Manifest.probes`) that are llama.cpp's own, patched or not. With the others it is
-#: the shim that undoes a broken-off decode: from 0.3.10 on its finished micro-batches stay.
+#: Methods of rollback (`Manifest.probes`) of llama.cpp itself, patched or not. With the others the
+#: shim rolls back a failed decode: since 0.3.10, its completed micro-batches stay.
 ROLLING_BACK = ("guard", "patched")
-#: Releases whose RPC server ends over a quantized cache, stock as well, where that is not built.
+#: Releases whose RPC server crashes on a quantized cache, for stock too, if stock is not built.
 FAILING_DEVICES = ("0.3.5",)
-#: What a first batch is, for a device that may not even do that.
+#: The first batch, which some devices cannot decode.
 FIRST = (operation_cases.Operation("prefill", 1),)
 
 
@@ -62,9 +59,9 @@ def names() -> tuple[str, ...]:
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Play schedules on each release for its share of the seconds; an entry for each.
+    """Run cases on each release for its share of the seconds; return an entry for each.
 
-    Raises NotBuilt before anything is tried.
+    Raises NotBuilt before the first case.
     """
     wanted = effort.only or tuple(_releases(effort.seconds))
     found = {name: variant.find(f"{name}+patched") for name in wanted}
@@ -96,9 +93,10 @@ def _releases(seconds: float) -> list[str]:
 
 
 def _can(manifest: Manifest) -> tuple[str, ...]:
-    """Return the backings and devices that a build promises."""
+    """Return the backings, devices and streams that a build supports."""
     mapped = ("mmap", "file", "kept") if "mmap-kv" in manifest.patches else ()
-    return (*mapped, *({"rpc"} & {*manifest.capabilities}))
+    streams = ("separate",) if "kv_unified" in manifest.capabilities else ()
+    return (*mapped, *streams, *({"rpc"} & {*manifest.capabilities}))
 
 
 def run_cases(
@@ -106,16 +104,17 @@ def run_cases(
     most: int = 0, *,
     undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
 ) -> Entry:  # fmt: skip
-    """Play schedules on the variant in a folder, for the effort's seconds and its operations.
+    """Run cases on the variant in a directory, for the given seconds and operations.
 
-    No more than ``most`` schedules are played, if it is not 0, in whatever time. What the build
-    ``can`` have must have been played, and a device that fails at a first batch, or a cache that
-    is absent, must with ``stock`` as well.
+    At most ``most`` cases run, if it is not 0, without a time limit. Each backing and device that
+    the build ``can`` use must have been used, and streams; a device that fails at a first batch, or
+    an absent cache, must do so with ``stock`` as well.
     """
     tally, began = CaseCounts(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, CaseProcess] = {}
-        for number, combination in enumerate(walk(effort.seed, undoes=undoes)):
+        walked = walk(effort.seed, undoes=undoes, separate="separate" in can)
+        for number, combination in enumerate(walked):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations
             enough = tally.operations >= effort.operations or hopeless
@@ -124,7 +123,7 @@ def run_cases(
                 lost += _lacking(folder, tally, stock, make)
                 return tally.entry(name, effort.seed, spent, lost)
             tick(f"{name}: {tally.operations} operations ({combination})")
-            # The environment is that of a process.
+            # A process has one environment.
             if combination.slots not in hands:
                 hand = CaseProcess(folder, combination.environment, make)
                 hands[combination.slots] = stack.enter_context(hand)
@@ -135,7 +134,7 @@ def run_cases(
             task = CaseTask(combination, operations, watched=WATCHED)
             played = hand.play(task)
             if played.failed is not None and played.failed.failure == "hang":
-                # A machine that was busy or asleep looks the same; a real hang comes again.
+                # A loaded or suspended machine looks the same; a real hang repeats.
                 played = hand.play(task)
             tally.add(combination, played)
             if played.failed is not None:
@@ -147,7 +146,7 @@ def run_cases(
 
 
 def _fainted(name: str, tally: CaseCounts, stock: Variant | None, make: Make) -> Iterator[str]:
-    """Yield a defect for each device that fails at a first batch, and not so with stock."""
+    """Yield a defect for each device that fails at a first batch, but not with stock."""
     for why, met in tally.faint.items():
         if stock is None:
             if name not in FAILING_DEVICES:
@@ -160,13 +159,13 @@ def _fainted(name: str, tally: CaseCounts, stock: Variant | None, make: Make) ->
 
 
 def _lacking(folder: Path, tally: CaseCounts, stock: Variant | None, make: Make) -> Iterator[str]:
-    """Yield a defect for what cannot be opened on the heap, and can with stock, where that is."""
+    """Yield a defect for each combination that only stock can open in heap memory."""
     if stock is None:
         return
     usual = Combination().environment
     with CaseProcess(folder, usual, make) as ours, CaseProcess(stock.folder, usual, make) as theirs:
         for (why, *_), met in tally.lacking.items():
-            # Some memories cannot be kept; that a backing is there at all, `Tally.never` says.
+            # Some memories cannot be kept; `Tally.never` checks that each backing was used.
             backed = met.backing != "heap" and _has(ours, replace(met, backing="heap"))
             if not backed and _has(theirs, met.plain):
                 yield f"absent with {met}, which stock has: {why}"
@@ -178,8 +177,8 @@ def _has(hand: CaseProcess, combination: Combination) -> bool:
 
 
 def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: CaseCounts) -> None:
-    """Shorten what failed and write its trace, unless its kind is known."""
-    # Whichever operation it was that met it.
+    """Minimize a failure and write its trace, unless its kind is known."""
+    # Failures of one kind count once, whichever operation revealed them.
     kind = failed.failure, re.sub(r"\d+", "#", re.sub(r"^\w+: ", "", _text(failed)))
     tally.kinds[kind] += 1
     if kind in tally.told:

@@ -1,4 +1,4 @@
-"""Count what was tried on one release, and make its line of qa/results/reliability.md."""
+"""Count the cases of one release, and create its line of qa/results/reliability.md."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from qa.random_operations.task import Played
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-#: What makes two failures the same: their class, and what was wrong but for numbers.
+#: Identity of a failure: its class, and its message without numbers.
 Kind = tuple[str, str]
 
-#: Schedules without a backing before it counts as never played: each may have met a memory that
-#: cannot be kept.
+#: Cases without a backing before it counts as never used: each may have met a memory that cannot be
+#: kept.
 _OFTEN = 5
 
 
 @dataclass
 class CaseCounts:
-    """Count what was tried: schedules, combinations, and what the operations of both came to.
+    """Counts of cases, combinations, and results of operations.
 
-    ``kinds`` counts failures of a kind, and ``told`` tells of the first of each; ``absent``
-    counts why a memory or a cache could not be had there, ``faint`` has the first combination of
-    each reason that is a device failing at a first batch, ``lacking`` that of the others, with each
-    cache and memory, and ``missing`` counts the backings and devices of these.
+    ``kinds`` counts failures of a kind, and ``told`` has the message of the first of each;
+    ``absent`` counts the reasons why a memory or a cache was not available, ``faint`` has the first
+    combination of each failure of a device at a first batch, ``lacking`` that of the other
+    failures, with each cache and memory, and ``missing`` counts the backings and devices of these.
     """
 
     played: Played = field(default_factory=Played)
@@ -43,7 +43,7 @@ class CaseCounts:
     missing: Counter[str] = field(default_factory=Counter)
 
     def add(self, combination: Combination, played: Played) -> None:
-        """Count a schedule, unless the library has nothing to play it on."""
+        """Count a case, unless its objects are not available."""
         if played.absent:
             why = strip_directories(played.absent)
             self.absent[why] += 1
@@ -52,7 +52,7 @@ class CaseCounts:
             else:
                 key = why, combination.cache, combination.memory
                 self.lacking.setdefault(key, combination)
-                self.missing.update({combination.backing, combination.device})
+                self.missing.update({combination.backing, combination.device, combination.streams})
             return
         self.played.add(played)
         self.cases += 1
@@ -60,12 +60,12 @@ class CaseCounts:
 
     @property
     def operations(self) -> int:
-        """Count the operations that were done."""
+        """Count all operations."""
         return self.played.done.total()
 
     @property
     def values(self) -> dict[str, dict[str, int]]:
-        """Count the schedules with each value of each dimension."""
+        """Count the cases with each value of each dimension."""
         found: dict[str, Counter[str]] = {each.name: Counter() for each in fields(Combination)}
         for each, times in self.combinations.items():
             for name, value in asdict(each).items():
@@ -74,19 +74,19 @@ class CaseCounts:
 
     @property
     def pairs(self) -> int:
-        """Count the pairs of values of two dimensions that met in a combination."""
+        """Count the pairs of values of two dimensions in the tested combinations."""
         met = (pairs_of(asdict(each).items(), 2) for each in self.combinations)
         return len({pair for pairs in met for pair in pairs})
 
     def never(self, can: Collection[str]) -> Iterator[str]:
-        """Yield a defect for each backing and device that a build can have, and never had."""
-        played = {*self.values["backing"], *self.values["device"]}
+        """Yield a defect for each supported backing, device and stream that was never used."""
+        played = {*self.values["backing"], *self.values["device"], *self.values["streams"]}
         for value, times in self.missing.items():
             if value in can and value not in played and times >= _OFTEN:
                 yield f"{value} was never played, although this build can: absent {times} times"
 
     def entry(self, name: str, seed: int, seconds: float, more: Iterable[str] = ()) -> Entry:
-        """Return the line of a release; ``more`` are defects that no schedule showed."""
+        """Return the line of a release; ``more`` are defects without a failing case."""
         played = self.played
         row = {
             "operations": f"{self.operations:,}",

@@ -1,4 +1,4 @@
-"""Play schedules in a process of its own, where a library may crash or hang: that is a finding."""
+"""Run cases in a process of their own, because a crash or hang of the library is a finding."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pyllamakv.errors import ScenarioFailed
 from qa.random_operations.case_session import CaseSession
 from qa.random_operations.task import CaseTask, Played
 
-#: Seconds after which a schedule hangs. The slowest, with a transposed V behind RPC, took 91 on two
-#: processors that had twice as much to do.
+#: Timeout of a case in seconds. The slowest, with a transposed V behind RPC, took 91 on two
+#: processors with a load of four.
 PATIENCE = 600.0
 
 Make = Callable[[Path], CaseSession]
 
 
 class CaseProcess:
-    """Own the process that plays on the variant in a folder; it is replaced when it is lost."""
+    """Own the process that runs cases on the variant in a directory; a dead one is replaced."""
 
     def __init__(
         self, folder: Path, environment: dict[str, str], make: Make = CaseSession, *,
@@ -33,7 +33,7 @@ class CaseProcess:
         self._pipe: Connection | None = None
 
     def play(self, task: CaseTask) -> Played:
-        """Play a task; a process that ends or is silent over it is how the task failed."""
+        """Run a case; if the process ends or times out, that is the failure."""
         try:
             pipe = self._pipe or self._start()
             pipe.send(task)
@@ -48,12 +48,12 @@ class CaseProcess:
         return Played(failed=ScenarioFailed(why, failure=kind, evidence=evidence))
 
     def close(self) -> None:
-        """End the process; the next task starts another."""
+        """End the process; the next case starts another."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
         if self._process is not None:
-            # What is at work does not look at its pipe.
+            # A busy process does not read its pipe.
             self._process.join(2.0)
             self._process.kill()
             self._process.join()
@@ -66,13 +66,13 @@ class CaseProcess:
         self.close()
 
     def _start(self) -> Connection:
-        # A fork would share the libraries and threads that are here.
+        # A fork would share the libraries and threads of this process.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, *self._arguments))
         self._process.start()
         theirs.close()
-        # It says so when it is there: to start takes what it takes.
+        # The process reports when it has started, so that the start does not count.
         self._pipe.recv()
         return self._pipe
 
@@ -84,9 +84,9 @@ class CaseProcess:
 
 
 def serve(pipe: Connection, folder: Path, environment: dict[str, str], make: Make) -> None:
-    """Play tasks until the other end is closed."""
+    """Run cases until the other end of the pipe is closed."""
     os.environ.update(environment)
-    # What an abort says goes past whoever waits; a recording of it has those lines.
+    # The message of an abort bypasses the parent; a recording contains those lines.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with make(folder) as stage:
         pipe.send(None)

@@ -1,4 +1,4 @@
-"""Open what a combination names, and play schedules on it: runs in a process of its own."""
+"""Open the objects of a combination, and run cases on them, in a process of their own."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from qa.random_operations.combination import Combination
     from qa.random_operations.operations import Operations
 
-#: Opens a library, in a worker of its own or in this process, which is one already.
+#: Opens a library, in a worker or in this process, which is a child process already.
 Open = Callable[[Path, "Combination", bool], Any]
 
 
 class CaseSession:
-    """Own the libraries, models and servers of one variant, and play on them."""
+    """Own the libraries, models and servers of one variant, and run cases on them."""
 
     def __init__(self, folder: Path, opening: Open | None = None) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ class CaseSession:
         self.close()
 
     def play(self, task: CaseTask) -> Played:
-        """Play the schedule of a task, and say what was done and how it failed."""
+        """Run the case of a task, and return its counts and its failure."""
         key = (task.combination.device, bool(task.trace))
         works: list[Operations] = []
         try:
@@ -68,14 +68,15 @@ class CaseSession:
                 failed = ground.play(task.operations, works.append)
         except Exception as error:
             if isinstance(error, (ModelError, Unsupported)) and not works:
-                # What this release never had is no failure of its patches.
+                # A feature that the release lacks is no failure of its patches.
                 return Played(absent=str(error))
-            # Not only what the library refuses: a fault of ours must not pass for none.
+            # Any error counts, not only the library's refusals: a defect of this package must not
+            # look like a missing feature.
             failed, works = _fault(error), []
         if failed is not None and isinstance(failed.__cause__, WorkerDied):
             self._drop(key)
         if failed is not None and task.combination.device != "cpu":
-            # On a server of its own: one that the schedule has ended must not pass for absent.
+            # On a new server: one that the case has crashed must not count as absent.
             if key in self._opened:
                 self._drop(key)
             why = self._wrong(key, task)
@@ -84,7 +85,7 @@ class CaseSession:
         return Played.of(works[0] if works else None, failed)
 
     def _wrong(self, key: tuple[str, bool], task: CaseTask) -> str:
-        """Return why a device cannot even fill such a cache, nothing if it can."""
+        """Return why a device cannot fill such a cache at all, "" if it can."""
         try:
             with self._ground(key, task).opener() as context:
                 context.prefill(context.sequence(), range(1, 41))
@@ -133,17 +134,17 @@ class CaseSession:
     def _drop(self, key: tuple[str, bool]) -> None:
         stack, _, _ = self._opened.pop(key)
         self._models = {name: each for name, each in self._models.items() if name[:2] != key}
-        # What died has nothing left to give back.
+        # A dead process has nothing to free.
         with suppress(KvError):
             stack.close()
 
 
 def open_library(folder: Path, combination: Combination, apart: bool) -> Any:
-    """Open a library; ``apart`` in a worker, from which a recording survives a crash."""
+    """Open a library; with ``apart`` in a worker, so that a recording survives a crash."""
     if apart or combination.device == "rpc":
         return pyllamakv.open(folder, isolated=True, env=combination.environment)
     library = pyllamakv.open(folder)
-    # This process is a worker: nothing but schedules ends with it.
+    # This process runs cases only, so that a crash affects nothing else.
     library.isolated = True
     return library
 

@@ -1,4 +1,4 @@
-"""Combine what a schedule is played on: cache, mover, plan, policy, backing, device, memory."""
+"""Combine the dimensions of a case: cache, mover, plan, policy, backing, device, memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 SETTINGS = {setting.name: setting for setting in CACHES}
 
-#: The values of each dimension. One that stands there more often comes more often: what is behind
-#: RPC, or has 26 layers, costs several times as much as what is not.
+#: The values of each dimension. A value that is listed more often is chosen more often: RPC and
+#: models with 26 layers cost several times as much as others.
 VALUES: Mapping[str, Sequence[str]] = {
     "cache": tuple(SETTINGS),
     "mover": ("auto", "host", "gather", "graph", "staged"),
@@ -26,9 +26,10 @@ VALUES: Mapping[str, Sequence[str]] = {
     "memory": ("attention",) * 9 + ("window", "full window", "recurrent", "hybrid"),
     "guard": ("on", "on", "on", "off"),
     "slots": ("contiguous", "scattered"),
+    "streams": ("shared", "shared", "separate"),
 }
 
-#: The models of `synthetic.SHAPES` behind each memory.
+#: The models of `synthetic.SHAPES` with each memory.
 MODELS = {
     "attention": "grouped",
     "window": "sliding",
@@ -37,11 +38,11 @@ MODELS = {
     "hybrid": "hybrid",
 }
 
-#: Operations of a schedule; and of one where each takes a hundred times as long, since behind RPC
-#: every row of a transposed V is a message, and the models with windows have 26 layers of them.
+#: Operations of a case; and of a case in which each takes a hundred times as long: behind RPC,
+#: every row of a transposed V is a message, and the models with windows have 26 layers.
 LENGTH, SHORT = 100, 20
 
-#: The movers that a device has; "host" copies within host memory.
+#: The movers of a device; "host" copies within host memory.
 REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
 
 
@@ -49,9 +50,10 @@ REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
 class Combination:
     """One value of each dimension.
 
-    ``memory`` "window" has a small cache for a window that slides, "full window" one of full size.
-    ``guard`` "off" leaves out what the shim and the runtime check and undo. ``slots`` are what
-    LLAMA_SET_ROWS chooses where a release knows it.
+    ``memory`` "window" has a small sliding-window cache, "full window" one of full size. ``guard``
+    "off" disables the checks and rollbacks of shim and runtime. ``slots`` is the value of
+    LLAMA_SET_ROWS, on releases that read it. ``streams`` "separate" gives each sequence a stream of
+    cells.
     """
 
     cache: str = "flash f16"
@@ -63,12 +65,17 @@ class Combination:
     memory: str = "attention"
     guard: str = "on"
     slots: str = "contiguous"
+    streams: str = "shared"
 
     @property
     def plain(self) -> Combination:
-        """Return what stock has of it: the same cache, without what patches offer."""
+        """Return the combination for stock: the same cache, without the patches' features."""
         return Combination(
-            cache=self.cache, device=self.device, memory=self.memory, slots=self.slots
+            cache=self.cache,
+            device=self.device,
+            memory=self.memory,
+            slots=self.slots,
+            streams=self.streams,
         )
 
     @property
@@ -78,7 +85,7 @@ class Combination:
 
     @property
     def length(self) -> int:
-        """Return how many operations a schedule has."""
+        """Return the number of operations of a case."""
         return SHORT if self.device == "rpc" and self.model == "sliding" else LENGTH
 
     @property
@@ -88,13 +95,14 @@ class Combination:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of `Model.context` but for the backing: several micro-batches."""
+        """Return the options of `Model.context` except the backing: several micro-batches."""
         setting = SETTINGS[self.cache]
         return {
             "n_ctx": 256,
             "n_batch": 96,
             "n_ubatch": 32,
             "n_seq_max": 5,
+            "kv_unified": self.streams == "shared",
             "flash_attn": setting.flash_attn,
             "type_k": setting.type_k,
             "type_v": setting.type_v,
@@ -106,7 +114,7 @@ class Combination:
         }
 
     def __str__(self) -> str:
-        """Name what is not as usual."""
+        """List the values that differ from the usual ones."""
         usual = Combination()
         words = [
             f"{each.name} {getattr(self, each.name)}"
@@ -116,35 +124,37 @@ class Combination:
         return ", ".join(words) or "as usual"
 
 
-def normalize(drawn: Combination, *, undoes: bool = True) -> Combination:
-    """Replace the values that mean nothing beside the others.
+def normalize(drawn: Combination, *, undoes: bool = True, separate: bool = True) -> Combination:
+    """Replace values that have no effect in combination with the others.
 
-    Mapped memory lies in this process, and so does what the host mover moves; a state has neither
-    cells to move nor slots. Without the guard nothing puts right what only the runtime can: a
-    memory that keeps states or a window, from which a failed decode takes what it had, and all of
-    a library that does not itself ``undoes`` a decode which was broken off.
+    Mapped memory and the host mover need memory of this process; a state has neither cells to move
+    nor slots. Without the guard, some failed decodes cannot be rolled back: those in memories with
+    states or a window, and all of a library that does not itself ``undoes`` a failed decode.
+    llama.cpp itself keeps a sequence only within its stream. ``separate``: the build has streams.
     """
+    if not separate or drawn.memory == "recurrent":
+        drawn = replace(drawn, streams="shared")
     if drawn.device == "rpc":
         mover = drawn.mover if drawn.mover in REMOTE_MOVERS else "auto"
         drawn = replace(drawn, backing="heap", mover=mover)
     if drawn.memory == "recurrent":
         drawn = replace(drawn, cache="plain f16", mover="auto", plan="fewest", policy="never")
         drawn = replace(drawn, slots="contiguous", backing="heap")
-    if drawn.memory != "attention" or not undoes:
+    if drawn.memory != "attention" or drawn.streams == "separate" or not undoes:
         drawn = replace(drawn, guard="on")
     return drawn
 
 
-def walk(seed: int, *, undoes: bool = True) -> Iterator[Combination]:
-    """Yield combinations without end, the same ones of a seed.
+def walk(seed: int, *, undoes: bool = True, separate: bool = True) -> Iterator[Combination]:
+    """Yield combinations endlessly, equal for equal seeds.
 
-    Every dimension is a deck of cards that is shuffled anew once it is through: so all of its
-    values come soon, and a run of a minute has met each.
+    Every dimension is a shuffled list of its values, reshuffled at its end: all values come soon,
+    also in a run of a minute.
     """
     decks = {name: _deal(values, Random(f"{seed} {name}")) for name, values in VALUES.items()}
     while True:
         drawn = Combination(**{name: next(deck) for name, deck in decks.items()})
-        yield normalize(drawn, undoes=undoes)
+        yield normalize(drawn, undoes=undoes, separate=separate)
 
 
 def _deal(values: Sequence[str], chance: Random) -> Iterator[str]:

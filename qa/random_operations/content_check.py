@@ -1,8 +1,8 @@
-"""Prove what a subject holds: K and V by their bytes, logits by two references.
+"""Check the content of a context: K and V by their bytes, logits with two references.
 
-One decoded everything anew (`reference.Reference`). The other had the state of one sequence
-restored into it: what its next token leads to is the same to the last bit where attention adds up
-the same cells in the same order.
+One reference decodes all tokens again (`reference.Reference`). The other has the state of one
+sequence restored into it: the logits of the next token are bit-identical if attention adds the same
+cells in the same order.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.batch_composition import BatchRows
     from qa.random_operations.context_player import ContextPlayer
 
-#: What logits may differ from the reference's by with keys of 4 bits. There cells lie in another
-#: order, and a single key of a short sequence that rounds to the next step made 0.17, the most in
-#: 300 such schedules (keys of 8 bits: 0.02); all other keys were the same to the last bit.
+#: Bound for logits with keys of 4 bits. There, cells are in another order, and a single key of a
+#: short sequence that rounds to the next step made 0.17, the most in 300 such cases (keys of 8
+#: bits: 0.02); all other keys were bit-identical.
 COARSE = 0.5
 
 
 class ContentCheck:
-    """Prove what is in ``subject``; states are restored into ``other``, a context like its own.
+    """Check the content of ``subject``; states are restored into ``other``, a similar context.
 
-    ``watching`` False leaves out the bytes around operations. ``compared`` counts the sequences
-    whose bytes were compared, ``logits`` the rows of logits behind restored states, and ``exact``
-    those that had to be, and were, the same to the last bit.
+    ``watching`` False skips the comparison of bytes around operations. ``compared`` counts the
+    sequences whose bytes were compared, ``logits`` the rows of logits after restored states, and
+    ``exact`` those that had to be bit-identical, and were.
     """
 
     def __init__(self, subject: ContextPlayer, other: Context) -> None:
@@ -55,12 +55,12 @@ class ContentCheck:
 
     @property
     def pending(self) -> bool:
-        """Return whether a shift waits: positions are new, and keys old."""
+        """Return whether a shift is pending: positions are new, and keys old."""
         return self.turning.pending
 
     @contextmanager
     def unchanged(self, what: str, *but: int) -> Iterator[None]:
-        """Raise ScenarioFailed unless K and V of the others survive; a pending shift turns K."""
+        """Raise ScenarioFailed if K or V of other sequences change; a pending shift changes K."""
         if not self.watching or self.pending:
             yield
             return
@@ -69,18 +69,18 @@ class ContentCheck:
         self.compare(before, what)
 
     def compare(self, before: kv_rows.Rows, what: str) -> None:
-        """Raise ScenarioFailed unless what the ledger still has of ``before`` has those bytes."""
+        """Raise ScenarioFailed if tokens that remain from ``before`` have different bytes."""
         before = {seq: state for seq, state in before.items() if self._comparable(seq, state)}
         kv_rows.compare(before, self.rows(*before), what, window=self.subject.info.n_swa)
         self.compared += len(before)
 
     def rows(self, *sequences: int) -> kv_rows.Rows:
         """Read K and V of some sequences."""
-        # Not by the subject's own library: whoever records that has nothing to do with proofs.
+        # Not by the subject's own library, because its recorder must not record the check.
         return kv_rows.read(self.other.native, self.subject.context, sequences)
 
     def _comparable(self, seq: int, state: SequenceState) -> bool:
-        """Return whether a sequence is still there, and no token came on top of its one state."""
+        """Return whether a sequence still exists, and its one state got no further token."""
         following = self.subject.ledger.next(seq)
         if self.subject.info.memory is not MemoryType.RECURRENT:
             return following > 0
@@ -89,7 +89,7 @@ class ContentCheck:
     def check_logits(self) -> None:
         """Compare the logits of all decodes, and of the next token of each sequence.
 
-        Raises ScenarioFailed ("data"). With no free cell there is no next token.
+        Raises ScenarioFailed ("data"). Without a free cell, a sequence has no next token.
         """
         subject = self.subject
         if self.pending:
@@ -98,24 +98,24 @@ class ContentCheck:
         stays = subject.info.memory.keeps_states
         self.reference.catch_up()
         for seq in subject.ledger.sequences:
-            if not subject.free:
-                break
+            if not subject.room(seq):
+                continue
             start, order = subject.ledger.next(seq), self._order(seq)
             state = subject.sequences[seq].save()
             feed = subject.feed({seq: 1})
             subject.decode(feed)
             self.reference.catch_up()
-            # Flash attention passes over the cells of others.
+            # Flash attention skips the cells of others.
             same = bool(order and subject.info.flash_attn) and self._order(seq) == [*order, start]
             plain = subject.info.memory is MemoryType.ATTENTION
             self._check_restored(seq, state, feed, exact=same and plain)
             if not stays:
-                # A window may have given away what the sequence would see again.
+                # A window may have dropped cells that the sequence would see again.
                 with suppress(PartialRemovalRefused):
                     subject.remove(seq, start)
 
     def _check_restored(self, seq: int, state: bytes, feed: BatchRows, *, exact: bool) -> None:
-        """Compare the logits of a token with those behind a restored state."""
+        """Compare the logits of a token with those after a restored state."""
         self.other.clear()
         with self.other.sequence() as twin:
             twin.restore(state)
@@ -133,7 +133,13 @@ class ContentCheck:
         self.exact += exact
 
     def _order(self, seq: int) -> list[int]:
-        """Return the positions of a sequence in the order of its cells; none where unknown."""
+        """Return the positions of a sequence in the order of its cells; empty if unknown."""
         snapshot = self.subject.snapshot()
-        cells = snapshot.streams[0] if snapshot is not None else None
+        streams = snapshot.streams if snapshot is not None else ()
+        mine = [
+            each
+            for each in streams
+            if not each.swa and each.info.stream == (seq if self.subject.ledger.streams else 0)
+        ]
+        cells = mine[0] if mine else None
         return [] if cells is None else cells.pos[cells.has(seq)].tolist()

@@ -1,11 +1,12 @@
-"""Play through the runtime's classes what a player plays on the library itself.
+"""Run a player's operations through the runtime's classes instead of the library.
 
-So guards, ledgers and policies of the runtime are under test as well: three records of the same
-cells have to agree, the harness's ledger, that of each sequence, and the cells themselves.
+This tests guards, ledgers and policies of the runtime as well: three records of the same cells must
+agree, the player's ledger, that of each sequence, and the cells themselves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
 
-#: Cells that a memory has which keeps a state of each sequence, however long.
+#: Cells of a memory with one state per sequence, of any length.
 ENDLESS = 1 << 30
 
 
 class ContextPlayer(Player):
-    """Drive one `Context` that nobody else uses; it has all the sequences there are.
+    """Operate one `Context` that is otherwise unused, with all of its sequences.
 
-    ``cause`` is the runtime's word for why the last decode found no cells.
+    ``cause`` is the runtime's reason why the last decode found no slot.
     """
 
     def __init__(self, context: Context) -> None:
@@ -46,7 +47,7 @@ class ContextPlayer(Player):
 
     @property
     def free(self) -> int:
-        """Return how many cells are free by the ledger."""
+        """Return the number of free cells according to the ledger."""
         return self.n_cells - self.ledger.used
 
     @cached_property
@@ -54,12 +55,43 @@ class ContextPlayer(Player):
         """Return the size of the cache in cells."""
         return ENDLESS if self.info.memory is MemoryType.RECURRENT else super().n_cells
 
+    @cached_property
+    def _stream_sizes(self) -> tuple[int, ...]:
+        """Return the number of cells of each sequence's stream; the minimum of its caches."""
+        snapshot = self.snapshot() if self.ledger.streams else None
+        if snapshot is None:
+            return ()
+        sizes = [
+            [each.stats.size for each in snapshot.streams if each.info.stream == seq]
+            for seq in range(self.info.n_seq_max)
+        ]
+        return tuple(max(each) for each in sizes)
+
+    def size_for(self, seq: int) -> int:
+        """Return the number of cells that a sequence could use."""
+        return self._stream_sizes[seq] if self._stream_sizes else self.n_cells
+
+    def room(self, seq: int) -> int:
+        """Return the number of free cells that a sequence could use."""
+        if self._stream_sizes:
+            return self._stream_sizes[seq] - len(self.ledger.of(seq))
+        return self.free
+
+    def demand(self, feed: BatchRows) -> tuple[int, int]:
+        """Return the tokens of a batch and the free cells, in the stream that lacks most."""
+        if not self._stream_sizes:
+            return len(feed.token), self.free
+        counts = Counter(seq for (seq,) in feed.owners)
+        return max(
+            ((n, self.room(seq)) for seq, n in counts.items()), key=lambda each: each[0] - each[1]
+        )
+
     def close(self) -> None:
         """Close the context."""
         self.runtime.close()
 
     def reopen(self, again: Callable[[], Context]) -> None:
-        """Close the context, and go on with one that has what the first one kept in its file."""
+        """Close the context, and open another one with the content of its file."""
         self.close()
         self._step("update")
         self.runtime = again()
@@ -69,7 +101,7 @@ class ContextPlayer(Player):
     def prefill(self, seq: int, tokens: list[int]) -> int:
         """Decode a prompt in pieces of n_batch and return the status; pieces before a failure stay.
 
-        The ledger follows what the runtime says that it has done.
+        The ledger follows the number of tokens that the runtime reports.
         """
         before, status, self.cause = len(self.sequences[seq]), DecodeStatus.OK, ""
         try:
@@ -94,7 +126,7 @@ class ContextPlayer(Player):
         return True
 
     def fork(self, src: int, dst: int, length: int) -> None:
-        """Close ``dst``, and let it begin again as the first ``length`` tokens of ``src``."""
+        """Close ``dst``, and create it again as the first ``length`` tokens of ``src``."""
         self.sequences[dst].close()
         self.ledger.remove(dst)
         self._step("remove", dst, -1, -1)
@@ -105,11 +137,20 @@ class ContextPlayer(Player):
         except PartialRemovalRefused:
             self.sequences[dst] = self.runtime.sequence(dst)
             raise
-        self.ledger.copy(src, dst, -1, end)
-        self._step("copy", src, dst, -1, end)
+        if not self.ledger.streams:
+            self.ledger.copy(src, dst, -1, end)
+            self._step("copy", src, dst, -1, end)
+            return
+        # Between streams, whole sequences are copied, and the rest is removed.
+        self.ledger.copy(src, dst)
+        self._step("copy", src, dst, -1, -1)
+        if end >= 0:
+            self._step("update")
+            self.ledger.remove(dst, end)
+            self._step("remove", dst, end, -1)
 
     def keep(self, seq: int) -> None:
-        """Remove every other sequence at once, which the runtime does one by one only."""
+        """Remove all other sequences, which the runtime does one by one."""
         self.native.seq_keep(self.context, seq)
         for number, ledger in enumerate(self.runtime.ledgers):
             if number != seq:
@@ -144,7 +185,7 @@ class ContextPlayer(Player):
     def save(self, seq: int, name: str) -> None:
         """Save the state of a sequence under a name."""
         if not self.params.guard:
-            # Positions are new and keys are old while a shift is pending; the guard sees to it.
+            # While a shift is pending, positions are new and keys old; the guard handles it.
             self.update()
         self.saved[name] = (self.sequences[seq].save(), self.ledger.of(seq))
         self._step("save", seq, name)
@@ -166,7 +207,7 @@ class ContextPlayer(Player):
     def check_cells(self, *, ends: bool = True) -> None:
         """Raise ScenarioFailed ("lost") unless cells, both ledgers and all counts agree.
 
-        ``ends`` asks the library as well where each sequence begins and ends.
+        ``ends`` also compares the first and last position of each sequence.
         """
         super().check_cells()
         if self.info.n_swa:
@@ -183,7 +224,7 @@ class ContextPlayer(Player):
     def _check_ends(self, sequence: Sequence, expected: list[tuple[int, int]]) -> None:
         first, last = (expected[0][0], expected[-1][0]) if expected else (-1, -1)
         found = sequence.pos_min, sequence.pos_max
-        # States and windows do not know where a sequence began.
+        # States and windows do not store the start of a sequence.
         begins = found[0] == first or self.info.memory is not MemoryType.ATTENTION
         ends = found[1] == last or self.ambiguous(found[1], last)
         if not (begins and ends):
@@ -194,7 +235,7 @@ class ContextPlayer(Player):
             raise ScenarioFailed(msg, failure="lost")
 
     def _follow_emptied(self) -> None:
-        """Follow what the runtime emptied, because its memory cannot go back."""
+        """Remove the tokens of sequences that the runtime emptied for lack of a rollback."""
         emptied = [*self.runtime.emptied]
         states = self.info.memory.keeps_states
         if states and emptied and emptied == self.ledger.sequences:
@@ -209,7 +250,7 @@ class ContextPlayer(Player):
             self._step("remove", seq, -1, -1)
 
     def _run(self, feed: BatchRows) -> int:
-        """Decode by what the runtime has for batches of this kind."""
+        """Decode with the runtime's method for batches of this kind."""
         self.cause = ""
         flat = [seq for seqs in feed.owners for seq in seqs]
         counts = np.array([len(seqs) for seqs in feed.owners], dtype=np.int32)

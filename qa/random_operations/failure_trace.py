@@ -1,8 +1,8 @@
-"""Record a schedule that fails as a trace, which `pyllamakv replay` plays to the same failure.
+"""Record a failing case as a trace, which `pyllamakv replay` replays to the same failure.
 
-Every call of the runtime on the library becomes a row, as in any recording (docs/traces.md). What
-ought to have come of the last one is written in the place of what came, and a `verify` follows: so
-the replay is told where it goes wrong, and how.
+Every call of the runtime on the library is a row, as in any recording (docs/traces.md). The last
+row has the required result instead of the found one, and a `verify` follows, so that the replay
+reports the place and kind of the failure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from qa.random_operations.operations import Operations
     from qa.random_operations.task import CaseTask
 
-#: Which rows have the result that a promise names.
+#: Rows that have the result of a promise's name.
 _ROWS = {"status": DECODES, "done": ("restore",)}
 
 
 def record(
     ground: CaseRunner, task: CaseTask, begun: Callable[[Operations], None]
 ) -> ScenarioFailed | None:
-    """Play the schedule of a task once more, and write its trace; return how it failed."""
+    """Run the case of a task again, and write its trace; return the failure."""
     assert task.trace is not None
     notes: list[RowWriter] = []
 
@@ -81,7 +81,7 @@ def _tap(context: Context, notes: RowWriter) -> None:
 
 
 def _promise(path: Path, failed: ScenarioFailed) -> None:
-    """Write what should have come of the row at fault, and what proves the cells and logits."""
+    """Write the required result of the failing row, and a check of cells and logits."""
     head, *rows = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if "end" not in row]
     promise: dict[str, Any] = failed.evidence.get("promise", {})

@@ -1,7 +1,7 @@
-"""Draw what an operation does out of what the ledger has, say it, and judge how it ended.
+"""Choose an operation's arguments from the ledger, run it, and check the result.
 
-What `operations` does is made of these: batches for sequences that may share them, removals, moves
-of positions. The arguments of an operation come from a number of its own.
+The building blocks of `operations`: batches for sequences that may share them, removals, moves of
+positions. The arguments of an operation come from its own random number.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.scenarios.batch_composition import BatchRows
 
-#: What numbers are drawn from.
+#: Bound of the random numbers.
 NUMBERS = 1 << 16
 
 
 class OperationBase:
-    """Act on ``context``; ``other`` is one like it, which states are restored into.
+    """Operate on ``context``; states are restored into ``other``, a similar one.
 
-    ``heals`` holds the library to it that a decode finds its cells whenever enough are free, and
-    that a defragmentation leaves none between the used. Around a share of ``watched`` of the
-    operations K and V are compared by their bytes; cells and ledgers always are. ``again`` opens
-    the context once more, which goes on with what its file kept. ``script`` has what was done,
-    ``done`` how often each operation ``acted``, and ``ended`` how often decodes ended how.
+    ``heals``: every decode must succeed if enough cells are free, and a defragmentation must leave
+    no holes. Around a share of ``watched`` of the operations, K and V are compared by their bytes;
+    cells and ledgers always are. ``again`` opens the context with the content of its file.
+    ``script`` has the performed operations, ``done`` how often each operation ``acted``, and
+    ``ended`` counts the results of decodes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OperationBase:
         self._say("context", **{name: getattr(context.params, name) for name in names})
 
     def _act(self, operation: Callable[[], None], number: int) -> None:
-        """Do one operation with what its number draws, and compare cells and ledgers."""
+        """Run one operation with its random number, and compare cells and ledgers."""
         self._chance = Random(number)
         self.proof.watching = number < self._watched
         operation()
@@ -83,7 +83,7 @@ class OperationBase:
 
     @property
     def _states(self) -> bool:
-        """Return whether the memory keeps states, which have no parts to share or to remove."""
+        """Return whether the memory keeps states, which cannot be shared or removed in part."""
         return self.subject.info.memory.keeps_states
 
     def _order(self) -> list[tuple[list[int], list[list[int]]]]:
@@ -93,14 +93,15 @@ class OperationBase:
         return [(each.pos[each.used].tolist(), each.seqs[each.used].tolist()) for each in streams]
 
     def _one(self) -> int:
-        """Choose a sequence that has tokens, if any has."""
+        """Choose a sequence that has tokens, None if there is none."""
         return self._chance.choice(self.ledger.sequences or self._all)
 
     def _ends(self) -> list[tuple[int, ...]]:
-        """Return what sequences must have in common to share tokens, from 0.3.10 on the first.
+        """Return what sequences must have in common to share tokens.
 
-        Of a memory with a sliding window llama.cpp asks what that cache still has, where the
-        reference may have more: a sequence of which a part was given away shares with none.
+        Since 0.3.10 this includes the first position. In a memory with a sliding window, llama.cpp
+        checks the cells of that cache, while the reference may have more: a sequence that lost
+        cells shares with none.
         """
         snapshot = self.subject.snapshot() if self.subject.info.n_swa else None
         there = None if snapshot is None else kv_rows.sliding(snapshot)
@@ -115,7 +116,7 @@ class OperationBase:
         return [self._chance.randrange(self.subject.n_vocab) for _ in range(n)]
 
     def _some(self, most: int) -> BatchRows:
-        """Return ``most`` tokens at most, for up to three lanes, some of which sequences share."""
+        """Return at most ``most`` tokens for up to three groups of sequences."""
         feeds: dict[tuple[int, ...], list[int]] = {}
         left, lanes, ends = set(self._all), self._chance.randint(1, 3), self._ends()
         while left and len(feeds) < lanes:
@@ -123,6 +124,7 @@ class OperationBase:
             alike = [each for each in sorted(left) if ends[each] == ends[seq]]
             shared = {seq, *self._chance.sample(alike, min(len(alike), 3))}
             together = self._chance.random() < 0.3 and not self._states
+            together = together and not self.ledger.streams
             owners = tuple(sorted(shared if together else {seq}))
             left.difference_update(owners)
             feeds[owners] = self._tokens(self._chance.randint(1, most // 3))
@@ -136,11 +138,11 @@ class OperationBase:
         return self.subject.feed(feeds, interleave=self._chance.random() < 0.5)
 
     def _feed(self, feed: BatchRows, *, aborts: bool = False) -> int:
-        """Decode a batch, which must do all that it says or nothing; return the status.
+        """Decode a batch, which must succeed completely or have no effect; return the status.
 
-        Where states are kept, some releases begin no sequence after another was removed.
+        If states are kept, some releases cannot create a sequence after another was removed.
         """
-        n, free = len(feed.token), self.subject.free
+        n, free = self.subject.demand(feed)
         self._say_feed(feed)
         try:
             with self.proof.unchanged("a decode"):
@@ -153,12 +155,15 @@ class OperationBase:
             return DecodeStatus.ABORTED
         self.ended[word(status)] += 1
         if status != DecodeStatus.ABORTED or not aborts:
-            self._judge(status, n, free)
+            self._judge(status, n, free, feed)
         return status
 
-    def _judge(self, status: int, n: int, free: int) -> None:
-        """Compare how a decode of ``n`` tokens ended with what ``free`` cells allow."""
-        lacks = n > free or (status == DecodeStatus.NO_SLOT and n > self._window())
+    def _judge(self, status: int, n: int, free: int, feed: BatchRows | None = None) -> None:
+        """Compare the result of a decode of ``n`` tokens with the number of ``free`` cells.
+
+        In streams, these are the numbers of one sequence of the batch ``feed``.
+        """
+        lacks = n > free or (status == DecodeStatus.NO_SLOT and self._exceeds_window(n, feed))
         expected = DecodeStatus.NO_SLOT if lacks else DecodeStatus.OK
         if status != expected and (self.heals or status != DecodeStatus.NO_SLOT):
             self._fail(
@@ -169,18 +174,25 @@ class OperationBase:
         if status == DecodeStatus.NO_SLOT and (self.subject.cause == "full") != lacks:
             self._fail(f"the cause of no slot is {self.subject.cause}, of {n} tokens, {free} free")
 
-    def _window(self) -> int:
-        """Count the cells that a sliding-window cache has for more tokens.
+    def _exceeds_window(self, n: int, feed: BatchRows | None) -> bool:
+        """Return whether a batch of ``n`` tokens exceeds the cells of a sliding-window cache.
 
-        It may be smaller than what it stands beside, and sequences that share its cells keep them.
+        It may be smaller than the full cache, and sequences that share its cells keep them.
         """
         snapshot = self.subject.snapshot() if self.subject.info.n_swa else None
-        streams = snapshot.streams if snapshot is not None else ()
-        left = [swa.reusable_cells(each, self.subject.info.n_swa) for each in streams if each.swa]
-        return min(left, default=self.subject.n_cells)
+        if snapshot is None:
+            return n > self.subject.n_cells
+        wanted = Counter({0: n})
+        if self.ledger.streams and feed is not None:
+            wanted = Counter(seq for (seq,) in feed.owners)
+        return any(
+            wanted[each.info.stream] > swa.reusable_cells(each, self.subject.info.n_swa)
+            for each in snapshot.streams
+            if each.swa
+        )
 
     def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Remove positions; some memories keep a sequence whole, and say so."""
+        """Remove positions; some memories refuse to remove a part."""
         self._say("remove", seq=seq, **{"from": p0, "to": None if p1 < 0 else p1})
         try:
             self.subject.remove(seq, p0, p1)
@@ -188,13 +200,13 @@ class OperationBase:
             self._refused()
 
     def _refused(self) -> None:
-        """Record that a part of a sequence was refused, which cells of attention never are."""
+        """Record that a part of a sequence was refused, which is a failure for attention cells."""
         self.script.pop()
         if self.subject.info.memory is MemoryType.ATTENTION:
             self._fail("the removal of a part of a sequence was refused")
 
     def _move(self, op: str, seq: int, p0: int, by: int) -> None:
-        """Shift or divide positions from ``p0`` on, where every sequence keeps its order."""
+        """Shift or divide positions since ``p0``, such that every sequence keeps its order."""
         for each in self.ledger.sequences:
             mine = sorted((c for c in self.ledger.cells if each in c.seqs), key=lambda c: c.pos)
             moved = [(c.pos + by if op == "shift" else c.pos // by) for c in mine]
@@ -219,6 +231,6 @@ class OperationBase:
         self.script.append(json.dumps({"op": op, **words}))
 
     def _fail(self, message: str, **promise: Any) -> None:
-        """Raise ScenarioFailed; ``promise`` is the result that should have come instead."""
+        """Raise ScenarioFailed; ``promise`` is the required result."""
         evidence = {"promise": promise} if promise else None
         raise ScenarioFailed(message, failure="claim", evidence=evidence)

@@ -1,8 +1,8 @@
-"""Play random schedules of operations on a context, and prove every step.
+"""Run random operations on a context, and check each step.
 
-An operation is a name, and a number from which it draws its arguments once it is played, out of
-what the ledger has then. So a schedule is still one when operations are left out of it, and a
-failure is told by the fewest of them that still fail, written as a script (docs/scripts.md).
+An operation is a name and a random number, from which its arguments are derived when it runs,
+according to the ledger. Therefore, a case without some of its operations is still a case, and a
+failure is reduced to the fewest operations that still fail, written as a script (docs/scripts.md).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from qa.random_operations.operations import WEIGHTS, Operations
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
-#: Opens the context that a schedule is played on, or a second one to compare with.
+#: Opens the context of a case, or a second one to compare with.
 Opener = Callable[[], "Context"]
-#: Plays operations, and returns how they failed.
+#: Runs operations, and returns their failure.
 Play = Callable[[Sequence["Operation"]], ScenarioFailed | None]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Name what is done, and the number that it draws its arguments from."""
+    """The name of an operation, and the random number for its arguments."""
 
     name: str
     number: int
@@ -39,12 +39,12 @@ VERIFY = Operation("verify", 0)
 
 @dataclass(frozen=True)
 class CaseRunner:
-    """Say where a schedule is played, and what it is held to.
+    """The contexts of a case, and its requirements.
 
-    ``other`` opens the context that states are restored into, where that must not be one like the
-    first; ``again`` goes on with what a file kept of the first. ``heals`` holds the library to it
-    that a decode finds its cells whenever enough are free; ``watched`` is the share of operations
-    around which K and V are compared.
+    ``other`` opens the context that states are restored into, if it must differ from the first one;
+    ``again`` opens the first one with the content of its file. ``heals``: every decode must succeed
+    if enough cells are free; ``watched`` is the share of operations around which K and V are
+    compared.
     """
 
     opener: Opener
@@ -56,16 +56,16 @@ class CaseRunner:
     def play(
         self, operations: Sequence[Operation], begun: Callable[[Operations], None] | None = None
     ) -> ScenarioFailed | None:
-        """Play operations and a last proof; return how they failed, with the script so far.
+        """Run operations and a last check; return the failure, with the script so far.
 
-        ``begun`` is called with what plays them, before the first.
+        ``begun`` is called with the object that runs them, before the first.
         """
-        # Both close with the work; one that was opened before the other failed, too.
+        # Both close with the operations; also if opening the other one failed.
         with ExitStack() as opened:
             context = opened.enter_context(self.opener())
             other = opened.enter_context((self.other or self.opener)())
-            # Every proof rests on states: a memory whose states this release cannot save raises
-            # Unsupported here, before anything is played, and not in the middle.
+            # Every check needs states: a memory whose states this release cannot save raises
+            # Unsupported here, before the first operation.
             other.native.state_save(other.handle, 0)
             work = Operations(
                 context,
@@ -96,16 +96,16 @@ class CaseRunner:
 
 
 def generate_operations(seed: int, count: int) -> tuple[Operation, ...]:
-    """Return ``count`` operations, always the same of a seed."""
+    """Return ``count`` operations, equal for equal seeds."""
     chance = Random(seed)
     names = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
     return tuple(Operation(name, chance.randrange(NUMBERS)) for name in names)
 
 
 def run_seed(opener: Opener, seed: int, count: int, *, heals: bool = True) -> None:
-    """Play the schedule of a seed; raise ScenarioFailed with the shortest one that still fails.
+    """Run the case of a seed; raise ScenarioFailed with the shortest failing operations.
 
-    The error's evidence has those ``operations``, and the ``script`` of what they did.
+    The error's evidence has these ``operations``, and the ``script`` of their calls.
     """
     operations, ground = (
         generate_operations(seed, count),
@@ -128,11 +128,11 @@ def minimize_operations(
     revives: bool = False,
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Operation, ...], ScenarioFailed]:
-    """Return a short start of a failing schedule that fails, less what it fails without.
+    """Return a short failing prefix of a case, without the operations that it does not need.
 
-    It has to fail in the same class. ``enough`` is asked before each try, and ends the search.
-    With its worker gone a library cannot be asked again, and that start has to do, unless ``play``
-    ``revives`` it.
+    It must fail in the same class. ``enough`` is called before each attempt, and ends the search.
+    If the worker has died, the library cannot be used again, and the prefix is returned, unless
+    ``play`` ``revives`` it.
     """
     short = tuple(operations[: failed.evidence["done"]])
     if isinstance(failed.__cause__, WorkerDied) and not revives:
@@ -158,7 +158,7 @@ def minimize_operations(
             found = tried(less)
             if found is not None:
                 short, failed = less, found
-        # Single ones are tried again until none can be left out.
+        # Single operations are tried again until none can be left out.
         if size > 1 or len(short) == before:
             size //= 2
     return short, failed

@@ -1,7 +1,7 @@
-"""Do random operations to a context as its users would, and prove each of them.
+"""Run random operations on a context as users would, and check each of them.
 
-Around what must not touch K and V stand their bytes, read from the sequence states; `verify`
-compares logits with a reference that decoded everything anew, and with restored states.
+Around operations that must not change K and V, their bytes are compared, read from the sequence
+states; `verify` compares logits with a reference that decoded all tokens, and with restored states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qa.random_operations.operation_base import OperationBase
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
-#: Every operation, and how often it comes.
+#: All operations, with their weights.
 WEIGHTS: Mapping[str, int] = {
     "decode": 12, "turns": 4, "prefill": 4, "brim": 10, "boundaries": 1, "cancel": 6,
     "cut": 4, "thin": 8, "trim": 2, "drop": 1, "keep": 1, "clear": 1, "fork": 5,
@@ -26,17 +26,17 @@ WEIGHTS: Mapping[str, int] = {
     "defrag": 5, "release": 2, "verify": 5,
 }  # fmt: skip
 
-#: What needs more than some memories have: parts of sequences, cells, positions that move.
+#: Operations that some memories do not support: parts of sequences, cells, shifted positions.
 PARTS = ("cut", "thin", "trim", "slide", "shift", "divide")
 CELLS = ("brim", "boundaries", "defrag")
 MOVES = ("slide", "shift", "divide")
 
 
 def impossible(context: Context, *, reopens: bool = False) -> set[str]:
-    """Return the operations that a context can do nothing for.
+    """Return the operations that a context does not support.
 
-    A window shows what lies near in positions, and what a shift brings near may be given away, from
-    a cache of full size as well: so no positions move there.
+    A window drops cells by position. A shift that brings positions close may drop cells, also in a
+    cache of full size; therefore no positions are shifted there.
     """
     info, params = context.info, context.params
     without: set[str] = set()
@@ -56,7 +56,7 @@ def impossible(context: Context, *, reopens: bool = False) -> set[str]:
 
 
 class Operations(OperationBase):
-    """Do operations by their names, out of `WEIGHTS`."""
+    """Run operations by their names in `WEIGHTS`."""
 
     def __init__(self, context: Context, other: Context, **options: Any) -> None:
         super().__init__(context, other, **options)
@@ -64,17 +64,17 @@ class Operations(OperationBase):
         self._kept: dict[str, kv_rows.Rows] = {}
 
     def do(self, name: str, number: int) -> None:
-        """Do one operation and compare cells and ledgers; KvError when something is wrong."""
+        """Run one operation and compare cells and ledgers. Raises KvError for a failure."""
         if name not in self._without:
             self.acted = False
             try:
                 self._act(getattr(self, f"_{name}"), number)
             finally:
-                # What found nothing to do was not tried.
+                # An operation without effect is not counted.
                 if self.acted:
                     self.done[name] += 1
 
-    # What adds tokens...
+    # Operations that add tokens...
 
     def _decode(self) -> None:
         self._feed(self._some(self._chance.choice((12, self.subject.info.n_batch))))
@@ -90,17 +90,21 @@ class Operations(OperationBase):
         seq, size = self._chance.choice(self._all), self.subject.info.n_batch
         tokens = self._tokens(self._chance.randint(1, size * 2))
         if self._states:
-            # It may refuse to begin one: pieces by themselves say so.
+            # A prompt may be refused at once, but not a single piece.
             for start in range(0, len(tokens), size):
                 self._feed(self.subject.feed({seq: tokens[start : start + size]}))
             return
-        free, before = self.subject.free, len(self.subject.sequences[seq])
-        # The first piece that finds no room is the last.
+        free, before = self.subject.room(seq), len(self.subject.sequences[seq])
+        # A prompt with more tokens than cells is refused before its first piece.
+        tokens = tokens[: self.subject.size_for(seq) - before]
+        if not tokens:
+            return
+        # The first piece without a slot is the last.
         for start in range(0, min(len(tokens), free // size * size + 1), size):
             self._say("decode", feed={seq: tokens[start : start + size]}, expect="any")
         with self.proof.unchanged("a prefill"):
             status = self.subject.prefill(seq, tokens)
-        # A piece that fails leaves those before it.
+        # A failing piece leaves those before it.
         done = len(self.subject.sequences[seq]) - before
         piece = min(len(tokens) - done, size)
         self._judge(status, piece, free - done)
@@ -109,21 +113,37 @@ class Operations(OperationBase):
 
     def _brim(self, *, aborts: bool = False) -> None:
         """Decode about as many tokens as there are free cells, or too many."""
-        n = min(self.subject.info.n_batch, self.subject.free + self._chance.randint(-4, 8))
+        most = self.subject.info.n_batch
+        if self.ledger.streams:
+            one, two = self._chance.sample(self._all, 2)
+            n = self._near(one, most - 1)
+            feeds = {one: self._tokens(n)}
+            if self._chance.random() < 0.7:
+                feeds[two] = self._tokens(self._near(two, most - n))
+            interleave = self._chance.random() < 0.5
+            self._feed(self.subject.feed(feeds, interleave=interleave), aborts=aborts)
+            return
+        n = min(most, self.subject.free + self._chance.randint(-4, 8))
         self._feed(self._two(max(2, n)), aborts=aborts)
 
+    def _near(self, seq: int, most: int) -> int:
+        """Return about as many tokens as a sequence's stream has free cells."""
+        return max(1, min(most, self.subject.room(seq) + self._chance.randint(-4, 8)))
+
     def _boundaries(self) -> None:
-        """Fail behind every micro-batch of a batch: so many of them, and no more, find cells."""
+        """Fail after each micro-batch of a batch: only a given number of them finds cells."""
         most, size = self.subject.info.n_batch, self.subject.info.n_ubatch
         filler = self._chance.choice(self._all)
         for fit in range((most - 1) // size, -1, -1):
             free = min(fit * size + self._chance.randrange(size), most - 1)
-            while self.subject.free > free:
-                n = min(most, self.subject.free - free)
+            while self.subject.room(filler) > free:
+                n = min(most, self.subject.room(filler) - free)
                 if self._feed(self.subject.feed({filler: self._tokens(n)})) != DecodeStatus.OK:
                     break
-            if self.subject.free // size == fit:
-                self._feed(self._two(most))
+            if self.subject.room(filler) // size == fit:
+                alone = self.ledger.streams
+                feed = self.subject.feed({filler: self._tokens(most)}) if alone else self._two(most)
+                self._feed(feed)
         self._remove(filler)
 
     def _cancel(self) -> None:
@@ -136,7 +156,7 @@ class Operations(OperationBase):
             self.subject.cancel_after(-1)
             self._say("cancel", polls=-1)
 
-    # What takes tokens away...
+    # Operations that remove tokens...
 
     def _cut(self) -> None:
         seq = self._one()
@@ -168,7 +188,7 @@ class Operations(OperationBase):
         self._say("clear")
         self.subject.clear()
 
-    # What moves positions and sequences...
+    # Operations that move positions and sequences...
 
     def _fork(self) -> None:
         src, dst = self._one(), self._chance.choice(self._all)
@@ -180,7 +200,12 @@ class Operations(OperationBase):
             length = len(positions)
         end = positions[length] if length < len(positions) else None
         self._say("remove", seq=dst)
-        self._say("copy", seq=src, into=dst, to=end)
+        if self.ledger.streams and end is not None:
+            self._say("copy", seq=src, into=dst)
+            self._say("update")
+            self._say("remove", seq=dst, **{"from": end, "to": None})
+        else:
+            self._say("copy", seq=src, into=dst, to=end)
         try:
             with self.proof.unchanged("a fork", dst):
                 self.subject.fork(src, dst, length)
@@ -209,7 +234,7 @@ class Operations(OperationBase):
         self._say("update")
         self.subject.update()
 
-    # What keeps content...
+    # Operations that save content...
 
     def _save(self) -> None:
         seq, name = self._one(), f"state {self._chance.randint(0, 2)}"
@@ -224,7 +249,7 @@ class Operations(OperationBase):
             return
         seq, name = self._chance.choice(self._all), self._chance.choice(list(self.subject.saved))
         needed = len(self.subject.saved[name][1])
-        room = self.subject.free + sum(cell.seqs == {seq} for cell in self.ledger.cells)
+        room = self.subject.room(seq) + sum(cell.seqs == {seq} for cell in self.ledger.cells)
         if needed <= room:  # else the library would not even be asked
             self._say("restore", seq=seq, **{"as": name}, expect="any")
         with self.proof.unchanged("a restore", seq):
@@ -234,9 +259,10 @@ class Operations(OperationBase):
             self.proof.compare({seq: saved}, "a restore")
 
     def _reload(self) -> None:
-        """Save all there is, empty the cache, and bring it back: who shared cells has own ones."""
+        """Save everything, empty the cache, and restore it: sequences no longer share cells."""
         there = self.ledger.sequences
-        if sum(len(self.ledger.of(seq)) for seq in there) > self.subject.n_cells:
+        total = sum(len(self.ledger.of(seq)) for seq in there)
+        if not self.ledger.streams and total > self.subject.n_cells:
             return
         self._say("update")
         self.subject.update()
@@ -248,18 +274,18 @@ class Operations(OperationBase):
         for seq in there:
             self._say("restore", seq=seq, **{"as": f"all {seq}"})
             self.subject.restore(seq, f"all {seq}")
-            # Nothing else is restored from them: what else may be is chosen by name.
+            # Only these are restored; other states are selected by name.
             del self.subject.saved[f"all {seq}"]
         self.proof.compare(before, "a restore of all sequences")
 
     def _reopen(self) -> None:
-        """Close a context whose cache a file keeps, and go on with what is there."""
+        """Close a context with a cache file, and continue with its content."""
         assert self._again is not None
         self._say("note", text="closed, and opened again")
         with self.proof.unchanged("closing and opening again"):
             self.subject.reopen(self._again)
 
-    # What arranges cells...
+    # Operations that move cells...
 
     def _defrag(self) -> None:
         self._say("defrag")
@@ -273,12 +299,12 @@ class Operations(OperationBase):
                     f"a defragmentation left holes before cell {each.stats.used_max_p1}",
                     holes=int(each.stats.free > 0),
                 )
-        # The default is the plan that moves least.
+        # The default plan moves the fewest cells.
         if self.subject.params.defrag_plan and self._order() != before:
             self._fail("a plan that keeps the order of cells has changed it")
 
     def _release(self) -> None:
-        """Give mapped memory behind the last used cell back."""
+        """Trim mapped memory after the last used cell."""
         self._say("note", text="gave memory back")
         with self.proof.unchanged("giving memory back"):
             self.subject.runtime.kv.trim()

@@ -1,8 +1,8 @@
-"""Prove that a shift turned every key by as much as its position moved, to the last bit.
+"""Check that a shift rotated every key by the distance its position moved, bit for bit.
 
-A shift is pending until a decode or an update turns the keys, row by row: neither where a cell lies
-nor how many moves made up the way shows in the result. So the keys have to become those of a twin:
-the same state in a context of its own, moved there in one go, with nothing else in the cache.
+A shift is pending until a decode or an update rotates the keys, row by row: neither the place of a
+cell nor the number of shifts affects the result. So the keys must equal those of a reference: the
+same state in a separate context, shifted once by the total, with nothing else in the cache.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Held:
-    """A sequence as it was before it moved: its state, and its cells at their positions."""
+    """A sequence before its shift: its state, and its cells by position."""
 
     state: bytes
     cells: tuple[tuple[int, Cell], ...]
 
 
 class RopeShiftCheck:
-    """Watch the moves of ``subject``; twins live in ``other``. ``proved`` counts sequences."""
+    """Check the shifts of ``subject``; references are in ``other``. ``proved`` counts sequences."""
 
     def __init__(self, subject: ContextPlayer, other: Context) -> None:
         self.subject = subject
@@ -42,12 +42,12 @@ class RopeShiftCheck:
 
     @property
     def pending(self) -> bool:
-        """Return whether a shift waits: positions are new, and keys old."""
+        """Return whether a shift is pending: positions are new, and keys old."""
         snapshot = self.subject.snapshot()
         return snapshot is not None and any(each.shift.any() for each in snapshot.streams)
 
     def begin(self, *, watching: bool) -> None:
-        """Take note before a move: of what there is, unless an earlier move waits still."""
+        """Save the sequences before a shift, unless an earlier one is still pending."""
         self.settle()
         if self.waits:
             return
@@ -60,14 +60,14 @@ class RopeShiftCheck:
             self._held[seq] = _Held(native.state_save(self.subject.context, seq), tuple(mine))
 
     def settle(self) -> None:
-        """Compare with twins once no move waits any more; raise ScenarioFailed ("data")."""
+        """Compare with references once no shift is pending. Raises ScenarioFailed ("data")."""
         if not self.waits or self.pending:
             return
         self.waits = False
         held, self._held = self._held, {}
-        # What turned the keys may have been a decode that failed, which the reference leaves out,
-        # and quantized keys are rounded at each turn: turned as often they lead to logits that
-        # differ by 0.03 at most, and by up to 1.2 otherwise (measured, of 100 operations each).
+        # A failed decode may have rotated the keys, which the reference does not repeat, and
+        # quantized keys are rounded at each rotation: with equal numbers of rotations, logits
+        # differ by at most 0.03, otherwise by up to 1.2 (measured, 100 operations each).
         self.subject.steps.append(Step("update", ()))
         there = {id(cell) for cell in self.subject.ledger.cells}
         for seq, each in held.items():
@@ -79,7 +79,7 @@ class RopeShiftCheck:
                 self.proved += 1
 
     def _twin(self, held: _Held, left: list[tuple[int, Cell]]) -> SequenceState:
-        """Return K and V of what is left of a sequence, moved by itself."""
+        """Return K and V of the remaining tokens of a sequence, shifted alone."""
         native, context = self.other.native, self.other.handle
         self.other.clear()
         with self.other.sequence() as twin:
@@ -88,7 +88,7 @@ class RopeShiftCheck:
             for was, _ in held.cells:
                 if was not in kept:
                     native.seq_rm(context, twin.id, was, was + 1)
-            # Order is kept, so nobody meets anybody: who goes down goes first to last.
+            # The order is kept, so no positions collide: downward shifts start with the first cell.
             runs = [
                 (by, [was for was, _ in run])
                 for by, run in groupby(left, key=lambda each: each[1].pos - each[0])

@@ -1,4 +1,4 @@
-"""Say what is to be played, and what came of it: what goes between two processes."""
+"""Define a case and its results, as sent between two processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaseTask:
-    """Name a schedule and what it is played on; with ``trace`` it is recorded into that file."""
+    """A case and its combination; with ``trace`` it is recorded into that file."""
 
     combination: Combination
     operations: tuple[Operation, ...]
@@ -27,13 +27,12 @@ class CaseTask:
 
 @dataclass
 class Played:
-    """Count what was done: operations, how decodes ended, and what was compared.
+    """Counts of a case: operations, results of decodes, and comparisons.
 
-    ``compared`` are sequences whose K and V were compared by their bytes, ``logits`` rows of logits
-    behind restored states, ``exact`` those of them that had to be the same to the last bit,
-    ``turned`` sequences whose keys were compared with a twin's after shifts.
-    ``absent`` says why the library has nothing to play on; ``faint`` that a device is there, and
-    fails at a first batch.
+    ``compared`` counts sequences whose K and V were compared by their bytes, ``logits`` rows of
+    logits after restored states, ``exact`` those of them that had to be bit-identical, ``turned``
+    sequences whose keys were compared with a reference after shifts. ``absent`` is the reason if
+    the objects are not available; ``faint`` that a device fails at a first batch.
     """
 
     done: Counter[str] = field(default_factory=Counter)
@@ -48,7 +47,7 @@ class Played:
 
     @classmethod
     def of(cls, work: Operations | None, failed: ScenarioFailed | None) -> Self:
-        """Count what was done by what played a schedule, or by nothing."""
+        """Return the counts of an object that ran a case; zeros without one."""
         if work is None:
             return cls(failed=failed)
         proof = work.proof
@@ -63,7 +62,7 @@ class Played:
         )
 
     def add(self, other: Played) -> None:
-        """Count what another schedule did as well; its failure is left out."""
+        """Add the counts of another case, without its failure."""
         self.done += other.done
         self.ended += other.ended
         self.compared += other.compared

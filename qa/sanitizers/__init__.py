@@ -1,8 +1,7 @@
-"""Run the native side under the address, undefined-behaviour and thread sanitizers.
+"""Run the native code under the address, undefined-behaviour and thread sanitizers.
 
-Every kind of sanitizer has to see the faults that are planted in the library before what it does
-not report counts for anything. A sized run sees the shim and what the patches touch, the long one
-all of llama.cpp and ggml.
+Every kind of sanitizer must first report faults planted in the library. A short run instruments the
+shim and the code that the patches change, the long one all of llama.cpp and ggml.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ if TYPE_CHECKING:
     from qa.sanitizers.reports import Report
     from qa.sanitizers.sanitized_process import ProcessResult
 
-#: From so many seconds on everything is instrumented, and every scenario runs in every setting.
+#: From this time limit in seconds, everything is instrumented, and every scenario runs in every
+#: setting.
 LONG = 900.0
-#: What a sized run plays first: where memory is mapped, taken back and restored.
+#: Scenarios that a short run starts with: those that map, trim and restore memory.
 FIRST = (
     "mmap-environment",
     "fail-between-ubatches",
@@ -39,7 +39,7 @@ FIRST = (
     "shift-then-defrag",
 )
 PLANTED = {"address": ("heap", "overflow", "shift"), "thread": ("race",)}
-#: What a report of each planted fault must say.
+#: Required text in the report of each planted fault.
 SAYS = {
     "heap": "heap-buffer-overflow",
     "overflow": "signed integer overflow",
@@ -50,7 +50,7 @@ SAYS = {
 
 @dataclass
 class SanitizerRun:
-    """Collect what one part ran, what was reported meanwhile, and what went wrong besides."""
+    """The counts, reports and errors of one part."""
 
     ran: int = 0
     of: str = "runs"
@@ -58,7 +58,7 @@ class SanitizerRun:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, found: Iterable[Report]) -> None:
-        """Take the reports that were not there yet."""
+        """Add new reports."""
         known = {report.key for report in self.found}
         for report in found:
             if report.key not in known:
@@ -66,7 +66,7 @@ class SanitizerRun:
                 self.found.append(report)
 
     def take(self, what: str, ended: ProcessResult) -> None:
-        """Take what was reported of a program, and that it failed."""
+        """Add the reports of a program, and its failure."""
         self.add(ended.found)
         if ended.code:
             self.wrong.append(f"{what} ends with {ended.code}: {ended.said}")
@@ -78,9 +78,9 @@ def names() -> tuple[str, ...]:
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Run what is wanted, within about ``effort.seconds`` beside what has to be built first.
+    """Run the selected parts, within about ``effort.seconds`` in addition to builds.
 
-    The faults planted for a kind of sanitizer come with whatever runs under it.
+    The planted faults for a kind of sanitizer run with every part that uses it.
     """
     work = SanitizerBuilds(effort, tick)
     kinds = {kind for name, (kind, _) in PARTS.items() if effort.wants(name)}
@@ -120,22 +120,22 @@ def _entry(name: str, scope: str, part: Part, work: SanitizerBuilds) -> Entry:
 
 
 class SanitizerBuilds:
-    """Do the parts; a library is built when it is first asked for."""
+    """Run the parts; a library is built when it is first needed."""
 
     def __init__(self, effort: StressOptions, tick: Tick) -> None:
         self.effort = effort
         self.tick = tick
-        #: Seconds that went into building, which are spent once.
+        #: Seconds of builds, which happen once.
         self.building = 0.0
         self._built: dict[tuple[str, str], Sanitized] = {}
 
     @property
     def long(self) -> bool:
-        """Return whether everything is to be seen and run."""
+        """Return whether everything is instrumented and run."""
         return self.effort.seconds >= LONG
 
     def scope(self, kind: str) -> str:
-        """Return how much of the library is instrumented (`instrument.Command.chosen`)."""
+        """Return the instrumented part of the library (`instrument.Command.chosen`)."""
         return "whole" if self.long else "core" if kind == "address" else "threads"
 
     def library(self, side: str, kind: str) -> Sanitized:
@@ -150,7 +150,7 @@ class SanitizerBuilds:
         return self._built[side, kind]
 
     def plant(self, trial: SanitizerRun, kind: str) -> None:
-        """Load the library with each planted fault: what is not reported makes it blind."""
+        """Load the library with each planted fault: one that is not reported is a defect."""
         trial.of = "faults planted and seen"
         library = self.library("patched", kind).library
         for fault in PLANTED[kind]:
@@ -173,7 +173,7 @@ class SanitizerBuilds:
                 trial.wrong.append(f"{name} lists no groups of tests")
 
     def smoke(self, trial: SanitizerRun) -> None:
-        """Run the C program over both libraries."""
+        """Run the C program with both libraries."""
         trial.of = "runs"
         for side in ("patched", "stock"):
             made = self.library(side, "address")
@@ -184,15 +184,15 @@ class SanitizerBuilds:
     def threads(self, trial: SanitizerRun) -> None:
         """Use the log ring, cancel and several contexts from several threads."""
         trial.of = "rounds"
-        # ggml's own threads are left out where ggml is not instrumented: what orders them would
-        # not be seen, and everything that they do look like a race.
+        # ggml's own threads are excluded if ggml is not instrumented: its synchronization would be
+        # invisible, and all its accesses would look like races.
         threads, rounds = (3, 20) if self.long else (1, 8)
         made = self.library("patched", "thread")
         trial.ran += rounds
         trial.take("the driver", sanitizer_targets.threads(made, threads, rounds, self.tick))
 
     def worker(self, trial: SanitizerRun) -> None:
-        """Use a worker from several threads, where a planted race has to be seen first."""
+        """Use a worker from several threads, after a planted race was reported."""
         trial.of = "rounds"
         rounds = 20 if self.long else 3
         folder = self.library("patched", "thread").folder
@@ -203,15 +203,16 @@ class SanitizerBuilds:
         trial.take("the driver", sanitizer_targets.worker(folder, rounds, self.tick))
 
     def play(self, trial: SanitizerRun, side: str) -> None:
-        """Run scenarios in a worker under the sanitizer, as long as there is time."""
+        """Run scenarios in a worker under the sanitizer, within the time limit."""
         trial.of = "runs of scenarios"
         made = self.library(side, "address")
         seconds = self.effort.seconds / (2 if self.effort.only else 4)
         for name, setting, outcome, found in self._runs(made, seconds):
             trial.ran += outcome.status not in ("skip", "absent")
-            # What ends a worker by an assertion of the C++ library is only in its last words.
+            # An assertion of the C++ library that ends a worker is only in its last output.
             trial.add([*found, *reports.parse(outcome.message)])
-            # Stock may fail what patches are for; that it cannot be judged says nothing of it.
+            # Stock may fail scenarios of fixes; that stock cannot run says nothing about the
+            # library.
             if outcome.status == "fault" or (side == "patched" and outcome.failed):
                 trial.wrong.append(f"{name} [{setting}]: {outcome.failure} {outcome.message}")
 
@@ -224,8 +225,7 @@ class SanitizerBuilds:
 
 
 Part = Callable[[SanitizerBuilds, SanitizerRun], None]
-#: What is run, by the name of its entry, and the kind of library that it loads: none, or one that
-#: `Work.scope` knows.
+#: The parts by the name of their entry, with the kind of library: none, or one of `Work.scope`.
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
     "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),

@@ -1,8 +1,8 @@
-"""Build a variant's library a second time, with sanitizers in some or all of its objects.
+"""Build a variant's library again, with sanitizers in some or all of its objects.
 
-The commands of the ordinary build are run again with more flags, and the link takes the new object
-where there is one. An object is named by its command and by everything it includes, so that stock
-and patched share theirs, and a second run compiles nothing.
+The commands of the ordinary build run with additional flags, and the linker uses the new objects.
+An object is named by its command and all its includes, so that stock and patched share objects, and
+a second run compiles nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from pyllamakv.building import cmake
     from pyllamakv.building.variant import Variant
 
-#: What each kind of build is asked to notice; address and undefined behaviour share one.
+#: Flags of each kind of build; address and undefined behaviour share one.
 FLAGS = {
     "address": ("-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
     "thread": ("-fsanitize=thread",),
 }
 _ALWAYS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", "-w")
-#: Runs at load, from inside this object, what `planted.h` holds: is the object instrumented?
+#: Runs `planted.h` when the object is loaded: is the object instrumented?
 PLANTED = "llama-kv-cache.cpp"
-#: What the patches touch; the shim is always taken as well.
+#: Sources that the patches change; the shim is always included.
 _CORE = ("llama-kv", "llama-context", "llama-batch", "llama-io", "llama-memory")
-#: The one file of llama.cpp that the thread driver has to see beside the shim.
+#: The only file of llama.cpp that the thread driver needs instrumented besides the shim.
 _THREADS = (PLANTED, "llama-context.cpp")
 
 _SECONDS = 1800
@@ -46,14 +46,14 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class Command:
-    """How one object is made: its source, its place in the build folder, and the words."""
+    """A compile command: its source, its object in the build directory, and its arguments."""
 
     words: tuple[str, ...]
     source: Path
     output: str
 
     def chosen(self, scope: str) -> bool:
-        """Return whether the object belongs to what is instrumented: whole, core or threads."""
+        """Return whether the object is instrumented in a scope: whole, core or threads."""
         name = self.source.name
         if scope == "whole" or "/llama.cpp/" not in f"/{self.output}":
             return True
@@ -62,7 +62,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Sanitized:
-    """An instrumented library, and the folder that is its variant."""
+    """An instrumented library, and the directory of its variant."""
 
     kind: str
     folder: Path
@@ -70,10 +70,10 @@ class Sanitized:
 
 
 def runtimes(kind: str) -> tuple[Path, ...]:
-    """Return the libraries that a program must load first; raise Untestable where they lack.
+    """Return the libraries that a program must preload. Raises Untestable if they are missing.
 
-    libstdc++ is among them because a runtime looks for the functions it wraps when it starts, and
-    Python itself is no C++ program.
+    libstdc++ is included because a runtime looks up the functions that it wraps at its start, and
+    Python is no C++ program.
     """
     found = shutil.which("g++")
     if found is None:
@@ -94,7 +94,7 @@ def runtimes(kind: str) -> tuple[Path, ...]:
 def instrumented(
     spec: str, kind: str, scope: str, *, tell: Callable[[str], None] = lambda _: None
 ) -> Sanitized:
-    """Return the instrumented library of a variant, built where it is not yet there."""
+    """Return the instrumented library of a variant; it is built if it does not exist."""
     variant = build.build(spec, progress=lambda what, *_: tell(what))
     made = _named(variant, kind, scope)
     if (made.folder / "manifest.json").is_file():
@@ -131,12 +131,15 @@ def instrumented(
 
 
 def native(name: str) -> Path:
-    """Return one of the C++ files that are this part's own."""
+    """Return the path of one of this package's C++ files."""
     return Path(__file__).parent / "native" / name
 
 
 def program(source: Path, output: Path, kind: str, *words: str) -> None:
-    """Compile a small C or C++ program with the flags of a kind; raise Untestable if it cannot."""
+    """Compile a small C or C++ program with the flags of a kind.
+
+    Raises Untestable if that fails.
+    """
     tool, standard = ("gcc", "-std=c11") if source.suffix == ".c" else ("g++", "-std=c++17")
     command = [tool, standard, *FLAGS[kind], "-O1", "-g1", "-w", "-pthread", str(source)]
     done = _ran([*command, *words, "-lm", "-o", str(output)])
@@ -146,7 +149,7 @@ def program(source: Path, output: Path, kind: str, *words: str) -> None:
 
 
 def _named(variant: Variant, kind: str, scope: str) -> Sanitized:
-    """Return where the instrumented library of a variant lies: under all that it is made of."""
+    """Return the directory of a variant's instrumented library, named by a digest of its inputs."""
     planted = native("planted.h").read_text(encoding="utf-8")
     facts = repr((FLAGS[kind], _ALWAYS, _CORE, _THREADS, planted))
     name = f"{variant.id}-{kind}-{scope}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
@@ -166,7 +169,7 @@ def _commands(job: cmake.BuildSession) -> list[Command]:
 
 def _key(each: Command, deps: Mapping[str, Sequence[Path]], kind: str) -> str:
     whole = hashlib.sha256(repr((each.words, FLAGS[kind], _ALWAYS)).encode())
-    # What the system brings stays as it is.
+    # System headers are not copied.
     own = (path for path in deps.get(each.output, ()) if not path.is_relative_to("/usr"))
     paths = [each.source, *own]
     if each.source.name == PLANTED:
@@ -195,7 +198,7 @@ def _compile(each: Command, output: Path, kind: str, job: cmake.BuildSession) ->
 
 
 def _compiler(commands: list[Command]) -> str:
-    """Return the C++ compiler of a build; its runtimes have to be gcc's."""
+    """Return the C++ compiler of a build; it must be gcc, whose runtimes are used."""
     words = next(each.words for each in commands if each.source.suffix == ".cpp")
     found = next(word for word in words if Path(word).name not in ("ccache", "sccache"))
     if "clang" in Path(found).name:
@@ -207,7 +210,7 @@ def _compiler(commands: list[Command]) -> str:
 def _link(
     compiler: str, objects: list[str], output: Path, kind: str, job: cmake.BuildSession
 ) -> None:
-    # The map says which names a library exports.
+    # The linker map lists the exported names.
     exported = shim() / "shim" / "plk.map"
     command = [compiler, "-shared", "-fPIC", *FLAGS[kind], f"-Wl,--version-script={exported}"]
     command += ["-Wl,-Bsymbolic", f"-Wl,-soname,{output.name}", "-o", str(output), *objects]

@@ -1,4 +1,4 @@
-"""Read what sanitizers wrote, tell distinct reports apart, and know which are upstream's own."""
+"""Parse the output of sanitizers, deduplicate reports, and separate upstream's own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _FRAME = re.compile(r"^\s*#\d+ (?:0x[0-9a-f]+ in )?(?P<where>.+)$")
 _PLACE = re.compile(r" (?P<file>\S+?):(?P<line>\d+)(?::\d+)?(?: \(|$)")
 _ASSERTION = re.compile(r"^(?P<file>\S+?):\d+: (?P<where>.+): Assertion '(?P<what>.+)' failed")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|-?\d+(?:\.\d+)?")
-#: Folders of one machine, which say nothing elsewhere.
+#: Directories of one machine, which are removed.
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s()]+/)+")
-#: Frames that say where memory was touched, not who did it.
+#: Frames of memory functions, not of the code that called them.
 _RUNTIME_FILES = ("libsanitizer", "/usr/include/", "/usr/lib/", "/lib/")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One report: what it is, and the first function and file of ours or upstream's in it."""
+    """One report: its kind, and the first function and file of this package or upstream."""
 
     what: str
     function: str
@@ -30,7 +30,7 @@ class Report:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what makes two reports the same: addresses and numbers do not count."""
+        """Return the identity of a report, without addresses and numbers."""
         return _NUMBERS.sub("N", self.what), self.function, self.file
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class KnownReport:
-    """Name a report that is upstream's own, in a function that no patch touches, and why."""
+    """A report of upstream's own code, in a function that no patch changes, and the reason."""
 
     what: str
     function: str
@@ -48,7 +48,7 @@ class KnownReport:
     why: str
 
     def covers(self, report: Report) -> bool:
-        """Return whether a report is this one."""
+        """Return whether the entry describes a report."""
         return (
             self.what in report.what
             and self.function in report.function
@@ -60,12 +60,12 @@ _BUILDERS = (
     "llm_graph_context has no virtual destructor, and the builders of some models, which are "
     "larger, are deleted as one"
 )
-#: What upstream's own code does in every build, stock as well; each was looked at.
+#: Reports of upstream's own code in every build, stock as well; each was analysed.
 UPSTREAM: tuple[KnownReport, ...] = (
     KnownReport(
         "new-delete-type-mismatch", "llama_model::build_graph", "llama-model.cpp", _BUILDERS
     ),
-    # Where the models' file is not instrumented, its caller is the first that is known.
+    # If the models' file is not instrumented, the first known frame is its caller.
     KnownReport(
         "new-delete-type-mismatch", "llama_context::graph_build", "llama-context.cpp", _BUILDERS
     ),
@@ -89,7 +89,7 @@ def collect(folder: Path) -> list[Report]:
 
 
 def parse(text: str) -> list[Report]:
-    """Return every report in what a sanitizer, or a checked library, wrote."""
+    """Return all reports in the output of a sanitizer, or of a checked library."""
     found: list[Report] = []
     lines = text.splitlines()
     for at, line in enumerate(lines):

@@ -18,15 +18,15 @@ from pyllamakv.errors import Untestable
 from qa.sanitizers import instrument, reports
 from qa.sanitizers.reports import Report
 
-#: A sanitized library is some ten times slower than the one that it is made of.
+#: A sanitized library is about ten times slower than the original.
 PATIENCE = 600.0
-#: The status of a program that had to be killed.
+#: The status of a program that was killed.
 HUNG = -9
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How a program ended: its status, all that it wrote, and what was reported of it."""
+    """The result of a program: its status, its output, and its reports."""
 
     code: int
     out: str = ""
@@ -35,31 +35,31 @@ class ProcessResult:
 
     @property
     def said(self) -> str:
-        """Return the end of what it wrote, for whoever asks why it failed."""
+        """Return the end of its output, for error messages."""
         return (self.out + self.err).strip()[-400:]
 
 
 @contextmanager
 def logs() -> Iterator[Path]:
-    """Yield a folder for reports."""
+    """Yield a directory for reports."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-sanitizers-") as name:
         yield Path(name)
 
 
 def environment(kind: str, folder: Path, *, preload: bool) -> dict[str, str]:
-    """Return the variables of a process under a sanitizer, its reports going to ``folder``.
+    """Return the environment of a process under a sanitizer, with reports in ``folder``.
 
-    ``preload`` is for a program that is not instrumented itself, as Python is not.
+    ``preload`` is for a program that is not instrumented, such as Python.
     """
     common = "halt_on_error=0:exitcode=0"
     suppressed = instrument.native("threads.supp")
     env = {
-        # Leaks are `leaks`' concern, and Python keeps much until it ends.
+        # Leaks are tested in `leaks`, and Python frees much only at its end.
         "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:{common}"
         f":log_path={folder}/address.log",
         "UBSAN_OPTIONS": f"print_stacktrace=1:{common}:log_path={folder}/undefined.log",
         "TSAN_OPTIONS": f"suppressions={suppressed}:{common}:log_path={folder}/thread.log",
-        # Objects of Python lie in blocks of their own, so that going past one is seen.
+        # Python objects get blocks of their own, so that overruns are detected.
         "PYTHONMALLOC": "malloc",
         "GGML_NO_BACKTRACE": "1",
     }
@@ -69,7 +69,7 @@ def environment(kind: str, folder: Path, *, preload: bool) -> dict[str, str]:
 
 
 def opener(kind: str, folder: Path) -> Any:
-    """Return what opens a library in a worker under a sanitizer."""
+    """Return the function that opens a library in a worker under a sanitizer."""
 
     def open_(path: Path, more: dict[str, str]) -> Any:
         env = {**more, **environment(kind, folder, preload=True)}
@@ -86,7 +86,7 @@ def run(
     preload: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> ProcessResult:
-    """Run a program to its end; one that hangs is ended, and has `HUNG` for its status."""
+    """Run a program to its end; a timeout ends it with the status `HUNG`."""
     words = [*_unmoved(kind), *command]
     try:
         done = subprocess.run(
@@ -109,9 +109,9 @@ def run(
 
 
 def _unmoved(kind: str) -> list[str]:
-    """Return what starts a program at fixed addresses: the thread sanitizer may need them.
+    """Return the prefix that runs a program without address randomization.
 
-    Kernels that move programs by more bits than it knows of end it at its start.
+    Kernels with more random bits than the thread sanitizer supports end the program at its start.
     """
     if kind != "thread":
         return []
@@ -123,9 +123,9 @@ def _unmoved(kind: str) -> list[str]:
 
 
 def planted(kind: str, library: Path, fault: str) -> list[Report]:
-    """Load a library with a fault planted in it; return what was reported.
+    """Load a library with a planted fault; return the reports.
 
-    Raises Untestable when the process did not even get so far.
+    Raises Untestable if the process does not get that far.
     """
     script = f"import ctypes; ctypes.CDLL({str(library)!r}); print('loaded')"
     with logs() as folder:

@@ -1,4 +1,4 @@
-"""Know what is run under sanitizers: the native tests, a C program, threads, and scenarios."""
+"""The programs that run under sanitizers: native tests, a C program, threads, and scenarios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyllamakv.errors import UsageError
 from pyllamakv.home import data, shim
 from pyllamakv.scenarios import runner, synthetic_models
 from pyllamakv.verification import discovery
-from qa.headers import HEADERS, native, stubs
+from pyllamakv.verification.header_tests import HEADERS, native, stubs
 from qa.sanitizers import instrument, reports, sanitized_process
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ _SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
 def headers(tell: Tell) -> Iterator[tuple[str, str, ProcessResult]]:
     """Run every group of the tests of the patches' headers; yield program, group and outcome.
 
-    What a program says without a group, which lists its groups, comes first, as the group "".
-    Raises UsageError where the tests are not there, as in an installed package.
+    The list of groups that a program prints comes first, as the group "". Raises UsageError if the
+    tests do not exist, as in an installed package.
     """
     with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
         folder = Path(name)
@@ -57,7 +57,7 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, ProcessResult]]:
 
 
 def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
-    """Run the C program over a library, setting by setting; raises UsageError as `headers` does."""
+    """Run the C program with a library in each setting. Raises UsageError like `headers`."""
     with _linked(_test("smoke.c"), made) as program:
         for settings in _SETTINGS:
             tell(f"smoke {settings}")
@@ -67,7 +67,7 @@ def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
 
 
 def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> ProcessResult:
-    """Run the thread driver over a library; ``n_threads`` are llama.cpp's own in a context."""
+    """Run the thread driver with a library; ``n_threads`` are llama.cpp's own in a context."""
     tell("threads")
     with (
         _linked(instrument.native("threads.cpp"), made) as program,
@@ -78,7 +78,7 @@ def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> Process
 
 
 def worker(folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing") -> ProcessResult:
-    """Use a worker under the thread sanitizer from several threads; ``fault`` is planted in it."""
+    """Use a worker under the thread sanitizer from several threads, with a planted ``fault``."""
     tell("worker, threads")
     with sanitized_process.logs() as logs:
         words = [str(folder), str(synthetic_models.tiny()), str(rounds), str(logs)]

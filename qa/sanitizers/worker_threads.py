@@ -1,7 +1,7 @@
-"""Use a worker from several threads at once: `-m`, by `drivers.worker`, to be seen by a sanitizer.
+"""Use a worker from several threads at once; started with `-m`, by `drivers.worker`.
 
-The worker is under the thread sanitizer, this process is not: what it reports is what happens
-between its own threads, the one that serves requests and the one that hears cancels.
+The worker is under the thread sanitizer, this process is not: reports are about the worker's
+threads, one for requests and one for cancels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.errors import Closed, HarnessError, WorkerDied
 from qa.sanitizers import sanitized_process
 
-#: Tokens of a batch: several micro-batches, so that a cancel comes between two.
+#: Tokens of a batch: several micro-batches, so that a cancel can happen between two.
 _TOKENS: Final = np.arange(1, 33, dtype=np.int32)
 _PARAMS: Final = ContextParams(
     n_ctx=256, n_batch=64, n_ubatch=8, n_seq_max=2, n_threads=1, n_threads_batch=1
@@ -38,7 +38,7 @@ _PARAMS: Final = ContextParams(
 
 
 def work(native: Native, context: ContextHandle, times: int, ended: Counter[int]) -> None:
-    """Decode, save, restore, shift and defragment, whatever is cancelled meanwhile."""
+    """Decode, save, restore, shift and defragment, with concurrent cancels."""
     for _ in range(times):
         ended[native.decode(context, _TOKENS, _TOKENS - 1, None, _TOKENS * 0, None)] += 1
         state = native.state_save(context, 0)
@@ -53,12 +53,12 @@ def work(native: Native, context: ContextHandle, times: int, ended: Counter[int]
 
 
 def round_(native: Native, model: ModelHandle, times: int, ended: Counter[int]) -> None:
-    """Work with two contexts, cancel both and read the log all the while, and close them so."""
+    """Use two contexts while cancelling both and reading the log, and close them meanwhile."""
     contexts = [native.context_new(model, _PARAMS) for _ in range(2)]
     over = threading.Event()
 
     def cancel() -> None:
-        # Some decodes come through, and some are met at each of their micro-batches.
+        # Some decodes complete, and some are cancelled at each of their micro-batches.
         for pause in cycle(range(0, 50, 7)):
             if over.is_set():
                 break
@@ -101,7 +101,7 @@ def close_at_work(library: Any, model: ModelHandle) -> None:
 
 
 class Thread(threading.Thread):
-    """Do something beside; `end` waits, and raises what went wrong there."""
+    """Run a function in a thread; `end` waits for it, and raises its error."""
 
     def __init__(self, what: Callable[..., None], *arguments: Any) -> None:
         super().__init__(daemon=True)
@@ -110,7 +110,7 @@ class Thread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Do it."""
+        """Run the function."""
         what, arguments = self._what
         try:
             what(*arguments)
@@ -127,7 +127,7 @@ class Thread(threading.Thread):
 
 
 def main(arguments: list[str]) -> None:
-    """Work as often as the command line says, with the library and the model that it names."""
+    """Run as many rounds as the command line says, with its library and model."""
     folder, file, rounds, logs = arguments
     opener = sanitized_process.opener("thread", Path(logs))
     ended: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What trust found is told by the tests that cover the fixes, and these run again."""
+"""Regression tests name the defects that stress tests found, and run again."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
     ],
 )
 def test_markers_say_all_of_it(root: Path, words: str) -> None:
-    """What was wrong, what found it and where it lay; anything else names the line."""
+    """A marker names the defect, its finder and its place; any other marker fails with the line."""
     put(root, f"import pytest\n\n@pytest.mark.regression({words})\ndef test_it():\n    pass\n")
     with pytest.raises(HarnessError, match=r"test_some\.py:3: expected regression"):
         defects.read(root)
 
 
 def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which says so, and replaces nothing."""
+    """Without tests, the entry reports that and replaces no other."""
     monkeypatch.setattr(defects, "checkout", lambda: None)
     entry = defects.entries(StressOptions(only=("found by leaks",)), str)[0]
     assert not entry.ran
@@ -120,7 +120,7 @@ def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_shipped_document_lists_what_the_tests_hold() -> None:
-    """A defect that a test tells of stands in RELIABILITY.md."""
+    """RELIABILITY.md lists each defect that a test names."""
     root = checkout()
     if root is None:
         pytest.skip("no checkout")

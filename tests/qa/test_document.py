@@ -1,4 +1,4 @@
-"""RELIABILITY.md keeps what was not tried again, and says what was lost."""
+"""RELIABILITY.md keeps results that were not measured again, and lists defects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_was_not_tried_again_stays(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
-    """Its line stands only where there is no other, says why, and has no date."""
+    """A skipped entry is listed only if there is no other, with the reason and without a date."""
     path = tmp_path / "RELIABILITY.md"
     lacking = [skipped_entry("faults", name, "no clang").dated("a") for name in ("kill", "disk")]
     document.write(path, [entry("kill", "10")])
@@ -43,7 +43,7 @@ def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_defects_stand_in_the_table() -> None:
-    """A row says what was lost, or that nothing was; bars and line breaks do not end it."""
+    """A row lists its defects, or "nothing"; bars and line breaks do not end it."""
     text = document.render([entry("kill", "10"), entry("disk", "4", "half|a\nstate")])
     assert "| kill | 10 | nothing |" in text
     assert "| disk | 4 | half\\|a state |" in text
@@ -52,7 +52,7 @@ def test_defects_stand_in_the_table() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_shipped_document_has_no_names_of_before(section: str) -> None:
-    """A row that was renamed or taken away would stay for ever, as nobody tries it again."""
+    """A row that was renamed or removed does not stay in the document."""
     root = checkout()
     if root is None:
         pytest.skip("no checkout")

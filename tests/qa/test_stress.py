@@ -1,4 +1,4 @@
-"""`python -m qa stress`: the status says whether it failed, the command what was run."""
+"""`python -m qa stress`: the status shows failures, and the command repeats the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
 
 
 def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
-    """Whatever decides what is tried stands in the line; what is as usual does not."""
+    """The command contains every option that changes the run, and no default."""
     options = ("--seconds", "30", "--seed", "7", "--only", "good", "--jobs", "2")
     _, out, _ = cli(capsys, "stress", "leaks", *options)
     assert "`python -m qa stress leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
@@ -65,7 +65,7 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
 
 
 def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> None:
-    """They are no orders to whoever draws the progress, which went on without it."""
+    """Control characters do not reach the terminal, and progress continues."""
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
 
@@ -130,7 +130,7 @@ def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
 def test_a_section_that_breaks_takes_nothing_with_it(
     efforts, capsys, monkeypatch, tmp_path: Path, error: Exception
 ) -> None:
-    """The next ones are tried, all that was found is told, and the status is the error's."""
+    """The other sections run, all findings are printed, and the exit status is the error's."""
     path = tmp_path / "RELIABILITY.md"
 
     def breaks(effort: StressOptions, tick: object) -> list[Entry]:
@@ -179,7 +179,7 @@ def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Pat
 def test_what_could_not_be_tried_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
-    """It does not count, and what was measured stays; alone it is an error, which says why."""
+    """A skipped entry replaces no result; alone it is an error with the reason."""
     path = tmp_path / "RELIABILITY.md"
     lacks = False
 
@@ -203,7 +203,7 @@ def test_what_could_not_be_tried_is_told(
 def test_fuzzing_adds_up_in_the_document(
     monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
-    """Another seed is added to what stands there; the same one would count the same twice."""
+    """Results of another seed are added; those of the same seed would count twice."""
     path = tmp_path / "RELIABILITY.md"
 
     def entries(effort: StressOptions, tick: object) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and RELIABILITY.md say what the results say."""
+"""BENCHMARKS.md and RELIABILITY.md agree with the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_new_results_renew_the_pages(monkeypatch, tmp_path) -> None:
 
 
 def test_a_missed_target_is_always_listed() -> None:
-    """A row says how many of its figures missed; a figure without a claim is listed as well."""
+    """A row has the number of missed figures; a figure without a claim is listed as well."""
     measured = "2026-11-24, a machine, `python -m qa bench loop`"
     good = Figure("Loop", "greedy, 1", "0.9 [0.8, 1.0] x", "<= 1", True, "C: 1", measured=measured)
     bad = dataclasses.replace(good, name="greedy, 8", value="1.2 [1.1, 1.3] x", met=False)

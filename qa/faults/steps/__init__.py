@@ -1,1 +1,1 @@
-"""Keep the steps that faults are tried on, one module per part of the product."""
+"""The steps that faults are injected into, one module per part of the product."""

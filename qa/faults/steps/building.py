@@ -1,4 +1,4 @@
-"""Build a variant: with stand-ins for CMake and ninja, and a tiny one with the real ones."""
+"""Build a variant: with stand-ins for CMake and ninja, and a tiny one with the real tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyllamakv.source.store import open_store
 from qa.faults.step import GIT_LEAVES, FaultTarget
 from qa.faults.steps import tiny_upstream
 
-#: Takes the arguments of a configure run and leaves what a real one leaves for us.
+#: Accepts the arguments of a configure run and writes the files that this package reads.
 CMAKE = r"""
 while [ $# -gt 0 ]; do
     case $1 in
@@ -31,7 +31,7 @@ printf '%s' "$tree" >"$build/tree"
 printf '%s' "$variant" >"$build/variant"
 printf '{"groups": {"load": "plain", "defrag": null}}' >"$build/plk-capabilities.json"
 """
-#: Makes a library of the tree's sources, as ninja does: beside its place, and when all is there.
+#: Creates a library from the tree's sources, as ninja does: written next to its path, then renamed.
 _NINJA = r"""
 cd "$2"
 mkdir -p dropin
@@ -42,7 +42,7 @@ mv dropin/new dropin/libllama.so
 echo "[plk 1/1] Linking libplk.so"
 """
 
-#: What `building` asks of a project: two targets, and the answers of the probes.
+#: What `building` requires of a project: two targets, and the results of the probes.
 _PROJECT = r"""
 cmake_minimum_required(VERSION 3.28)
 project(plk C)
@@ -57,7 +57,7 @@ add_custom_target(plk_dropin DEPENDS llama)
 
 
 def script(path: Path, body: str) -> Path:
-    """Write a shell script that can be run."""
+    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\nset -eu\n{body}", encoding="utf-8")
     path.chmod(0o755)
@@ -65,7 +65,7 @@ def script(path: Path, body: str) -> Path:
 
 
 class Build(FaultTarget):
-    """Build a release with stand-ins that compile nothing: all that is around a compiler."""
+    """Build a release with stand-ins that compile nothing: tests everything except the compiler."""
 
     name = "build"
     allowed_leftovers = GIT_LEAVES
@@ -78,7 +78,7 @@ class Build(FaultTarget):
         os.environ["PYLLAMAKV_COMPILER_LAUNCHER"] = "none"
 
     def run(self, folder: Path) -> Any:
-        """Build stock, look it up again, and check it against its manifest."""
+        """Build stock, find it again, and check it against its manifest."""
         cmake.binary = lambda name: folder / "programs" / name
         # Nothing of the shim is compiled.
         variant.shim_digest = lambda: "shim"
@@ -95,26 +95,26 @@ class Build(FaultTarget):
 
 
 class SyncAndClean(FaultTarget):
-    """Put a tree into place and remove it again, as `vendor sync` and `vendor clean` do."""
+    """Write a tree and remove it again, as `vendor sync` and `vendor clean` do."""
 
     name = "vendor and clean"
     allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
-        """Make a home with a release."""
+        """Create a data directory with a release."""
         with tiny_upstream.at_home(folder / "home"):
             tiny_upstream.release("9.0.1", tiny_upstream.TREE, "2025-01-01")
 
     def run(self, folder: Path) -> Any:
-        """Sync, and clean."""
+        """Run sync and clean."""
         release = spec_resolver.resolve("9.0.1")
         vendored, _ = vendor.sync(open_store(), release, release.commit, spec="9.0.1")
         vendor.clean(vendored)
-        # What another run put there meanwhile is its own matter.
+        # Files that another run wrote meanwhile do not count.
         return vendored.tree
 
     def check_completed(self, folder: Path) -> list[str]:
-        """See that nothing is left of the tree."""
+        """Check that no file of the tree remains."""
         left = sorted((folder / "home" / "trees").glob("*"))
         return [*super().check_completed(folder), *(f"{path.name} is still there" for path in left)]
 
@@ -123,7 +123,7 @@ class Compile(FaultTarget):
     """Build a tiny library with the real CMake, ninja and compiler."""
 
     name = "compile and link"
-    # What lies in a build folder is CMake's and ninja's: they go on from it.
+    # The contents of a build directory belong to CMake and ninja, which resume from them.
     allowed_leftovers = (*GIT_LEAVES, r"home/objects/.+")
 
     def prepare(self, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Compile(FaultTarget):
         os.environ["PYLLAMAKV_COMPILER_LAUNCHER"] = "none"
 
     def run(self, folder: Path) -> Any:
-        """Build it; the library is the same to the last bit."""
+        """Build it; the library is bit-identical each time."""
         build.shim = lambda: folder / "native"  # type: ignore[attr-defined]
         # Nothing of the shim is compiled.
         variant.shim_digest = lambda: "shim"

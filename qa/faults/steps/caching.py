@@ -15,7 +15,7 @@ from pyllamakv.traces import trace
 from qa.faults.attempt import AttemptResult
 from qa.faults.step import FaultTarget
 
-# Imported before the forks, once: attributes of the package are looked up when they are used.
+# Imported once before the forks: attributes of the package are resolved on first use.
 _open, _record, _prefix_cache = kv.open, kv.record, kv.PrefixCache
 
 _BEGINNING: Final = [1 + n % 20 for n in range(40)]
@@ -26,31 +26,31 @@ def _digest(logits: Any) -> str:
 
 
 class NativeStep(FaultTarget):
-    """Work with a built variant and a model, which lie outside the folder."""
+    """Use a built variant and a model outside the directory."""
 
     def __init__(self, variant: Path, model: Path) -> None:
         self.variant, self.model = variant, model
 
     def open(self) -> Any:
-        """Open the variant: in a worker where memory is short, since llama.cpp aborts there."""
+        """Open the variant; in a worker if memory is limited, because llama.cpp aborts then."""
         short = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
         return _open(self.variant, isolated=short)
 
     def context(self, library: Any, **options: Any) -> Any:
-        """Return a small context with one thread: the same result to the last bit."""
+        """Return a small context with one thread: bit-identical results."""
         model = library.load_model(self.model)
         shape = {"n_ctx": 256, "n_batch": 64, "n_seq_max": 4, "n_threads": 1}
         return model.context(**{**shape, **options})
 
 
 class RecordRun(NativeStep):
-    """Record a run; what is left of a trace is read as far as it goes."""
+    """Record a run; an incomplete trace is read up to its last complete row."""
 
     name = "recording"
     allowed_errors = ("UsageError",)
 
     def run(self, folder: Path) -> Any:
-        """Record, with many flushes, and read the trace."""
+        """Record with many flushes, and read the trace."""
         path = folder / "run.jsonl"
         with self.open() as library:
             ctx = self.context(library)
@@ -68,7 +68,7 @@ class RecordRun(NativeStep):
         return [f"{line.op} {json.dumps(line.arguments)}" for line in trace.read(path)[1]]
 
     def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
-        """See that a trace has the first rows, all of them whole."""
+        """Check that a trace has the first rows, each complete."""
         path = folder / "run.jsonl"
         lines = path.read_bytes().count(b"\n") if path.is_file() else 0
         if lines < 3:
@@ -85,11 +85,11 @@ class Paging(NativeStep):
     """Page branches out to files and in again."""
 
     name = "paging"
-    # After a crash this folder is left behind and may be deleted (docs/prefix-cache.md).
+    # After a crash this directory remains and may be deleted (docs/prefix-cache.md).
     allowed_leftovers = (r"home(/pages)?", r"home/pages/prefixes-\w+(/.*)?")
 
     def run(self, folder: Path) -> Any:
-        """Fill a cache, page out, and go on with every branch."""
+        """Fill a cache, page out, and continue every branch."""
         found: list[Any] = []
         with self.open() as library:
             ctx = self.context(library)
@@ -119,7 +119,7 @@ class Paging(NativeStep):
             raise
 
     def check_interrupted(self, folder: Path, outcome: AttemptResult, expected: Any) -> list[str]:
-        """See that only what was killed leaves pages behind."""
+        """Check that only a killed process leaves page files."""
         left = list((folder / "home" / "pages").glob("*/*"))
         # No process reads the pages of another.
         shutil.rmtree(folder / "home", ignore_errors=True)
@@ -128,14 +128,14 @@ class Paging(NativeStep):
 
 
 class Keeping(NativeStep):
-    """Keep a cache in a file over several flushes, and go on from what an earlier run left."""
+    """Keep a cache in a file over several flushes, and resume from an earlier run."""
 
     name = "keeping"
     allowed_errors = ("KVFileBusy",)
     _MORE: Final = (5, 6, 7, 8)
 
     def run(self, folder: Path) -> Any:
-        """Open what is there, bring it to its end, and tell what a next token gives."""
+        """Open the existing file, complete it, and return the next token's logits."""
         path = folder / "chat.kv"
         with self.open() as library:
             try:

@@ -21,7 +21,7 @@ _VERSION: Final = "9.0.1"
 
 
 def _held(store: Any) -> dict[str, Any]:
-    """Return what a fetch is for: refs, the lock of the home, and every file's content."""
+    """Return the results of a fetch: refs, the lock, and every file's content."""
     refs = store.refs("refs")
     content = {
         name: [(entry.path, entry.mode, entry.blob) for entry in store.entries(commit)]
@@ -32,11 +32,11 @@ def _held(store: Any) -> dict[str, Any]:
 
 
 class FetchIndex(FaultTarget):
-    """Add a version that a package index has: look, download, check, import, note in the lock."""
+    """Add a version from a package index: find, download, verify, import, add to the lock."""
 
     name = "fetch from an index"
     plain = False
-    # What arrived of an archive is kept, so that the next try goes on there.
+    # Downloaded parts of an archive are kept, so that the next attempt resumes.
     allowed_leftovers = (*GIT_LEAVES, r"home/downloads/.*\.part")
     _server: subprocess.Popen[bytes] | None = None
 
@@ -75,7 +75,7 @@ class FetchIndex(FaultTarget):
         return _held(open_store())
 
     def close(self) -> None:
-        """End the server, if it came so far."""
+        """End the server, if it was started."""
         if self._server is not None:
             self._server.terminate()
             self._server.wait()
@@ -83,7 +83,7 @@ class FetchIndex(FaultTarget):
 
 
 class FetchPlain(FetchIndex):
-    """Add a version whose sdist has files and no clone."""
+    """Add a version whose sdist contains files without a clone."""
 
     name = "fetch files without a clone"
     plain = True
@@ -96,7 +96,7 @@ class FetchGit(FaultTarget):
     allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
-        """Make the repository."""
+        """Create the repository."""
         self._url = folder.parent / "upstream"
         tiny_upstream.repository(self._url, tiny_upstream.TREE)
 

@@ -1,4 +1,4 @@
-"""Apply a patch and put the tree into place; carry a patch over to another release."""
+"""Apply a patch and write the tree; rebase a patch onto another release."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _lines(**changed: str) -> bytes:
 
 _BEFORE: Final = tiny_upstream.TREE | {"src/a.cpp": _lines()}
 _AFTER: Final = _BEFORE | {"src/a.cpp": _lines(l10="x", l40="y"), "src/new.cpp": b"int new;\n"}
-#: What strict apply refuses and git merges.
+#: A change that strict apply refuses and git merges.
 _NEAR: Final = _BEFORE | {"src/a.cpp": _lines(l13="upstream", l30="up")}
 
 
 def _patch(scratch: Path) -> bytes:
-    """Let git write the patch."""
+    """Create the patch with git."""
     tiny_upstream.repository(scratch, _BEFORE)
     for name in ("src/a.cpp", "src/new.cpp"):
         (scratch / name).write_bytes(_AFTER[name])
@@ -45,13 +45,13 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 class Apply(FaultTarget):
-    """Apply a patch to a release and put the patched tree into its folder."""
+    """Apply a patch to a release and write the patched tree."""
 
     name = "apply and vendor"
     allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
-        """Make a home with the release, at the place where it is worked with."""
+        """Create a data directory with the release, at its final path."""
         data = _patch(folder.parent / "scratch")
         (folder / "one.patch").write_bytes(data)
         _released(folder)
@@ -70,13 +70,13 @@ class Apply(FaultTarget):
 
 
 class Rebase(FaultTarget):
-    """Carry a patch over to a release whose lines around it changed."""
+    """Rebase a patch onto a release whose context lines changed."""
 
     name = "rebase"
     allowed_leftovers = GIT_LEAVES
 
     def prepare(self, folder: Path) -> None:
-        """Make two releases, and a series of one patch for the older."""
+        """Create two releases, and a series of one patch for the older."""
         one = folder / "patches" / "one"
         one.mkdir(parents=True)
         listed = 'schema = 1\norder = [\n  "one",\n]\n'
@@ -98,7 +98,7 @@ class Rebase(FaultTarget):
         _released(folder)
 
     def run(self, folder: Path) -> Any:
-        """Rebase, unless that was done before; the series is what counts."""
+        """Rebase, unless an earlier run did; only the series is compared."""
         patches = folder / "patches"
         store = open_store()
         if rebase_session.ids(store):
@@ -110,7 +110,7 @@ class Rebase(FaultTarget):
 
 
 def _released(folder: Path) -> None:
-    """Put both releases into a home of the folder."""
+    """Add both releases to a data directory in the folder."""
     with tiny_upstream.at_home(folder / "home"):
         tiny_upstream.release(_OLD, _BEFORE, "2025-01-01")
         tiny_upstream.release(_NEW, _NEAR, "2025-01-02")

@@ -1,4 +1,4 @@
-"""Judge a release, and keep results: of runs of scenarios, and of cells of the matrix."""
+"""Verify a release, and store results: of scenario runs, and of matrix cells."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from qa.faults.step import FaultTarget
 
 
 class ResultWriting(FaultTarget):
-    """Leave no result that nobody can read."""
+    """Check that no unreadable result remains."""
 
     def check_interrupted(
         self, folder: Path, outcome: attempt.AttemptResult, expected: Any
     ) -> list[str]:
-        """See that no half result lies where others read it, before a repeat replaces it."""
+        """Check that readers see no partial result, before a repeat replaces it."""
         return self._unreadable(folder)
 
     def check_completed(self, folder: Path) -> list[str]:
-        """Find results that cannot be read: a reader would run them again for ever."""
+        """Check for unreadable results: each later run would repeat them."""
         return [*super().check_completed(folder), *self._unreadable(folder)]
 
     def _unreadable(self, folder: Path) -> list[str]:
@@ -46,12 +46,13 @@ class ResultWriting(FaultTarget):
 
 
 class Matrix(ResultWriting):
-    """Judge a built release by a scenario, and once more what was judged."""
+    """Verify a built release with a scenario, and again with the stored result."""
 
     name = "matrix"
-    # llama.cpp aborts where memory ends, on stock and patched alike: that is no fault of a matrix.
+    # llama.cpp aborts when memory is exhausted, on stock and patched alike: not a defect of a
+    # matrix.
     without = ("memory",)
-    #: The one that takes least of those that stock fails.
+    #: The fastest of the scenarios that stock fails.
     _CHOICE: Final = matrix.MatrixSelection(scenarios=("truncated-prompts",))
 
     def __init__(self, stock: Path, patched: Path) -> None:
@@ -59,8 +60,8 @@ class Matrix(ResultWriting):
         self._release = variant.Variant(stock).manifest.release
 
     def prepare(self, folder: Path) -> None:
-        """Make a home with the release's sources and builds, and all that is made but once."""
-        # It works under the name that each attempt's copy will have.
+        """Create a data directory with the release's sources and builds."""
+        # The same path as in each attempt's copy.
         place = home()
         (place / "built").mkdir(parents=True)
         store, name = open_store(), f"refs/upstream/{self._release}"
@@ -76,13 +77,13 @@ class Matrix(ResultWriting):
         place.rename(folder / "home")
 
     def run(self, folder: Path) -> Any:
-        """Judge, and ask again."""
+        """Verify, and read the stored result."""
         choice = dataclasses.replace(self._CHOICE, releases=(self._release,))
         found = []
         for _ in range(2):
             (result,) = matrix.run(matrix.plan(choice))
-            if result.verdict in (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD):
-                # A cell that says so is what a matrix makes of an error.
+            if result.verdict in (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD, Verdict.BROKEN_CARRY):
+                # A matrix turns an error into a cell with this status.
                 raise Untestable(result.reason)
             counts = (result.runs, result.stock_failed, result.patched_failed)
             found.append([str(result.verdict), result.reason, *counts])
@@ -90,12 +91,12 @@ class Matrix(ResultWriting):
 
 
 class StoreResults(ResultWriting):
-    """Remember results, recall them, and make anew what is not there: as a matrix does."""
+    """Store results, load them, and recreate missing ones, as a matrix does."""
 
     name = "results"
 
     def run(self, folder: Path) -> Any:
-        """Go on where the results end."""
+        """Continue after the last stored result."""
         found = []
         for number in range(4):
             key = hashlib.sha256(b"run %d" % number).hexdigest()

@@ -1,4 +1,4 @@
-"""Make tiny upstreams: repositories, sdists that hold one, and releases of them in a store."""
+"""Create tiny upstreams: repositories, sdists with one inside, and releases of them in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyllamakv.source import era, git_command, lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 
-#: What makes a tree look like llama.cpp, with a few files to write beside.
+#: Files that identify a tree as llama.cpp.
 TREE: Final = {
     "include/llama.h": b"// the API\n",
     "src/llama.cpp": b"static bool llama_kv_cache_find_slot() { do_defrag; }\n",
@@ -26,7 +26,7 @@ MODULE: Final = ".git/modules/vendor/llama.cpp"
 
 
 def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write files below a folder; scripts may be run."""
+    """Write files below a directory; scripts are executable."""
     for path, data in files.items():
         place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def repository(folder: Path, files: Mapping[str, bytes], *, commits: int = 2) -> str:
-    """Make a repository whose last commit has these files; return that commit."""
+    """Create a repository whose last commit has these files; return that commit."""
     folder.mkdir(parents=True)
     git_command.git(folder, "init", "-q", ".")
     (folder / ".git" / "info").mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def repository(folder: Path, files: Mapping[str, bytes], *, commits: int = 2) ->
 
 
 def clone(folder: Path, source: Path) -> dict[str, bytes]:
-    """Clone a repository as an sdist has it, shallow; return the clone's files."""
+    """Clone a repository as in an sdist, shallow; return the clone's files."""
     git_command.git(
         source, "clone", "-q", "--bare", "--depth=1", f"file://{source}", str(folder), network=True
     )
@@ -62,7 +62,7 @@ def clone(folder: Path, source: Path) -> dict[str, bytes]:
 
 
 def pack(file: Path, members: Mapping[str, Any]) -> Path:
-    """Write a gzipped tar; a TarInfo stands for itself, bytes for a plain file."""
+    """Write a gzipped tar; a TarInfo is added unchanged, bytes as a plain file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb", compresslevel=1) as out, tarfile.open(fileobj=out, mode="w") as tar:
         for name, data in members.items():
@@ -90,7 +90,7 @@ def sdist(folder: Path, version: str, source: Path, *, plain: bool = False) -> P
 
 @contextlib.contextmanager
 def at_home(folder: Path) -> Iterator[None]:
-    """Work in another home than the step's."""
+    """Use a separate data directory, not the step's."""
     before = os.environ["PYLLAMAKV_HOME"]
     os.environ["PYLLAMAKV_HOME"] = str(folder)
     try:
@@ -100,7 +100,7 @@ def at_home(folder: Path) -> Iterator[None]:
 
 
 def release(name: str, files: Mapping[str, bytes], date: str) -> Release:
-    """Put a release into the store and the lock of the home."""
+    """Add a release to the store and the lock of the data directory."""
     store = open_store()
     commit, tree = store.commit(None, dict(files), f"release {name}")
     store.update_ref(f"refs/upstream/{name}", commit)

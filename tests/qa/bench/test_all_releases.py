@@ -1,4 +1,4 @@
-"""The benchmark of all releases says what its two runs say."""
+"""The benchmark of all releases reports the numbers of its two runs."""
 
 from __future__ import annotations
 

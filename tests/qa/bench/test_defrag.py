@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_shapes() -> None:
 
 
 def test_what_does_not_fit_says_why() -> None:
-    """Cache and block need room at one time; where nothing tells how much there is, it is tried."""
+    """Cache and buffer must fit at the same time; without a known limit, the run is tried."""
     cache = CacheShape("8B", FLASH, 131072)
     assert cache.skipped(9_000_000_000) == "skipped: needs 37 GB, 9 GB there"
     assert cache.skipped(2 * cache.bytes + defrag_workloads.BESIDE) == ""
@@ -150,7 +150,7 @@ def test_targets_are_judged_by_the_worst() -> None:
 
 
 def test_table_has_a_row_per_pattern_and_a_column_per_setting(tmp_path: Path) -> None:
-    """What was skipped says so in its place, and the raw numbers are kept in the JSON."""
+    """A skipped setting is reported in its place, and the JSON keeps the raw numbers."""
     gone = Measured(CacheShape("1B", Q8, 4096), "alternate", "skipped: needs 37 GB, 9 GB there")
     rest = [
         measured(CacheShape("1B", each, 4096), name) for each in (FLASH, NONE) for name in PATTERNS
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_not_opened(patched: Variant, monkeypatch: pytest.M
 def test_decodes_and_peers_are_measured(
     stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode defragments once by itself, and every peer leaves a compact cache."""
+    """A decode defragments once, and every competitor leaves a compact cache."""
     small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
     monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
     cache = CacheShape("1B", FLASH, 256)
@@ -273,7 +273,7 @@ def test_decodes_and_peers_are_measured(
 
 @pytest.mark.native
 def test_choices_are_weighed(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ordered plan moves more cells than the other, and says how many."""
+    """The ordered plan moves more cells than the other, and reports their number."""
     small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
     monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})

@@ -39,7 +39,7 @@ def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_size_that_takes_too_long_is_not_begun() -> None:
-    """What smaller caches took says what a larger one takes, also in another setting."""
+    """The times of smaller caches predict that of a larger one, also in another setting."""
     there = stand(seconds=100)
     there.paces[SETTINGS[0]] = 1 / SMALL.bytes
     large = CacheShape("1B", SETTINGS[1], 256 * 200)
@@ -51,7 +51,7 @@ def test_a_size_that_takes_too_long_is_not_begun() -> None:
 
 
 def test_a_size_that_does_not_fit_is_not_begun() -> None:
-    """Each mover has a cache; what a device does not tell stops nothing."""
+    """Each mover has a cache; a size that a device does not report excludes none."""
     needed = len(MOVERS) * SMALL.bytes + defrag_workloads.BESIDE
     for free, fits in ((needed, True), (needed - 1, False), (0, True)):
         gpu = SimpleNamespace(kind="gpu", memory_free=free)
@@ -115,7 +115,7 @@ def test_a_share_that_is_too_small_still_gives_a_round(seconds: list[float]) -> 
 
 
 def test_time_that_is_too_short_for_a_round(seconds: list[float]) -> None:
-    """It is told, and not overrun by more than one mover."""
+    """It is reported, and at most one mover exceeds it."""
     with pytest.raises(Untestable, match="too few for one round"):
         run(until=5.5, share=5.5)
     assert seconds == [3.0]

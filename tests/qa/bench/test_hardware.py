@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_all_steps_on_a_server(
     stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tools, both builds, the verdict and the figures stand in one group, with the whole time."""
+    """Tools, both builds, the verdict and the figures are in one group, with the total time."""
     whole = check.check
 
     def some(question: check.CheckRequest, **more):
@@ -115,7 +115,7 @@ def test_the_script_installs_a_toolkit(tmp_path: Path, there: bool) -> None:
 
 
 def test_the_script_wants_a_gpu(tmp_path: Path) -> None:
-    """Without one it says so and builds nothing."""
+    """Without a device, the benchmark reports that and builds nothing."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

@@ -1,4 +1,4 @@
-"""The benchmarks of sparse caches run, and say what they measured."""
+"""The benchmarks of sparse caches run, and report their figures."""
 
 from __future__ import annotations
 

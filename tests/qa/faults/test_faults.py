@@ -72,7 +72,7 @@ def test_what_is_right_passes_every_fault() -> None:
     ],
 )
 def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
-    """A sentence says which fault it was, and what came of it."""
+    """A finding names the fault and its effect."""
     found = conduct(step, kind)[kind]
     assert found.defects
     assert any(words in defect for defect in found.defects), found.defects
@@ -87,7 +87,7 @@ def test_little_memory_is_an_error() -> None:
 
 
 def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
-    """An import without any ends in words of its own, of which nobody can make others."""
+    """An import error without a cause is a typed error of this package."""
     found = conduct("Starved", "memory")["memory"]
     assert found.defects == []
     assert found.errors["OSError"] == found.tried == found.struck == found.repeated
@@ -210,7 +210,7 @@ def test_the_last_repeat_must_come_to_the_same(
 
 @pytest.mark.native
 def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) -> None:
-    """A real cell, stock against patched, is judged; what a fault cut off is judged again."""
+    """A real cell is verified on stock and patched; one that a fault ended is verified again."""
     (matrix,) = faults.entries(StressOptions(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
     assert matrix.defects == ()
     assert matrix.data["faults"] == matrix.data["repeated"] >= 1

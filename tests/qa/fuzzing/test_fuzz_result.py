@@ -1,4 +1,4 @@
-"""What the fuzzing tells of its runs, keeps between them, and leaves behind."""
+"""What fuzzing reports of its runs, stores between them, and leaves behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_interrupt_ends_what_runs(
 
 
 def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An entry says how much was tried; a finding is a defect, and its input is saved."""
+    """An entry reports the number of inputs; a finding is a defect, and its input is saved."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     (entry,) = fuzzing.entries(StressOptions(seconds=1, seed=5, only=("lock",)), lambda _: None)
     assert entry.passed and entry.seed == 5

@@ -218,7 +218,7 @@ def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
 
 
 def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
-    """A fault of the harness is told as such."""
+    """A fault of the harness is reported as such."""
     with pytest.raises(HarnessError, match="cannot begin"):
         target_process.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
 

@@ -47,7 +47,7 @@ def test_one_step_is_no_slope_wherever_it_lies(where: int) -> None:
 
 
 def test_many_steps_are_a_slope_and_so_is_a_large_one() -> None:
-    """What goes on leaks, however rarely; more at once than a pool takes is told as well."""
+    """Growth that continues is a leak, however slow; a single growth beyond the pool as well."""
     assert Slope.of(COUNTS, [float(n // 1000) * 540_000 for n in COUNTS]).exceeds(64)
     assert Slope.of(COUNTS, [float(n > 2500) * 5_400_000 + n for n in COUNTS]).value > 1
 
@@ -76,7 +76,7 @@ def test_what_gives_back_is_flat() -> None:
     ],
 )
 def test_what_is_planted_is_found(work: str, words: tuple[str, ...]) -> None:
-    """Each leak is told by what leaks."""
+    """The report of each leak names what leaks."""
     found = judged(work)
     assert all(any(word in defect for defect in found) for word in words), found
 
@@ -124,7 +124,7 @@ def test_the_bound_that_is_shown_is_the_one_that_holds() -> None:
 
 
 def test_few_operations_decide_nothing() -> None:
-    """Twenty workers may lose 50 KB each: their row says so, and what did leak is said as well."""
+    """Twenty workers may lose 50 KB each, and their row reports it together with real leaks."""
     kind = LeakWorkload("x", 10, 512)
     few, enough = (leaks.evaluate("x", kind, flat(count), 1) for count in (99, 100))
     assert few.passed and "| too few operations |" in document.render([few])
@@ -142,7 +142,7 @@ def test_a_heap_that_nobody_counts_decides_nothing() -> None:
 
 
 def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kinds behind it are tried, and where nothing is wanted no build is looked for."""
+    """The named kinds run, and without any no build is needed."""
     assert leaks.entries(StressOptions(only=("no such kind",)), lambda _: None) == []
     kinds = {
         name: LeakWorkload(f"fakes.leaking_workloads:{name}", 5000, 64)

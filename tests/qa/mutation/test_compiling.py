@@ -1,4 +1,4 @@
-"""How mutants are compiled: a compiler that breaks, or a program that hangs, judges none."""
+"""How mutants are compiled: a failing compiler or a hanging program gives no result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from mutation_kit import some
 
-from qa.headers import HEADERS
+from pyllamakv.verification.header_tests import HEADERS
 from qa.mutation import (
     compile_commands,
     compiling,
@@ -76,7 +76,7 @@ def test_a_broken_compiler_leaves_a_mutant_not_judged(tmp_path: Path, monkeypatc
 def test_a_toolchain_without_sanitizers_is_told_from_a_broken_one(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """The one is left out, and the other judges nothing."""
+    """The first mutant is left out, and the second has no result."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     said = "/usr/bin/ld: cannot find -lasan: No such file or directory"
 

@@ -74,7 +74,7 @@ def said(program: Path, **environment: str) -> str:
 
 
 def test_a_number_is_its_mutant(tmp_path: Path) -> None:
-    """Each of them says what its own text says, and lines keep their place."""
+    """Each switched mutant behaves like its own text, and lines keep their numbers."""
     every = mutants()
     found = mutant_schemata.build_schemata(every, {FILE: TEXT.encode()})
     assert len(found.numbers) == len(every) == len(set(found.numbers.values())) > 8
@@ -116,5 +116,5 @@ def test_lines_can_be_left_out() -> None:
     ],
 )
 def test_what_cannot_be_chosen(was: str, now: str) -> None:
-    """Parts of statements and what stands in no choice are left to a build of their own."""
+    """Parts of statements that cannot be switched are built separately."""
     assert mutant_schemata.merged(was, [(1, now)]) is None

@@ -1,4 +1,4 @@
-"""Mutants are made by rules, judged by scenarios, and one that nobody catches is told."""
+"""Mutants are made by rules and run by scenarios; an undetected one is a defect."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pyllamakv.patching.hunks import Hunk
 from pyllamakv.scenarios import scenario
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.verification import discovery, parallel_runs
+from pyllamakv.verification.header_tests import HEADERS
 from qa import mutation as mutants
 from qa.entry import StressOptions
-from qa.headers import HEADERS
 from qa.mutation import (
     equivalent_mutants,
     header_tests,
@@ -91,7 +91,7 @@ def test_what_is_left_alone(line: str) -> None:
 
 
 def test_statements_go_whole_or_not_at_all() -> None:
-    """What goes on from the line before, or to the next one, is not taken away."""
+    """Lines of a statement that spans several lines are not removed."""
     assert "" in made_of("    call(b);", "    call(a);")
     assert "" not in made_of("    call(b);", "    x = y +")
     assert "" not in made_of("    call(a,", "}")
@@ -99,7 +99,7 @@ def test_statements_go_whole_or_not_at_all() -> None:
 
 
 class Says:
-    """Judge as it was told, and count what it was asked."""
+    """Return given results, and count the calls."""
 
     def __init__(self, answers: dict[str, MutantResult], known: tuple[str, ...] = ()) -> None:
         self.answers, self.known, self.asked = answers, known, []
@@ -113,7 +113,7 @@ class Says:
 
 
 def test_a_survivor_is_a_defect() -> None:
-    """What nobody catches is told by its place; what is accepted is not tried."""
+    """An undetected mutant is reported with its place; an accepted one is not tested."""
     answers = {
         "a": MutantResult("scenario", "story", "data: wrong"),
         "b": MutantResult("survivor"),
@@ -225,7 +225,7 @@ def test_time_is_kept_and_chance_is_seeded() -> None:
 
 
 def test_an_answer_is_kept_as_long_as_its_catcher_is_the_same(tmp_path, monkeypatch) -> None:
-    """A scenario that changed is asked again, and so are all after nobody caught it."""
+    """A changed scenario runs again; after an undetected mutant, all scenarios do."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     name, digests = mutant_results.key("one"), {"story": "1", "other": "1", "": "11"}
     for answer, changed in (
@@ -242,7 +242,7 @@ def test_an_answer_is_kept_as_long_as_its_catcher_is_the_same(tmp_path, monkeypa
 
 
 def test_every_accepted_mutant_is_one_still() -> None:
-    """The shipped list fits the shipped patches; an entry of a line that is gone is told."""
+    """The shipped list matches the shipped patches; an entry of a missing line is reported."""
     known = equivalent_mutants.load()
     shipped = series.load()
     assert not equivalent_mutants.stale(known, shipped)
@@ -272,7 +272,7 @@ def test_an_acceptance_names_its_place() -> None:
 
 
 def test_judges_share_the_work() -> None:
-    """Each mutant is judged once, by one of them."""
+    """Each mutant is tested once, by one of the evaluators."""
     answers = {str(n): MutantResult("scenario", "story") for n in range(30)}
     made = Made(tuple(some(now) for now in answers), {})
     judges = [Says(answers), Says(answers)]
@@ -306,7 +306,7 @@ def bench(patched):
 
 @pytest.mark.native
 def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None:
-    """A flag that is not cleared is caught by a scenario, and by nobody where there is none."""
+    """A flag that is not cleared is detected by a scenario, and by none if there is none."""
     made = bench.made["full-defrag"]
     assert len(made.mutants) > 300 and made.left_out["assert or log"]
     assert len({each.id for each in made.mutants}) == len(made.mutants)

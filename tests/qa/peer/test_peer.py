@@ -128,7 +128,7 @@ def test_an_install_that_broke_off_is_done_again(
 def test_what_cannot_be_installed_is_told(
     release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A release without a package, a Python without pip and an sdist without tests are told."""
+    """A release without a package, a Python without pip and an sdist without tests are reported."""
     other = Release("b4980", "npm", "c" * 40, "t" * 40, "context", "2025-01-01T00:00:00Z")
     with pytest.raises(Unsupported, match="b4980 is not a release of llama-cpp-python"):
         install.install(other)

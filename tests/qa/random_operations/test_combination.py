@@ -76,8 +76,11 @@ def test_hypothesis_finds_nothing_in_a_right_library(tmp_path: Path) -> None:
 
 
 def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
-    """A cell that is left behind in an emptied cache is found; to shrink it takes minutes."""
-    quick = settings(max_examples=50, stateful_step_count=20, phases=(Phase.generate,))
+    """A cell that is left behind in an emptied cache is found; to shrink it takes minutes.
+
+    The search ends at the first example that fails: most runs need fewer than 50.
+    """
+    quick = settings(max_examples=1000, stateful_step_count=20, phases=(Phase.generate,))
     with pytest.raises(ScenarioFailed, match="ghost"):
         run_state_machine_as_test(machine(tmp_path, Keeping), settings=quick)
 

@@ -61,7 +61,7 @@ def simulated_opener(folder: Path, **options: Any) -> operation_cases.Opener:
 def test_where_no_state_can_be_saved_nothing_is_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every proof saves states: a release that cannot of a memory says so before the first step."""
+    """Every check saves states: a memory without that support is refused before the first step."""
 
     def refuse(*_: object) -> bytes:
         raise Unsupported("this release cannot save a sequence of a hybrid model", "STATES")
@@ -148,7 +148,7 @@ def swap(cache: Cache) -> None:
 def test_a_fault_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, kind: str
 ) -> None:
-    """A library whose moves go wrong in one way fails within a few schedules, and is told why."""
+    """A library with one kind of wrong moves fails within a few cases, with the reason."""
     right = Cache.compact
 
     def wrong(cache: Cache) -> tuple[int, int]:
@@ -230,7 +230,7 @@ def unguarded(patched: Variant) -> Iterator[kv.Model]:
 def test_every_combination_passes(
     opened: kv.Model, mover: Any, plan: Any, policy: Any, kind: str
 ) -> None:
-    """Cells, K and V, and logits are right after every operation, whoever moves cells and when."""
+    """Cells, K and V, and logits are right after every operation, with every mover and policy."""
     opener = native_opener(
         opened, defrag_mover=mover, defrag_plan=plan, defrag_policy=policy, **KINDS[kind]
     )
@@ -261,6 +261,20 @@ def test_a_later_release_passes(plan: Any, policy: Any) -> None:
         model = library.load_model(synthetic_models.model("grouped"))
         for number, (mover, kind) in enumerate(itertools.product(MOVERS, KINDS.values())):
             prove_many(native_opener(model, defrag_mover=mover, **options, **kind), 2000 + number)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("release", ["0.3.16", "0.3.36"])
+@pytest.mark.parametrize("name", ["grouped", "hybrid"])
+def test_streams_pass(release: str, name: str) -> None:
+    """Cells, K and V, and logits are right in caches with a stream per sequence."""
+    found = built(f"{release}+patched")
+    with kv.open(found.folder, isolated=True, env={"LLAMA_SET_ROWS": "1"}) as library:
+        model = library.load_model(synthetic_models.model(name))
+        opener = native_opener(model, kv_unified=False)
+        with opener() as context:
+            assert context.info.n_streams == context.info.n_seq_max
+        prove_many(opener, 3000)
 
 
 @pytest.mark.native

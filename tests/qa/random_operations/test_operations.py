@@ -151,7 +151,7 @@ def test_sequences(native: Native, context: ContextHandle) -> None:
 
 
 def test_defragmentation(native: Native, context: ContextHandle) -> None:
-    """Holes go, and the report and the counters tell what moved."""
+    """A defragmentation closes holes, and the report and the counters have the moves."""
     feed(native, context, 0, 8)
     native.seq_rm(context, 0, 2, 4)
     report = native.defrag(context)

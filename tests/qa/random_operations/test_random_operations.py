@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, list[str]]:
-    """Return the entry of a trial of so many schedules, and what it told while it went on."""
+    """Return the entry of a run with that many cases, and its progress messages."""
     told: list[str] = []
     effort = StressOptions(seconds=600.0, seed=3)
     return trial.run_cases("simulated", folder, effort, told.append, make, most), told
@@ -186,7 +186,7 @@ def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> 
 
 
 def test_a_right_library_passes(folder: Path) -> None:
-    """The entry tells how much was tried, in which combinations."""
+    """The entry reports the number of operations and the combinations."""
     entry, told = try_out(folder, Simulated)
     assert entry.passed, entry.defects
     assert int(entry.row["operations"].replace(",", "")) == sum(entry.data["operations"].values())
@@ -212,7 +212,7 @@ def test_a_right_library_passes(folder: Path) -> None:
 def test_a_fault_is_found_and_its_trace_replays_to_it(
     folder: Path, make: type[Simulated], kind: str, word: str
 ) -> None:
-    """It is told with the shortest schedule, and the trace goes wrong where the library does."""
+    """A failure is reported with its shortest case, and its trace fails at the same place."""
     entry, _ = try_out(folder, make, 2)
     assert not entry.passed
     defect = next(each for each in entry.defects if word in each)
@@ -263,7 +263,7 @@ def test_a_trace_that_is_not_there_is_not_named(
 
 
 def test_a_hang_is_a_finding(folder: Path) -> None:
-    """Who waits for it is told, and the next schedule has a new process."""
+    """The waiting caller gets an error, and the next case has a new process."""
     hanging, fine = (Operation("defrag", 1),), (Operation("decode", 1),)
     with CaseProcess(folder, {}, OnSilent, patience=4.0) as hand:
         failed = hand.play(CaseTask(PLAIN, hanging)).failed
@@ -294,7 +294,7 @@ def test_a_hang_is_believed_when_it_comes_twice(
 
 
 def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
-    """Where nothing can be opened at all, the schedule has failed, and says why."""
+    """If nothing can be opened, the case has failed, with the reason."""
     with CaseProcess(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
         failed = hand.play(CaseTask(PLAIN, ())).failed
     assert failed is not None

@@ -1,4 +1,4 @@
-"""Keys that a shift did not turn by as much as positions moved are found, to the last bit."""
+"""Keys that a shift rotated by another distance than the positions moved are found, bit by bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of the simulated library tell nothing of its rows, and other bytes stay alone."""
+    """Logits of the simulated library are independent of its rows."""
 
     def update(native: Any, context: int) -> None:
         cache = native._get(context).cache
@@ -100,7 +100,7 @@ def test_turning_twice_rounds_twice(work: Operations) -> None:
 
 @pytest.mark.native
 def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
-    """Damage to a sequence is told by its logits after a shift, of quantized keys as well."""
+    """Damage to a sequence shows in its logits after a shift, also with quantized keys."""
     subject = work.subject
     work.proof.turning.begin(watching=True)
     subject.shift(0, 4, -1, -3)

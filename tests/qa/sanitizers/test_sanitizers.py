@@ -12,7 +12,8 @@ from pyllamakv.errors import Untestable
 from pyllamakv.home import data
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.verification import discovery
-from qa import headers, sanitizers
+from pyllamakv.verification import header_tests as headers
+from qa import sanitizers
 from qa.entry import StressOptions
 from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
 from qa.sanitizers.instrument import Command, Sanitized
@@ -92,7 +93,7 @@ def test_reports_are_read(text: str, what: str, function: str, file: str) -> Non
 
 
 def test_no_report_names_a_folder_of_this_machine() -> None:
-    """Reports are kept in a document: of a path that is absolute only the file is told."""
+    """Reports are stored in a document: absolute paths are reduced to the file name."""
     text = (
         "==1==ERROR: AddressSanitizer: heap-use-after-free on address 0x1\n"
         "    #0 0x1 in f(int) const (/some/where/built-1/libplk.so+0x12)\n"
@@ -159,7 +160,7 @@ def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_named_alone_brings_the_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them nobody knows that a library which reports nothing would report anything."""
+    """Without planted faults, a silent sanitizer could not be distinguished from a missing one."""
     parts = {name: (kind, lambda *_: None) for name, (kind, _) in sanitizers.PARTS.items()}
     monkeypatch.setattr(sanitizers, "PARTS", parts)
 
@@ -271,7 +272,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
 
 
 def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the tools the section says so, and does not pass."""
+    """Without the tools, the section reports that and does not pass."""
     monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
     planted, entry = sanitizers.entries(StressOptions(only=("threads",)), lambda _: None)
     assert "could not be tried" in planted.defects[0]
@@ -280,7 +281,7 @@ def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that does not end is killed, and told; the other parts can follow."""
+    """A program that does not end is killed and reported; the other parts still run."""
     monkeypatch.setattr(sanitized_process, "PATIENCE", 0.5)
     ended = sanitized_process.run(["sleep", "60"], "address", tmp_path)
     assert (ended.code, ended.found) == (sanitized_process.HUNG, [])
