@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyllamakv import errors
+    from pyllamakv import errors, models
     from pyllamakv.binding.protocol import (
         Backing,
         Capability,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         NotEnoughMemory,
         PagingError,
         PartialRemovalRefused,
+        PromptTooLong,
         ReprocessNeeded,
         SharedCells,
         StaleLogits,
@@ -104,10 +105,10 @@ _MODULES = {
     "cache.prefix_cache": "PrefixCache PrefixStats",
     "cache.slot_cache": "SlotCache",
     "errors": (
-        "ArgumentTypeError "
+        "ArgumentTypeError BudgetTooSmall "
         "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
-        "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused SharedCells "
-        "StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout BudgetTooSmall "
+        "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
+        "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
     ),
@@ -127,7 +128,7 @@ _MODULES = {
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
 }
 #: Names that are modules themselves.
-_WHOLE = {"errors": "errors", "metrics": "runtime.metrics"}
+_WHOLE = {"errors": "errors", "metrics": "runtime.metrics", "models": "models"}
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
@@ -192,6 +193,7 @@ __all__ = [
     "PartialRemovalRefused",
     "PrefixCache",
     "PrefixStats",
+    "PromptTooLong",
     "Recording",
     "ReprocessNeeded",
     "RpcServer",
@@ -213,6 +215,7 @@ __all__ = [
     "measure_defrag_costs",
     "memory_breakdown",
     "metrics",
+    "models",
     "open",
     "record",
     "serve_rpc",

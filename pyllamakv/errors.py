@@ -47,12 +47,14 @@ __all__ = [
     "NoSlotAvailable",
     "NotBuilt",
     "NotEnoughMemory",
+    "NotFetched",
     "PagingError",
     "PartialRemovalRefused",
     "PatchConflict",
     "PatchError",
     "PatchFormatError",
     "PatchLintError",
+    "PromptTooLong",
     "RebaseConflict",
     "ReprocessNeeded",
     "ScenarioFailed",
@@ -64,6 +66,7 @@ __all__ = [
     "ToolMissing",
     "TraceMismatch",
     "TreeDirty",
+    "UnknownModel",
     "UnknownPatch",
     "UnknownRelease",
     "Unsupported",
@@ -122,6 +125,23 @@ class UnknownRelease(SourceError):
         super().__init__(message)
         self.name = name
         self.suggestions = tuple(suggestions)
+
+
+class UnknownModel(SourceError, UsageError):
+    """Name a model that the lock file does not have, with the closest names."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, name: str = "", suggestions: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.name = name
+        self.suggestions = tuple(suggestions)
+
+
+class NotFetched(SourceError):
+    """A model has not been fetched. The message has the command that fetches it."""
+
+    exit_code = 2
 
 
 class FetchError(SourceError):
@@ -216,7 +236,10 @@ class PatchLintError(PatchError):
 
 
 class PatchConflict(PatchError):
-    """Name the hunk that does not apply: patch, file, line, what was expected and found."""
+    """Name the hunk that does not apply: patch, file, line, what was expected and found.
+
+    ``half_applied`` is whether the tree already contains some of the patch's changes.
+    """
 
     exit_code = 3
 
@@ -230,8 +253,10 @@ class PatchConflict(PatchError):
         line: int = 0,
         expected: str = "",
         found: str = "",
+        half_applied: bool = False,
     ) -> None:
         super().__init__(message)
+        self.half_applied = half_applied
         self.patch = patch
         self.file = file
         self.hunk = hunk
@@ -241,7 +266,7 @@ class PatchConflict(PatchError):
 
 
 class NoPortApplies(PatchError):
-    """Report that none of a patch's texts applies to a release, with every conflict."""
+    """Report that no port of a patch applies to a release, with every conflict."""
 
     exit_code = 3
 
@@ -497,6 +522,15 @@ class ReprocessNeeded(KvError):
     def __init__(self, message: str, tokens: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.tokens = tuple(tokens)
+
+
+class PromptTooLong(UsageError):
+    """A sequence would have more tokens than its cache has cells. Nothing was decoded."""
+
+    def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
 
 
 class BudgetTooSmall(UsageError):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Tests marked ``real_model`` skip unless this model was fetched.
+REAL_MODEL = "smollm2-135m"
 
 pytest_plugins = ["long_tests", "pytester"]
 
@@ -96,6 +98,18 @@ def trained_model() -> Path:
     if not named or not Path(named).is_file():
         pytest.skip("PYLLAMAKV_TEST_MODEL names no model")
     return Path(named)
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Return the instruct model of the lock file, or skip."""
+    from pyllamakv import models
+    from pyllamakv.errors import NotFetched
+
+    try:
+        return models.find(REAL_MODEL)
+    except NotFetched as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

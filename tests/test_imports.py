@@ -14,7 +14,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 ROOT = CHECKOUT / "pyllamakv"
 
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
-_ENGINE = {"cache", "runtime", "binding", "building", "patching", "source"}
+_ENGINE = {"cache", "runtime", "binding", "building", "patching", "models", "source"}
 ALLOWED = {
     "cli": {"view", "testing", "verification", "traces", "scenarios", *_ENGINE},
     "testing": {"verification", "traces", "scenarios", *_ENGINE},
@@ -28,6 +28,7 @@ ALLOWED = {
     "native": set(),
     "building": {"patching", "source"},
     "patching": {"source"},
+    "models": {"source"},
     "source": set(),
 }
 #: Modules at the top: the package's face, what runs it, and where its data is.

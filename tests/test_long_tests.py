@@ -1,4 +1,4 @@
-"""`--quick` leaves out long tests, keeps one of each module, and says what it left out."""
+"""`--quick` leaves out long tests, keeps one of each module, and lists what it left out."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def test_the_quickest_of_each_module_stays() -> None:
     known = {"a.py::x": 9.0, "a.py::y": 2.0, "b.py::x": 3.0, "c.py::x": long_tests.LONG}
     ids = ["a.py::x", "a.py::y", "b.py::x", "b.py::new", "c.py::x", "c.py::y", "d.py::x"]
     assert long_tests.long_ones(ids, known) == {"a.py::x", "b.py::x", "c.py::x"}
+    marked = {"a.py::y", "d.py::x"}
+    assert long_tests.long_ones(ids, known, marked) == {"a.py::y", "b.py::x", "c.py::x", "d.py::x"}
 
 
 @pytest.mark.parametrize("parallel", [(), ("-n", "2")], ids=["one", "xdist"])
 def test_quick_reports_what_it_left_out(pytester: pytest.Pytester, parallel: tuple) -> None:
-    """The node id and its seconds stand at the end; without `--quick` every test runs."""
+    """The summary has node id and seconds; without `--quick` every test runs."""
     kits = pytester.mkdir("kits")
     plugin = Path(shutil.copy(long_tests.__file__, kits))
     data = pytester.mkdir("data")
@@ -41,7 +43,7 @@ def test_quick_reports_what_it_left_out(pytester: pytest.Pytester, parallel: tup
 
 
 def test_durations_are_recorded(pytester: pytest.Pytester) -> None:
-    """Those of 0.3 seconds and more, every phase together; other tests keep their record."""
+    """Long tests are recorded with the sum of their phases; other tests keep their record."""
     shutil.copy(long_tests.__file__, pytester.mkdir("kits"))
     (pytester.mkdir("data") / "durations.json").write_text('{"test_b.py::test_z": 3.0}', "utf-8")
     pytester.makeini("[pytest]\npythonpath = kits\n")

@@ -26,7 +26,7 @@ FOREIGN = {
     "stdout": "a module of the standard library, restored afterwards",
     "help": "a command of Click",
     "timeout": "the public setting of a worker's proxy",
-    "bench": "a thread-local object of the standard library",
+    "runner": "a thread-local object of the standard library",
     "__qualname__": "a method that `binding.forwarding` has compiled",
     "__doc__": "a method that `binding.forwarding` has compiled",
     "__annotations__": "a method that `binding.forwarding` has compiled",

@@ -165,7 +165,7 @@ def c_text_or_none(name: str, value: object) -> str | None:
 
 
 def choice(name: str, value: object, known: Iterable[Kind]) -> Kind:
-    """Return the one of ``known``, all of them text, that the value is."""
+    """Return the value if it is one of the texts ``known``; raise otherwise."""
     names = tuple(known)
     expected = f"one of {', '.join(map(str, names))}"
     if not isinstance(value, str):

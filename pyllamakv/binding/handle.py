@@ -1,22 +1,24 @@
 """Own native objects: the order in which they are freed, and the thread that uses them.
 
 Use a handle with ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a context)
-serves one thread at a time and refuses a second one with `Busy`. A shared handle (a model) serves
-several, and cannot be closed meanwhile. Closing closes the children first, or nothing if one of
-them is in use. A finaliser frees an object that was dropped without `close`, in the same order.
+serves one thread at a time and refuses a second one with `Busy`. In ``with handle.reading()``, a
+thread waits until the running call ends, and calls of other threads wait for it. A shared handle (a
+model) serves several, and cannot be closed meanwhile. Closing closes the children first, or nothing
+if one of them is in use. A finaliser frees an object that was dropped without `close`, in the same
+order.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyllamakv.errors import Busy, Closed, WorkerDied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from pyllamakv.binding.protocol import Native
@@ -28,7 +30,19 @@ R = TypeVar("R")
 class _Node(Generic[Raw]):
     """The state that must outlive the handle, so that a finaliser can close it in order."""
 
-    __slots__ = ("children", "closed", "free", "gate", "lock", "parent", "raw", "users", "what")
+    __slots__ = (
+        "children",
+        "closed",
+        "free",
+        "gate",
+        "lock",
+        "parent",
+        "raw",
+        "readers",
+        "turn",
+        "users",
+        "what",
+    )
 
     def __init__(
         self, raw: Raw, free: Callable[[Raw], None], what: str, parent: _Node[int] | None
@@ -44,6 +58,9 @@ class _Node(Generic[Raw]):
         self.lock = threading.RLock()
         # Held while `raw` is used out of turn (cancel), and while it is freed.
         self.gate = threading.Lock()
+        # Threads in `Handle.reading`; others give way to them.
+        self.readers = 0
+        self.turn = threading.Condition()
 
     def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
         """Lock this node and all below it; return the first one that is in use."""
@@ -134,7 +151,11 @@ class Handle(Generic[Raw]):
         """Begin to use it; raises Busy when another thread does, Closed when it is gone."""
         node = self._node
         if self._exclusive:
-            if not node.lock.acquire(blocking=False):
+            if node.readers and not node.users:
+                # Without this, a loop of calls would take the lock again before a reader gets it.
+                with node.turn:
+                    node.turn.wait_for(lambda: not node.readers, timeout=1.0)
+            if not node.lock.acquire(blocking=bool(node.readers)):
                 raise Busy(
                     f"the {node.what} is in use by another thread: use one {node.what} per "
                     "thread, or wait for it"
@@ -162,6 +183,27 @@ class Handle(Generic[Raw]):
         else:
             with node.lock:
                 node.users -= 1
+
+    @contextmanager
+    def reading(self) -> Iterator[Raw]:
+        """Wait until no other thread uses the object, then use it for a short read.
+
+        Raises Closed. Meanwhile, calls of other threads wait instead of raising Busy.
+        """
+        node = self._node
+        with node.turn:
+            node.readers += 1
+        try:
+            with node.lock:
+                node.users += 1
+                try:
+                    yield self.raw
+                finally:
+                    node.users -= 1
+        finally:
+            with node.turn:
+                node.readers -= 1
+                node.turn.notify_all()
 
     def interrupt(self, call: Callable[[Raw], R]) -> R:
         """Call with the raw handle while another thread may be using it: `Native.cancel`.

@@ -154,7 +154,7 @@ def find_library(where: Path) -> tuple[Path, Manifest | None]:
     try:
         where.stat()
     except FileNotFoundError:
-        pass  # as is said below
+        pass  # reported below
     except OSError as error:
         raise LoadError(
             f"{arguments.shown(str(where))} cannot be read: {error.strerror}"

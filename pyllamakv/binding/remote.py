@@ -233,7 +233,7 @@ class Remote(_Declared):
     # ends
     def _died(self, operation: str, status: int) -> NoReturn:
         tail = self._process.tail()
-        said = f": {tail[-1]}" if tail else ""
+        output = f": {tail[-1]}" if tail else ""
         lost = any(mark in line for mark in _LOST for line in tail)
         hint = (
             "; the device or server behind it is gone, or of another release: when it is back, "
@@ -241,7 +241,7 @@ class Remote(_Declared):
         )
         self._gone = (
             DeviceLost if lost else WorkerDied,
-            f"the worker {describe(status)} during {operation}{said}{hint if lost else ''}",
+            f"the worker {describe(status)} during {operation}{output}{hint if lost else ''}",
             max(0, -status),
             status,
             (*self._lines, *tail),

@@ -153,8 +153,8 @@ class RpcServer:
             raise error
         if isinstance(error, NativeError) and error.code == Code.EINVAL:
             raise UsageError(str(error)) from error
-        said = f": {error}" if error else ""
-        message = f"the RPC server at {self.endpoint} ended{said}"
+        reason = f": {error}" if error else ""
+        message = f"the RPC server at {self.endpoint} ended{reason}"
         raise DeviceLost(message, log=getattr(error, "log", ())) from error
 
 

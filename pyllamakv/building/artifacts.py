@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ class Source:
     tree: str
     patches: tuple[str, ...]
     digest: str
+    carried: dict[str, str] = field(default_factory=dict)
 
 
 def publish(wanted: BuildRequest, source: Source, name: str, spent: float) -> Variant:
@@ -108,6 +109,7 @@ def _describe(
         patched_tree=source.tree,
         patches=source.patches,
         series_digest=source.digest,
+        carried=source.carried,
         backend=wanted.backend.name,
         options=wanted.backend.options,
         compiler=wanted.compiler.identity,

@@ -52,7 +52,7 @@ def build(
 
     A second build of the same release waits for the first. Raises the errors of fetching and
     applying, ToolMissing, CommandFailed with the first error, DiskFull, or BuildError when the
-    home cannot be written.
+    data directory cannot be written.
     """
     wanted = variant.request(spec, backend=backend, native=native)
     found = variant.lookup(wanted)
@@ -96,7 +96,7 @@ def build_patched(
     """
     spec = variant.Spec(release.name, patched.patches)
     wanted = variant.request_of(release, spec, backend=backend, native=native)
-    source = Source(patched.commit, patched.tree, patched.patches, patched.digest)
+    source = Source(patched.commit, patched.tree, patched.patches, patched.digest, patched.carried)
     with _writable(), _locked(wanted, progress):
         return _obtain(wanted, source, jobs, progress)
 
@@ -166,7 +166,7 @@ def _source(wanted: BuildRequest, progress: Progress | None) -> Source:
 
     release = fetch.fetch(wanted.release, progress=progress)
     patched = apply.apply(release, wanted.spec.series)
-    return Source(patched.commit, patched.tree, patched.patches, patched.digest)
+    return Source(patched.commit, patched.tree, patched.patches, patched.digest, patched.carried)
 
 
 def check_toolchain(wanted: BuildRequest) -> None:

@@ -236,8 +236,8 @@ def _ask(c: str, cxx: str) -> Compiler:
 
 def _prove_standard(cxx: str, version: str) -> None:
     """Raise ToolMissing where a compiler is older than the C++ that llama.cpp is written in."""
-    said = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
-    has = re.search(r"^#define __cplusplus (\d+)", said, re.M)
+    output = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
+    has = re.search(r"^#define __cplusplus (\d+)", output, re.M)
     if has is None or int(has[1]) < _YEAR:
         hint = f"use GCC 9, Clang 9 or later, named in CC and CXX; {_HINT}"
         msg = f"llama.cpp needs {_STANDARD}, for which {version} ({cxx}) is too old: {hint}"
@@ -260,16 +260,19 @@ def _run(program: str, *args: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolMissing(f"{program} cannot be run: {error}; {_HINT}", program, _HINT) from error
     if done.returncode != 0 and args[0] == "--version":
-        said = (done.stderr or done.stdout).strip()
+        output = (done.stderr or done.stdout).strip()
         raise ToolMissing(
-            f"`{program} --version` exited with {done.returncode}: {said}; {_HINT}", program, _HINT
+            f"`{program} --version` exited with {done.returncode}: {output}; {_HINT}",
+            program,
+            _HINT,
         )
     if done.returncode != 0 and "native" in args[0] and "native" not in done.stderr:
         # A compiler without this option reports it. Any other error must not be cached as an
         # answer.
-        said = done.stderr.strip() or f"status {done.returncode}"
+        output = done.stderr.strip() or f"status {done.returncode}"
         raise ToolMissing(
-            f"`{program} {args[0]}` did not report the features of this processor: {said}; {_HINT}",
+            f"`{program} {args[0]}` did not report the features of this processor: {output}; "
+            f"{_HINT}",
             program,
             _HINT,
         )

@@ -138,7 +138,7 @@ def _memory() -> ProbeResult:
     free = build.available_memory()
     jobs = build.default_jobs()
     if free >= 1 << 40:
-        return ProbeResult("memory", "ok", f"not told by this system; {jobs} compilers at once")
+        return ProbeResult("memory", "ok", f"not reported by this system; {jobs} compilers at once")
     shown = f"{free / _GIB:.1f} GiB available; {jobs} compilers at once"
     if free < _MEMORY:
         return ProbeResult("memory", "optional", shown, "close something, or build with --jobs 1")
@@ -175,7 +175,7 @@ def cpu() -> ProbeResult:
     try:
         flags = compiler.find().native_flags
     except KvError as error:
-        return ProbeResult("cpu", "optional", "cannot be told without a compiler", str(error))
+        return ProbeResult("cpu", "optional", "unknown without a compiler", str(error))
     best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
     return ProbeResult("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
 

@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported
 from pyllamakv.home import home
 from pyllamakv.source import fetch, tarball
-from pyllamakv.source import progress as telling
 from pyllamakv.source.files import locked, translate_disk_errors, write_text_atomic
+from pyllamakv.source.progress import no_progress
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def install(release: Release, *, progress: Progress | None = None) -> LlamaCppPy
             f"release {release.name} is not a release of llama-cpp-python; choose one such as 0.3.9"
         )
         raise Unsupported(msg, "dropin")
-    tell = progress or telling.no_progress
+    tell = progress or no_progress
     with locked(home() / "locks" / "dropin.lock"):
         there = installed(release.name)
         if there:

@@ -31,8 +31,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 class Manifest:
     """The inputs, tools and capabilities of a variant.
 
-    ``patched_tree`` equals ``tree`` if and only if the variant is stock. ``capabilities`` are the
-    groups of the shim that compiled, and ``probes`` the candidate that each group chose (None:
+    ``patched_tree`` equals ``tree`` if and only if the variant is stock. ``carried`` has the base
+    of the port for each patch that was merged from another release. ``capabilities`` are the groups
+    of the shim that compiled, and ``probes`` the candidate that each group chose (None:
     absent). ``cpu_flags`` are names in ``/proc/cpuinfo`` that the code may use. ``library`` is a
     file name, ``dropin`` are file names below ``lib/``. ``devices`` are the types of device in the
     library that can store K and V: ``CPU`` is host memory, the others have their own buffers. Times
@@ -54,6 +55,7 @@ class Manifest:
     library: str
     library_sha256: str
     dropin: tuple[str, ...] = ()
+    carried: dict[str, str] = field(default_factory=dict)
     capabilities: tuple[str, ...] = ()
     probes: dict[str, str | None] = field(default_factory=dict)
     devices: tuple[str, ...] = ()

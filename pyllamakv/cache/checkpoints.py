@@ -171,11 +171,11 @@ class SequenceRewinder:
     The context must be empty: it is tried out, where its memory keeps states.
     """
 
-    def __init__(self, lanes: Many[Sequence], schedule: CheckpointSchedule | None) -> None:
-        self._sequences = lanes
-        self._context = lanes[0].context
+    def __init__(self, sequences: Many[Sequence], schedule: CheckpointSchedule | None) -> None:
+        self._sequences = sequences
+        self._context = sequences[0].context
         info = self._context.info
-        self.rings = tuple(Ring(schedule) for _ in lanes)
+        self.rings = tuple(Ring(schedule) for _ in sequences)
         wanted = self.rings[0].schedule.size > 0 and Capability.STATES in (
             self._context.native.about.capabilities
         )

@@ -311,7 +311,7 @@ def _refused(what: str, reason: str) -> Unsupported:
 
 def split_batch(
     context: Context,
-    lanes: tuple[runtime.Sequence, ...],
+    all_sequences: tuple[runtime.Sequence, ...],
     tokens: Sequence[int],
     positions: Sequence[int],
     sequences: Sequence[int],
@@ -324,13 +324,13 @@ def split_batch(
     """
     counts = lengths(sequences)
     for number in counts:
-        if not 0 <= number < len(lanes):
-            msg = f"sequence {number} is out of range: there are 0..{len(lanes) - 1}"
+        if not 0 <= number < len(all_sequences):
+            msg = f"sequence {number} is out of range: there are 0..{len(all_sequences) - 1}"
             raise UsageError(msg)
     n = len(tokens)
     if logits is None and 0 < n == len(counts) == len(positions) == len(sequences):
         # A token for each: what generation does, over and over.
-        chosen = [lanes[number] for number in sequences]
+        chosen = [all_sequences[number] for number in sequences]
         for seq, pos in zip(chosen, positions, strict=True):
             if pos != seq.ledger.next:
                 msg = (

@@ -150,8 +150,8 @@ class LockstepCache:
             raise
 
     def _contents(self, number: int) -> list[tuple[list[int], list[int]]]:
-        lanes = (cache.sequences[number] for cache in self.caches)
-        return [(lane.tokens, lane.positions) for lane in lanes]
+        sequences = (cache.sequences[number] for cache in self.caches)
+        return [(sequence.tokens, sequence.positions) for sequence in sequences]
 
     def _align(self, number: int) -> None:
         """Rewind a sequence to a length that every cache supports."""

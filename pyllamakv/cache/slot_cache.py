@@ -1,9 +1,9 @@
 """Manage several conversations in one context: a slot each, with shared common prefixes.
 
-A slot is a sequence, and its token list is the sequence's ledger, which changes only after the
-library has agreed. So a decode that fails, or is cancelled, leaves no token in a slot that the
-cache has not, and none in the cache that no slot has. A full slot is shifted: half of the tokens
-behind a head that stays are discarded at once, so that it does not happen for every token.
+A slot is a sequence with its list of tokens. The list changes only after the library has
+confirmed the operation. After a decode that fails or is cancelled, the slots and the cache
+therefore contain the same tokens. A full slot is shifted: its first tokens stay, and half of the
+tokens after them are removed at once, so that not every token causes a shift.
 """
 
 from __future__ import annotations

@@ -68,20 +68,22 @@ class MemoryBreakdown:
 def memory_breakdown(context: Context) -> MemoryBreakdown:
     """Return the memory of a context and its model by purpose."""
     with context_lock(context) as handle:
-        told = context.native.buffers(handle)
+        buffers = context.native.buffers(handle)
         seen = context.kv.try_snapshot()
-    k, v, states = _kept(context, told, seen)
+    k, v, states = _kept(context, buffers, seen)
     return MemoryBreakdown(
         model=MemoryShare(context.model.info.n_bytes, exact=True, known_by="the model's tensors"),
         k=k,
         v=v,
         states=states,
-        compute=_logged(told, "compute") or _mask(context),
+        compute=_logged(buffers, "compute") or _mask(context),
         output=_output(context),
     )
 
 
-def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[MemoryShare, ...]:
+def _kept(
+    context: Context, buffers: list[Buffer], seen: Snapshot | None
+) -> tuple[MemoryShare, ...]:
     """Return K, V and states: counted from the cells, and the rest by the log."""
     infos = [each.info for each in seen.streams] if seen is not None else []
     k, v = (
@@ -89,14 +91,14 @@ def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[
         for name in ("bytes_k", "bytes_v")
     )
     recurrent = context.info.memory.keeps_states
-    caches = [each for each in told if each.kind == "KV"]
+    caches = [each for each in buffers if each.kind == "KV"]
     # Beyond the cells: states, which some releases call KV, or the keys of an indexer.
     beyond = sum(each.bytes for each in caches) - k.bytes - v.bytes
     if beyond <= ROUNDING * len(caches):
         beyond = 0
     if recurrent:
-        known_by = "the library's log" if told else "the library did not say"
-        return k, v, _logged(told, "RS") or MemoryShare(beyond, exact=False, known_by=known_by)
+        known_by = "the library's log" if buffers else "not reported by the library"
+        return k, v, _logged(buffers, "RS") or MemoryShare(beyond, exact=False, known_by=known_by)
     if beyond:
         known_by = "counted, and the library's log" if k.bytes else "the library's log, with V"
         k = MemoryShare(k.bytes + beyond, exact=False, known_by=known_by)
@@ -104,19 +106,19 @@ def _kept(context: Context, told: list[Buffer], seen: Snapshot | None) -> tuple[
     return k, v, states
 
 
-def _logged(told: list[Buffer], *kinds: str) -> MemoryShare | None:
-    found = [each.bytes for each in told if each.kind in kinds]
+def _logged(buffers: list[Buffer], *kinds: str) -> MemoryShare | None:
+    found = [each.bytes for each in buffers if each.kind in kinds]
     return MemoryShare(sum(found), exact=False, known_by="the library's log") if found else None
 
 
 def _mask(context: Context) -> MemoryShare:
     lower = 4 * (context.info.n_ctx // context.partitions) * context.info.n_ubatch
     return MemoryShare(
-        lower, exact=False, known_by="at least the mask; the library did not say more"
+        lower, exact=False, known_by="at least the mask; not reported by the library more"
     )
 
 
 def _output(context: Context) -> MemoryShare:
-    width = context.n_vocab + (context.model.info.n_embd if context.params.embeddings else 0)
+    width = context.n_vocab
     rows = max(context.info.n_batch, context.info.n_seq_max)
     return MemoryShare(4 * rows * width, exact=False, known_by=f"{rows} rows of {width} numbers")

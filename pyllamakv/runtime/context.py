@@ -362,6 +362,7 @@ class Context:
         """Decode any number of tokens in batches of n_batch, with logits of the last token.
 
         If a batch fails, the batches before it remain, and ``len(sequence)`` shows the progress.
+        Raises PromptTooLong, before any decode, if the cache has fewer cells than tokens.
         """
         checked(sequence).check(self)
         logits = arguments.flag("logits", logits)
@@ -370,6 +371,8 @@ class Context:
         if not len(rest):
             msg = "no tokens to decode"
             raise UsageError(msg)
+        if self.guard:
+            decode_failure.check_length(self, len(sequence) + len(rest))
         for start in range(0, len(rest), size):
             if cancels != self.cancels:
                 msg = f"cancelled with {len(rest) - start} tokens left; the others remain"

@@ -11,6 +11,7 @@ from pyllamakv.errors import (
     DecodeError,
     KvError,
     NoKVSlot,
+    PromptTooLong,
     WorkerDied,
 )
 from pyllamakv.runtime import swa
@@ -43,6 +44,25 @@ def failure(
         return NoKVSlot(msg, cause="other", n_tokens=n)
     cause, text = _cause(snapshot, n, Counter(ids), context)
     return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
+
+
+def check_length(context: Context, n_tokens: int) -> None:
+    """Raise PromptTooLong if no sequence of ``n_tokens`` fits into the cache of a context.
+
+    Memory without cells has no such limit, and a build that cannot read cells has no check.
+    """
+    if n_tokens <= context.info.n_ctx // context.partitions:
+        return
+    with context.lock:
+        snapshot = context.kv.try_snapshot()
+    sizes = [each.stats.size for each in snapshot.streams if not each.swa] if snapshot else []
+    if sizes and n_tokens > max(sizes):
+        where = "stream" if context.partitions > 1 else "cache"
+        msg = (
+            f"a sequence of {n_tokens} tokens does not fit into a {where} of {max(sizes)} cells: "
+            f"shorten it, or create the context with a larger n_ctx"
+        )
+        raise PromptTooLong(msg, needed=n_tokens, available=max(sizes))
 
 
 def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -> tuple[str, str]:

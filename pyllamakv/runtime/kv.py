@@ -67,13 +67,16 @@ class KV:
         self._context = context
 
     def snapshot(self) -> Snapshot:
-        """Read all cells. Raises Unsupported if the build cannot."""
-        with self._context.lock:
+        """Read all cells. Raises Unsupported if the build cannot.
+
+        May be called from any thread: it waits until a running decode ends.
+        """
+        with self._context.lock.reading():
             return self._read()
 
     @property
     def stats(self) -> KVStats:
-        """Return the present statistics of the cells."""
+        """Return the present statistics of the cells. May be called from any thread."""
         return self.snapshot().stats
 
     def try_snapshot(self) -> Snapshot | None:

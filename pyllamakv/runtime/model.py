@@ -149,7 +149,8 @@ class Model(LoadedModel):
         """Create a context.
 
         ``n_ctx`` is the number of cells, ``n_batch`` the maximum number of tokens per decode,
-        ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences.
+        ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
+        raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
         ``defrag_policy`` defines when the cache is defragmented automatically: see `defrag_policy`.
         ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
@@ -323,6 +324,9 @@ def context_params(
             "columns without it; pass flash_attn=True or type_v='f16'"
         )
         raise UsageError(msg)
+    if arguments.flag("embeddings", embeddings):
+        msg = "embeddings=True is not supported yet: no call returns the embeddings of a decode"
+        raise Unsupported(msg, "embeddings")
     if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
         msg = "this build cannot choose flash attention automatically; pass True or False"
         raise Unsupported(msg, "FLASH_AUTO")

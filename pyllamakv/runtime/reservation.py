@@ -122,11 +122,11 @@ def _warm(context: Context) -> None:
 
 
 def _largest(context: Context) -> list[Batch]:
-    n, lanes = _piece(context), context.info.n_seq_max
+    n, n_seqs = _piece(context), context.info.n_seq_max
     found = [Batch.of(np.zeros(n, np.int32), np.arange(n), 0, np.ones(n, np.int8))]
-    if 1 < lanes <= n:
-        each = n // lanes
-        ids, places = np.divmod(np.arange(each * lanes), each)
+    if 1 < n_seqs <= n:
+        each = n // n_seqs
+        ids, places = np.divmod(np.arange(each * n_seqs), each)
         found.append(
             Batch.of(np.zeros(len(ids), np.int32), places, ids, np.ones(len(ids), np.int8))
         )
@@ -156,12 +156,12 @@ def _allocate(context: Context, batch: Batch) -> None:
 
 def _fill(context: Context) -> None:
     share, piece = context.info.n_ctx // context.partitions, _piece(context)
-    for lane in range(context.partitions):
+    for stream in range(context.partitions):
         for start in range(0, share, piece):
             n = min(piece, share - start)
             context.decode(
                 Batch.of(
-                    np.zeros(n, np.int32), np.arange(start, start + n), lane, np.ones(n, np.int8)
+                    np.zeros(n, np.int32), np.arange(start, start + n), stream, np.ones(n, np.int8)
                 )
             )
     context.clear()

@@ -66,7 +66,11 @@ class Sequence:
 
     @property
     def pos_min(self) -> int:
-        """The lowest position in the cache, or -1."""
+        """The lowest position that the library reports, or -1.
+
+        In a model with a sliding window, this is the lowest position in the sliding-window cache:
+        layers with full attention have the earlier ones as well.
+        """
         with self.context.lock:
             self.check(self.context)
             return self.context.native.seq_pos_min(self.context.handle, self.id)
@@ -194,7 +198,11 @@ class Sequence:
     def divide(
         self, p0: int | None, p1: int | None, divisor: int, *, allow_shared: bool = False
     ) -> None:
-        """Divide the positions p0 <= p < p1, rounding down. Raises as `shift` does."""
+        """Divide the positions p0 <= p < p1, rounding down. The cache rotates the keys.
+
+        Several tokens may then have the same position, as in self-extend. Raises SharedCells and
+        Unsupported in the cases in which `shift` raises them.
+        """
         first, end = _check_range(p0, p1)
         divisor = arguments.integer("divisor", divisor, 1)
         allow_shared = arguments.flag("allow_shared", allow_shared)

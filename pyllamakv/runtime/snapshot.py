@@ -161,8 +161,8 @@ class CellMap:
         if not octets.size:
             return np.zeros(64 * words, dtype=np.int64)
         # One byte per bit, eight of them in a word: 128 rows add up without a carry between bytes.
-        lanes = np.unpackbits(octets, bitorder="little").view(np.uint64).reshape(-1, 8 * words)
-        sums = np.add.reduceat(lanes, np.arange(0, len(lanes), 128), axis=0)
+        packed = np.unpackbits(octets, bitorder="little").view(np.uint64).reshape(-1, 8 * words)
+        sums = np.add.reduceat(packed, np.arange(0, len(packed), 128), axis=0)
         table = sums.view(np.uint8).reshape(-1, 64 * words)
         return np.asarray(table.sum(axis=0, dtype=np.int64))
 

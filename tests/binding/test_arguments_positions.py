@@ -103,7 +103,7 @@ def test_states_are_divided(release: str, name: str) -> None:
     of="llama.cpp",
 )
 def test_states_and_kept_files_end_before(model: kv.Model, tmp_path: Path) -> None:
-    """Where a position lies too far the state, or the file, is refused as it is."""
+    """A state or file with a position out of range is refused, and nothing changes."""
     with model.context(**options()) as ctx:
         a = ctx.sequence()
         ctx.prefill(a, range(1, 6))

@@ -63,7 +63,7 @@ def test_unsupported_names_the_capability() -> None:
 
 
 def test_what_is_wrong_with_a_file() -> None:
-    """Each code about the file of a cache has a class of its own, which says what to do."""
+    """Each error code of a cache file has an exception class whose message has a remedy."""
     for code, kind in (
         (Code.ESPACE, errors.KVFileFull),
         (Code.EBUSY, errors.KVFileBusy),

@@ -59,7 +59,7 @@ def test_any_order_of_closing() -> None:
 
 
 def test_use_after_close() -> None:
-    """A closed handle, and one whose parent was closed, says so."""
+    """Using a closed handle, or one whose parent was closed, raises an error that names it."""
     tree = Tree()
     tree.models[0].close()
     for handle in (tree.models[0], *tree.contexts[:2]):
@@ -100,6 +100,42 @@ def test_second_thread_is_busy() -> None:
         assert isinstance(in_thread(use), Busy)
         assert in_thread(lambda: context.interrupt(lambda raw: raw)) is None
     assert in_thread(use) is None
+
+
+def test_a_reader_waits_for_the_running_call() -> None:
+    """It neither gets Busy nor causes it, in a loop of calls either, and may nest."""
+    context = Tree().contexts[0]
+    entered, read = threading.Event(), threading.Event()
+    busy: list[BaseException] = []
+
+    def loop() -> None:
+        while not read.is_set():
+            try:
+                with context, context:
+                    entered.set()
+            except Busy as error:
+                busy.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert entered.wait(60)
+    for _ in range(200):
+        with context.reading() as raw, context, context.reading():
+            assert raw == 11
+    read.set()
+    thread.join(60)
+    assert busy == []
+
+
+def test_an_object_that_is_read_cannot_be_closed() -> None:
+    """A reader of a closed object gets Closed."""
+    tree = Tree()
+    context = tree.contexts[0]
+    with context.reading():
+        assert isinstance(in_thread(context.close), Busy)
+    context.close()
+    with pytest.raises(Closed), context.reading():
+        pass
 
 
 def test_closing_what_is_used() -> None:

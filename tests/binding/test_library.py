@@ -64,7 +64,7 @@ def test_struct_sizes_are_c_s() -> None:
 
 
 def test_missing(tmp_path: Path) -> None:
-    """Nothing there: say how to build it."""
+    """If no library is found, the error has the build command."""
     refused(tmp_path / "nowhere", "pyllamakv build")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "manifest")
@@ -193,7 +193,7 @@ def test_two_variants_side_by_side() -> None:
 
 
 def test_init_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that cannot start says why."""
+    """If a library cannot be loaded, the error has the reason."""
     monkeypatch.setenv("FAKE_PLK_INIT", "fail")
     for isolated in (False, True):
         with pytest.raises(NativeError, match="no backend"):
@@ -223,7 +223,7 @@ def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CUDA runtime says of it becomes the hint, with the toolkit's version."""
+    """The hint contains the error of the CUDA runtime and the toolkit's version."""
     said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
     monkeypatch.setenv("FAKE_PLK_LOG", said)
     folder = variant(tmp_path / "v", backend="cuda", options={"PLK_CUDA_VERSION": "13.0.88"})
@@ -233,7 +233,7 @@ def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_closing() -> None:
-    """A closed library is closed, and one at work is not closed."""
+    """A closed library cannot be used, and a library in use cannot be closed."""
     opened = open_library(fake())
     with opened.handle, pytest.raises(Busy):
         opened.close()

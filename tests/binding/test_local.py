@@ -36,7 +36,7 @@ pytest_plugins = ("fakes.opened",)
 
 
 def test_about(native: Native) -> None:
-    """A library says what it is."""
+    """A library reports its version, build and capabilities."""
     assert native.about.abi == 1
     assert native.about.variant == "fake"
     assert Capability.CELLS in native.about.capabilities
@@ -73,7 +73,7 @@ def test_models_that_cannot_be_loaded(native: Native) -> None:
 
 
 def test_contexts(native: Native, model: ModelHandle, context: ContextHandle) -> None:
-    """A context says how it was made; None is what the build cannot tell."""
+    """A context reports its sizes; None means that the build does not report a value."""
     info = native.context_info(context)
     assert (info.n_ctx, info.n_batch, info.memory) == (64, 32, MemoryType.ATTENTION)
     assert info.can_remove_partly is None
@@ -109,7 +109,7 @@ def test_missing_capabilities(kind: type[Local | Remote]) -> None:
 
 
 def test_use_after_free_in_any_order(native: Native) -> None:
-    """Every order of frees is safe, and what is gone says so."""
+    """Objects may be freed in any order, and using a freed one raises an error."""
     for order in itertools.permutations(("model", "context", "sampler")):
         model = native.model_load("m", ModelParams())
         context = native.context_new(model, ContextParams())
@@ -149,7 +149,7 @@ def test_close_frees_everything() -> None:
 
 
 def test_logs(native: Native, context: ContextHandle, caplog: pytest.LogCaptureFixture) -> None:
-    """Lines go to logging by level, and to whoever asks, once."""
+    """Log lines reach `logging` by level, and each reader once."""
     caplog.set_level(logging.DEBUG, "pyllamakv.native")
     assert (2, "fake: loaded fake.gguf") in native.logs()
     assert native.logs() == []
@@ -164,7 +164,7 @@ def test_logs(native: Native, context: ContextHandle, caplog: pytest.LogCaptureF
 
 
 def test_lost_lines_are_told(native: Native, context: ContextHandle) -> None:
-    """A ring that ran over says how much is missing."""
+    """A ring buffer that overflowed reports the number of lost lines."""
     native.logs()
     native.decode_one(context, FLOOD, 0, 0)
     lines = native.logs()

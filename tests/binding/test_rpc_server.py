@@ -1,4 +1,4 @@
-"""A server has a process of its own, says where it listens, and ends with its owner."""
+"""A server runs in its own process, reports its address, and ends with its owner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 def gone(endpoint: str) -> bool:
-    """Wait until nobody answers any more."""
+    """Wait until no connection is accepted any more."""
     until = time.monotonic() + LONG
     while time.monotonic() < until:
         try:
@@ -74,7 +74,7 @@ def test_a_variant_for_a_gpu_serves_the_first(
 
 
 def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp knows addresses alone, and they tell whether others can reach a server."""
+    """llama.cpp accepts only numeric addresses, which show whether the server is public."""
     with RpcServer(fake(), host="localhost") as server:
         assert server.endpoint.startswith("127.0.0.1:")
         assert not server.open_to_others

@@ -183,7 +183,7 @@ def test_every_class_crosses(kind: type[errors.KvError]) -> None:
 
 
 def test_unknown_errors_become_native_errors() -> None:
-    """Python's own keep their class where that says something; others say what they were."""
+    """Built-in exceptions keep their class; the message of any other names its class."""
     assert type(cross(OverflowError("big"))) is OverflowError
     found = cross(ZeroDivisionError("zero"))
     assert type(found) is errors.NativeError

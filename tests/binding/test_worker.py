@@ -137,7 +137,7 @@ def test_a_library_that_breaks_as_it_loads(
 
 
 def test_a_python_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No interpreter, or one without the package, is told as such."""
+    """A missing interpreter, or one without the package, is named in the error."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LoadError, match="cannot start a worker"):
         Remote(fake())

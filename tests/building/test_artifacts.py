@@ -35,7 +35,7 @@ def test_collect(folder: Path) -> None:
 
 
 def test_no_library(folder: Path) -> None:
-    """The error says where to look when the library did not come about."""
+    """If the library was not built, the error names the log file."""
     (folder / "libplk.so").unlink()
     with pytest.raises(BuildError, match=r"build\.log"):
         artifacts.collect(folder)

@@ -1,4 +1,4 @@
-"""Each backend has its options, and says what it lacks."""
+"""Each backend has its CMake options, and reports missing requirements."""
 
 from __future__ import annotations
 

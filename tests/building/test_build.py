@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
-    """Return a workshop with stand-ins for every program."""
+    """Return a build environment with fakes for every program."""
     return BuildSandbox(tmp_path, monkeypatch)
 
 
 def patched(shop: BuildSandbox, text: bytes) -> tuple[releases.Release, PatchedRelease]:
-    """Return the workshop's release and a patched tree of it."""
+    """Return the release of the build environment and a patched tree of it."""
     release = spec_resolver.resolve(f"path:{shop.tree}")
     commit, tree = open_store().commit(release.commit, {"src/llama.cpp": text}, "a patch")
     return release, PatchedRelease(release.name, commit, tree, "digest", ("some-patch",))
@@ -68,7 +68,7 @@ def test_second_build_runs_nothing(shop: BuildSandbox) -> None:
 
 
 def test_the_build_folder_of_a_variant_is_lent(shop: BuildSandbox) -> None:
-    """Whoever goes on from a variant's objects gets them, also after another was built there."""
+    """A prepared build folder has a variant's objects, also after a build of another variant."""
     stock = build.build(shop.spec)
     release, changed = patched(shop, b"// patched\n")
     build.build_patched(release, changed)
@@ -91,7 +91,7 @@ def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:
 def test_built_variants_are_found_without_a_compiler(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image without a compiler runs what was built before; a spec still says which."""
+    """Without a compiler, a variant that was built before still runs; a spec selects it."""
     stock = build.build(shop.spec, native=False)
     release, changed = patched(shop, b"// patched\n")
     other = build.build_patched(release, changed, native=False)
@@ -172,7 +172,7 @@ def test_compile_error_leaves_nothing_and_is_kept(shop: BuildSandbox) -> None:
 
 
 def test_configure_error(shop: BuildSandbox) -> None:
-    """A failing configure is told as such."""
+    """The error of a failed configure step names that step."""
     shop.use("cmake", "echo 'CMake Error at x:1 (y):'; echo '  no such thing'; exit 1\n")
     with pytest.raises(CommandFailed, match=r"configuring failed[^$]*no such thing"):
         build.build(shop.spec)

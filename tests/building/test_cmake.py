@@ -62,7 +62,7 @@ def test_environment_is_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_and_log(job: cmake.BuildSession) -> None:
-    """Ninja's status lines are told as steps, and everything is in the log."""
+    """Ninja's status lines become progress steps, and the log has all output."""
     told: list[tuple[str, int, int | None]] = []
     telling = cmake.BuildSession(job.folder, job.log, job.env, lambda *facts: told.append(facts))
     lines = "[plk 1/2] Building CXX object a/b.cpp.o\nwarning: something\n[plk 2/2] Linking l.so"
@@ -76,7 +76,7 @@ def test_progress_and_log(job: cmake.BuildSession) -> None:
 
 
 def test_failure_keeps_command_code_and_error(job: cmake.BuildSession) -> None:
-    """A failed command shows its status, its first error and where the log lies."""
+    """The error of a failed command has its status, its first error line and the log's path."""
     body = "echo 'a.cpp:3:1: error: no such thing'; echo 'b.cpp:1:1: error: later'; exit 7"
     with pytest.raises(CommandFailed) as caught:
         cmake.run(job, shell(body), "compiling")
@@ -149,7 +149,7 @@ def test_interrupt_ends_all_children(job: cmake.BuildSession, tmp_path: Path) ->
 
 
 def wait_for_end(pid: int) -> bool:
-    """Return whether a process ends (a zombie that nobody collects counts as ended)."""
+    """Return whether a process has ended; a zombie counts as ended."""
     for _ in range(1200):
         try:
             os.kill(pid, 0)
@@ -166,7 +166,7 @@ def wait_for_end(pid: int) -> bool:
 
 
 def programs(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
-    """Let a script stand in for cmake and ninja."""
+    """Replace cmake and ninja by a script."""
     path = script(folder / "program", body)
     monkeypatch.setattr(cmake, "binary", lambda _name: path)
 

@@ -98,7 +98,7 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     of="Python",
 )
 def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
-    """Without memory, say, it tells no flags: that is no answer, and is not kept."""
+    """If the compiler fails, for example without memory, no flags are stored."""
     dying = BODY.replace(
         "*native*) echo", "*native*) echo 'cc1plus: out of memory' >&2; exit 1 ; echo"
     )
@@ -111,7 +111,7 @@ def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
 
 
 def test_a_compiler_without_the_word_has_no_flags(tmp_path: Path) -> None:
-    """One that does not know `native` says so, and tunes nothing."""
+    """A compiler that does not support `native` is reported, and no tuning flag is used."""
     plain = BODY.replace(
         "*native*) echo", '*native*) echo "unknown argument: $1" >&2; exit 1 ; echo'
     )
@@ -124,7 +124,7 @@ def test_a_compiler_without_the_word_has_no_flags(tmp_path: Path) -> None:
     ["echo 'unrecognized command line option -std=c++17' >&2; exit 1", "echo '{} 201500L'", ":"],
 )
 def test_a_compiler_that_is_too_old(tmp_path: Path, answer: str) -> None:
-    """What does not know the standard is told at once, with what to take, and is not kept."""
+    """A compiler without the required standard is refused with a remedy, and is not stored."""
     answer = answer.format("#define __cplusplus")
     old = BODY.replace("echo '#define __cplusplus 201703L'", answer)
     cache = tmp_path / "cache.json"
@@ -136,7 +136,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path, answer: str) -> None:
 
 
 def test_missing(tmp_path: Path) -> None:
-    """Without a compiler the message says what to install."""
+    """Without a compiler, the error names the package to install."""
     with pytest.raises(ToolMissing, match=r"C and C\+\+ compiler.*apt-get install g\+\+"):
         compiler.find(environ={"PATH": str(tmp_path)})
     with pytest.raises(ToolMissing, match=r"a C\+\+ compiler"):

@@ -82,7 +82,7 @@ def test_script_before_nvcc(tmp_path: Path) -> None:
 
 
 def test_cublas_is_looked_for(tmp_path: Path) -> None:
-    """A toolkit without cuBLAS says how to get it."""
+    """A toolkit without cuBLAS is refused with the package to install."""
     with pytest.raises(ToolMissing, match=r"pip install 'nvidia-cublas==13\.\*'"):
         cuda.find(toolkit(tmp_path / "cuda", cublas=False))
 
@@ -198,7 +198,7 @@ def test_architecture_of_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("body", ["echo 'No devices were found'; exit 6\n", "echo [N/A]\n"])
 def test_no_gpu(tmp_path: Path, body: str) -> None:
-    """Without a GPU the message says how to name the architecture; nothing is assumed."""
+    """Without a GPU, the error asks for the architecture; no default is assumed."""
     script(tmp_path / "nvidia-smi", body)
     with pytest.raises(UsageError, match=cuda.ARCHITECTURE):
         cuda.architecture({"PATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Each backend says what it has here, and what to do about the rest."""
+"""Each backend reports what is present, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rpc_and_the_processor_are_always_there() -> None:
 
 
 def test_metal_is_for_macs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere it is not there; there it says that nobody ran it."""
+    """Metal is unavailable on other systems; on macOS it is reported as untested."""
     monkeypatch.setattr(sys, "platform", "linux")
     assert "on a Mac" in doctor.metal().hint
     monkeypatch.setattr(sys, "platform", "darwin")

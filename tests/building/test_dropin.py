@@ -1,4 +1,4 @@
-"""llama-cpp-python is told where the libraries lie, by the variable that it reads."""
+"""The variable that llama-cpp-python reads contains the path of the libraries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_release_without_package(tmp_path: Path, release: str) -> None:
 
 
 def test_variant_without_libraries(tmp_path: Path) -> None:
-    """A variant without libllama says so."""
+    """A variant without libllama is refused with the reason."""
     with pytest.raises(Unsupported, match="libllama"):
         dropin.describe(variant(tmp_path, "0.3.9"))
 

@@ -62,7 +62,7 @@ def test_files_that_are_no_manifest(tmp_path: Path, text: str) -> None:
 
 
 def test_absent_manifest(tmp_path: Path) -> None:
-    """A folder without manifest is not a variant, and the error says what to do."""
+    """A folder without a manifest is not a variant, and the error has a remedy."""
     with pytest.raises(ManifestError, match="pyllamakv build"):
         manifests.load(tmp_path)
 
@@ -91,7 +91,7 @@ def test_library_must_match(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["flags", "Features"])
 def test_cpu_flags(tmp_path: Path, name: str) -> None:
-    """Flags that the machine lacks are named; where it tells none, nothing is refused."""
+    """CPU flags that the machine lacks are named; if it reports none, nothing is refused."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{name}\t\t: fpu avx2 fma\n", encoding="utf-8")
     manifest().check_machine("", cpuinfo)

@@ -1,4 +1,4 @@
-"""What an NVIDIA machine cannot do is said before CMake stumbles over it."""
+"""Missing requirements of an NVIDIA machine are reported before CMake runs."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_spec_round_trip(series: tuple[str, ...] | None) -> None:
 
 
 def test_id_is_deterministic_and_tells_its_kind() -> None:
-    """The same inputs give the same id; stock and patched can be told apart by eye."""
+    """Equal inputs have equal ids, and the ids of stock and patched differ visibly."""
     assert request().variant_id("a" * 40) == request().variant_id("a" * 40)
     assert request().variant_id("a" * 40).startswith("0.3.9-stock-cpu-")
     assert request().variant_id("b" * 40).startswith("0.3.9-patched-cpu-")
@@ -147,7 +147,7 @@ def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_patch_that_there_is_not_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not something to build; its closest name is told."""
+    """An unknown variant is refused with the closest known name."""
     shop = BuildSandbox(tmp_path, monkeypatch)
     release = shop.spec.partition("+")[0]
     with pytest.raises(UnknownPatch, match="did you mean full-defrag") as caught:

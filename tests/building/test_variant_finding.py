@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
-    """Return a workshop whose patches and patching code are two files beside it."""
+    """Return a build environment whose patches and patching code are two files."""
     for name in ("patches", "package/patching"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "a-file").write_text("1", encoding="utf-8")
@@ -169,7 +169,7 @@ def test_what_no_spec_names_is_not_found(
 
 
 def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) -> None:
-    """`recall` knows what `find` was told, and nothing else."""
+    """`recall` returns only what `find` has stored."""
     cache = tmp_path / "answers.json"
     assert compiler.find_cached(cache) is None
     assert not shop.compiler_calls.exists()

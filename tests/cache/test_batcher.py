@@ -38,7 +38,7 @@ MANAGERS = {
 @pytest.mark.parametrize("n_batch", [32, 7, 3])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batch: int) -> None:
-    """More prompts than slots, of any length, in any batch: each says what it says alone."""
+    """With more prompts than slots, each prompt gets the same text as alone."""
     cache = MANAGERS[manager](ctx)
     with Batcher(cache, n_batch=n_batch) as batcher:
         lengths = [3, 11, 1, 6, 9, 12]
@@ -99,7 +99,7 @@ def test_text_ends_before_stop_strings(
 
 
 def test_half_a_stop_string_comes_out_at_the_end(ctx: Context) -> None:
-    """What was held back is text, when no more tokens are wanted."""
+    """Bytes that were held back are returned as text after the last token."""
     one = Batcher(SlotCache(ctx)).submit("Hi", 5, "two", said(b"abctwo"))
     assert (one.result(), one.finish_reason, len(one.tokens)) == ("abctw", "length", 5)
 

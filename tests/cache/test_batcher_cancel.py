@@ -26,7 +26,7 @@ def ctx(tmp_path: Path) -> Context:
 
 
 def test_cancel_between_steps(ctx: Context) -> None:
-    """What was said stays, the slot is free, and the others go on."""
+    """A cancelled request keeps its text and frees its slot; the others continue."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
     one, other = batcher.submit("Hi", 20), batcher.submit("Ho", 20)
@@ -89,7 +89,7 @@ def test_a_cancel_before_is_none_of_ours(ctx: Context) -> None:
 
 
 def test_the_end_of_the_context_ends_all(ctx: Context) -> None:
-    """What cannot go on says why."""
+    """A request that cannot continue has the reason in its result."""
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", 5)
     batcher.step()
@@ -179,7 +179,7 @@ def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
 
 
 def test_a_cancel_while_waiting(ctx: Context) -> None:
-    """Who has no slot yet is gone with the next step; the one at work does not notice."""
+    """A cancelled request without a slot ends at the next step; the running one is unaffected."""
     batcher = Batcher(SlotCache(ctx, 1))
     one, waiting = batcher.submit("Hi", 12), batcher.submit("Ho", 12)
     for _ in range(4):

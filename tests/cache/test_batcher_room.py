@@ -25,7 +25,7 @@ def ctx(tmp_path: Path) -> Context:
 
 
 def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
-    """A prompt that is too long, and a sampler that breaks; the others say what they say alone."""
+    """A prompt that is too long, or a failing sampler, does not change the text of the others."""
     batcher = Batcher(SlotCache(ctx))
     good = batcher.submit("Hi", 8)
     long = batcher.submit("x" * 64, 8)
@@ -94,7 +94,7 @@ def test_waiting_for_a_slot(ctx: Context) -> None:
 
 
 def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
-    """Where slots lend each other cells, a prompt without room begins when there is some."""
+    """If slots share cells, a prompt waits until enough cells are free."""
     ctx = kit.context(tmp_path, n_ctx=64)
     cache = SlotCache(ctx, size=60)
     batcher = Batcher(cache)
@@ -112,7 +112,7 @@ def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
 
 
 def test_text_that_finds_no_room_fails(tmp_path: Path) -> None:
-    """What was said stays, and the other goes on."""
+    """The failing request keeps its text, and the other one continues."""
     ctx = kit.context(tmp_path, n_ctx=64)
     batcher = Batcher(SlotCache(ctx, size=60))
     one, other = batcher.submit("x" * 28, 100), batcher.submit("y" * 28, 100)
@@ -124,7 +124,7 @@ def test_text_that_finds_no_room_fails(tmp_path: Path) -> None:
 
 
 def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: Path) -> None:
-    """Room is made for each alone; together they need more, and histories make way for it."""
+    """Each prompt fits alone; for both together, histories are evicted."""
     ctx = kit.context(tmp_path, n_ctx=64)
     cache = SlotCache(ctx, size=60)
     batcher = Batcher(cache)

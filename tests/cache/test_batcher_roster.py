@@ -39,7 +39,7 @@ def stubborn(one: Generation) -> None:
 def test_all_end_although_some_cannot_be_given_back(
     batcher: Batcher, which: tuple[int, ...]
 ) -> None:
-    """The others are released, nobody stays on the list, and the error is told."""
+    """The other requests are released, the list is empty, and the error is raised."""
     some = [batcher.submit([number] * 3) for number in (5, 6, 7)]
     batcher.step()
     for number in which:

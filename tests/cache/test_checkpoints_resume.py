@@ -92,7 +92,7 @@ def every_row(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
 
 
 def content_after(cache: ContextCache, position: int, tokens: list[int], rows: np.ndarray) -> bool:
-    """Go back to a position behind the cache's back, go on, and tell whether all is right."""
+    """Roll back without the cache's knowledge, continue, and return whether all is right."""
     lane, context = cache.sequences[0], cache.context
     if 0 < position < len(tokens):
         if not context.native.seq_rm(context.handle, 0, position, -1):
@@ -184,7 +184,7 @@ def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -
 def test_after_an_aborted_pass_a_checkpoint_is_left(
     forgetful: tuple[kv.Model, ContextCache],
 ) -> None:
-    """A state that is half way cannot go back by itself; its sequence can be had again."""
+    """A partial state cannot be rolled back; its sequence can be decoded again."""
     _, cache = forgetful
     tokens = some(300)
     forward(cache, 0, tokens)
@@ -227,7 +227,7 @@ def test_removing_nothing_forgets_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Its checksum tells; the sequence stays as it was."""
+    """A wrong checksum is detected, and the sequence does not change."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True
     forward(cache, 0, range(20))

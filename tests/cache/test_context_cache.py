@@ -73,7 +73,7 @@ def test_sizes_that_cannot_be(tmp_path: Path, wrong: dict[str, int]) -> None:
 
 
 def test_a_context_in_use_is_not_taken_over(tmp_path: Path) -> None:
-    """Neither tokens nor sequences of somebody else are lost."""
+    """Tokens and sequences of other users are kept."""
     ctx = runtime_kit.context(tmp_path)
     mine = ctx.sequence(2)
     with pytest.raises(UsageError, match="sequence 2 is in use"):
@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_right(cache: ContextCache, work: tuple) -> None:
 def test_a_full_cache_says_what_there_is(
     cache: ContextCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error carries numbers, the debug log what lies where, and nothing has changed."""
+    """The error has numbers, the debug log the places of cells, and nothing has changed."""
     forward(cache, 0, [1] * 40)
     forward(cache, 1, [2] * 20)
     before = picture(cache)
@@ -165,7 +165,7 @@ def fragmented(cache: ContextCache) -> None:
 
 
 def test_a_fragmented_cache_is_defragmented_once(cache: ContextCache) -> None:
-    """Enough cells are free, so the batch succeeds, and the counter says how."""
+    """Enough cells are free, so the batch succeeds, and a counter records the defragmentation."""
     fragmented(cache)
     forward(cache, 2, [3] * 32)
     assert cache.stats().defrags == 1
@@ -174,7 +174,7 @@ def test_a_fragmented_cache_is_defragmented_once(cache: ContextCache) -> None:
 
 
 def test_where_nothing_can_be_moved_the_error_says_so(tmp_path: Path) -> None:
-    """Without a defragmentation the error is not said to come after one."""
+    """Without a defragmentation, the error does not mention one."""
     cache = simulated(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG & ~Capability.STATES})
     fragmented(cache)
     before = picture(cache)
@@ -232,7 +232,7 @@ def test_full_attention_resumes_anywhere(cache: ContextCache) -> None:
 
 
 def test_a_checker_that_sees_what_is_wrong(cache: ContextCache) -> None:
-    """A token that the library lost, and a cell that nobody owns, are found."""
+    """A token that the library lost, and a cell without an owner, are found."""
     forward(cache, 0, range(5))
     cache.check()
     native, handle = cache.context.native, cache.context.handle

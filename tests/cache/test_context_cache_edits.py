@@ -85,7 +85,7 @@ def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> 
 
 
 def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
-    """TestRemove/RemoveMiddle: what lies behind moves down, and the cache turns its keys."""
+    """TestRemove/RemoveMiddle: later positions move down, and the cache rotates their keys."""
     forward(cache, 0, [1, 2, 3, 4, 5, 6])
     cache.remove(0, 1, 3)
     assert (cache.sequences[0].tokens, cache.sequences[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
@@ -143,7 +143,7 @@ def test_no_room_for_cells_of_its_own(cache: ContextCache) -> None:
 
 
 def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
-    """The reason is said, nothing has changed, and the whole can always be removed."""
+    """The error has the reason, nothing has changed, and a whole sequence can be removed."""
     cache = simulated(tmp_path, {"can_shift": False})
     forward(cache, 0, range(10))
     before = picture(cache)
@@ -157,7 +157,7 @@ def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
 
 
 def test_a_memory_of_states_refuses_parts(tmp_path: Path) -> None:
-    """An end as well as a middle, and says where decoding can go on."""
+    """A removal at the end or in the middle returns the position to continue at."""
     cache = simulated(tmp_path, {"partial": False})
     forward(cache, 0, range(10))
     before = picture(cache)

@@ -43,7 +43,7 @@ class Bench(NamedTuple):
     unified: bool
 
     def cache(self, **sizes: int) -> kv.ContextCache:
-        """Make a cache of 2 sequences of 32 tokens, unless told otherwise."""
+        """Create a cache of 2 sequences of 32 tokens by default."""
         wanted = {"max_sequences": 2, "capacity": 32, "max_batch": 32, **sizes}
         return kv.ContextCache.init(self.model, kv_unified=self.unified, **wanted, **self.options)
 
@@ -135,9 +135,9 @@ def _f16(rows: np.ndarray) -> np.ndarray:
 
 
 def test_defrag(bench: Bench) -> None:
-    """TestDefrag: full, two holes, and a batch that fits into neither alone.
+    """TestDefrag: full, with two holes, and a batch that fits into neither of them.
 
-    An earlier defragmentation labelled half of what it moved with the wrong positions.
+    An earlier defragmentation gave half of the moved cells wrong positions.
     """
     tokens = some(31)
     with bench.cache(max_sequences=1, capacity=32) as cache:
@@ -297,11 +297,11 @@ def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_windows_of_all_sequences_slide(flash: bool) -> None:
-    """TestSWA, TestSWASeparateBatches, TestSWAMem: what no window shows any more gives its cells.
+    """TestSWA, TestSWASeparateBatches, TestSWAMem: cells outside of every window are reused.
 
-    Two sequences take turns; each pass frees what the other left behind its window. An earlier
-    cache looked at the sequences of the batch alone and ran full. What is kept beyond the window
-    is masked: logits are those of a fresh context.
+    Two sequences alternate; each pass frees the cells that the other left outside its window. An
+    earlier cache checked only the sequences of the batch and became full. Cells that are kept
+    beyond the window are masked: logits equal those of a new context.
     """
     with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 8)
@@ -324,10 +324,10 @@ def test_windows_of_all_sequences_slide(flash: bool) -> None:
 
 
 def test_a_window_of_four_resumes_where_its_cells_are() -> None:
-    """TestCanResume and TestCanResumeSWAMem, window 4: not where a part of the window is gone.
+    """TestCanResume and TestCanResumeSWAMem, window 4: refused if a part of the window is gone.
 
-    The cells stay until others need them, so that the answers come from what is there, not from a
-    formula: going back further than the window is possible as long as nobody took the cells.
+    Cells stay until others need them, so that the answer depends on the cells that exist and not on
+    a formula: a rollback beyond the window is possible until the cells are reused.
     """
     with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 4)

@@ -35,7 +35,7 @@ def both(caches: kv.LockstepCache) -> list[Any]:
 
 
 def test_they_hold_the_same(tmp_path: Path) -> None:
-    """The smaller of the two says what is possible; every operation reaches both."""
+    """The smaller of the two caches limits the sizes; every operation reaches both."""
     caches: kv.Cache = pair(tmp_path, n_ctx=48, n_batch=16, n_seq_max=3)
     assert (caches.capacity, caches.max_batch, caches.max_sequences) == (48, 16, 3)
     forward(caches, 0, range(30))
@@ -119,7 +119,7 @@ def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("checkpoints", "left"), [(False, 0), (True, 20)])
 def test_what_the_last_one_lost_all_give_up(tmp_path: Path, checkpoints: bool, left: int) -> None:
-    """Its abort empties the sequence: draft and target go on from the same place all the same."""
+    """An abort empties the sequence, and draft and target continue at the same position."""
     caches = pair(tmp_path, {"partial": False})
     second = caches.caches[1]
     second.rewinder.saves = checkpoints

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) -> None:
-    """Ask token by token: the cells are looked at once in a while, and nobody goes for the rest."""
+    """Decode token by token: the cells are checked now and then, and nothing is evicted."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
     serve(cache, [9] * 100)
     with cache.acquire([1, 2, 3]) as lease:

@@ -155,9 +155,9 @@ def test_a_cancelled_prompt_goes_on_where_it_was(patched: Variant, tiny_model: P
 
 
 def test_scattered_cells_take_a_page_in(stock: Variant, tiny_model: Path) -> None:
-    """Page in where no two free cells lie together, on a release that needs one hole for it.
+    """Load a state if no two free cells are adjacent, on a release that requires one hole.
 
-    A state that found no hole was not restored up to 0.3.16 (llama.cpp #9201, #17527).
+    Through 0.3.16, such a state was not restored (llama.cpp #9201, #17527).
     """
     with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
         look = Oracle(model)

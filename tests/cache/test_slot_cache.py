@@ -117,7 +117,7 @@ def test_bad_options_are_refused(ctx: Context) -> None:
 
 
 def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> None:
-    """The shared beginning lies in the cache once, and both go on as if alone."""
+    """A shared prefix is stored once, and both sequences continue as if alone."""
     cache = SlotCache(ctx)
     first = cache.acquire([1, 2, 3, 4, 5])
     first.decode()
@@ -133,7 +133,7 @@ def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> Non
 
 
 def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
-    """Two conversations in turn: the original's "longest" throws the first away for the second."""
+    """With two alternating conversations, the original's "longest" evicts the first one."""
     cache = SlotCache(ctx, policy="longest")
     one, other = [1, 5, 6, 7, 8], [1, 9, 9, 9, 9]
     assert fill(cache, one) != fill(cache, other)
@@ -191,7 +191,7 @@ def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
 
 
 def test_slots_lend_each_other_cells(ctx: Context) -> None:
-    """With larger slots the oldest free history makes way, and those in use never."""
+    """With larger slots, the oldest free history is evicted, and never one in use."""
     cache = SlotCache(ctx, 4, size=40)
     assert cache.overcommits
     fill(cache, [5] * 20)
@@ -308,7 +308,7 @@ def expected_row(tokens: list[int]) -> np.ndarray:
 def test_scattered_cells_are_moved_together(
     ctx: Context, heals: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build that does not heal itself defragments once; one that cannot says what there is."""
+    """A build without the patch defragments once; one that cannot reports the free cells."""
 
     def refuse(self: KV, **_: Any) -> None:
         raise Unsupported("no defragmentation here", "DEFRAG")

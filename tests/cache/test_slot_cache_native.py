@@ -96,9 +96,9 @@ def test_reused_prompts_give_the_same_logits(
 def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
     model: kv.Model, options: dict[str, Any]
 ) -> None:
-    """Shift in place where nobody shares the cells, else decode again: the sibling is untouched.
+    """Shift in place if the cells are not shared, else decode again: the sibling is unchanged.
 
-    The original moves the sibling's positions along: its logits are off by half of their scale.
+    The original also moves the sibling's positions: its logits differ by half of their scale.
     """
     kind, noisy = options.get("type_k", "f16"), "q8_0"
     with model.context(n_ctx=240, n_batch=64, n_seq_max=3, **options) as ctx:
@@ -243,7 +243,7 @@ TEXTS = ["Once upon a time", "The little dog", "Tom and Lily went to the park", 
 def test_batched_stories_are_as_alone(
     library: kv.OpenLibrary, trained_model: Path, flash_attn: bool
 ) -> None:
-    """On the trained model every text is the same, whoever shares the batch."""
+    """With the trained model, every text is the same, whatever else is in the batch."""
     options = {"flash_attn": flash_attn}
     with library.load_model(trained_model) as model:
         with model.context(n_ctx=1024, n_batch=16, n_seq_max=4, **options) as ctx:

@@ -1,4 +1,4 @@
-"""How much makes way when a sequence is full, and that groups stay whole."""
+"""How many tokens are discarded when a sequence is full, and that groups stay whole."""
 
 from __future__ import annotations
 

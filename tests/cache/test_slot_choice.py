@@ -103,7 +103,7 @@ def test_a_short_history_does_not_hide_a_long_one() -> None:
 
 
 def test_best_takes_a_slot_that_loses_nothing() -> None:
-    """A slot that the prompt begins with makes way before the one that was used longest ago."""
+    """A slot whose content starts the prompt is evicted before the least recently used one."""
     slots: list[Slot] = [([1, 2, 3], True, 3), ([1, 2], False, 2), ([7, 8], False, 1)]
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 

@@ -1,4 +1,4 @@
-"""Help the tests of the batcher: samplers that say what they are told, and references."""
+"""Helpers for tests of the batcher: samplers with given tokens, and references."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class BuildSandbox:
         return text.split().count(name)
 
     def built(self) -> list[str]:
-        """Return the names of all that lies in ``built/``, but for the index."""
+        """Return the names of all entries of ``built/`` except the index."""
         folder = self.home / "built"
         return sorted(p.name for p in folder.iterdir() if p.name != ".index")
 

@@ -21,7 +21,7 @@ def simulated(folder: Path, native: dict[str, Any] | None = None, **options: Any
 
 
 def forward(cache: Any, sequence: int, tokens: Any) -> None:
-    """Let a sequence go on with tokens, in pieces of the largest batch; logits of all of them."""
+    """Decode more tokens of a sequence in batches of n_batch; return the logits of all of them."""
     given = list(tokens)
     while given:
         piece, given = given[: cache.max_batch], given[cache.max_batch :]

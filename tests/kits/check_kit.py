@@ -27,12 +27,13 @@ class CheckSandbox:
     fetched: object = None
     make: object = None
     skipped: tuple = ()
+    carried: dict = field(default_factory=dict)
     why: str = ""
     opener: Opener = field(init=False)
     calls: list = field(default_factory=list)
 
     def variant(self, side: str, trouble: object) -> object:
-        """Build a side, or fail as told."""
+        """Build a side, or fail as given."""
         self.calls.append(side)
         if isinstance(trouble, Exception):
             raise trouble
@@ -57,7 +58,9 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
         world.calls.append(("apply", names))
         if isinstance(world.applied, Exception):
             raise world.applied
-        return SimpleNamespace(patches=("full-defrag",), skipped=world.skipped)
+        return SimpleNamespace(
+            patches=("full-defrag",), skipped=world.skipped, tree="", carried=world.carried
+        )
 
     def fetch(release, **_):
         if isinstance(world.fetched, Exception):

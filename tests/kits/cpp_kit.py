@@ -1,4 +1,4 @@
-"""Help the tests that compile C++: shared files by themselves, under sanitizers."""
+"""Helpers for tests that compile C++: shared files without llama.cpp, with sanitizers."""
 
 from __future__ import annotations
 

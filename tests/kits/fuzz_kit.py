@@ -125,5 +125,5 @@ def entry_lies(folder: Path) -> Target:
 
 
 def entry_unknown(folder: Path) -> Target:
-    """Return the entry points, one of which answers with a number that nobody knows."""
+    """Return the entry points, one of which returns an unknown status."""
     return _faulty(folder, "plk_update", lambda real, *arguments: real(*arguments) or -7)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 FILE = Path(__file__).resolve().parents[1] / "data" / "durations.json"
 
 #: Seconds from which a test is long, and its duration is recorded.
-LONG = 0.3
+LONG = 0.15
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,21 +42,26 @@ def durations() -> dict[str, float]:
     return found
 
 
-def long_ones(ids: list[str], known: dict[str, float]) -> set[str]:
-    """Return which of the collected tests are long; the quickest of each module never is."""
+def long_ones(ids: list[str], known: dict[str, float], marked: Container[str] = ()) -> set[str]:
+    """Return which of the collected tests are long.
+
+    These are the ``marked`` ones and those that take LONG seconds, except the quickest unmarked
+    test of each module.
+    """
     modules: dict[str, list[str]] = defaultdict(list)
     for each in ids:
-        modules[each.partition("::")[0]].append(each)
+        if each not in marked:
+            modules[each.partition("::")[0]].append(each)
     kept = {min(members, key=lambda each: known.get(each, 0.0)) for members in modules.values()}
-    return {each for each in ids if known.get(each, 0.0) >= LONG} - kept
+    return {each for each in ids if each in marked or known.get(each, 0.0) >= LONG} - kept
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark long tests; with `--quick` deselect them."""
-    long = long_ones([item.nodeid for item in items], durations())
     # A fixture of the module is charged to its first test, so those tests have the marker.
-    long |= {item.nodeid for item in items if item.get_closest_marker("long")}
+    marked = {item.nodeid for item in items if item.get_closest_marker("long")}
+    long = long_ones([item.nodeid for item in items], durations(), marked)
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
@@ -93,11 +99,13 @@ class Summary:
             known = durations()
             terminalreporter.section(f"{len(left_out)} long tests left out (make test-all)")
             for each in sorted(left_out, key=lambda name: -known.get(name, 0.0)):
-                terminalreporter.write_line(f"{known.get(each, 0.0):7.1f} s  {each}")
+                # A test with the marker may have no record of its own.
+                seconds = f"{known[each]:7.1f} s" if each in known else f"{'marked':>9}"
+                terminalreporter.write_line(f"{seconds}  {each}")
         if self.config.getoption("--record-durations"):
             # Tests that did not run keep their record: a part of the suite may be measured.
             both = {k: v for k, v in durations().items() if k not in self.seconds}
-            both |= {k: round(v, 1) for k, v in self.seconds.items() if v >= LONG}
+            both |= {k: round(v, 2) for k, v in self.seconds.items() if v >= LONG}
             kept = dict(sorted(both.items()))
             FILE.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
             terminalreporter.write_line(f"{len(kept)} durations in {FILE}")

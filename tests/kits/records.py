@@ -50,7 +50,7 @@ def trees(releases: list[str] | None = None) -> dict[str, Any]:
                 made = apply.apply(release, [definition.id], store=store)
             except (NoPortApplies, PatchConflict):
                 continue
-            port = next(text.base for text in made.texts if text.id == definition.id)
+            port = next(port.base for port in made.ports if port.id == definition.id)
             patches[definition.id] = {"port": port, "tree": made.tree, "commit": made.commit}
         whole = apply.apply(release, store=store)
         found[release.name] = {
@@ -174,6 +174,7 @@ def verdicts() -> dict[str, Any]:
 #: Verbs whose output is the same shape on any machine that has the default release.
 COMMANDS = (
     ("upstream", "list", "--json"),
+    ("model", "list", "--json"),
     ("patch", "show", "full-defrag", "--json"),
     ("patch", "status", "0.3.9", "--json"),
     ("patch", "apply", "0.3.9", "--json"),

@@ -26,6 +26,6 @@ def model(folder: Path, **options: Any) -> Model:
 
 
 def context(folder: Path, native: dict[str, Any] | None = None, **options: Any) -> Context:
-    """Return a context of 64 cells and 4 sequences, unless told otherwise."""
+    """Return a context, by default of 64 cells and 4 sequences."""
     wanted = {"n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 4, **options}
     return model(folder, **(native or {})).context(**wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyllamakv.scenarios.cell_picture import NOBODY, SEVERAL, Picture
+from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
 from pyllamakv.scenarios.frames import Frame, Timeline
 
 
@@ -16,9 +16,9 @@ def timeline() -> Timeline:
         "a < b",
         [
             frame(1, [0, 1, 0, 1]),
-            frame(2, [0, NOBODY, 0, NOBODY], "remove"),
-            frame(3, [0, NOBODY, 0, NOBODY], failed="no-slot"),
-            frame(4, [0, 0, NOBODY, NOBODY], "defrag", moves=((2, 1, 1),), moved=1),
-            frame(5, [SEVERAL, 0, 2, 2], "decode"),
+            frame(2, [0, FREE, 0, FREE], "remove"),
+            frame(3, [0, FREE, 0, FREE], failed="no-slot"),
+            frame(4, [0, 0, FREE, FREE], "defrag", moves=((2, 1, 1),), moved=1),
+            frame(5, [SHARED, 0, 2, 2], "decode"),
         ],
     )

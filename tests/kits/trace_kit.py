@@ -31,13 +31,13 @@ STORY = """
 
 def record(path: Path, text: str = STORY, native=None) -> Path:
     """Play a script and record it."""
-    stage = ScriptSession(native or SimulatedNative())
+    session = ScriptSession(native or SimulatedNative())
     recorder = trace.Recorder(
-        path, trace.current_head("simulated", synthetic_models.model("tiny"), {}), stage
+        path, trace.current_head("simulated", synthetic_models.model("tiny"), {}), session
     )
     try:
-        script_player.play(script.parse(text.splitlines()), stage, recorder.observe)
+        script_player.play(script.parse(text.splitlines()), session, recorder.observe)
     finally:
         recorder.close()
-        stage.close()
+        session.close()
     return path

@@ -1,4 +1,4 @@
-"""The logic of the defragmentation patch by itself: no llama.cpp, one compiler, sanitizers."""
+"""Test the shared files of full-defrag without llama.cpp: one compiler, sanitizers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return HEADER.program(tmp_path_factory.mktemp("kv_defrag"))
 
 
+@pytest.mark.long
 def test_every_group_is_listed(program: Path) -> None:
     """The program knows the groups that are run below, and no others."""
     assert tuple(run(program).stdout.split()) == GROUPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
 def test_header(program: Path, group: str) -> None:
     """A group of the header agrees with what is found cell by cell, and breaks no memory rule."""

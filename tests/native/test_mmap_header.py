@@ -1,4 +1,4 @@
-"""The logic of the patch mmap-kv by itself: no llama.cpp, one compiler, sanitizers, real files."""
+"""Test the shared files of mmap-kv without llama.cpp: one compiler, sanitizers, real files."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return HEADER.program(tmp_path_factory.mktemp("kv_mmap"))
 
 
+@pytest.mark.long
 def test_every_group_is_listed(program: Path) -> None:
     """The program knows the groups that are run below, and no others."""
     assert tuple(run(program).stdout.split()) == GROUPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.regression(
     "one lost bit in the header of a kept cache made it one that was never kept, and it was "
@@ -79,7 +81,7 @@ def test_header_compiles_without_a_warning(tmp_path: Path, flags: tuple[str, ...
 
 
 def test_platforms_without_it_refuse_by_name(tmp_path: Path) -> None:
-    """What was compiled without mapped memory says so, and never falls back to the heap."""
+    """A build without mapped memory reports that, and never uses the heap instead."""
     source = tmp_path / "refuse.cpp"
     source.write_text(
         f'#include "{HEADER.name}"\n#include <cstdio>\n'

@@ -87,7 +87,7 @@ def test_no_symbol_is_shared_between_libraries(variant: Variant) -> None:
 
 
 def test_every_candidate_is_listed() -> None:
-    """Each source of a group stands in probes.cmake, and each listed name has a source."""
+    """probes.cmake lists each source of a group, and each listed name has a source."""
     text = (NATIVE / "cmake" / "probes.cmake").read_text(encoding="utf-8")
     groups = re.search(r"set\(PLK_GROUPS\s+([\w\s]+)\)", text)
     assert groups is not None

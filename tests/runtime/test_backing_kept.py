@@ -107,7 +107,7 @@ def child(
     of="patches",
 )
 def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Path) -> None:
-    """The next token lies where it would in a cache that was never closed, past an earlier hole."""
+    """The next token takes the same cell as in a cache that was never closed."""
     keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True}
 
     def begun(**backing: Any) -> tuple[kv.Context, kv.Sequence]:
@@ -252,7 +252,7 @@ def test_damage_is_seen(model: kv.Model, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
-    """Where there is no room nothing is made, and nobody gets a signal."""
+    """On a full disk nothing is created, and no signal is raised."""
     small = tmp_path / "small"
     small.mkdir()
     mount = shutil.which("mount")

@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_heap(
 
 
 def test_defrag_and_trim(model: kv.Model) -> None:
-    """What is free after a defragmentation goes back, by hand or by itself."""
+    """Memory that is free after a defragmentation is released, on request or automatically."""
     options: Any = {"n_ctx": 8192, "n_seq_max": 4, "flash_attn": True, "kv_backing": "mmap"}
     for by_itself in (False, True):
         with model.context(defrag_trim=by_itself, **options) as ctx:
@@ -207,7 +207,7 @@ def test_options_are_checked(model: kv.Model, tmp_path: Path) -> None:
 
 
 def test_stock_refuses_by_name(stock: Variant, tiny_model: Path) -> None:
-    """A build without the patch says what it lacks."""
+    """A build without the patch reports the missing feature."""
     with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
         with pytest.raises(Unsupported, match="mmap-kv"):
             model.context(kv_backing="mmap")
@@ -238,7 +238,7 @@ def test_random_schedules(model: kv.Model, flash: bool) -> None:
 
 
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
-    """What lies on a device is not mapped: it is counted, and where nothing is left, refused."""
+    """Layers on a device are not mapped: they are counted, or refused if no other is left."""
     from pyllamakv.scenarios import synthetic_models
 
     with (

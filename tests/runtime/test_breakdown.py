@@ -1,4 +1,4 @@
-"""Test that the bytes of a context are told, and how they are known."""
+"""The memory of a context is reported by part, with its source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lines_of_every_release_are_read() -> None:
 
 
 def test_without_a_log_there_is_a_lower_bound(tmp_path: Path) -> None:
-    """What the library did not say is estimated, and says so."""
+    """Sizes that the library does not report are estimated, and marked as estimated."""
     ctx = runtime_kit.context(tmp_path)
     told = kv.memory_breakdown(ctx)
     assert (told.k.exact, told.v.exact, told.model.exact) == (True, True, True)

@@ -197,13 +197,14 @@ def test_long_prompts_are_split(tmp_path: Path) -> None:
 
 
 def test_a_failing_piece_keeps_those_before(tmp_path: Path) -> None:
-    """Check that the ledger says how far a prompt came."""
+    """Check that the ledger has the decoded part of a prompt."""
     ctx = kit.context(tmp_path)
-    a = ctx.sequence()
+    a, other = ctx.sequence(), ctx.sequence()
+    ctx.prefill(other, [5])
     with pytest.raises(NoKVSlot) as caught:
-        ctx.prefill(a, [5] * 100)
+        ctx.prefill(a, [5] * 64)
     assert caught.value.cause == "full"
-    assert len(a) == 64
+    assert len(a) == 32
 
 
 def test_a_second_thread_is_refused(tmp_path: Path) -> None:
@@ -226,7 +227,6 @@ def test_a_second_thread_is_refused(tmp_path: Path) -> None:
         for attempt in (
             lambda: ctx.step(a, 5),
             lambda: ctx.decode(a.feed([5, 6])),
-            ctx.kv.snapshot,
             lambda: a.remove(),
             ctx.clear,
             ctx.close,
@@ -242,6 +242,25 @@ def test_a_second_thread_is_refused(tmp_path: Path) -> None:
     assert [type(error) for error in errors] == [Cancelled]
     ctx.decode(a.feed([5, 6]))
     assert a.tokens == [5, 6]
+
+
+def test_statistics_can_be_read_while_a_decode_runs(tmp_path: Path) -> None:
+    """A second thread waits for the decode, and sees its tokens."""
+    ctx = kit.context(tmp_path)
+    a, native = ctx.sequence(), ctx.native
+    native.gate.clear()
+    read: list[int] = []
+    decode = threading.Thread(target=lambda: ctx.decode(a.feed([5, 6])))
+    decode.start()
+    assert native.entered.wait(120)
+    monitor = threading.Thread(target=lambda: read.append(ctx.kv.stats.used))
+    monitor.start()
+    monitor.join(0.1)
+    assert read == []
+    native.gate.set()
+    monitor.join(120)
+    decode.join(120)
+    assert read == [2]
 
 
 def test_prefill_ends_between_pieces_when_cancelled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test that generation goes on where a sequence is, and keeps what it yields."""
+"""Generation continues at the end of a sequence, and keeps its tokens."""
 
 from __future__ import annotations
 

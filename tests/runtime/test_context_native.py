@@ -44,7 +44,7 @@ def speaking(opened: kv.OpenLibrary) -> kv.Model:
 
 
 def interleave(ctx: kv.Context, n: int) -> tuple[kv.Sequence, kv.Sequence]:
-    """Give two sequences ``n`` tokens each, cell by cell in turn."""
+    """Give two sequences ``n`` tokens each, with alternating cells."""
     a, b = ctx.sequence(), ctx.sequence()
     for i in range(n):
         ctx.decode([a.feed([i % 50]), b.feed([(7 * i) % 50])])
@@ -285,7 +285,7 @@ def test_everything_closes_with_the_library(variant: Variant, tiny_model: Path) 
 
 
 def test_counters_come_with_their_patch(stock: Variant, patched: Variant, tiny_model: Path) -> None:
-    """Check that stock says what it lacks, and that patched counts."""
+    """Check that stock reports missing counters, and that patched counts."""
     with kv.open(stock.folder) as library:
         ctx = library.load_model(tiny_model).context(n_ctx=64)
         with pytest.raises(kv.Unsupported):

@@ -29,7 +29,7 @@ def test_cancel_after(native: Native, context: ContextHandle) -> None:
 
 
 def test_cancel_from_another_thread(native: Native, context: ContextHandle) -> None:
-    """A decode that never ends by itself ends when another thread says so."""
+    """An endless decode ends when another thread cancels it."""
     done = threading.Event()
 
     def cancel() -> None:
@@ -70,7 +70,7 @@ def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
 
 
 def test_two_contexts_in_two_threads(native: Native, model: ModelHandle) -> None:
-    """Different contexts may be at work at the same time."""
+    """Different contexts may decode at the same time."""
     contexts = [native.context_new(model, ContextParams()) for _ in range(4)]
     codes: list[int] = []
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fragment(ctx: Context) -> None:
-    """Fill the cache with two sequences in turn, and remove one."""
+    """Fill the cache with two alternating sequences, and remove one."""
     a, b = ctx.sequence(), ctx.sequence()
     for _ in range(ctx.info.n_ctx // 2):
         ctx.decode([a.feed([5]), b.feed([6])])

@@ -34,7 +34,7 @@ def sparse(ctx: Context) -> tuple[Sequence, Sequence]:
 
 
 def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
-    """Check cells, rows, tokens and the report, and that only what lay high was written."""
+    """Check cells, rows, tokens and the report, and that only the highest cells were written."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     rows = {each: ctx.kv.rows(1, each) for each in (low, high)}
@@ -79,7 +79,7 @@ def test_shared_cells_are_refused(tmp_path: Path) -> None:
 
 
 def test_it_can_be_declined(tmp_path: Path) -> None:
-    """Check builds that could, when told not to, and builds that cannot."""
+    """Check builds with the feature disabled, and builds without it."""
     ctx = kit.context(tmp_path, STOCK)
     sparse(ctx)
     with pytest.raises(Unsupported, match="patched variant"):
@@ -91,7 +91,7 @@ def test_it_can_be_declined(tmp_path: Path) -> None:
 
 
 def test_a_context_without_guard_is_left_alone(tmp_path: Path) -> None:
-    """Check that nothing of ours is done where nothing of ours is wanted."""
+    """Check that the feature is off by default."""
     made = kit.library(isolated=True, **STOCK).load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
     ctx = made.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4, guard="off")
     sparse(ctx)

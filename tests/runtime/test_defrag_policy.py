@@ -1,4 +1,4 @@
-"""Defragment by itself: never, after a failure, when it pays, always."""
+"""Policies defragment never, after a failure, at a threshold, or always."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_failure_for_want_of_a_hole_is_healed(tmp_path: Path, policy: str) -> 
 
 
 def test_a_failure_is_left_alone_by_never(tmp_path: Path) -> None:
-    """Check that the caller is told."""
+    """Check that the caller gets the error."""
     ctx = kit.context(tmp_path, n_ctx=16)
     a, b = ctx.sequence(), ctx.sequence()
     for i in range(8):

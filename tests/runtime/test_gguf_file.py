@@ -73,7 +73,7 @@ NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
     of="Python",
 )
 def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> None:
-    """Where tensors begin cannot be told, so neither whether the file has them all."""
+    """If the start of the tensors is unknown, a truncated file cannot be detected."""
     data = gguf_bytes(more=("general.alignment", kind, value))
     for length in (len(data), len(data) - 512):
         with pytest.raises(ModelError, match="power of two"):

@@ -10,7 +10,7 @@ import runtime_kit as kit
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, RawDefrag
-from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.errors import NoKVSlot, PromptTooLong, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def scattered(ctx: Context) -> Sequence:
 
 
 def test_a_snapshot_shows_every_cell(tmp_path: Path) -> None:
-    """Check positions, sequences, and what the library says of itself."""
+    """Check positions, sequences, and the library's own counts."""
     ctx = kit.context(tmp_path, n_ctx=16)
     a = scattered(ctx)
     snapshot = ctx.kv.snapshot()
@@ -126,7 +126,7 @@ def test_rows_are_ordered_by_position(tmp_path: Path, flash_attn: bool) -> None:
 
 
 def test_a_healing_build_moves_inside_a_decode(tmp_path: Path) -> None:
-    """Check that moves which nobody asked for are seen from outside."""
+    """Check that moves by the library itself are visible in snapshots."""
     ctx = kit.context(tmp_path, {"heals": True, "capabilities": ALL}, n_ctx=16)
     scattered(ctx)
     before = ctx.kv.snapshot()
@@ -135,3 +135,25 @@ def test_a_healing_build_moves_inside_a_decode(tmp_path: Path) -> None:
     moves = before.moves_to(ctx.kv.snapshot())
     assert (moves.cells, moves.vanished, moves.appeared) == (4, 0, 4)
     assert ctx.counters.defrags == 1
+
+
+def test_a_prompt_longer_than_the_cache_has_its_own_error(tmp_path: Path) -> None:
+    """Nothing is decoded, and tokens that are in the sequence count."""
+    ctx = kit.context(tmp_path, n_ctx=16)
+    a = ctx.sequence()
+    with pytest.raises(PromptTooLong, match="17 tokens does not fit into a cache of 16") as caught:
+        ctx.prefill(a, [7] * 17)
+    assert (caught.value.needed, caught.value.available) == (17, 16)
+    assert not isinstance(caught.value, NoKVSlot)
+    assert len(a) == ctx.kv.stats.used == 0
+    ctx.prefill(a, [7] * 10)
+    with pytest.raises(PromptTooLong, match="18 tokens"):
+        ctx.prefill(a, [7] * 8)
+    assert len(a) == 10
+    ctx.prefill(a, [7] * 6)
+
+
+def test_embeddings_are_refused(tmp_path: Path) -> None:
+    """No call would return them."""
+    with pytest.raises(Unsupported, match="embeddings=True"):
+        kit.context(tmp_path, n_ctx=16, embeddings=True)

@@ -130,7 +130,7 @@ def test_copies_that_share_nothing_have_no_marks() -> None:
 
 
 def test_what_was_moved_is_known_from_its_first_entry_on() -> None:
-    """Follow shifts, removals and copies: what lies before is as a fresh decode gives it."""
+    """Shifts, removals and copies keep track of positions whose content equals a fresh decode."""
     ledger = Ledger()
     ledger.extend(range(10), range(10), range(10))
     assert (ledger.first_moved, ledger.moved) == (None, False)

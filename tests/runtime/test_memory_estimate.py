@@ -92,7 +92,7 @@ def test_control_groups_set_a_bound(machine: Path, line: str, folder: str, names
 
 
 def test_nothing_known_refuses_nothing(machine: Path) -> None:
-    """Check a system that tells nothing."""
+    """Check a system that does not report its memory."""
     (machine / "proc/meminfo").unlink()
     assert memory_estimate.available_bytes() is None
     memory_estimate.check_memory(INFO, ContextParams(n_ctx=1 << 30))

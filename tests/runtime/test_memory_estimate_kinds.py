@@ -94,7 +94,7 @@ def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
 
 
 def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
-    """States that are half way cannot go back, whoever has them: all go, and any may begin."""
+    """Partial states cannot be rolled back: all are removed, and any sequence may begin again."""
     one, other = recurrent.sequence(), recurrent.sequence()
     recurrent.decode([one.feed(range(8)), other.feed(range(8))])
     recurrent.native.cancel_after(recurrent.handle, 1)

@@ -90,7 +90,7 @@ def proves(model: kv.Model, sequence: Any, token: int = 5) -> None:
 def test_streams_are_those_of_the_cells(
     library: kv.OpenLibrary, asked: dict[str, Any], name: str, n_seq_max: int
 ) -> None:
-    """The number that the context tells is that of the caches, for every kind of memory."""
+    """The number that the context reports is that of the caches, for every kind of memory."""
     try:
         loaded = library.load_model(synthetic_models.model(name))
         ctx = context(loaded, {**asked, "n_seq_max": n_seq_max})

@@ -31,7 +31,7 @@ def stats() -> KVStats:
 
 @dataclass(frozen=True)
 class Told:
-    """Stand in for what a cache manager tells of itself."""
+    """Replace the numbers that a cache manager reports."""
 
     COUNTERS: ClassVar[tuple[str, ...]] = ("hits",)
 
@@ -131,7 +131,7 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_nothing_known_is_nothing_said() -> None:
-    """A build that tells nothing gives an empty exposition, not zeros."""
+    """A build without counters gives an empty exposition, not zeros."""
     assert metrics.prometheus() == metrics.text() == ""
     assert metrics.to_json() == {}
 

@@ -84,7 +84,7 @@ def test_files_are_checked_before_the_library_sees_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [-1, 2**31])
 def test_a_number_of_layers_that_is_none(tmp_path: Path, layers: int) -> None:
-    """-1 is every layer to later releases and none to earlier ones, so nobody is left to guess."""
+    """-1 is every layer in later releases and none in earlier ones, so it is resolved here."""
     path = write_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(UsageError, match=f"n_gpu_layers must be 0 or more, not {layers}"):
         kit.library().load_model(path, n_gpu_layers=layers)

@@ -39,7 +39,7 @@ def test_no_temperature_is_greedy(values: list[float], seed: int) -> None:
 def test_what_is_cut_off_is_never_chosen(
     values: list[float], top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    """Check each limit against the chances by themselves."""
+    """Check each limit against the probabilities."""
     logits = np.array(values, dtype=np.float32)
     weights = np.exp(logits.astype(float) - logits.max())
     for params in (

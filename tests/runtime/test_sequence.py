@@ -309,7 +309,7 @@ def test_a_copy_replaces_what_another_sequence_holds(tmp_path) -> None:
 
 
 def test_a_copy_that_is_refused_changes_nothing(tmp_path) -> None:
-    """A memory that has no parts says so before the other sequence is emptied."""
+    """A memory without partial copies refuses before the other sequence is emptied."""
     ctx = kit.context(tmp_path, {"partial": False})
     a, b = ctx.sequence(), ctx.sequence()
     ctx.decode([a.feed([1, 2, 3]), b.feed([9, 9])])

@@ -15,7 +15,7 @@ from pyllamakv.runtime.snapshot import Moves, Snapshot, find_moves
 
 
 def key(cell: tuple | None) -> tuple | None:
-    """Return what tells a used cell from another."""
+    """Return what distinguishes a used cell from another."""
     return None if cell is None else (cell[0], frozenset(cell[1]))
 
 

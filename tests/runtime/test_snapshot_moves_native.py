@@ -162,7 +162,7 @@ def test_options_are_checked(model: kv.Model, options: dict[str, Any], word: str
 
 
 def test_stock_moves_in_its_own_way(stock: Variant, wide: Path) -> None:
-    """Stock has no options, and says so."""
+    """Stock has no options, and reports that."""
     with (
         kv.open(stock.folder) as library,
         library.load_model(wide) as loaded,

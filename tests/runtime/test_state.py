@@ -163,7 +163,7 @@ def test_without_a_large_hole_or_a_defragmentation_nothing_is_tried(tmp_path: Pa
 
 
 def test_a_sequence_that_cannot_be_put_back_is_said_to_be_empty(tmp_path: Path) -> None:
-    """Check the one case in which something is lost: it is said, and the ledger agrees."""
+    """Check the one case that loses tokens: it is reported, and the ledger agrees."""
     ctx = kit.context(tmp_path)
     saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
 
@@ -211,7 +211,7 @@ def test_a_damaged_head_with_a_right_checksum_is_refused() -> None:
 
 
 def test_another_model_or_cache_is_refused_by_name(tmp_path: Path) -> None:
-    """Check that the message says what differs."""
+    """Check that the message names the difference."""
     saved = filled(kit.context(tmp_path), 3).save()
     other = filled(kit.context(tmp_path, flash_attn=True, type_k="q8_0"), 3)
     with pytest.raises(StateError, match=r"type_k 1 .here 8.") as caught:

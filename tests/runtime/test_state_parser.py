@@ -140,7 +140,7 @@ def test_a_cut_or_longer_state_is_refused(length: int, more: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    """Check that nothing but StateError comes of garbage."""
+    """Check that random bytes raise nothing but StateError."""
     with contextlib.suppress(StateError):
         parse(data)
 

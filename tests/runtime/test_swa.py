@@ -59,7 +59,7 @@ def test_without_a_window_nothing_is_asked(ctx, monkeypatch) -> None:
 
 
 def test_a_cut_behind_the_window_is_refused(ctx) -> None:
-    """Nothing changes, and the message says which position is gone."""
+    """Nothing changes, and the message names the missing position."""
     sequence = SimpleNamespace(ledger=ctx.ledgers[0])
     positions = sequence.ledger.without(16, None)
     with pytest.raises(PartialRemovalRefused, match="dropped position 9"):

@@ -50,7 +50,7 @@ def test_scattered_cells_are_enough(kv_context):
 def test_a_patch_regression_test(
     project: pytest.Pytester, stock: Variant, patched: Variant
 ) -> None:
-    """A fix passes on patched, has to fail on stock, and is told when it does not."""
+    """A fix passes on patched and must fail on stock; otherwise it is reported."""
     project.makepyfile(THREE_LINES)
     run(project, "-v").stdout.fnmatch_lines(["*cells_are_enough[[]0.3.9+patched[]] PASSED*"])
     both = run(project, "--llama-series", "stock", "--llama-series", "patched", "-v")
@@ -61,7 +61,7 @@ def test_a_patch_regression_test(
 
 @pytest.mark.native
 def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
-    """The library is shared, a worker is the test's own, and markers say how contexts are made."""
+    """The library is shared, a worker belongs to one test, and markers define contexts."""
     project.makepyfile(
         """
         import os

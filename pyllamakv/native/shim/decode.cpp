@@ -51,6 +51,27 @@ bool mixes(const llama_batch &batch) {
                        [&](const llama_seq_id *seq) { return *seq != **batch.seq_id; });
 }
 
+// Return whether every micro-batch has consecutive sequences in ascending order. llama.cpp takes the
+// same number of tokens of each sequence into a micro-batch, until the shortest one ends.
+bool in_order(const llama_batch &batch) {
+    std::vector<std::pair<llama_seq_id, int32_t>> counts; // of tokens, by first appearance
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        const llama_seq_id seq = *batch.seq_id[i];
+        auto found = std::find_if(counts.begin(), counts.end(),
+                                  [&](const auto &each) { return each.first == seq; });
+        if (found == counts.end()) {
+            if (!counts.empty() && seq != counts.back().first + 1) {
+                return false;
+            }
+            found = counts.insert(counts.end(), {seq, 0});
+        }
+        found->second += 1;
+    }
+    return counts.size() <= 2 ||
+           std::all_of(counts.begin(), counts.end(),
+                       [&](const auto &each) { return each.second == counts[0].second; });
+}
+
 struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
@@ -78,6 +99,12 @@ int decode(plk_context &c, const llama_batch &batch) {
                            "this release mixes up the states of a recurrent model when one begins "
                            "in a batch with others: begin each sequence in a batch of its own, or "
                            "clear the context before they begin together");
+    }
+    if (c.guard && mixes(batch) && plk::cells::needs_order(c.ctx) && !in_order(batch)) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release cannot decode such a batch in a hybrid memory with a stream "
+                           "per sequence: name one sequence, two consecutive ones, or consecutive "
+                           "ones with equally many tokens, in ascending order; or share the cells");
     }
     c.had_states = c.model->info.is_recurrent;
     const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;

@@ -104,6 +104,9 @@ extern Watch *const watch;
 // True if creating a context reserves a graph whose tokens are rounded up to a multiple of n_seq_max
 // in a cache with one stream, and aborts if that exceeds the cells (0.3.10 to 0.3.14).
 extern const bool rounds_up;
+// Return whether each micro-batch must have consecutive sequences; else llama.cpp asserts (hybrid
+// memories with a stream per sequence, 0.3.15 and 0.3.16).
+bool needs_order(llama_context *ctx);
 // Return whether the graph that shifts quantized keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Return whether saving or restoring the state of a sequence works; else it dereferences NULL.

@@ -1,4 +1,4 @@
-"""Results of cells without a build, and judges that go through any executor."""
+"""Results of cells without a build, and verifiers for any executor."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
 
 
 def judge_and_die(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
-    """End the worker without a word at one release, judge the others."""
+    """Kill the worker at one release, verify the others."""
     if raw["release"] == "0.3.9":
         os._exit(7)
     return judge(raw, fresh)

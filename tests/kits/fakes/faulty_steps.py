@@ -46,7 +46,7 @@ class InPlace(Careful):
 
 
 class Littering(Careful):
-    """Write under a name of chance, which nobody finds again."""
+    """Write under a random name that is never removed."""
 
     name = "littering"
 

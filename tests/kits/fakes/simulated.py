@@ -63,6 +63,7 @@ class SimulatedNative(SimulatedModels):
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
         self.unifies = unifies
+        self.created: list[str] = []
         self.freed: list[str] = []
         self.calls: list[str] = []
         self.closed = False
@@ -106,6 +107,7 @@ class SimulatedNative(SimulatedModels):
             Capability.DEFRAG in self.about.capabilities, params.flash_attn, not params.flash_attn,
             n_streams=1 if self.unifies or params.kv_unified else params.n_seq_max,
         )  # fmt: skip
+        self.created.append("context")
         return self._new(_Context(params, cache, info))
 
     def context_free(self, context: int) -> None:

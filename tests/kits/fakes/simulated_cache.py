@@ -11,7 +11,7 @@ N_EMBD = 32
 
 
 class Cache:
-    """Hold the cells; ``rows`` (layers, cells) holds a number that stands for K and V."""
+    """Hold the cells; ``rows`` (layers, cells) holds a number in place of K and V."""
 
     def __init__(self, size: int, n_seq_max: int, *, contiguous: bool, v_transposed: bool) -> None:
         self.size = size

@@ -39,6 +39,8 @@ const uint64_t bits = PLK_CAP_CELLS;
 Watch *const watch = nullptr;
 const bool rounds_up = false;
 
+bool needs_order(llama_context *) { return false; }
+
 void describe(llama_context *ctx, plk_context_info &info) {
     const Look at = look(ctx);
     if (at.cache == nullptr) {

@@ -4,6 +4,7 @@
 const uint64_t plk::cells::bits = 0;
 plk::cells::Watch *const plk::cells::watch = nullptr;
 const bool plk::cells::rounds_up = false;
+bool plk::cells::needs_order(llama_context *) { return false; }
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     info.memory = plk::memory::exists(ctx) ? PLK_MEMORY_OTHER : PLK_MEMORY_NONE;

@@ -16,6 +16,7 @@ PLK_PRIVATE(Layers, Cache::layers);
 PLK_PRIVATE(Transposed, Cache::v_trans);
 
 constexpr bool counts_streams = false;
+constexpr bool splits_across = false;
 inline uint32_t n_stream(const Cache &) { return 1; }
 inline const auto &cells_of(Cache &cache, uint32_t) { return cache.*plk_member(Cells{}); }
 inline uint32_t head_of(Cache &cache, uint32_t) { return cache.*plk_member(Head{}); }

@@ -15,6 +15,7 @@ PLK_PRIVATE(Transposed, Cache::v_trans);
 PLK_PRIVATE(Copies, Cache::sc_info);
 
 constexpr bool counts_streams = true;
+constexpr bool splits_across = true;
 inline uint32_t n_stream(const Cache &cache) { return cache.get_n_stream(); }
 inline const auto &cells_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Cells{}))[s]; }
 inline uint32_t head_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Heads{}))[s]; }

@@ -5,6 +5,7 @@
 //   copies          whether a copy between streams is pending
 //   contiguous      whether a micro-batch needs contiguous cells
 //   counts_streams  whether a state begins with the number of streams
+//   splits_across   whether a hybrid memory splits batches without regard to streams
 #pragma once
 
 #include "cells/state.h"
@@ -154,6 +155,11 @@ void describe(llama_context *ctx, plk_context_info &info) {
         // llama.cpp's own defragmentation asserts that there is one stream; a patch may not.
         info.defrag = info.defrag && n_stream(*stream.cache) == 1;
     }
+}
+
+bool needs_order(llama_context *ctx) {
+    const Tree tree = splits_across ? tree_of(ctx) : Tree{};
+    return tree.kind == PLK_MEMORY_HYBRID && streams_in(tree) != 1;
 }
 
 int32_t count(llama_context *ctx) { return static_cast<int32_t>(streams_of(ctx).size()); }

@@ -146,6 +146,7 @@ int32_t size_of(llama_context *ctx) {
 
 plk::cells::Watch *const plk::cells::watch = &shifts();
 const bool plk::cells::rounds_up = false;
+bool plk::cells::needs_order(llama_context *) { return false; }
 
 void plk::cells::describe(llama_context *ctx, plk_context_info &info) {
     if (!is_array(ctx)) {
