@@ -62,8 +62,8 @@ vulkan: ## Judge on a Vulkan device, in the settings that it computes rightly
 matrix: ## Judge every release, and compare with what is expected
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)
 
-eras: ## Judge one release per era: what CI does
-	@$(call own,test) && $(run) matrix run --sample $(MATRIX_ARGS) && \
+eras: ## Verify one release per era in few settings: what CI does
+	@$(call own,test) && $(run) matrix run --sample --quick $(MATRIX_ARGS) && \
 	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/binding/test_arguments_sweep.py && \
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 

@@ -14,6 +14,7 @@ from pyllamakv.cli.options import (
     Json,
     Junit,
     Portable,
+    Quick,
     ReleaseName,
     Scenarios,
     Series,
@@ -45,9 +46,7 @@ def command(
         typer.Option("--scenario-dir", help="Directory with more scenarios; repeatable."),
     ] = None,
     backend: Backend = "cpu",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Run fewer cache types and layouts.")
-    ] = False,
+    quick: Quick = False,
     fresh: Fresh = False,
     timeout: Annotated[
         float | None,

@@ -18,6 +18,7 @@ from pyllamakv.cli.options import (
     Json,
     Junit,
     Portable,
+    Quick,
     Releases,
     Scenarios,
     Series,
@@ -76,6 +77,7 @@ def plan(
     scenario: Scenarios = None,
     sample: Sample = False,
     portable: Portable = False,
+    quick: Quick = False,
     github: Github = False,
     as_json: Json = False,
 ) -> None:
@@ -83,7 +85,7 @@ def plan(
     from pyllamakv.verification import matrix, matrix_reports
 
     specs = matrix.plan(
-        _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
+        _choice(names, era, backend, series, isolate, each, scenario, portable, sample, quick)
     )
     if github:
         write_json(matrix_reports.github(specs), indent=None)
@@ -103,6 +105,7 @@ def run(
     scenario: Scenarios = None,
     sample: Sample = False,
     portable: Portable = False,
+    quick: Quick = False,
     fresh: Fresh = False,
     scheduler: Scheduler = "",
     expected: Expected = None,
@@ -116,7 +119,7 @@ def run(
     from pyllamakv.verification import matrix
 
     specs = matrix.plan(
-        _choice(names, era, backend, series, isolate, each, scenario, portable, sample)
+        _choice(names, era, backend, series, isolate, each, scenario, portable, sample, quick)
     )
     wanted = views.ReportOptions(expected, html, junit, github, as_json, verbose=verbose)
     _verify(specs, fresh, scheduler, wanted)
@@ -297,6 +300,7 @@ def _choice(
     scenario: Sequence[str] | None = None,
     portable: bool = False,
     sample: bool = False,
+    quick: bool = False,
 ) -> MatrixSelection:
     from pyllamakv.verification.matrix import MatrixSelection
 
@@ -313,6 +317,7 @@ def _choice(
         each=each,
         native=not portable,
         sample=sample,
+        quick=quick,
     )
 
 

@@ -137,6 +137,7 @@ Backends = Annotated[
     typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run fewer cache types and layouts.")]
 VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patched, +stock.")]
 PlayedOn = Annotated[str, typer.Option("--variant", help="Build to play on; default: as recorded.")]
 Variants = Annotated[

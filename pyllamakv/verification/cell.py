@@ -89,7 +89,8 @@ def build_lock(progress: Progress | None) -> Iterator[None]:
 class CellSpec:
     """The name of a cell: a release, shipped patches (default: all that apply) and a backend.
 
-    ``isolate`` verifies one shipped patch with its own scenarios; ``scenarios`` limits what runs.
+    ``isolate`` verifies one shipped patch with its own scenarios; ``scenarios`` limits what runs;
+    ``quick`` runs each scenario in a few settings only.
     """
 
     release: str
@@ -98,6 +99,7 @@ class CellSpec:
     backend: str = "cpu"
     native: bool = True
     scenarios: tuple[str, ...] = ()
+    quick: bool = False
 
     @property
     def name(self) -> str:
@@ -112,7 +114,8 @@ class CellSpec:
             words.append(f"[{self.isolate or ','.join(self.series)}]")
         if self.scenarios:
             words.append(f"({','.join(self.scenarios)})")
-        return " ".join(words if self.native else [*words, "portable"])
+        words += ["portable"] * (not self.native) + ["quick"] * self.quick
+        return " ".join(words)
 
     def check_request(self, *, fresh: bool = False) -> checking.CheckRequest:
         """Return the check request of this cell."""
@@ -124,6 +127,7 @@ class CellSpec:
             backend=self.backend,
             fresh=fresh,
             native=self.native,
+            quick=self.quick,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class MatrixSelection:
 
     ``isolate`` names shipped patches to verify alone, with their own scenarios; ``each`` adds all
     of them in this way. ``sample`` selects one release per era: the default one, else the newest.
+    ``quick`` runs each scenario in a few settings only.
     """
 
     releases: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class MatrixSelection:
     each: bool = False
     native: bool = True
     sample: bool = False
+    quick: bool = False
 
 
 def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
@@ -66,6 +68,7 @@ def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
             backends.known(backend),
             choice.native,
             choice.scenarios,
+            choice.quick,
         )
         for backend in choice.backends
         for release in _names(choice)

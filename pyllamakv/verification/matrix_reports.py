@@ -158,7 +158,8 @@ def _args(spec: CellSpec) -> str:
         )
     for name in spec.scenarios:
         words += ["--scenario", name]
-    return " ".join(words if spec.native else [*words, "--portable"])
+    words += ["--portable"] * (not spec.native) + ["--quick"] * spec.quick
+    return " ".join(words)
 
 
 def _cell(text: str) -> str:

@@ -94,6 +94,16 @@ def test_spec_and_result_survive_json() -> None:
     assert spec.name == "b4980 [a,b] (fragmented) portable cuda"
 
 
+def test_a_quick_cell_is_checked_in_few_settings() -> None:
+    """The request, the name and the key of the result say so."""
+    spec = CellSpec("0.3.9", quick=True)
+    assert spec.check_request().quick
+    assert not CellSpec("0.3.9").check_request().quick
+    assert spec.name == "0.3.9 quick"
+    assert CellSpec.from_json(spec.to_json()) == spec
+    assert spec.to_json() != CellSpec("0.3.9").to_json()
+
+
 def test_a_result_with_older_keys_can_be_read() -> None:
     """``films`` and ``judged`` are the former names of ``timelines`` and ``verified``."""
     whole = result(verified="2026-11-22T01:02:03+00:00", timelines=({"label": "a"},))

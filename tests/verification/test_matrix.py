@@ -53,6 +53,8 @@ def test_plan_has_every_release_once() -> None:
 def test_plan_is_narrowed() -> None:
     """By release, era, backend and patch."""
     assert [c.release for c in plan(MatrixSelection(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
+    assert [c.quick for c in plan(MatrixSelection(("0.3.9",), quick=True))] == [True]
+    assert [c.quick for c in plan(MatrixSelection(("0.3.9",)))] == [False]
     eras = {lockfile.known()[c.release].era for c in plan(MatrixSelection(eras=("split",)))}
     assert eras == {"split"}
     assert [c.backend for c in plan(MatrixSelection(("0.3.9",), backends=("cpu", "cuda")))] == [

@@ -114,7 +114,7 @@ def test_the_plan_for_github() -> None:
     specs = [
         CellSpec("0.3.9"),
         CellSpec("b4980", isolate="full-defrag", backend="cuda", native=False),
-        CellSpec("0.3.8", ("a", "b"), scenarios=("x",)),
+        CellSpec("0.3.8", ("a", "b"), scenarios=("x",), quick=True),
     ]
     jobs = matrix_reports.github(specs)["include"]
     assert jobs[0] == {
@@ -124,4 +124,4 @@ def test_the_plan_for_github() -> None:
         "args": "0.3.9 --backend cpu",
     }
     assert jobs[1]["args"] == "b4980 --backend cuda --isolate full-defrag --portable"
-    assert jobs[2]["args"] == "0.3.8 --backend cpu --series a,b --scenario x"
+    assert jobs[2]["args"] == "0.3.8 --backend cpu --series a,b --scenario x --quick"
