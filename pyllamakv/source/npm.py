@@ -146,9 +146,12 @@ def import_package(
         if _BUNDLE in wanted:
             msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
             raise ArchiveError(msg)
-        head, tag = _head(bundle, archive), _tag(about)
+        pack = held.folder / "pack"
+        head, tag = _head(bundle, archive, pack), _tag(about)
         try:
-            held.git("bundle", "unbundle", str(bundle))
+            # `git bundle unbundle` maps every pack of the store as a whole: a store of a hundred
+            # releases exceeded the memory limit.
+            held.git("index-pack", "--stdin", "--fix-thin", input=pack)
         except GitError as error:
             msg = f"the bundle in {archive.name} is damaged: {error.output.strip()}"
             raise ArchiveError(msg) from error
@@ -156,8 +159,8 @@ def import_package(
         return head, found, tag
 
 
-def _head(bundle: Path, archive: Path) -> str:
-    """Return the commit that a bundle is of: its HEAD, else the only ref in it."""
+def _head(bundle: Path, archive: Path, pack: Path) -> str:
+    """Return the commit that a bundle is of, its HEAD or its only ref; write its pack to a file."""
     refs: dict[str, str] = {}
     with bundle.open("rb") as source:
         if not source.readline(100).startswith((b"# v2 git bundle", b"# v3 git bundle")):
@@ -175,6 +178,8 @@ def _head(bundle: Path, archive: Path) -> str:
             sha, _, name = line.decode("utf-8", "replace").partition(" ")
             if re.fullmatch(r"[0-9a-f]{40}", sha):
                 refs[name] = sha
+        with pack.open("wb") as target:
+            shutil.copyfileobj(source, target)
     head = refs.get("HEAD") or (next(iter(refs.values())) if len(set(refs.values())) == 1 else "")
     if not head:
         msg = f"the bundle in {archive.name} names no commit"
