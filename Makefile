@@ -64,7 +64,7 @@ matrix: ## Judge every release, and compare with what is expected
 
 eras: ## Verify one release per era in few settings: what CI does
 	@$(call own,test) && $(run) matrix run --sample --quick $(MATRIX_ARGS) && \
-	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest tests/binding/test_arguments_sweep.py && \
+	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest -n auto tests/binding/test_arguments_sweep.py && \
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 
 bench: ## Measure, and write qa/results/benchmarks.md
