@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tomlkit
@@ -186,6 +186,23 @@ def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> Non
     with pytest.raises(BranchRefused, match=r"checked out in .*review; switch to another branch"):
         checkout.write()
     assert checkout.state() == state
+
+
+@pytest.mark.long
+def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch that somebody changes while it is written keeps its commit."""
+    checkout.write()
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    accept = expected.accept
+
+    def meanwhile(*given: Any) -> list[str]:
+        checkout.git("branch", "-f", NAME, "HEAD")
+        return accept(*given)
+
+    monkeypatch.setattr(expected, "accept", meanwhile)
+    with pytest.raises(GitError, match=r"is at .* but expected"):
+        checkout.write()
+    assert checkout.git("rev-parse", NAME) == checkout.git("rev-parse", "HEAD")
 
 
 @pytest.mark.long

@@ -81,3 +81,11 @@ def test_a_release_that_failed() -> None:
     text = report(FollowedRelease("0.3.39", error=BranchRefused("branch x has\ncommits")))
     assert "|" not in text
     assert text.endswith("## 0.3.39\n\nNot completed: branch x has commits\n")
+
+
+def test_a_carried_tree_that_does_not_compile() -> None:
+    """The report has the first error of the compiler."""
+    reason = "carried fix from 0.3.36: src/a.cpp:7: error: no member 'head'"
+    result = cell_results.result("b2", "broken-carry", reason=reason, carried={"fix": "0.3.36"})
+    text = report(FollowedRelease("b2", (result,)))
+    assert f"b2: worse: expected a good verdict, found broken-carry: {reason}\n" in text
