@@ -52,7 +52,9 @@ class HunkConflict:
     def __str__(self) -> str:
         words = [self.file]
         if self.hunk:
-            words.append(f"hunk {self.hunk}")
+            # The end of a signature is the function's name.
+            name = self.function.rsplit(" ", 1)[-1]
+            words.append(f"hunk {self.hunk} in {name}" if name else f"hunk {self.hunk}")
         if self.line:
             words.append(f"line {self.line}")
         return f"{', '.join(words)}: {drift.changed_text(self.changed_after, self.changed_in)}"

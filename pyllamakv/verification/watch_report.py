@@ -40,7 +40,7 @@ def markdown(
         if carried:
             names = ", ".join(f"{id_} from {base}" for id_, base in carried.items())
             lines += [f"Carried: {names}.", ""]
-        if each.name in worse:
+        if each.name in worse and not each.conflicts:
             lines += [_text(worse[each.name]), ""]
         for patch in each.conflicts:
             lines += _patch(patch)
@@ -62,8 +62,7 @@ def _patch(patch: UncarriedPatch) -> Iterable[str]:
 
 
 def _conflict(conflict: HunkConflict) -> Iterable[str]:
-    where = f" in {_code(conflict.function)}" if conflict.function else ""
-    yield f"{_text(str(conflict))}{where}."
+    yield f"{_text(str(conflict))}."
     sides = (
         ("port base", conflict.base),
         ("release", conflict.upstream),
@@ -71,7 +70,7 @@ def _conflict(conflict: HunkConflict) -> Iterable[str]:
     )
     lines = []
     for name, side in sides:
-        lines += [f"{name}:", *(f"    {line}" for line in side[:SHOWN_LINES])]
+        lines += [f"{name}:", *(f"    {line}".rstrip() for line in side[:SHOWN_LINES])]
         if len(side) > SHOWN_LINES:
             lines.append(f"    ({len(side) - SHOWN_LINES} more lines)")
     block = printable("\n".join(lines), keep="\n\t")

@@ -203,7 +203,7 @@ def test_github_beside_json_leaves_json_alone(run: Run) -> None:
 
 
 CONFLICT = HunkConflict(
-    "src/a.cpp", 4, "bool find(", 120, ("new <`` ``` lines;",), (), ("mine;",), "0.3.36", "b11549"
+    "src/a.cpp", 4, "bool find", 120, ("new <`` ``` lines;",), (), ("mine;",), "0.3.36", "b11549"
 )
 UNCARRIED = UncarriedPatch("compaction", "manual", "0.3.36", "a conflict", (CONFLICT,))
 
@@ -262,7 +262,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     assert "b11549: worse: expected a good verdict, found broken-apply" in out
     assert "0.3.5" not in out
     assert out.splitlines()[-2:] == [
-        "b11549: compaction requires manual work: src/a.cpp, hunk 4, line 120: "
+        "b11549: compaction requires manual work: src/a.cpp, hunk 4 in find, line 120: "
         "changed between 0.3.36 and b11549",
         "0.3.38: branch watch/0.3.38",
     ]
@@ -292,7 +292,7 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     for written in (text, page):
         for said in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
             assert said in written
-        assert "src/a.cpp, hunk 4, line 120: changed between 0.3.36 and b11549" in written
+        assert "src/a.cpp, hunk 4 in find, line 120: changed between 0.3.36 and b11549" in written
     assert "new &lt;`` ``` lines;" in page and "new <`` ``` lines;" in text
     assert "report: " in err
 

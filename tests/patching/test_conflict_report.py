@@ -56,7 +56,7 @@ def test_a_conflict(bench: SeriesSandbox) -> None:
     assert conflict.base == ("    keep(b);",)
     assert conflict.patch == ("    keep(c);",)
     assert (conflict.changed_after, conflict.changed_in) == ("0.3.2", "0.3.3")
-    said = f"src/a.cpp, hunk 2, line {line}: changed between 0.3.2 and 0.3.3"
+    said = f"src/a.cpp, hunk 2 in second, line {line}: changed between 0.3.2 and 0.3.3"
     assert str(conflict) == said
 
 
