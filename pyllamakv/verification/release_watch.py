@@ -84,6 +84,7 @@ class ReleaseWatch:
         self._branch = branch
         self._root = review_branch.repository() if branch else None
         self._progress = progress
+        self._names: set[str] = set()
         self._left: dict[str, int] = {}
         self._releases: dict[str, Release] = {}
         self._results: dict[str, list[CellResult]] = defaultdict(list)
@@ -106,7 +107,11 @@ class ReleaseWatch:
                 raise UsageError(msg)
             if self._root is not None:
                 name = review_branch.name_of(self._branch, release.name)
+                if name in self._names:
+                    msg = f"branch {name} is of another release: put {{release}} into --branch"
+                    raise UsageError(msg)
                 review_branch.check_free(self._root, name)
+                self._names.add(name)
             write_text_atomic(_mark(release), "")
         except KvError as error:
             self.failed(release.name, error)

@@ -118,6 +118,14 @@ def test_releases_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None
     assert release_watch.pending([SPEC]) == []
 
 
+def test_one_branch_for_two_releases() -> None:
+    """The second release is refused; it would replace the branch of the first."""
+    watch = ReleaseWatch("review")
+    assert watch.start(RELEASE)
+    assert not watch.start(replace(RELEASE, name="b3"))
+    assert "put {release} into --branch" in str(watch.error)
+
+
 def test_what_was_never_verified_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """An added release without a result is pending without a mark."""
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
