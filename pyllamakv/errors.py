@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArchiveError",
     "ArgumentTypeError",
+    "BranchRefused",
     "BudgetTooSmall",
     "BuildError",
     "Busy",
@@ -39,6 +40,7 @@ __all__ = [
     "KvError",
     "LoadError",
     "LockFileError",
+    "Locked",
     "ManifestError",
     "ModelError",
     "NativeError",
@@ -186,6 +188,16 @@ class GitError(SourceError):
         self.command = tuple(command)
         self.code = code
         self.output = output
+
+
+class Locked(SourceError):
+    """Another process holds a lock of the data directory. The message names the lock."""
+
+
+class BranchRefused(SourceError):
+    """A branch cannot be replaced: it has commits of somebody else, or is checked out."""
+
+    exit_code = 2
 
 
 class TreeDirty(SourceError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import pytest
 import typer
 
 from pyllamakv.cli import main
+from pyllamakv.source import git_command
 
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: Programs that every runner has.
-PLAIN = {"echo", "find", "python", "sudo"}
+PLAIN = {"cat", "echo", "find", "gh", "git", "python", "sudo"}
+#: Words of the shell that begin a line and no command.
+SHELL = {"for", "done"}
 
 
 def load(path: Path) -> dict[Any, Any]:
@@ -39,7 +44,7 @@ def commands(text: str) -> list[list[str]]:
         inner = re.findall(r"\$\(([^()]*)\)", plain)
         for part in (re.sub(r"\$\([^()]*\)", "x", plain), *inner):
             words = [word for word in shlex.split(part.split(">")[0]) if not word.startswith("$")]
-            if words and not re.fullmatch(r"\w+=.*", words[0]):
+            if words and words[0] not in SHELL and not re.fullmatch(r"\w+=.*", words[0]):
                 found.append(words)
     return found
 
@@ -70,9 +75,86 @@ def test_shape(path: Path) -> None:
         assert {needs} if isinstance(needs, str) else set(needs) <= set(found["jobs"])
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step), (name, step)
-            assert set(step) <= {"uses", "run", "with", "name", "id", "if", "env"}, (name, step)
+            known = {"uses", "run", "with", "name", "id", "if", "env", "timeout-minutes"}
+            assert set(step) <= known, (name, step)
             if "uses" in step:
-                assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+                assert re.fullmatch(r"actions/[a-z-]+(/[a-z]+)?@v\d+", step["uses"])
+
+
+def test_only_the_canary_may_write() -> None:
+    """It pushes branches and opens pull requests; no other job has a permission of its own."""
+    found = {
+        (path.stem, name): job["permissions"]
+        for path in FILES
+        for name, job in load(path)["jobs"].items()
+        if "permissions" in job
+    }
+    assert found == {("canary", "watch"): {"contents": "write", "pull-requests": "write"}}
+
+
+@pytest.mark.long
+def test_the_schema() -> None:
+    """GitHub's schema accepts each file."""
+    pytest.importorskip("check_jsonschema")
+    words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run(
+        [sys.executable, *words, *map(str, FILES)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_canary_publishes_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new branch and a replaced one are pushed; each has one pull request."""
+    scripts = [
+        step["run"]
+        for step in load(ROOT / ".github" / "workflows" / "canary.yml")["jobs"]["watch"]["steps"]
+        if step.get("run", "").startswith("git ")
+    ]
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    opened = tmp_path / "opened"
+    kept = f'view) grep -qx "$3" {opened};; create) echo "$4" >> {opened};;'
+    (tools / "gh").write_text(f"#!/bin/sh\ncase $2 in {kept} esac\n")
+    (tools / "gh").chmod(0o755)
+    opened.touch()
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    person = git_command.environment() | {"GIT_ALLOW_PROTOCOL": "file"}
+
+    def git(folder: Path, *words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, env=person, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def night(*changes: tuple[str, ...]) -> None:
+        """Run the scripts in a new clone; the changes are those of `matrix watch`."""
+        clone = tmp_path / "clone"
+        git(tmp_path, "init", "-q", str(clone))
+        git(clone, "remote", "add", "origin", f"file://{origin}")
+        git(clone, "fetch", "-q", "origin")
+        git(clone, "checkout", "-q", "-B", "main", "origin/main")
+        for number, script in enumerate(scripts):
+            words = ["bash", "-e", "-o", "pipefail", "-c", script]
+            done = subprocess.run(words, cwd=clone, env=person, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            for change in () if number else changes:
+                git(clone, *change)
+        shutil.rmtree(clone)
+
+    origin = tmp_path / "origin"
+    git(tmp_path, "init", "-q", str(origin))
+    git(origin, "commit", "-q", "--allow-empty", "-m", "one")
+    night()
+    assert opened.read_text() == ""
+    one, two = (("commit", "-q", "--allow-empty", "-m", name) for name in ("first", "second"))
+    night(one, ("branch", "watch/b1"), ("branch", "other"))
+    night(two, ("branch", "-f", "watch/b1"), ("branch", "watch/b2"))
+    heads = [git(origin, "log", "--format=%s", name) for name in ("watch/b1", "watch/b2")]
+    assert heads == ["second\none", "second\none"]
+    assert opened.read_text().split() == ["watch/b1", "watch/b2"]
+    assert git(origin, "branch", "--list", "other") == ""
 
 
 def test_what_every_change_has_to_pass() -> None:

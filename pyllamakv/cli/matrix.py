@@ -28,9 +28,10 @@ from pyllamakv.cli.stdout import note, write_json
 from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Executor
 
+    from pyllamakv.source.progress import Progress
     from pyllamakv.verification.cell import CellResult, CellSpec
     from pyllamakv.verification.matrix import MatrixSelection
 
@@ -50,6 +51,10 @@ Merge = Annotated[
 ]
 Expected = Annotated[
     Path | None, typer.Option("--expected", help="File of accepted verdicts; default: shipped.")
+]
+Branch = Annotated[str, typer.Option("--branch", help="Name of a release's branch; empty: none.")]
+ReportFolder = Annotated[
+    Path | None, typer.Option("--report", help="Write watch.md and watch.html there.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML report to this file.")]
 
@@ -183,54 +188,92 @@ def report(
 
 @app.command()
 def watch(
+    names: Releases = None,
     *,
     backend: Backends = None,
     unpinned: Annotated[
         bool, typer.Option("--unpinned", help="Also verify older unpinned versions.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list new versions.")] = False,
+    branch: Branch = "watch/{release}",
+    report: ReportFolder = None,
     scheduler: Scheduler = "",
     expected: Expected = None,
-    html: Html = None,
     junit: Junit = None,
     github: Github = False,
     as_json: Json = False,
 ) -> None:
-    """Verify new versions on the package indexes.
+    """Verify new versions of the package indexes, and write branches for review.
 
-    New versions are added to the lock of the data directory. Exit status 1: a verdict is bad.
-    Versions that an interrupted watch added are verified, too.
+    New versions are added to the lock of the data directory. Each release with a good verdict gets
+    a branch with its lock entry, ports and verdict; the others are reported with their conflicts.
+    With RELEASE, only these are followed. An interrupted watch is continued. Exit status 1: a
+    verdict is bad.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch
-    from pyllamakv.source import watch as watching
-    from pyllamakv.verification import matrix
+    from pyllamakv.verification import matrix, release_watch
 
-    news = watching.new_versions()
-    # Oldest first: an interrupted watch leaves the newest to the next one.
-    fresh = tuple(reversed((*news.new, *news.unpinned) if unpinned else news.new))
-    names = _unverified(backend)
-    wanted = (*names, *(each.spec for each in fresh))
-    ended = dry_run or not wanted
-    views.new_releases(news, wanted, as_json and ended)
-    if ended:
-        return
-    failed: list[KvError] = []
-    with progress_bar.progress() as progress:
-        for each in fresh:
+    with contextlib.nullcontext() if dry_run else release_watch.only_one():
+        wanted, warnings = _versions(names, backend, unpinned, dry_run, as_json)
+        if dry_run or not wanted:
+            return
+        with progress_bar.progress() as progress:
+            following = release_watch.ReleaseWatch(branch, progress)
+            chosen = []
+            for version in wanted:
+                try:
+                    release = fetch.ensure(version, progress=progress)
+                except KvError as error:
+                    # One archive that cannot be fetched does not stop the others.
+                    following.failed(version, error)
+                    continue
+                if following.start(release):
+                    chosen.append(release.name)
+            results: Sequence[CellResult] = ()
             try:
-                names.append(fetch.add(each.spec, progress=progress).name)
-            except KvError as error:
-                # One archive that cannot be fetched does not stop the others.
-                failed.append(error)
-                note(f"{each.spec}: {error}")
+                if chosen:
+                    specs = matrix.plan(_choice(chosen, None, backend))
+                    following.expect(specs)
+                    results = _results(specs, False, scheduler, progress, following.take)
+            finally:
+                if report:
+                    views.write_watch(following.followed, warnings, report, expected)
+        options = views.ReportOptions(expected, None, junit, github, as_json)
+        worse = views.write_reports(results, options, following.followed)
+    if following.error:
+        raise following.error
+    if worse:
+        raise typer.Exit(1)
+
+
+def _versions(
+    names: Sequence[str] | None,
+    backend: Sequence[str] | None,
+    unpinned: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> tuple[list[str], Sequence[str]]:
+    """Return the releases to follow, and warnings about the indexes; print both.
+
+    By default those that an interrupted watch left, and new versions, oldest first: an interrupted
+    watch leaves the newest to the next one.
+    """
+    from pyllamakv.source import watch as watching
+    from pyllamakv.verification import matrix, release_watch
+
     if names:
-        specs = matrix.plan(_choice(list(dict.fromkeys(names)), None, backend))
-        _verify(
-            specs, False, scheduler, views.ReportOptions(expected, html, junit, github, as_json)
-        )
-    if failed:
-        raise failed[0]
+        news = watching.NewVersions((), (), (), ())
+        wanted = list(dict.fromkeys(names))
+    else:
+        news = watching.new_versions()
+        fresh = (*news.new, *news.unpinned) if unpinned else news.new
+        added = [release.name for release in release_watch.added()]
+        specs = matrix.plan(_choice(added, None, backend)) if added else ()
+        wanted = [*release_watch.pending(specs), *(each.spec for each in reversed(fresh))]
+    views.new_releases(news, wanted, as_json and (dry_run or not wanted))
+    lost = [f"{name} was removed from its index, or changed there" for name in news.lost]
+    return wanted, (*news.unreachable, *lost)
 
 
 @app.command()
@@ -278,18 +321,6 @@ def _last_results(
     return result_cache.latest_of(specs), specs
 
 
-def _unverified(backend: Sequence[str] | None) -> list[str]:
-    """Return the added releases without any result, which an interrupted watch leaves."""
-    from pyllamakv.source import lockfile
-    from pyllamakv.source.releases import ARCHIVE_KINDS
-    from pyllamakv.verification import matrix, result_cache
-
-    added = lockfile.load(lockfile.added())
-    names = [release.name for release in added if release.kind in ARCHIVE_KINDS]
-    specs = matrix.plan(_choice(names, None, backend)) if names else ()
-    return list(dict.fromkeys(s.release for s in specs if result_cache.latest_result(s) is None))
-
-
 def _choice(
     names: Sequence[str] | None = None,
     era: Sequence[str] | None = None,
@@ -326,16 +357,29 @@ def _verify(
 ) -> None:
     """Verify cells and write the requested output; exit with 1 if a verdict is worse."""
     from pyllamakv.cli import progress_bar
+
+    with progress_bar.progress() as progress:
+        results = _results(specs, fresh, scheduler, progress)
+    if views.write_reports(results, wanted):
+        raise typer.Exit(1)
+
+
+def _results(
+    specs: Sequence[CellSpec],
+    fresh: bool,
+    scheduler: str,
+    progress: Progress,
+    each: Callable[[CellResult], None] | None = None,
+) -> Sequence[CellResult]:
+    """Verify cells here or on a scheduler's workers; ``each`` is called with each result."""
     from pyllamakv.verification import matrix
 
     try:
-        with progress_bar.progress() as progress, _executor(scheduler, specs) as executor:
-            results = matrix.run(specs, executor=executor, fresh=fresh, progress=progress)
+        with _executor(scheduler, specs) as executor:
+            return matrix.run(specs, executor=executor, fresh=fresh, each=each, progress=progress)
     except KeyboardInterrupt:
         note("results so far are kept; the same command continues from there")
         raise
-    if views.write_reports(results, wanted):
-        raise typer.Exit(1)
 
 
 @contextlib.contextmanager

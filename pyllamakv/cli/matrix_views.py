@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.watch import NewVersions
     from pyllamakv.verification.cell import CellResult, CellSpec
     from pyllamakv.verification.expected import Comparison
+    from pyllamakv.verification.release_watch import FollowedRelease
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ class ReportOptions:
     verbose: bool = False
 
 
-def write_reports(results: Sequence[CellResult], wanted: ReportOptions) -> bool:
-    """Write the requested output; return whether a verdict is worse than accepted."""
+def write_reports(
+    results: Sequence[CellResult],
+    wanted: ReportOptions,
+    followed: Sequence[FollowedRelease] = (),
+) -> bool:
+    """Write the requested output; return whether a verdict is worse than accepted.
+
+    ``followed`` are the releases of a watch.
+    """
     from pyllamakv.source.files import write_text_atomic
     from pyllamakv.verification import expected, matrix_reports
     from pyllamakv.view import page
@@ -44,16 +52,49 @@ def write_reports(results: Sequence[CellResult], wanted: ReportOptions) -> bool:
     if wanted.junit:
         write_text_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
-        write_json(matrix_reports.document(results, compared))
+        watched = {"watched": [each.as_json() for each in followed]} if followed else {}
+        write_json(matrix_reports.document(results, compared) | watched)
     elif not wanted.quiet:
         _table(results, compared)
         if wanted.verbose:
             _details(results)
+        write_lines(line for each in followed for line in _followed(each))
     if wanted.github:
         # Workflow commands are read from both streams; JSON must stay JSON.
         out = sys.stderr if wanted.as_json else sys.stdout
         out.writelines(f"{line}\n" for line in matrix_reports.workflow(compared))
     return any(one.regression for one in compared)
+
+
+def _followed(found: FollowedRelease) -> Iterable[str]:
+    """Yield the branch of a release, and what requires manual work."""
+    if found.branch:
+        yield f"{found.name}: branch {found.branch.name}"
+    for patch in found.conflicts:
+        places = [str(conflict) for conflict in patch.conflicts] or [patch.reason]
+        more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+        yield f"{found.name}: {patch.id} requires manual work: {places[0]}{more}"
+    if found.error:
+        note(f"{found.name}: {found.error}")
+
+
+def write_watch(
+    followed: Sequence[FollowedRelease],
+    warnings: Sequence[str],
+    folder: Path,
+    expected: Path | None,
+) -> None:
+    """Write the report of a watch as Markdown and HTML; ``expected`` as in `ReportOptions`."""
+    from pyllamakv.source.files import write_text_atomic
+    from pyllamakv.verification import expected as accepting
+    from pyllamakv.verification import watch_report
+    from pyllamakv.view import page
+
+    results = [result for each in followed for result in each.results]
+    compared = accepting.compare(results, accepting.load(expected))
+    write_text_atomic(folder / "watch.md", watch_report.markdown(followed, compared, warnings))
+    write_text_atomic(folder / "watch.html", page.render(results, compared, followed, warnings))
+    note(f"report: {folder / 'watch.md'}, {folder / 'watch.html'}")
 
 
 def default_page() -> Path:

@@ -378,6 +378,7 @@ def drift(
     names: PatchNames = None,
     *,
     patches: Patches = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Show which hunks moved or fail on a release, and since when."""
@@ -391,7 +392,7 @@ def drift(
     if as_json:
         write_json([one.as_json() for one in found])
     else:
-        patch_views.drift(found, names or [])
+        patch_views.drift(found, names or [], verbose=verbose)
     if any(one.bad for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 

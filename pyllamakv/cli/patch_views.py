@@ -180,9 +180,101 @@ def comparison(found: PortComparison) -> None:
             console.print(f"      {_safe(line)}")
 
 
-def drift(found: Sequence[Drift], named: Sequence[str] = ()) -> None:
-    """Print the state of each hunk; for patches of other releases, only if named."""
+#: The columns and lines of a report of drift, which fits a screen with the prompt below it.
+_COLUMNS, _LINES = 80, 22
+
+
+def drift(found: Sequence[Drift], named: Sequence[str] = (), *, verbose: bool = False) -> None:
+    """Print the state of each patch, then the hunks that fail, on one screen.
+
+    Patches of other releases are only counted, unless they are named. With ``verbose``, every hunk
+    that is not exact is printed, in lines of any length.
+    """
     console = Console(soft_wrap=True, highlight=False)
+    if verbose:
+        _whole_drift(console, found, named)
+        return
+    shown = [one for one in found if one.state != "not-applicable" or one.id in named]
+    lines = _drift_rows(shown)
+    if len(shown) < len(found):
+        lines.append(f"{_count(len(found) - len(shown), 'patch', 'patches')} for other releases")
+    lines += [f"[bold]{_line(line)}[/]" if first else _line(line) for first, line in _fails(shown)]
+    inexact = any(hunk.placement.state != "exact" for one in shown for hunk in one.hunks)
+    end = ["-v shows each hunk"] if inexact else []
+    if len(lines) + len(end) > _LINES:
+        hidden = len(lines) - _LINES + 1
+        lines, end = lines[: _LINES - 1], [f"{hidden} more lines; -v shows each hunk"]
+    for line in lines:
+        console.print(line)
+    for line in end:
+        console.print(line, style="dim")
+
+
+def _line(text: str, width: int = _COLUMNS) -> str:
+    """Return a text for the console that is cut at a width."""
+    text = printable(text)
+    return escape(text if len(text) <= width else f"{text[: width - 1]}…")
+
+
+def _drift_rows(found: Sequence[Drift]) -> list[str]:
+    """Return a line for each patch; of many, those that fail come first."""
+    if len(found) > _LINES // 2:
+        found = sorted(found, key=lambda one: not one.bad)
+    width = max((min(30, len(one.id)) for one in found), default=0)
+    rows = []
+    for one in found:
+        id_ = _line(one.id, width) + " " * (width - len(one.id))
+        state = f"[{_COLOURS[one.state]}]{one.state:<7}[/]"
+        facts = _line(_drift_row(one), _COLUMNS - width - max(7, len(one.state)) - 2)
+        rows.append(f"[bold]{id_}[/] {state} {facts}")
+    return rows
+
+
+def _drift_row(one: Drift) -> str:
+    """Return the state of a patch's hunks in one line."""
+    if not one.hunks:
+        return one.reason.split("; ")[0]
+    said = [f"port {one.base}"] if one.base else []
+    moved = [hunk.placement.offset for hunk in one.hunks if hunk.placement.offset]
+    if one.bad:
+        said.append(f"{len(one.bad)} of {_count(len(one.hunks), 'hunk')} fail")
+    else:
+        said.append(_count(len(one.hunks), "hunk"))
+    if moved:
+        said.append(f"{len(moved)} moved by {_span(min(moved), max(moved))}")
+    return ", ".join(said)
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first:+d}" if first == last else f"{first:+d} to {last:+d}"
+
+
+def _fails(found: Sequence[Drift]) -> Iterator[tuple[bool, str]]:
+    """Yield the lines about hunks that fail, and whether a line begins a patch."""
+    for one in found:
+        gone: set[str] = set()
+        if one.bad:
+            yield True, f"{one.id}, port {one.base}" if one.base else one.id
+        for hunk in one.bad:
+            place = hunk.placement
+            if place.state == "missing":
+                if place.file in gone:
+                    continue
+                gone.add(place.file)
+                yield False, f"  {place.file}: the file does not exist"
+            else:
+                # The end of a signature is the function's name.
+                name = hunk.function.rsplit(" ", 1)[-1]
+                yield False, f"  {place.file}#{place.hunk} {name}".rstrip() + f": {place.state}"
+            if place.state in ("function", "already"):
+                yield False, f"    found {place.found}"
+            if hunk.whitespace_only:
+                yield False, "    only blanks differ"
+            for reason in _went(hunk):
+                yield False, f"    {reason}"
+
+
+def _whole_drift(console: Console, found: Sequence[Drift], named: Sequence[str]) -> None:
     for one in found:
         against = _safe(f", port {one.base}" if one.base else "")
         state = f"[{_COLOURS[one.state]}]{one.state}[/]"
@@ -212,8 +304,8 @@ def _moved_or_failing(hunks: Sequence[HunkDrift]) -> Iterator[str]:
             yield ", ".join(said)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, what: str, many: str = "") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {many or f'{what}s'}"
 
 
 def _drifted(hunk: HunkDrift) -> str:

@@ -292,23 +292,33 @@ def _merge(
         if match:
             stages.setdefault(match[2].decode("utf-8", "surrogateescape"), set()).add(match[1])
     read = _reader(store, merged)
+    marked = {file.path: file for file in _diff(store, ours, merged).files}
     found: list[MergeConflict] = []
     for path, those in stages.items():
-        if those >= {b"2", b"3"}:
-            found += _conflicts(path, read(path))
+        if those >= {b"2", b"3"} and path in marked:
+            found += _conflicts(path, read(path), marked[path])
         else:
             found.append(MergeConflict(path, 0))
     return merged, tuple(found) or (MergeConflict("", 0),)
 
 
-def _conflicts(path: str, data: bytes) -> Iterator[MergeConflict]:
-    """Yield the marked places of a file; lines are counted as in the target's file."""
-    dropped = 0
-    for match in _CONFLICT.finditer(data):
-        line = data.count(b"\n", 0, match.start()) - dropped + 1
-        sides = [_lines(match[number]) for number in (1, 2, 3)]
-        dropped += match[0].count(b"\n") - len(sides[0])
-        yield MergeConflict(path, line, *sides)
+def _conflicts(path: str, data: bytes, marked: FilePatch) -> Iterator[MergeConflict]:
+    """Yield the marked places of a file; lines are counted as in the target's file.
+
+    ``marked`` is the difference between the target's file and the merged one.
+    """
+    for line, match in zip(_marker_lines(marked), _CONFLICT.finditer(data), strict=False):
+        yield MergeConflict(path, line, *(_lines(match[number]) for number in (1, 2, 3)))
+
+
+def _marker_lines(marked: FilePatch) -> Iterator[int]:
+    """Yield the number of the target's line after each mark that starts a conflict."""
+    for hunk in marked.hunks:
+        at = hunk.old_start
+        for line in hunk.lines:
+            if line.startswith(b"+<<<<<<< "):
+                yield at
+            at += line[:1] in (b" ", b"-")
 
 
 def _lines(data: bytes) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import filelock
 
-from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError, UsageError
+from pyllamakv.errors import DiskFailed, DiskFull, GitError, Locked, SourceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ LOCK_SECONDS = 900
 def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold a file lock of the data directory.
 
-    Raises SourceError, naming the file, when another process keeps it, and UsageError when the
+    Raises Locked, naming the file, when another process keeps it, and UsageError when the
     data directory cannot be written.
     """
     try:
@@ -34,7 +34,7 @@ def locked(file: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
             held = filelock.FileLock(file).acquire(timeout=seconds)
     except filelock.Timeout as error:
         msg = f"another process has held {file} for {seconds:.0f} s; end it, then try again"
-        raise SourceError(msg) from error
+        raise Locked(msg) from error
     with held:
         yield
 

@@ -142,13 +142,15 @@ def run(
     fresh: bool = False,
     judge: VerifyCell | None = None,
     where: str | None = None,
+    each: Callable[[CellResult], None] | None = None,
     progress: Progress | None = None,
 ) -> tuple[CellResult, ...]:
     """Verify cells and return their results in the same order.
 
     Every result is stored at once, so that a run after a kill continues. Two concurrent runs share
     the cells: those that the other one verifies come last, and its results are used. ``where``
-    names the machine type for the cache; the default without an executor is "here".
+    names the machine type for the cache; the default without an executor is "here". ``each`` is
+    called with each result, as soon as it is known.
     """
     place = where or ("here" if executor is None else "elsewhere")
     keys = {spec: result_cache.key(spec, place) for spec in specs}
@@ -157,6 +159,8 @@ def run(
         kept = None if fresh else result_cache.load_result(keys[spec])
         if kept is not None:
             found[spec] = kept
+            if each:
+                each(kept)
     left = [spec for spec in dict.fromkeys(specs) if spec not in found]
     pace = ProgressEstimate(len(left) + len(found), len(found))
 
@@ -168,6 +172,8 @@ def run(
         pace.done += 1
         if progress:
             progress(f"{spec.name}: {result.verdict} ({pace})", 0, None)
+        if each:
+            each(result)
 
     if executor is None:
         for spec, wait in _in_turn(left, found):

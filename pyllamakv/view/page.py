@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.verification.cell import CellResult, FailedRun
     from pyllamakv.verification.expected import Comparison
+    from pyllamakv.verification.release_watch import FollowedRelease
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
@@ -61,8 +62,16 @@ class CellSection:
         return css_class(self.result.verdict)
 
 
-def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str:
-    """Return the page for results and their comparison with accepted verdicts."""
+def render(
+    results: Sequence[CellResult],
+    compared: Sequence[Comparison],
+    followed: Sequence[FollowedRelease] = (),
+    warnings: Sequence[str] = (),
+) -> str:
+    """Return the page for results and their comparison with accepted verdicts.
+
+    ``followed`` are the releases of a watch, and ``warnings`` those about the indexes.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -74,6 +83,8 @@ def render(results: Sequence[CellResult], compared: Sequence[Comparison]) -> str
     verdicts = [result.verdict for result in results]
     return template.render(
         parts=parts,
+        followed=followed,
+        warnings=warnings,
         counts=[
             (str(word), verdicts.count(word), css_class(word)) for word in WORDS if word in verdicts
         ],

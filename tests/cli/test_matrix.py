@@ -13,11 +13,23 @@ from fakes import cell_results
 from fakes.cell_results import result
 
 from pyllamakv.cli import main
-from pyllamakv.errors import FetchError
+from pyllamakv.errors import BranchRefused, FetchError, Locked, UsageError
+from pyllamakv.patching import conflict_report
+from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
 from pyllamakv.source import fetch, lockfile, watch
+from pyllamakv.source.releases import Release
 from pyllamakv.source.watch import NewVersion, NewVersions
-from pyllamakv.verification import cell, expected, matrix, matrix_reports, result_cache
+from pyllamakv.verification import (
+    cell,
+    expected,
+    matrix,
+    matrix_reports,
+    release_watch,
+    result_cache,
+    review_branch,
+)
 from pyllamakv.verification.cell import CellSpec
+from pyllamakv.verification.review_branch import ReviewBranch
 
 SOME = ("0.3.5", "0.3.6", "0.3.9", "0.3.36")
 Run = Callable[..., tuple[int, str, str]]
@@ -39,6 +51,11 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
         return cell.CellResult.from_json(cell_results.judge(spec.to_json()))
 
     monkeypatch.setattr(cell, "verify_cell", judge)
+    monkeypatch.setattr(fetch, "fetch", lambda release, **_: release)
+    monkeypatch.setattr(review_branch, "repository", lambda: tmp_path)
+    monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
+    monkeypatch.setattr(review_branch, "write", branch_of)
+    monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (UNCARRIED,))
 
     def call(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -185,6 +202,36 @@ def test_github_beside_json_leaves_json_alone(run: Run) -> None:
     assert "::error" in err
 
 
+CONFLICT = HunkConflict(
+    "src/a.cpp", 4, "bool find", 120, ("new <`` ``` lines;",), (), ("mine;",), "0.3.36", "b11549"
+)
+UNCARRIED = UncarriedPatch("compaction", "manual", "0.3.36", "a conflict", (CONFLICT,))
+
+
+def branch_of(root: Path, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
+    """Return the branch that would be written."""
+    assert [each.spec.release for each in results] == [release.name]
+    return ReviewBranch(name, "1" * 40, ("vendor/upstream.lock.toml",), ("look at <it>",))
+
+
+def adding(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
+    """Add releases to the lock without an archive; return the list of what was added."""
+    known = lockfile.known()
+    added = []
+
+    def add(spec, **_):
+        if spec == failing:
+            raise FetchError("the archive is cut off")
+        added.append(spec)
+        name = "b11549" if spec.startswith("xllamacpp") else spec
+        known[name] = replace(known["0.3.36"], name=name, commit=f"{len(known):040x}")
+        lockfile.save(lockfile.added(), [known[name]])
+        return known[name]
+
+    monkeypatch.setattr(fetch, "add", add)
+    return added
+
+
 def version(spec: str, source: str = "llama-cpp-python") -> NewVersion:
     """Return a version that an index offers."""
     return NewVersion(source, spec.rpartition("=")[2], spec, "2026-11-01T00:00:00Z")
@@ -198,16 +245,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, ...]) -> None:
 
 def test_watch(run: Run, monkeypatch) -> None:
     """New versions of all sources are added and verified, and must have a good verdict."""
-    known = lockfile.known()
-    added = []
-
-    def add(spec, **_):
-        added.append(spec)
-        name = "b11549" if spec.startswith("xllamacpp") else spec
-        known[name] = replace(known["0.3.36"], name=name, commit=name.ljust(40, "0"))
-        return known[name]
-
-    monkeypatch.setattr(fetch, "add", add)
+    added = adding(monkeypatch)
     offer(monkeypatch, (), (), ("0.2.1",))
     code, out, err = run("matrix", "watch")
     assert (code, out) == (0, "")
@@ -223,21 +261,90 @@ def test_watch(run: Run, monkeypatch) -> None:
     assert added == ["0.3.38", "xllamacpp==2026.10.11549"]
     assert "b11549: worse: expected a good verdict, found broken-apply" in out
     assert "0.3.5" not in out
+    assert out.splitlines()[-2:] == [
+        "b11549: compaction requires manual work: src/a.cpp, hunk 4 in find, line 120: "
+        "changed between 0.3.36 and b11549",
+        "0.3.38: branch watch/0.3.38",
+    ]
+    offer(monkeypatch, (), (version("0.2.3"),), ())
+    assert run("matrix", "watch")[:2] == (0, ""), "every release is finished"
     run("matrix", "watch", "--unpinned")
-    assert added[2:] == ["0.2.3", "0.3.38", "xllamacpp==2026.10.11549"]
+    assert added[2:] == ["0.2.3"]
+
+
+@pytest.mark.long
+def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
+    """Both files have verdicts, branches, conflicts with both sides, and what failed."""
+    adding(monkeypatch, failing="0.3.39")
+    offers = version("xllamacpp==2026.10.11549", "xllamacpp"), version("0.3.38"), version("0.3.39")
+    offer(monkeypatch, offers, (), ())
+    monkeypatch.setitem(cell_results.VERDICTS, "b11549", "broken-apply")
+    code, out, err = run("matrix", "watch", "--json", "--report", str(tmp_path / "to"))
+    assert code == FetchError.exit_code
+    jsonschema = pytest.importorskip("jsonschema")
+    document = json.loads(out)
+    jsonschema.validate(document, matrix_reports.schema())
+    followed = {each["release"]: each for each in document["watched"]}
+    assert list(followed) == ["0.3.39", "b11549", "0.3.38"]
+    assert followed["0.3.39"]["error"] == "the archive is cut off"
+    assert followed["0.3.38"]["branch"]["name"] == "watch/0.3.38"
+    assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
+    text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))
+    for written in (text, page):
+        for said in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
+            assert said in written
+        assert "src/a.cpp, hunk 4 in find, line 120: changed between 0.3.36 and b11549" in written
+    assert "new &lt;`` ``` lines;" in page and "new <`` ``` lines;" in text
+    assert "report: " in err
+
+
+def test_watch_of_named_releases(run: Run, monkeypatch) -> None:
+    """Only these are verified, and the indexes are not read."""
+    added = adding(monkeypatch)
+    monkeypatch.setattr(watch, "new_versions", lambda: pytest.fail("the indexes were read"))
+    code, out, _ = run("matrix", "watch", "0.3.9", "0.3.38", "--branch", "review/{release}/x")
+    assert code == 0
+    assert added == ["0.3.38"]
+    assert out.splitlines()[-2:] == [
+        "0.3.9: branch review/0.3.9/x",
+        "0.3.38: branch review/0.3.38/x",
+    ]
+    code, out, _ = run("matrix", "watch", "0.3.9", "--branch", "")
+    assert (code, "branch" in out) == (0, False)
+    assert run("matrix", "watch", "0.3.9", "--branch", "a b")[0] == 2
+
+
+def test_watch_outside_of_a_checkout(run: Run, monkeypatch) -> None:
+    """Nothing is fetched if branches cannot be written."""
+    added = adding(monkeypatch)
+    offer(monkeypatch, (version("0.3.38"),), (), ())
+
+    def nowhere():
+        raise UsageError("not a checkout")
+
+    monkeypatch.setattr(review_branch, "repository", nowhere)
+    assert run("matrix", "watch")[0] == 2
+    assert not added
+    assert run("matrix", "watch", "--branch", "")[0] == 0
+
+
+def test_two_watches_at_once(run: Run, monkeypatch) -> None:
+    """The second one ends at once, and names the lock; a list of versions does not wait."""
+    added = adding(monkeypatch)
+    offer(monkeypatch, (version("0.3.38"),), (), ())
+    with release_watch.only_one():
+        code, out, err = run("matrix", "watch")
+        assert (code, out) == (Locked.exit_code, "")
+        assert "another `pyllamakv matrix watch` uses this data directory" in err
+        assert "watch.lock" in err
+        assert run("matrix", "watch", "--dry-run")[0] == 0
+    assert not added
+    assert run("matrix", "watch")[0] == 0
 
 
 def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
     """The others are verified, and the exit status is that of the error."""
-    known = lockfile.known()
-
-    def add(spec, **_):
-        if spec == "0.3.39":
-            raise FetchError("the archive is cut off")
-        known[spec] = replace(known["0.3.36"], name=spec, commit=spec.ljust(40, "0"))
-        return known[spec]
-
-    monkeypatch.setattr(fetch, "add", add)
+    adding(monkeypatch, failing="0.3.39")
     offer(monkeypatch, (version("0.3.38"), version("0.3.39")), (), ())
     code, out, err = run("matrix", "watch")
     assert code == FetchError.exit_code
@@ -257,6 +364,59 @@ def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     assert code == 0
     assert out.splitlines()[1].split()[0] == "b11549"
     assert run("matrix", "watch")[:2] == (0, "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["verify", "branch"])
+def test_a_watch_that_was_interrupted(run: Run, monkeypatch, tmp_path: Path, step: str) -> None:
+    """What is done is kept: verdicts are not measured again, and the missing branch is written."""
+    adding(monkeypatch)
+    offer(monkeypatch, (version("0.3.39"), version("0.3.38")), (), ())
+    verify, verified = cell.verify_cell, []
+
+    def ended(spec, **_):
+        verified.append(spec.release)
+        if step == "verify" and spec.release == "0.3.39":
+            raise KeyboardInterrupt
+        return verify(spec)
+
+    def end(root, name, *_, **__):
+        if step == "branch" and name == "watch/0.3.39":
+            raise KeyboardInterrupt
+        return branch_of(root, name, *_, **__)
+
+    monkeypatch.setattr(cell, "verify_cell", ended)
+    monkeypatch.setattr(review_branch, "write", end)
+    code, _, err = run("matrix", "watch", "--report", str(tmp_path))
+    assert code == 130
+    assert "the same command continues from there" in err
+    assert "watch/0.3.38" in (tmp_path / "watch.md").read_text(), "what is done is reported"
+    monkeypatch.setattr(review_branch, "write", branch_of)
+    offer(monkeypatch, (), (), ())
+    if step == "verify":
+        monkeypatch.setattr(cell, "verify_cell", verify)
+    code, out, _ = run("matrix", "watch")
+    assert (code, out.splitlines()[-1]) == (0, "0.3.39: branch watch/0.3.39")
+    assert "0.3.38" not in out
+    assert verified == ["0.3.38", "0.3.39"]
+    assert run("matrix", "watch")[:2] == (0, "")
+
+
+def test_a_branch_that_is_under_review(run: Run, monkeypatch) -> None:
+    """Its release is not verified, and the others are; the error is the exit status."""
+    adding(monkeypatch)
+    offer(monkeypatch, (version("0.3.39"), version("0.3.38")), (), ())
+
+    def refuse(root, name):
+        if name == "watch/0.3.39":
+            raise BranchRefused("it has commits of Ada")
+
+    monkeypatch.setattr(review_branch, "check_free", refuse)
+    code, out, err = run("matrix", "watch")
+    assert code == BranchRefused.exit_code
+    assert "0.3.39: it has commits of Ada" in err
+    assert out.splitlines()[1].split()[0] == "0.3.38"
+    assert "0.3.39" not in out
 
 
 def test_watch_without_network(run: Run, monkeypatch) -> None:

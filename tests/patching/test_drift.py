@@ -163,6 +163,9 @@ def test_a_place_that_is_refused(
     assert said in row.reason
     patch_views.drift([found])
     out = capsys.readouterr().out
+    assert f": {state}\n    found {said}\n" in out
+    patch_views.drift([found], verbose=True)
+    out = capsys.readouterr().out
     assert f"{state}, expected" in out
     assert said in out
     assert "fuzz" not in out

@@ -117,6 +117,46 @@ def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
     assert lockfile.known() == {}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("project", ["llama-cpp-python", "xllamacpp"])
+@pytest.mark.parametrize(
+    "body",
+    [b"<html><h1>Log in</h1></html>", b"", b"\x1f\x8bgarbage"],
+    ids=["page", "empty", "garbage"],
+)
+def test_a_page_in_place_of_an_archive(
+    tmp_path: Path, server: Server, home: Path, project: str, body: bytes
+) -> None:
+    """An index that serves something else than the archive leaves nothing; then it is added."""
+    file = tmp_path / f"{project.replace('-', '_')}-2026.10.11549.tar.gz"
+    file.write_bytes(body)
+    index_page(server, file, stated=False)
+    store = open_store()
+    before = objects(store)
+    with pytest.raises(FetchError):
+        fetch.add(f"{project}==2026.10.11549")
+    assert objects(store) == before
+    assert not refs(store)
+    assert lockfile.known() == {}
+    if project == "llama-cpp-python":
+        index_page(server, sdist(tmp_path / "up", "2026.10.11549"), stated=False)
+        assert fetch.add(f"{project}==2026.10.11549").name == "2026.10.11549"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("errors", [[503] * 3, [500] * 3, [429] * 3], ids=["503", "500", "429"])
+def test_an_index_with_errors(tmp_path: Path, server: Server, errors: list[int]) -> None:
+    """A version is not unknown because its index fails; later it is added."""
+    index_page(server, sdist(tmp_path / "up", "1.0"))
+    server.fail = list(errors)
+    with pytest.raises(FetchError, match=str(errors[0])):
+        fetch.add("1.0")
+    assert not refs(open_store())
+    assert lockfile.known() == {}
+    server.fail = []
+    assert fetch.add("1.0").name == "1.0"
+
+
 def test_a_full_disk_leaves_the_store_as_it_was(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,3 +300,36 @@ def test_a_bundle_that_requires_history(tmp_path: Path) -> None:
     assert not refs(open_store())
     assert not objects(open_store())
     assert lockfile.known() == {}
+
+
+@pytest.mark.long
+def test_a_bundle_of_another_state(tmp_path: Path) -> None:
+    """A bundle that no longer has the pinned commit is refused, and the store is unchanged."""
+    up = tmp_path / "up"
+    repository(up)
+    git_command.git(up, "bundle", "create", "-q", "../x.bundle", "main")
+    spec = f"git:{tmp_path / 'x.bundle'}@main"
+    release = resolve(spec)
+    git_command.git(up, "commit", "-q", "--amend", "--allow-empty", "-m", "another state")
+    git_command.git(up, "bundle", "create", "-q", "../x.bundle", "main")
+    shutil.rmtree(open_store().path)
+    with pytest.raises(HashMismatch, match="add it again"):
+        fetch.fetch(release)
+    assert not refs(open_store())
+    assert not objects(open_store())
+    assert lockfile.known() == {spec: release}
+
+
+@pytest.mark.long
+def test_a_bundle_that_lacks_its_commit(tmp_path: Path) -> None:
+    """A reference to a commit that is not in the pack is refused, and the store is unchanged."""
+    up = tmp_path / "up"
+    head = repository(up)
+    git_command.git(up, "bundle", "create", "-q", "../x.bundle", "main")
+    file = tmp_path / "x.bundle"
+    file.write_bytes(file.read_bytes().replace(head.encode(), b"1" * 40))
+    with pytest.raises(FetchError, match="cannot fetch main"):
+        fetch.add(f"git:{file}@main")
+    assert not refs(open_store())
+    assert not objects(open_store())
+    assert lockfile.known() == {}

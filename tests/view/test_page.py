@@ -9,8 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from fakes.cell_results import failing, result, row
 
+from pyllamakv.errors import UsageError
+from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
 from pyllamakv.verification.cell import FailedRun
 from pyllamakv.verification.expected import Accepted, compare
+from pyllamakv.verification.release_watch import FollowedRelease
+from pyllamakv.verification.review_branch import ReviewBranch
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import page
 
@@ -154,3 +158,33 @@ def test_an_empty_matrix_is_a_page_too() -> None:
     reader = Reader()
     reader.feed(page.render((), ()))
     assert not reader.open
+
+
+def test_the_releases_of_a_watch() -> None:
+    """Branch, conflicts with both sides, error and warnings are shown; nothing is markup."""
+    conflict = HunkConflict("src/a.cpp", 4, "x find", 12, ("<new>",), (), ("mine",), "b1", "b2")
+    patches = (
+        UncarriedPatch("fix", "manual", "0.3.36", "a conflict", (conflict,)),
+        UncarriedPatch("next", "blocked", "", "requires <fix>"),
+    )
+    branch = ReviewBranch("watch/b3", "1" * 40, ("patches/<x>",), ("look at <it>",))
+    followed = (
+        FollowedRelease("b2", RESULTS[:1], patches),
+        FollowedRelease("b3", branch=branch, error=UsageError("<b>no</b>")),
+    )
+    text = page.render(RESULTS[:1], compare(RESULTS[:1], {}), followed, ("npm: <no> answer",))
+    reader = Reader()
+    reader.feed(text)
+    assert not reader.open
+    for said in (
+        "src/a.cpp, hunk 4 in find, line 12: changed between b1 and b2",
+        "<pre>&lt;new&gt;</pre>",
+        "<pre>mine</pre>",
+        "requires &lt;fix&gt;",
+        "<code>watch/b3</code>, which changes patches/&lt;x&gt;",
+        "Note: look at &lt;it&gt;",
+        "Not completed: &lt;b&gt;no&lt;/b&gt;",
+        "Warning: npm: &lt;no&gt; answer",
+    ):
+        assert said in text
+    assert "New releases" not in page.render(RESULTS[:1], compare(RESULTS[:1], {}))

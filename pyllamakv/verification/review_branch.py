@@ -1,0 +1,198 @@
+"""Write a branch for review that adds a verified release to a checkout.
+
+The branch has one commit on top of the current one: the lock entry, a port for each carried patch
+and the accepted verdicts. The commit is created in a temporary index, so that the work tree, the
+index and the current branch stay as they are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv import home
+from pyllamakv.errors import BranchRefused, UsageError
+from pyllamakv.patching import carry_acceptance
+from pyllamakv.source import git_command, lockfile
+from pyllamakv.verification import expected
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.carry_acceptance import AcceptedPort
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+    from pyllamakv.source.store import Store
+    from pyllamakv.verification.cell import CellResult
+
+#: What a branch may change; the work tree must have no changes there.
+PATCHES = "patches"
+LOCK = "vendor/upstream.lock.toml"
+
+#: The last line of the message of a commit that `write` made: its tree. A commit that was amended
+#: has another tree or committer.
+_TRAILER = "Watch-Tree"
+_NOTHING = "0" * 40
+
+
+@dataclass(frozen=True)
+class ReviewBranch:
+    """A branch for review: its name, its commit, the files that it changes, what to look at."""
+
+    name: str
+    commit: str
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return asdict(self)
+
+
+def repository() -> Path:
+    """Return the root of the checkout that branches are written to.
+
+    Raises UsageError if this package does not run from a git checkout, or if the patches or the
+    lock have changes that are not committed: these would be verified, and not be in the branch.
+    """
+    root = home.checkout()
+    if root is None or git_command.run(root, "rev-parse", "-q", "--verify", "HEAD").returncode:
+        msg = (
+            "a branch for review requires a git checkout of pyllamakv; run the command from one, "
+            "or turn the branch off with --branch ''"
+        )
+        raise UsageError(msg)
+    words = ("status", "--porcelain", "--untracked-files=no", "--", PATCHES, LOCK)
+    changed = git_command.git(root, "--no-optional-locks", *words).split("\n")[0][3:]
+    if changed:
+        msg = f"{changed} has changes that are not committed; commit or stash them first"
+        raise UsageError(msg)
+    return root
+
+
+def name_of(template: str, release: str) -> str:
+    """Return the name of a release's branch; raises UsageError if git cannot have one of it."""
+    name = template.replace("{release}", release)
+    if git_command.run(Path("/"), "check-ref-format", "--branch", name).returncode:
+        msg = f"{name!r} is not a name of a branch; choose another one with --branch"
+        raise UsageError(msg)
+    return name
+
+
+def check_free(root: Path, name: str) -> str:
+    """Return the commit of a branch that may be replaced, or an empty text if there is none.
+
+    Raises BranchRefused if the branch was not written by `write`, was changed since, or is checked
+    out in a work tree.
+    """
+    ref = f"refs/heads/{name}"
+    words = ("for-each-ref", "--format=%(refname)%00%(objectname)%00%(worktreepath)", ref)
+    found = [line.split("\0") for line in git_command.git(root, *words).split("\n")]
+    # The pattern also matches branches below it.
+    _, commit, tree = next((each for each in found if each[0] == ref), (ref, "", ""))
+    if not commit:
+        return ""
+    if tree:
+        msg = f"branch {name} is checked out in {tree}; switch to another branch there"
+        raise BranchRefused(msg)
+    if not _is_own(root, commit):
+        who = git_command.git(root, "show", "-s", "--format=%cn", commit)
+        msg = (
+            f"branch {name} has commits of {who}: merge or delete it, or choose another name with "
+            f"--branch"
+        )
+        raise BranchRefused(msg)
+    return commit
+
+
+def write(
+    root: Path,
+    name: str,
+    release: Release,
+    results: Sequence[CellResult],
+    *,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> ReviewBranch | None:
+    """Write the branch of a verified release, or replace the one of an earlier call.
+
+    Returns None if the current commit contains all of it. Raises BranchRefused as `check_free`
+    does, and UsageError if the carried patches are no longer those that were verified; the
+    repository is unchanged then.
+    """
+    before = check_free(root, name)
+    base = git_command.git(root, "rev-parse", "--verify", "HEAD^{commit}")
+    if progress:
+        progress(f"writing branch {name}", 0, None)
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-") as scratch:
+        folder = Path(scratch) / "tree"
+        folder.mkdir()
+        env = {
+            "GIT_DIR": git_command.git(root, "rev-parse", "--absolute-git-dir"),
+            "GIT_WORK_TREE": str(folder),
+            "GIT_INDEX_FILE": str(Path(scratch) / "index"),
+        }
+        git_command.git(folder, "read-tree", base, env=env)
+        git_command.git(folder, "checkout", "-q", "--", PATCHES, LOCK, env=env)
+        ports = _change(folder, release, results, store, progress)
+        notes = tuple(note.replace(f"{folder}/", "") for port in ports for note in port.notes)
+        git_command.git(folder, "add", "--", PATCHES, LOCK, env=env)
+        tree = git_command.git(folder, "write-tree", env=env)
+    if tree == git_command.git(root, "rev-parse", f"{base}^{{tree}}"):
+        return None
+    changed = git_command.git(root, "diff-tree", "-r", "-z", "--name-only", base, tree)
+    files = tuple(changed.split("\0")[:-1])
+    if before and _parts(root, before) == (tree, base):
+        return ReviewBranch(name, before, files, notes)
+    date = max((each.verified for each in results), default="") or git_command.DATE
+    message = _message(release, results, tree)
+    dates = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+    commit = git_command.git(root, "commit-tree", tree, "-p", base, input=message, env=dates)
+    git_command.git(root, "update-ref", f"refs/heads/{name}", commit, before or _NOTHING)
+    return ReviewBranch(name, commit, files, notes)
+
+
+def _change(
+    folder: Path,
+    release: Release,
+    results: Sequence[CellResult],
+    store: Store | None,
+    progress: Progress | None,
+) -> tuple[AcceptedPort, ...]:
+    """Change the files of a checkout so that they include a release; return the new ports."""
+    patches = folder / PATCHES
+    ports: tuple[AcceptedPort, ...] = ()
+    wanted = {id_: base for each in results for id_, base in each.carried.items()}
+    if wanted:
+        ports = carry_acceptance.accept(release, patches=patches, store=store, progress=progress)
+    found = {port.id: port.carried_from for port in ports}
+    if found != wanted:
+        msg = f"the patches changed while {release.name} was verified; run the command again"
+        raise UsageError(msg)
+    lockfile.save(folder / LOCK, [release])
+    expected.accept(results, patches / "expected.toml")
+    return ports
+
+
+def _message(release: Release, results: Sequence[CellResult], tree: str) -> str:
+    carried = {id_: base for each in results for id_, base in each.carried.items()}
+    lines = [f"Add release {release.name}", ""]
+    lines += [f"{each.spec.name}: {each.verdict}: {each.measured}." for each in results]
+    if carried:
+        names = ", ".join(f"{id_} from {base}" for id_, base in carried.items())
+        lines.append(f"Ports that a merge wrote: {names}.")
+    lines += ["", "To complete it: python tests/kits/records.py trees verdicts"]
+    return "\n".join([*lines, "", f"{_TRAILER}: {tree}"]) + "\n"
+
+
+def _is_own(root: Path, commit: str) -> bool:
+    """Return whether a commit was made by `write` and is unchanged since."""
+    words = ("show", "-s", f"--format=%ce%n%T%n%(trailers:key={_TRAILER},valueonly)", commit)
+    who, tree, *said = git_command.git(root, *words).split("\n")
+    return who == git_command.EMAIL and said[:1] == [tree]
+
+
+def _parts(root: Path, commit: str) -> tuple[str, ...]:
+    return tuple(git_command.git(root, "show", "-s", "--format=%T%n%P", commit).split("\n"))

@@ -1,0 +1,105 @@
+"""Reports of drift fit a screen, whatever a patch or a release contains."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyllamakv.cli import patch_views
+from pyllamakv.patching.drift import Drift, HunkDrift
+from pyllamakv.patching.rename_detection import Successor
+from pyllamakv.patching.status import State
+from pyllamakv.patching.strict_apply import Placement
+
+LONG = "static std::vector<std::unique_ptr<llama_kv_cache_context>> llama_kv_cache::find_slot"
+
+
+def hunk(number: int, state: str = "exact", **more: object) -> HunkDrift:
+    """Return the drift of a hunk; one that fails was changed between two releases."""
+    facts = {"offset": 0 if state == "exact" else None, "expected": "", "found": ""} | more
+    place = Placement("src/llama-kv-cache.cpp", number, 10 * number, state, **facts)  # type: ignore[arg-type]
+    good = state in ("exact", "offset")
+    changed = {} if good else {"changed_in": "b11549", "changed_after": "0.3.36"}
+    return HunkDrift(place, LONG, **changed)
+
+
+def patch(id_: str, state: State, *hunks: HunkDrift) -> Drift:
+    """Return the drift of a patch."""
+    return Drift("b11549", id_, state, "0.3.36", hunks, "requires something; and more")
+
+
+def printed(
+    capsys: pytest.CaptureFixture[str], *found: Drift, named: tuple[str, ...] = ()
+) -> list[str]:
+    """Return the lines of a report, and check that they fit a screen."""
+    capsys.readouterr()
+    patch_views.drift(found, named)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 22
+    assert max(map(len, lines), default=0) <= 80
+    return lines
+
+
+def test_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Patches come first, then the hunks that fail, with the releases that changed them."""
+    lines = printed(
+        capsys,
+        patch("one", "offset", hunk(1), hunk(2, "offset", offset=3), hunk(3, "offset", offset=-2)),
+        patch("fix", "manual", hunk(1), hunk(2, "conflict")),
+        patch("next", "blocked"),
+        patch("old", "not-applicable", hunk(1, "conflict")),
+    )
+    assert lines == [
+        "one  offset  port 0.3.36, 3 hunks, 2 moved by -2 to +3",
+        "fix  manual  port 0.3.36, 1 of 2 hunks fail",
+        "next blocked requires something",
+        "1 patch for other releases",
+        "fix, port 0.3.36",
+        "  src/llama-kv-cache.cpp#2 llama_kv_cache::find_slot: conflict",
+        "    changed between 0.3.36 and b11549",
+        "-v shows each hunk",
+    ]
+
+
+def test_all_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """A named patch of other releases has its reason; there is nothing more to show."""
+    one, other = patch("one", "applies", hunk(1)), patch("two", "not-applicable")
+    assert printed(capsys, one, other, named=("two",)) == [
+        "one applies port 0.3.36, 1 hunk",
+        "two not-applicable requires something",
+    ]
+
+
+def test_many_patches_and_hunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The patches that fail come first; what has no room is counted."""
+    fails = patch("fails", "manual", *(hunk(number, "conflict") for number in range(40)))
+    many = [patch(f"patch-{number}", "applies", hunk(1)) for number in range(30)]
+    lines = printed(capsys, *many, fails)
+    assert lines[0].startswith("fails ")
+    assert lines[-1] == f"{31 + 1 + 80 - 21} more lines; -v shows each hunk"
+    lines = printed(capsys, *many[:3], fails)
+    assert lines[4] == "fails, port 0.3.36"
+    patch_views.drift([fails], verbose=True)
+    assert len(capsys.readouterr().out.splitlines()) == 41
+
+
+def test_a_file_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named once, with the file that has its code now."""
+    one = hunk(1, "missing")
+    moved = (Successor("src/llama-memory.cpp", 0.61),)
+    gone = [HunkDrift(one.placement, one.function, None, moved=moved), hunk(2, "missing")]
+    lines = printed(capsys, patch("one", "manual", *gone))
+    assert lines[2:4] == [
+        "  src/llama-kv-cache.cpp: the file does not exist",
+        "    perhaps gone to src/llama-memory.cpp (61% alike)",
+    ]
+    assert len(lines) == 5
+
+
+def test_foreign_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup and control characters are shown, not interpreted, and long lines are cut."""
+    found = "[bold]\x1b[2J " + "x" * 200
+    bad = hunk(1, "already", found=found, expected="old")
+    lines = printed(capsys, patch("a" * 60, "manual", bad))
+    assert lines[0].startswith("a" * 29 + "… manual  port 0.3.36, 1 of 1 hunk fail")
+    assert "    found [bold]\\x1b[2J xxx" in lines[3]
+    assert lines[3].endswith("…")

@@ -1,0 +1,145 @@
+"""A watch finishes each release once, and keeps what an interrupted one left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import cell_results
+
+from pyllamakv.errors import BranchRefused, GitError, KvError, Locked, UsageError
+from pyllamakv.patching import conflict_report
+from pyllamakv.patching.conflict_report import UncarriedPatch
+from pyllamakv.source import lockfile
+from pyllamakv.source.releases import Release
+from pyllamakv.verification import release_watch, result_cache, review_branch
+from pyllamakv.verification.cell import CellSpec
+from pyllamakv.verification.release_watch import ReleaseWatch
+from pyllamakv.verification.review_branch import ReviewBranch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RELEASE = Release("b2", "xllamacpp", "1" * 40, "2" * 40, "streams", "2026-11-01T00:00:00Z")
+SPEC = CellSpec("b2")
+BOTH = (SPEC, CellSpec("b2", backend="cuda"))
+
+
+@pytest.fixture(autouse=True)
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give a test a data directory with one added release; return the results of each branch."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    lockfile.save(lockfile.added(), [RELEASE])
+    found: list[Any] = []
+
+    def write(root: Path, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
+        found.append(results)
+        return ReviewBranch(name, "3" * 40)
+
+    monkeypatch.setattr(review_branch, "repository", lambda: tmp_path)
+    monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
+    monkeypatch.setattr(review_branch, "write", write)
+    monkeypatch.setattr(result_cache, "latest_result", lambda spec: cell_results.result("b2"))
+    return found
+
+
+def started(*specs: CellSpec) -> ReleaseWatch:
+    """Return a watch that waits for the results of cells."""
+    watch = ReleaseWatch("watch/{release}")
+    assert watch.start(RELEASE)
+    watch.expect(specs)
+    return watch
+
+
+def test_the_last_result_finishes_a_release(written: list[Any]) -> None:
+    """The branch has the results of all backends; then the release is not pending."""
+    watch = started(*BOTH)
+    results = tuple(cell_results.result("b2", spec=spec) for spec in BOTH)
+    watch.take(results[0])
+    assert not watch.followed
+    assert release_watch.pending(BOTH) == ["b2"]
+    watch.take(results[1])
+    (found,) = watch.followed
+    assert found.branch and found.branch.name == "watch/b2"
+    assert written == [results]
+    assert release_watch.pending(BOTH) == []
+
+
+@pytest.mark.parametrize("verdict", ["harmful", "untestable", "broken-build", "broken-carry"])
+def test_a_bad_verdict_has_no_branch(written: list[Any], verdict: str) -> None:
+    """One backend is enough; the release is finished."""
+    watch = started(*BOTH)
+    watch.take(cell_results.result("b2"))
+    watch.take(cell_results.result("b2", verdict, spec=BOTH[1]))
+    (found,) = watch.followed
+    assert (found.branch, found.error, written) == (None, None, [])
+    assert release_watch.pending(BOTH) == []
+
+
+def test_conflicts_are_reported(written: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch that requires manual work is reported, and there is no branch."""
+    patch = UncarriedPatch("fix", "manual", "0.3.36", "a conflict")
+    monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (patch,))
+    watch = started(SPEC)
+    watch.take(cell_results.result("b2", "broken-apply"))
+    assert watch.followed[0].conflicts == (patch,)
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(BranchRefused("Ada"), []), (GitError(["git"], 1, "no room"), ["b2"])],
+    ids=["refused", "failed"],
+)
+def test_a_branch_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, error: KvError, left: list[str]
+) -> None:
+    """It is tried again by the next watch, except if somebody reviews the release."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(review_branch, "write", fail)
+    watch = started(SPEC)
+    watch.take(cell_results.result("b2"))
+    assert watch.error is error
+    assert watch.followed[0].results
+    assert release_watch.pending([SPEC]) == left
+
+
+def test_releases_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its error, and is not marked as unfinished."""
+    watch = ReleaseWatch("")
+    folder = replace(RELEASE, name="path:/x", kind="path")
+    assert not watch.start(folder)
+    assert isinstance(watch.error, UsageError)
+    assert "`pyllamakv matrix run`" in str(watch.error)
+    assert release_watch.pending([SPEC]) == []
+
+
+def test_one_branch_for_two_releases() -> None:
+    """The second release is refused; it would replace the branch of the first."""
+    watch = ReleaseWatch("review")
+    assert watch.start(RELEASE)
+    assert not watch.start(replace(RELEASE, name="b3"))
+    assert "put {release} into --branch" in str(watch.error)
+
+
+def test_what_was_never_verified_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An added release without a result is pending without a mark."""
+    monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
+    assert release_watch.pending(BOTH) == ["b2"]
+    assert [release.name for release in release_watch.added()] == ["b2"]
+
+
+def test_only_one() -> None:
+    """The second watch ends at once and names the lock; errors inside pass through."""
+    with (
+        release_watch.only_one(),
+        pytest.raises(Locked, match=r"another .* holds .*watch\.lock; wait until"),
+        release_watch.only_one(),
+    ):
+        pass
+    with pytest.raises(Locked, match=r"^inner$"), release_watch.only_one():
+        raise Locked("inner")

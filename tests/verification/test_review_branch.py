@@ -1,0 +1,286 @@
+"""A branch for review has the lock entry, ports and verdicts; nothing else changes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tomlkit
+from fakes import cell_results
+from patching_kit import SeriesSandbox, code, repository
+
+from pyllamakv import home
+from pyllamakv.errors import BranchRefused, GitError, UsageError
+from pyllamakv.patching import apply, series
+from pyllamakv.source import lockfile
+from pyllamakv.source.git_command import git
+from pyllamakv.source.store import open_store
+from pyllamakv.verification import expected, review_branch
+from pyllamakv.verification.cell import CellSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.source.releases import Release
+    from pyllamakv.verification.cell import CellResult
+    from pyllamakv.verification.review_branch import ReviewBranch
+
+STOCK = {"src/a.cpp": code("first")}
+FIXED = {"src/a.cpp": code("first", "fix(a);")}
+NEAR = {"src/a.cpp": STOCK["src/a.cpp"].replace(b"first_7();", b"first_7(a);")}
+NAME = "watch/0.3.2"
+
+
+class Checkout:
+    """Hold a repository with a series, and a release that one of its patches is carried to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "checkout"
+        self.bench = SeriesSandbox(open_store(folder / "store.git"), self.root / "patches")
+        pinned = self.bench.add_release("0.3.1", STOCK)
+        self.release = self.bench.add_release("0.3.2", NEAR, "2025-01-02")
+        self.bench.add_patch("fix", {"0.3.1": (STOCK, FIXED)}, marker=("src/a.cpp", "first_7"))
+        (self.root / "pyproject.toml").write_text("# the project\n")
+        lockfile.save(self.root / "vendor" / "upstream.lock.toml", [pinned])
+        expected.accept([cell_results.result("0.3.1")], self.root / "patches" / "expected.toml")
+        repository(self.root, {"README.md": b"read me\n"})
+
+    def result(self, **more: str) -> CellResult:
+        """Return the result of the carried release."""
+        found = cell_results.result("0.3.2", carried={"fix": "0.3.1"})
+        return replace(found, verified="2026-11-02T03:04:05+00:00", **more)
+
+    def write(self, *results: CellResult, release: Release | None = None) -> ReviewBranch | None:
+        """Write the branch of the release."""
+        given = results or (self.result(),)
+        return review_branch.write(
+            self.root, NAME, release or self.release, given, store=self.bench.store
+        )
+
+    def git(self, *args: str) -> str:
+        """Run git in the repository."""
+        return git(self.root, *args)
+
+    def commit_as(self, name: str, *args: str) -> None:
+        """Make a commit with the identity of a person."""
+        person = {f"GIT_{who}_NAME": name for who in ("AUTHOR", "COMMITTER")}
+        person |= {f"GIT_{who}_EMAIL": "person@example.com" for who in ("AUTHOR", "COMMITTER")}
+        git(self.root, "commit", "-q", *args, env=person)
+
+    def state(self) -> tuple[str, ...]:
+        """Return everything of the repository but new objects."""
+        index = (self.root / ".git" / "index").read_bytes().hex()
+        refs = git(self.root, "for-each-ref", "--format=%(refname) %(objectname)")
+        head = git(self.root, "symbolic-ref", "HEAD")
+        return (
+            index,
+            refs,
+            head,
+            git(self.root, "--no-optional-locks", "status", "--porcelain", "--ignored"),
+        )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """Return a checkout that the package seems to run from."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    made = Checkout(tmp_path)
+    monkeypatch.setattr(home, "checkout", lambda: made.root)
+    monkeypatch.setattr(lockfile, "known", lambda: made.bench.releases)
+    return made
+
+
+@pytest.mark.long
+def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
+    """It has one commit with port, lock entry and verdict; the port applies strictly."""
+    before = checkout.state()
+    made = checkout.write()
+    assert made is not None
+    assert checkout.git("rev-parse", NAME) == made.commit
+    assert checkout.git("rev-parse", f"{NAME}^") == checkout.git("rev-parse", "HEAD")
+    assert made.files == (
+        "patches/expected.toml",
+        "patches/fix/0.3.2.patch",
+        "patches/fix/patch.toml",
+        "vendor/upstream.lock.toml",
+    )
+    assert made.notes == ("look at the markers proposed for 0.3.2 in patches/fix/patch.toml",)
+    lock = tomlkit.parse(checkout.git("show", f"{NAME}:vendor/upstream.lock.toml"))
+    assert [each["name"] for each in lock["release"]] == ["0.3.1", "0.3.2"]
+    accepted = tomlkit.parse(checkout.git("show", f"{NAME}:patches/expected.toml"))
+    assert [each["release"] for each in accepted["cell"]] == ["0.3.1", "0.3.2"]
+    message = checkout.git("show", "-s", "--format=%B%n%cI", NAME)
+    assert message.startswith("Add release 0.3.2\n\n0.3.2: needed: stock fails 55 of 77 runs")
+    assert "Ports that a merge wrote: fix from 0.3.1." in message
+    assert message.endswith("2026-11-02T03:04:05+00:00")
+    after = checkout.state()
+    assert (after[0], *after[2:]) == (before[0], *before[2:])
+    worktree = tmp_path / "review"
+    git(tmp_path, "clone", "-q", "-b", NAME, str(checkout.root), str(worktree),
+        env={"GIT_ALLOW_PROTOCOL": "file"})  # fmt: skip
+    reviewed = series.load(worktree / "patches")
+    strict = apply.apply(checkout.release, series=reviewed, store=checkout.bench.store)
+    shipped = series.load(checkout.root / "patches")
+    carried = apply.apply(checkout.release, series=shipped, store=checkout.bench.store)
+    assert (strict.carried, strict.tree) == ({}, carried.tree)
+
+
+@pytest.mark.long
+def test_the_same_branch_again(checkout: Checkout) -> None:
+    """A second call changes nothing, and the commit is the same on every machine."""
+    first = checkout.write()
+    state = checkout.state()
+    assert first is not None
+    assert checkout.write() == first
+    assert checkout.state() == state
+    checkout.git("branch", "-D", NAME)
+    assert checkout.write() == first
+
+
+@pytest.mark.long
+def test_an_own_branch_is_replaced(checkout: Checkout) -> None:
+    """On a new commit, the branch starts there."""
+    first = checkout.write()
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    second = checkout.write()
+    assert first and second and first.commit != second.commit
+    assert checkout.git("rev-parse", f"{NAME}^") == checkout.git("rev-parse", "HEAD")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [("--allow-empty", "-m", "mine"), ("--amend", "-m", "mine")])
+def test_a_branch_with_commits_of_a_person(checkout: Checkout, options: tuple[str, ...]) -> None:
+    """Neither a commit on top nor an amended one is replaced."""
+    checkout.write()
+    checkout.git("switch", "-q", NAME)
+    checkout.commit_as("Ada", *options)
+    checkout.git("switch", "-q", "main")
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    state = checkout.state()
+    with pytest.raises(BranchRefused, match="has commits of Ada: merge or delete it"):
+        checkout.write()
+    assert checkout.state() == state
+
+
+@pytest.mark.long
+def test_a_branch_with_a_changed_tree(checkout: Checkout) -> None:
+    """A commit with our name and another tree is not our commit."""
+    checkout.write()
+    checkout.git("switch", "-q", NAME)
+    (checkout.root / "README.md").write_text("changed\n")
+    checkout.git("commit", "-q", "-a", "--amend", "--no-edit")
+    checkout.git("switch", "-q", "main")
+    with pytest.raises(BranchRefused):
+        checkout.write()
+
+
+@pytest.mark.long
+def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> None:
+    """It is not moved below a work tree."""
+    checkout.write()
+    checkout.git("worktree", "add", "-q", str(tmp_path / "review"), NAME)
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    state = checkout.state()
+    with pytest.raises(BranchRefused, match=r"checked out in .*review; switch to another branch"):
+        checkout.write()
+    assert checkout.state() == state
+
+
+@pytest.mark.long
+def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch that somebody changes while it is written keeps its commit."""
+    checkout.write()
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    accept = expected.accept
+
+    def meanwhile(*given: Any) -> list[str]:
+        checkout.git("branch", "-f", NAME, "HEAD")
+        return accept(*given)
+
+    monkeypatch.setattr(expected, "accept", meanwhile)
+    with pytest.raises(GitError, match=r"is at .* but expected"):
+        checkout.write()
+    assert checkout.git("rev-parse", NAME) == checkout.git("rev-parse", "HEAD")
+
+
+@pytest.mark.long
+def test_a_name_that_is_a_folder_of_branches(checkout: Checkout) -> None:
+    """A branch below the name is left alone."""
+    checkout.git("branch", f"{NAME}/more")
+    state = checkout.state()
+    with pytest.raises(GitError, match=r"watch/0\.3\.2/more"):
+        checkout.write()
+    assert checkout.state() == state
+
+
+@pytest.mark.long
+def test_a_release_that_is_merged(checkout: Checkout) -> None:
+    """Without a change, there is no branch."""
+    made = checkout.write()
+    assert made is not None
+    checkout.git("merge", "-q", "--ff-only", NAME)
+    checkout.git("branch", "-D", NAME)
+    merged = replace(checkout.result(), carried={})
+    assert checkout.write(merged) is None
+    assert not checkout.git("branch", "--list", NAME)
+
+
+@pytest.mark.long
+def test_other_patches_than_verified(checkout: Checkout) -> None:
+    """A carried patch that was not verified as such is not accepted."""
+    state = checkout.state()
+    verified = replace(checkout.result(), carried={"fix": "0.3.0"})
+    with pytest.raises(UsageError, match=r"the patches changed while 0\.3\.2 was verified"):
+        checkout.write(verified)
+    assert checkout.state() == state
+
+
+@pytest.mark.long
+def test_every_backend_is_accepted(checkout: Checkout) -> None:
+    """Each result of the release has its entry."""
+    checkout.write(
+        checkout.result(), replace(checkout.result(), spec=CellSpec("0.3.2", backend="cuda"))
+    )
+    accepted = tomlkit.parse(checkout.git("show", f"{NAME}:patches/expected.toml"))
+    assert [each.get("backend") for each in accepted["cell"]] == [None, None, "cuda"]
+
+
+@pytest.mark.long
+def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a git checkout whose patches and lock are committed; other changes do not matter."""
+    (checkout.root / "README.md").write_text("changed\n")
+    (checkout.root / "patches" / "new.txt").write_text("not tracked\n")
+    state = checkout.state()
+    assert review_branch.repository() == checkout.root
+    assert checkout.state() == state
+    place = checkout.root / "patches" / "fix" / "patch.toml"
+    place.write_text(place.read_text() + "\n")
+    with pytest.raises(UsageError, match=r"^patches/fix/patch.toml has changes .*commit or stash"):
+        review_branch.repository()
+    checkout.git("checkout", "-q", "--", "patches")
+    shutil.rmtree(checkout.root / ".git")
+    with pytest.raises(UsageError, match="requires a git checkout"):
+        review_branch.repository()
+    monkeypatch.setattr(home, "checkout", lambda: None)
+    with pytest.raises(UsageError, match="--branch ''"):
+        review_branch.repository()
+
+
+def test_names() -> None:
+    """The release is inserted; git decides which names are possible."""
+    assert review_branch.name_of("watch/{release}", "b11549") == "watch/b11549"
+    for name in ("", "-x", "a..b", "a b", "@{-1}", "x.lock"):
+        with pytest.raises(UsageError, match="not a name of a branch"):
+            review_branch.name_of(name, "b1")
+
+
+@pytest.mark.long
+def test_the_user_s_hooks_do_not_run(checkout: Checkout) -> None:
+    """Hooks of the repository are not used."""
+    hook = checkout.root / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    assert checkout.write() is not None
