@@ -87,14 +87,14 @@ class OpenLibrary(Library):
 
 
 def open(
-    spec: str | os.PathLike[str],
+    spec: str | os.PathLike[str] | None = None,
     *,
     isolated: bool = False,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     backend: str = "cpu",
 ) -> OpenLibrary:
-    """Open a built variant.
+    """Open a built variant; by default that of the newest verified release that is built, patched.
 
     ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, the id of a
     variant, or a path to its directory or to a library. A text without ``/`` is never a path, so
@@ -108,10 +108,17 @@ def open(
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
 
 
-def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
-    """Return the path that ``spec`` is, or the folder of the built variant that it names."""
-    found = arguments.path("spec", spec)
+def variant_path(spec: str | os.PathLike[str] | None, *, backend: str = "cpu") -> Path:
+    """Return the path that ``spec`` is, or the folder of the built variant that it names.
+
+    None names the newest verified release that is built.
+    """
     arguments.text("backend", backend)
+    if spec is None:
+        from pyllamakv.building import variant
+
+        return variant.newest_verified(backend=backend).folder
+    found = arguments.path("spec", spec)
     if not isinstance(spec, str) or os.sep in spec:
         return found
     try:
@@ -236,7 +243,7 @@ def _read(file: Path) -> Manifest | None:
 
 
 def serve_rpc(
-    spec: str | os.PathLike[str],
+    spec: str | os.PathLike[str] | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -247,6 +254,7 @@ def serve_rpc(
 ) -> RpcServer:
     """Serve a device of a built variant over RPC. Pass ``.endpoint`` to ``rpc_servers``.
 
+    Without ``spec`` it is the variant that `open` opens by default.
     The server runs until it is closed or this process ends. Clients must have the same release. The
     protocol has no authentication: a ``host`` other than loopback is open to every machine that can
     reach it. ``backend`` selects the variant; for ``cuda``, the first GPU is served unless

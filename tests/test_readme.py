@@ -10,7 +10,7 @@ import pytest
 import readme
 
 import pyllamakv
-from pyllamakv.source import lockfile
+from pyllamakv.source import lockfile, verified
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_the_tables_show_what_is_accepted() -> None:
     text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| \w+ \| (\w+) \| ([a-z-]+) \| stock", text, re.MULTILINE)
     shown = {f"{release}+patched {backend}": verdict for release, backend, verdict in rows}
-    accepted = {name: one.verdict for name, one in expected.load(expected.shipped()).items()}
+    accepted = {name: one.verdict for name, one in expected.load(verified.shipped()).items()}
     assert shown == accepted
     pinned = {f"{release.name}+patched cpu" for release in lockfile.load(lockfile.shipped())}
     assert pinned <= set(shown)

@@ -15,6 +15,7 @@ from pyllamakv.building import dropin
 from pyllamakv.building.variant import parse
 from pyllamakv.cli import build, env
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
+from pyllamakv.source import verified
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +72,18 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
         "0.3.9+patched",
         "0.3.9+full-defrag,kv-counters",
     ]
+
+
+def test_what_is_not_named_is_the_newest_verified(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`build` builds it; `env` takes the newest of llama-cpp-python that is built."""
+    monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
+    monkeypatch.setattr(build, "_text", lambda spec, _variant: [str(spec)])
+    newest = verified.newest().name
+    assert invoke(build.app) == f"{newest}+stock\n{newest}+patched\n"
+    with pytest.raises(NotBuilt, match=f"pyllamakv build {verified.newest('sdist').name}$"):
+        invoke(env.app)
 
 
 def test_build_names_carried_patches() -> None:

@@ -14,9 +14,9 @@ from fakes.cell_results import result
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError
-from pyllamakv.source import fetch, lockfile, watch
+from pyllamakv.source import fetch, lockfile, verified, watch
 from pyllamakv.source.watch import NewVersion, NewVersions
-from pyllamakv.verification import cell, expected, matrix, matrix_reports, result_cache
+from pyllamakv.verification import cell, matrix, matrix_reports, result_cache
 from pyllamakv.verification.cell import CellSpec
 
 SOME = ("0.3.5", "0.3.6", "0.3.9", "0.3.36")
@@ -32,8 +32,8 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
     monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
-    monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
-    monkeypatch.setattr(expected, "local_file", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(verified, "shipped", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(verified, "local_file", lambda: tmp_path / "expected.toml")
 
     def judge(spec, **_):
         return cell.CellResult.from_json(cell_results.judge(spec.to_json()))
