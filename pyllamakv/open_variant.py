@@ -12,7 +12,7 @@ from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
+from pyllamakv.errors import ManifestError, ModelError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
 from pyllamakv.runtime.model import Model
@@ -48,7 +48,10 @@ class OpenLibrary(Library):
         rpc_servers: str | None = None,
         devices: str | None = None,
     ) -> Model:
-        """Load a GGUF file. Raises ModelError with the reason.
+        """Load a GGUF file.
+
+        Raises ModelError with the reason; for an architecture that the library does not know, with
+        a verified release that knows it.
 
         ``rpc_servers`` is ``host:port,host:port``; layers are distributed over their devices, with
         their K and V. ``devices`` are names from `devices`, separated by commas. ``n_gpu_layers``
@@ -73,9 +76,19 @@ class OpenLibrary(Library):
                 "isolated=True, or backend='rpc'"
             )
             raise UsageError(msg)
-        return models.load(
-            self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
-        )
+        try:
+            return models.load(
+                self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
+            )
+        except ModelError as error:
+            if "unknown model architecture" not in str(error):
+                raise
+            from pyllamakv.source import architectures
+
+            msg = f"{error}; {architectures.remedy(error.architecture)}"
+            raise ModelError(
+                msg, code=error.code, log=error.log, architecture=error.architecture
+            ) from error
 
     def devices(self) -> list[Device]:
         """List the devices that the library can compute on."""

@@ -16,10 +16,12 @@ from pyllamakv.errors import (
     Closed,
     LoadError,
     ManifestError,
+    ModelError,
     NotBuilt,
     UnknownRelease,
     UsageError,
 )
+from pyllamakv.source import verified
 
 
 @pytest.fixture
@@ -176,6 +178,21 @@ def test_without_a_name_the_newest_verified_build_is_opened(
             attempt(backend="rpc")
     assert asked == ["rpc", "rpc"]
     assert open_variant.variant_path(None) == folder
+
+
+def test_an_unknown_architecture_names_a_release(tmp_path: Path) -> None:
+    """The error of the library is kept, and the remedy follows."""
+    file = write_gguf(tmp_path / "refused.gguf", architecture="gpt-oss")
+    with kit.library() as opened, pytest.raises(ModelError) as caught:
+        opened.load_model(file)
+    newest = verified.newest().name
+    assert str(caught.value).endswith(
+        f"unknown model architecture (architecture 'gpt-oss'); {newest} knows it: build it with "
+        f"`pyllamakv build {newest}`, open {newest}+patched"
+    )
+    with kit.library() as opened, pytest.raises(ModelError) as caught:
+        opened.load_model(tmp_path / "absent.gguf")
+    assert "knows it" not in str(caught.value)
 
 
 def test_an_opened_library_names_itself(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_it_is_small_and_whole(wheel: Path) -> None:
     assert {"patches", "vendor"} == {
         name.split("/")[2] for name in names if name.startswith("pyllamakv/data/")
     }
-    assert "pyllamakv/data/vendor/upstream.lock.toml" in names
+    data = ("vendor/architectures.toml", "vendor/upstream.lock.toml", "patches/expected.toml")
+    assert {f"pyllamakv/data/{name}" for name in data} <= names
     assert {"pyllamakv/native/plk.h", "pyllamakv/native/CMakeLists.txt"} <= names
     assert "pyllamakv/data/patches/shared/src/llama-kv-defrag.h" in names
     ours = {name.split("/")[0] for name in names}
