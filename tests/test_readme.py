@@ -17,14 +17,23 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
+#: Blocks that fetch a real model are run only where it was fetched.
+_REAL = "kv.models.get("
+_MARKS = (pytest.mark.real_model, pytest.mark.long)
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.document}:{e.line}")
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=_MARKS if _REAL in each.code else ()) for each in EXAMPLES],
+    ids=lambda e: f"{e.document}:{e.line}",
+)
 def test_examples_print_what_the_document_shows(
-    example: readme.Example, stock: Variant, patched: Variant
+    example: readme.Example, stock: Variant, patched: Variant, request: pytest.FixtureRequest
 ) -> None:
     """Each block runs, and its output has the shape of the printed one."""
+    if _REAL in example.code:
+        request.getfixturevalue("real_model")
     said = readme.run(example)
     if example.output is not None:
         assert readme.shape(said) == readme.shape(example.output)
