@@ -187,8 +187,8 @@ def test_an_unknown_architecture_names_a_release(tmp_path: Path) -> None:
         opened.load_model(file)
     newest = verified.newest().name
     assert str(caught.value).endswith(
-        f"unknown model architecture (architecture 'gpt-oss'); {newest} knows it: build it with "
-        f"`pyllamakv build {newest}`, open {newest}+patched"
+        f"unknown model architecture (architecture 'gpt-oss'); {newest} knows it: run "
+        f"`pyllamakv build {newest}` and open {newest}+patched"
     )
     with kit.library() as opened, pytest.raises(ModelError) as caught:
         opened.load_model(tmp_path / "absent.gguf")

@@ -85,7 +85,7 @@ def remedy(architecture: str) -> str:
     for release in verified.releases():
         if release.order >= first.order:
             name = release.name
-            return f"{name} knows it: build it with `pyllamakv build {name}`, open {name}+patched"
+            return f"{name} knows it: run `pyllamakv build {name}` and open {name}+patched"
     return (
         f"{first.name} knows it but is not verified: `pyllamakv check {first.name}` builds and "
         "verifies it"

@@ -120,6 +120,7 @@ def test_what_is_not_built_names_the_command(
         open_variant.find_built(shop.spec)
 
 
+@pytest.mark.long
 def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verified releases are tried from the newest, patched; no other release is."""
     _, _, made = both(shop)

@@ -49,6 +49,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Release]:
     return found
 
 
+@pytest.mark.long
 def test_the_table_names_the_first_release(releases: list[Release]) -> None:
     """Releases may be added in any order, also again."""
     table = architectures.shipped()
@@ -67,7 +68,7 @@ def test_the_remedy_is_a_verified_release(
     for release in releases:
         architectures.add(lockfile.shipped(), open_store(), release)
     monkeypatch.setattr(verified, "releases", lambda: [releases[1], releases[0]])
-    assert "0.3.10 knows it: build it with `pyllamakv build 0.3.10`" in architectures.remedy(
+    assert "0.3.10 knows it: run `pyllamakv build 0.3.10`" in architectures.remedy(
         "llama"
     )
     assert "0.3.10 knows it" in architectures.remedy("gpt-oss")
