@@ -30,16 +30,12 @@ MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Name one layout: a count of streams in front, bytes of extra data per cell, V or no V.
-
-    ``rotated``: the sizes of the rotations of K and V precede the rows, in b11549.
-    """
+    """Name one layout: a count of streams in front, bytes of extra data per cell, V or no V."""
 
     name: str
     streams: bool
     extra: int
     values: bool
-    rotated: bool = False
 
 
 LAYOUTS = (
@@ -47,9 +43,6 @@ LAYOUTS = (
     Layout("streams", True, 0, True),
     Layout("streams with places", True, 8, True),
     Layout("streams without V", True, 0, False),
-    Layout("streams with rotations", True, 0, True, rotated=True),
-    Layout("streams with places and rotations", True, 8, True, rotated=True),
-    Layout("streams with rotations, without V", True, 0, False, rotated=True),
 )
 
 
@@ -181,8 +174,6 @@ def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
     pos = _positions(reader, layout, cells)
     transposed, n_layer = reader.number("<I"), reader.number("<I")
     if transposed > 1 or not 1 <= n_layer <= 4096:
-        raise _WrongLayout
-    if layout.rotated and max(reader.number("<I"), reader.number("<I")) > 4096:
         raise _WrongLayout
     keys = [_rows(reader, cells) for _ in range(n_layer)]
     values: list[tuple[NumberType, Rows]] = []

@@ -117,7 +117,7 @@ def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> by
     for pos in range(2):
         made += struct.pack("<iI", pos, 1) + bytes(layout.extra) + struct.pack("<i", 0)
     row = struct.pack("<iQ", 1, 4)
-    made += struct.pack("<II", 0, 1) + bytes(8 * layout.rotated) + row + bytes(8)
+    made += struct.pack("<II", 0, 1) + row + bytes(8)
     made += row + bytes(8) if layout.values else b""
     if more:
         made += struct.pack("<IiIiII", 1, 1, 1, 0, 0, 1) + (struct.pack("<iQ", 0, 4) + bytes(4)) * 2

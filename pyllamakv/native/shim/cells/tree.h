@@ -239,8 +239,17 @@ bool saves_sequences(llama_context *ctx) {
     return counts_streams || tree_of(ctx).kind != PLK_MEMORY_HYBRID;
 }
 
-int check_layout(const Tree &tree, const uint8_t *data, size_t length, bool rotated) {
-    StateReader reader{data, length, 0, 1, counts_streams, 1, 0, rotated};
+int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
+    const Tree tree = tree_of(ctx);
+    // Other kinds write data before or after the cells: only llama.cpp validates these.
+    if (tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA) {
+        return 1;
+    }
+    const auto rope = static_cast<int>(llama_model_rope_type(llama_get_model(ctx)));
+    if (rope >= 0 && (rope & 8)) {
+        return 1; // the state also has multi-dimensional positions per cell
+    }
+    StateReader reader{data, length, 0, 1, counts_streams, 1, 0};
 #ifdef LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
     reader.at = 2 * sizeof(uint32_t); // skip the magic number and the id of the saved sequence
     if (length < reader.at) {
@@ -266,21 +275,6 @@ int check_layout(const Tree &tree, const uint8_t *data, size_t length, bool rota
         }
     }
     return reader.result(true);
-}
-
-int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
-    const Tree tree = tree_of(ctx);
-    // Other kinds write data before or after the cells: only llama.cpp validates these.
-    if (tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA) {
-        return 1;
-    }
-    const auto rope = static_cast<int>(llama_model_rope_type(llama_get_model(ctx)));
-    if (rope >= 0 && (rope & 8)) {
-        return 1; // the state also has multi-dimensional positions per cell
-    }
-    // No header shows whether a release writes the rotations, as b11549 does.
-    const int found = check_layout(tree, data, length, true);
-    return found != 0 ? found : check_layout(tree, data, length, false);
 }
 
 } // namespace plk::cells
