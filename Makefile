@@ -1,6 +1,6 @@
 # The doors of the project. Every target sets up what it needs and may be run first.
-#   make build    vendor, patch and build the default release, stock and patched
-#   make check    judge the patches on the default release: the main job
+#   make build    vendor, patch and build the test release, stock and patched
+#   make check    judge the patches on the test release: the main job
 #   make test     set up, build, and run the quick tests; make test-all runs every test
 RELEASE ?= 0.3.9
 BACKEND ?= cpu
@@ -25,7 +25,7 @@ help: ## Show the targets
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
 	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, QA_ARGS are passed on"
 
-build: ## Vendor, patch and build the default release, stock and patched
+build: ## Vendor, patch and build the test release, stock and patched
 	@py=$$(tools/bootstrap.sh here test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	tools/bootstrap.sh hint "$$py"
@@ -41,7 +41,7 @@ test-all: ## Set up, build, and run every test
 	tools/bootstrap.sh peer "$$py" && \
 	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(parallel) $(PYTEST_ARGS)
 
-check: ## Judge the patches on the default release: stock against patched
+check: ## Judge the patches on the test release: stock against patched
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	$(run) check $(RELEASE) --backend $(BACKEND) $(CHECK_ARGS)

@@ -37,7 +37,7 @@ def log_probabilities(logits: Any) -> NDArray[np.float32]:
 def main(path: str) -> None:
     """Score the endings, and print the number of cells in use."""
     with (
-        kv.open("0.3.9+patched") as library,
+        kv.open() as library,
         library.load_model(path) as model,
         model.context(n_ctx=1024, n_batch=512, n_seq_max=1 + len(ENDINGS)) as context,
     ):

@@ -20,7 +20,7 @@ LENGTH = 600
 def main(path: str) -> None:
     """Generate more tokens than the cache has cells, and print each shift."""
     with (
-        kv.open("0.3.9+patched") as library,
+        kv.open() as library,
         library.load_model(path) as model,
         model.context(n_ctx=256, n_batch=256) as context,
     ):

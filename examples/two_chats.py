@@ -23,7 +23,7 @@ CHATS = {"boat": " One day Lily took the boat and", "dog": " One day Max saw a c
 def main(path: str) -> None:
     """Print the cached tokens of each round, and the number of cells of both chats."""
     with (
-        kv.open("0.3.9+patched") as library,
+        kv.open() as library,
         library.load_model(path) as model,
         model.context(n_ctx=2048, n_batch=512, n_seq_max=4) as context,
         kv.PrefixCache(context) as cache,

@@ -1,7 +1,7 @@
 """Python API for the KV cache of llama.cpp: open a variant, decode, read and move cells.
 
     import pyllamakv as kv
-    with kv.open("0.3.9+patched") as library, library.load_model("model.gguf") as model:
+    with kv.open() as library, library.load_model("model.gguf") as model:
         ...
 
 The names below are imported when they are first used, so that importing the package is cheap.

@@ -354,7 +354,16 @@ class LoadError(NativeError):
 
 
 class ModelError(NativeError):
-    """A model file cannot be loaded. The message states the reason."""
+    """A model file cannot be loaded. The message states the reason.
+
+    ``architecture`` is that of the file, or empty if the file could not be read.
+    """
+
+    def __init__(
+        self, message: str, *, code: int = 0, log: Sequence[str] = (), architecture: str = ""
+    ) -> None:
+        super().__init__(message, code=code, log=log)
+        self.architecture = architecture
 
 
 class ContextError(NativeError):

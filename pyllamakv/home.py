@@ -32,7 +32,7 @@ def home() -> Path:
 
 
 def data(name: str) -> Path:
-    """Return the path of shipped data: ``patches`` or ``vendor/upstream.lock.toml``."""
+    """Return the path of shipped data: ``patches``, or a file in ``vendor``."""
     root = checkout()
     return _PACKAGE / "data" / name if root is None else root / name
 

@@ -12,7 +12,7 @@ from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import ManifestError, NotBuilt, UnknownRelease, UsageError
+from pyllamakv.errors import ManifestError, ModelError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.runtime import model as models
 from pyllamakv.runtime.model import Model
@@ -48,7 +48,10 @@ class OpenLibrary(Library):
         rpc_servers: str | None = None,
         devices: str | None = None,
     ) -> Model:
-        """Load a GGUF file. Raises ModelError with the reason.
+        """Load a GGUF file.
+
+        Raises ModelError with the reason; for an architecture that the library does not know, with
+        a verified release that knows it.
 
         ``rpc_servers`` is ``host:port,host:port``; layers are distributed over their devices, with
         their K and V. ``devices`` are names from `devices`, separated by commas. ``n_gpu_layers``
@@ -73,9 +76,19 @@ class OpenLibrary(Library):
                 "isolated=True, or backend='rpc'"
             )
             raise UsageError(msg)
-        return models.load(
-            self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
-        )
+        try:
+            return models.load(
+                self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
+            )
+        except ModelError as error:
+            if "unknown model architecture" not in str(error):
+                raise
+            from pyllamakv.source import architectures
+
+            msg = f"{error}; {architectures.remedy(error.architecture)}"
+            raise ModelError(
+                msg, code=error.code, log=error.log, architecture=error.architecture
+            ) from error
 
     def devices(self) -> list[Device]:
         """List the devices that the library can compute on."""
@@ -87,14 +100,14 @@ class OpenLibrary(Library):
 
 
 def open(
-    spec: str | os.PathLike[str],
+    spec: str | os.PathLike[str] | None = None,
     *,
     isolated: bool = False,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     backend: str = "cpu",
 ) -> OpenLibrary:
-    """Open a built variant.
+    """Open a built variant; by default that of the newest verified release that is built, patched.
 
     ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, the id of a
     variant, or a path to its directory or to a library. A text without ``/`` is never a path, so
@@ -108,10 +121,17 @@ def open(
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
 
 
-def variant_path(spec: str | os.PathLike[str], *, backend: str = "cpu") -> Path:
-    """Return the path that ``spec`` is, or the folder of the built variant that it names."""
-    found = arguments.path("spec", spec)
+def variant_path(spec: str | os.PathLike[str] | None, *, backend: str = "cpu") -> Path:
+    """Return the path that ``spec`` is, or the folder of the built variant that it names.
+
+    None names the newest verified release that is built.
+    """
     arguments.text("backend", backend)
+    if spec is None:
+        from pyllamakv.building import variant
+
+        return variant.newest_verified(backend=backend).folder
+    found = arguments.path("spec", spec)
     if not isinstance(spec, str) or os.sep in spec:
         return found
     try:
@@ -236,7 +256,7 @@ def _read(file: Path) -> Manifest | None:
 
 
 def serve_rpc(
-    spec: str | os.PathLike[str],
+    spec: str | os.PathLike[str] | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -247,6 +267,7 @@ def serve_rpc(
 ) -> RpcServer:
     """Serve a device of a built variant over RPC. Pass ``.endpoint`` to ``rpc_servers``.
 
+    Without ``spec`` it is the variant that `open` opens by default.
     The server runs until it is closed or this process ends. Clients must have the same release. The
     protocol has no authentication: a ``host`` other than loopback is open to every machine that can
     reach it. ``backend`` selects the variant; for ``cuda``, the first GPU is served unless

@@ -1,6 +1,6 @@
 """Fixtures that tests share: built variants, libraries and models.
 
-Tests marked ``native`` need stock and patched builds of the default release. ``make test`` and
+Tests marked ``native`` need stock and patched builds of the test release. ``make test`` and
 ``make build`` make them; where they are missing the tests are skipped, unless
 ``PYLLAMAKV_REQUIRE_NATIVE`` says that they must be there, as in CI.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from native_kit import DEFAULT_RELEASE, built
+from native_kit import TEST_RELEASE, built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,14 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def stock() -> Variant:
-    """Return the stock variant of the default release."""
-    return built(f"{DEFAULT_RELEASE}+stock")
+    """Return the stock variant of the test release."""
+    return built(f"{TEST_RELEASE}+stock")
 
 
 @pytest.fixture(scope="session")
 def patched() -> Variant:
-    """Return the patched variant of the default release."""
-    return built(f"{DEFAULT_RELEASE}+patched")
+    """Return the patched variant of the test release."""
+    return built(f"{TEST_RELEASE}+patched")
 
 
 @pytest.fixture(scope="session", params=["stock", "patched"])

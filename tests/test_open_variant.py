@@ -12,7 +12,16 @@ from fakes.tiny_gguf import write_gguf
 from pyllamakv import open_variant
 from pyllamakv.building import variant
 from pyllamakv.building.manifest import Manifest
-from pyllamakv.errors import Closed, LoadError, NotBuilt, UnknownRelease, UsageError
+from pyllamakv.errors import (
+    Closed,
+    LoadError,
+    ManifestError,
+    ModelError,
+    NotBuilt,
+    UnknownRelease,
+    UsageError,
+)
+from pyllamakv.source import verified
 
 
 @pytest.fixture
@@ -150,6 +159,40 @@ def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.Monkey
     for names in (("gone", ""), ("gone", "path:/a/folder+patched"), ("gone", "path:/b")):
         with pytest.raises(NotBuilt):
             open_variant.find_recorded(*names)
+
+
+def test_without_a_name_the_newest_verified_build_is_opened(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`open` and `serve_rpc` ask for it, of the backend that is wanted."""
+    folder = publish(built, "0.3.9-patched-cpu-1")
+    asked = []
+
+    def newest(backend: str) -> variant.Variant:
+        asked.append(backend)
+        return variant.Variant(folder)
+
+    monkeypatch.setattr(variant, "newest_verified", newest)
+    for attempt in (open_variant.open, open_variant.serve_rpc):
+        with pytest.raises((LoadError, ManifestError)):
+            attempt(backend="rpc")
+    assert asked == ["rpc", "rpc"]
+    assert open_variant.variant_path(None) == folder
+
+
+def test_an_unknown_architecture_names_a_release(tmp_path: Path) -> None:
+    """The error of the library is kept, and the remedy follows."""
+    file = write_gguf(tmp_path / "refused.gguf", architecture="gpt-oss")
+    with kit.library() as opened, pytest.raises(ModelError) as caught:
+        opened.load_model(file)
+    newest = verified.newest().name
+    assert str(caught.value).endswith(
+        f"unknown model architecture (architecture 'gpt-oss'); {newest} knows it: run "
+        f"`pyllamakv build {newest}` and open {newest}+patched"
+    )
+    with kit.library() as opened, pytest.raises(ModelError) as caught:
+        opened.load_model(tmp_path / "absent.gguf")
+    assert "knows it" not in str(caught.value)
 
 
 def test_an_opened_library_names_itself(tmp_path: Path) -> None:

@@ -10,21 +10,30 @@ import pytest
 import readme
 
 import pyllamakv
-from pyllamakv.source import lockfile
+from pyllamakv.source import lockfile, verified
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
+#: Blocks that fetch a real model are run only where it was fetched.
+_REAL = "kv.models.get("
+_MARKS = (pytest.mark.real_model, pytest.mark.long)
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.document}:{e.line}")
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=_MARKS if _REAL in each.code else ()) for each in EXAMPLES],
+    ids=lambda e: f"{e.document}:{e.line}",
+)
 def test_examples_print_what_the_document_shows(
-    example: readme.Example, stock: Variant, patched: Variant
+    example: readme.Example, stock: Variant, patched: Variant, request: pytest.FixtureRequest
 ) -> None:
     """Each block runs, and its output has the shape of the printed one."""
+    if _REAL in example.code:
+        request.getfixturevalue("real_model")
     said = readme.run(example)
     if example.output is not None:
         assert readme.shape(said) == readme.shape(example.output)
@@ -71,7 +80,7 @@ def test_the_tables_show_what_is_accepted() -> None:
     text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| \w+ \| (\w+) \| ([a-z-]+) \| stock", text, re.MULTILINE)
     shown = {f"{release}+patched {backend}": verdict for release, backend, verdict in rows}
-    accepted = {name: one.verdict for name, one in expected.load(expected.shipped()).items()}
+    accepted = {name: one.verdict for name, one in expected.load(verified.shipped()).items()}
     assert shown == accepted
     pinned = {f"{release.name}+patched cpu" for release in lockfile.load(lockfile.shipped())}
     assert pinned <= set(shown)

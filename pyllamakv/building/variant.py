@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING
 from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler as compilers
 from pyllamakv.building import manifest as manifests
-from pyllamakv.errors import LoadError, ManifestError, ToolMissing, Unsupported, UsageError
+from pyllamakv.errors import (
+    LoadError,
+    ManifestError,
+    NotBuilt,
+    ToolMissing,
+    Unsupported,
+    UsageError,
+)
 from pyllamakv.home import data, home, shim
-from pyllamakv.source import spec_resolver
+from pyllamakv.source import spec_resolver, verified
 from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.backend import Backend
     from pyllamakv.building.compiler import Compiler
     from pyllamakv.building.manifest import Manifest
-    from pyllamakv.source.releases import Release
+    from pyllamakv.source.releases import Kind, Release
 
 #: Changes when this package builds differently from the same inputs.
 RECIPE = 1
@@ -204,6 +211,24 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     if parsed.series:
         _known(parsed.series)
     return None
+
+
+def newest_verified(*, backend: str = "cpu", kind: Kind | None = None) -> Variant:
+    """Return the patched build of the newest verified release that is built.
+
+    ``kind`` selects the releases of one source. Raises NotBuilt with the command that builds the
+    newest one.
+    """
+    there = (by_id(folder.name) for folder in built().glob("[!.]*"))
+    names = {found.manifest.release for found in there if found}
+    for release in verified.releases(kind):
+        if release.name in names and (found := find(Spec(release.name, None), backend=backend)):
+            return found
+    option = "" if backend == "cpu" else f" --backend {backend}"
+    raise NotBuilt(
+        "no verified release is built here; build the newest: pyllamakv build "
+        f"{verified.newest(kind).name}{option}"
+    )
 
 
 def release_name(text: str) -> str:

@@ -9,7 +9,6 @@ import typer
 from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
-from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Spec, Variant
@@ -19,7 +18,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: ReleaseOrVariant = DEFAULT_RELEASE,
+    release: ReleaseOrVariant = "",
     *,
     series: Series = "",
     stock: Annotated[bool, typer.Option("--stock", help="Build only without patches.")] = False,
@@ -36,12 +35,13 @@ def command(
     """Build a release, stock and patched; finished builds are reused."""
     from pyllamakv.building.build import build
     from pyllamakv.cli import progress_bar
+    from pyllamakv.source import verified
 
     if stock and series:
         raise UsageError("choose one of --series and --stock")
     built: list[tuple[Spec, Variant]] = []
     with progress_bar.progress() as progress:
-        for spec in _specs(release, series, stock=stock):
+        for spec in _specs(release or verified.newest().name, series, stock=stock):
             variant = build(
                 spec, backend=backend, native=not portable, jobs=jobs, progress=progress
             )

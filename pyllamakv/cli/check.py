@@ -15,13 +15,12 @@ from pyllamakv.cli.options import (
     Junit,
     Portable,
     Quick,
-    ReleaseName,
+    ReleaseOrNewest,
     Scenarios,
     Series,
     Verbose,
 )
 from pyllamakv.cli.stdout import write_json
-from pyllamakv.source.releases import DEFAULT_RELEASE
 
 if TYPE_CHECKING:
     from pyllamakv.verification.check import CheckResult
@@ -31,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    release: ReleaseName = DEFAULT_RELEASE,
+    release: ReleaseOrNewest = "",
     patch: Annotated[
         list[Path] | None,
         typer.Option(
@@ -69,11 +68,12 @@ def command(
     Exit status: 0 needed, works, redundant, harmless or native; 1 harmful, ineffective or broken;
     125 untestable; 128 internal error.
     """
+    from pyllamakv.source import verified
     from pyllamakv.verification import check, check_report, discovery
     from pyllamakv.view import check_console
 
     question = check.CheckRequest(
-        release=release,
+        release=release or verified.newest().name,
         series=tuple(name for name in series.split(",") if name),
         patches=tuple(patch or ()),
         isolate=isolate,

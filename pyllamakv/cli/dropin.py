@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from pyllamakv.cli.options import Json, ReleaseName
+from pyllamakv.cli.options import Json, ReleaseOrNewest
 from pyllamakv.cli.stdout import write_json, write_lines
-from pyllamakv.source.releases import DEFAULT_RELEASE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -18,16 +17,20 @@ def main() -> None:
 
 @app.command()
 def setup(
-    release: ReleaseName = DEFAULT_RELEASE,
+    release: ReleaseOrNewest = "",
     as_json: Json = False,
 ) -> None:
-    """Install llama-cpp-python of a release; print the path of its Python."""
+    """Install llama-cpp-python of a release; print the path of its Python.
+
+    The default is the newest verified release of llama-cpp-python.
+    """
     from pyllamakv.building import llama_cpp_python_env
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import spec_resolver
+    from pyllamakv.source import spec_resolver, verified
 
+    chosen = spec_resolver.resolve(release) if release else verified.newest("sdist")
     with progress_bar.progress() as progress:
-        found = llama_cpp_python_env.install(spec_resolver.resolve(release), progress=progress)
+        found = llama_cpp_python_env.install(chosen, progress=progress)
     if as_json:
         facts = {"version": found.version, "python": str(found.python), "suite": str(found.suite)}
         write_json(facts)

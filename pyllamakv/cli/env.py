@@ -13,19 +13,23 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def command(
-    variant: BuiltVariant = "0.3.9+patched",
+    variant: BuiltVariant = "",
     backend: Backend = "cpu",
     as_json: Json = False,
 ) -> None:
     """Print the environment variable that makes llama-cpp-python load a variant.
 
-    Usage: `eval "$(pyllamakv env 0.3.9+patched)"`.
+    The default is the newest verified release of llama-cpp-python that is built. Usage:
+    `eval "$(pyllamakv env 0.3.36+patched)"`.
     """
     from pyllamakv.building import dropin
     from pyllamakv.building.llama_cpp_python_env import NO_LIBRARY
-    from pyllamakv.building.variant import find, parse
+    from pyllamakv.building.variant import find, newest_verified, parse
 
-    found = find(variant, backend=backend)
+    if variant:
+        found = find(variant, backend=backend)
+    else:
+        found = newest_verified(backend=backend, kind="sdist")
     if found is None:
         spec = parse(variant)
         option = f" --backend {backend}" if backend != "cpu" else ""

@@ -293,6 +293,7 @@ def accept(
     as_json: Json = False,
 ) -> None:
     """Write the last verdicts to the file of accepted verdicts."""
+    from pyllamakv.source import verified
     from pyllamakv.verification import expected as accepting
 
     found, specs = _last_results(merge, names, era, backend, series, isolate, each)
@@ -300,7 +301,7 @@ def accept(
     if not results:
         msg = "there are no results for these inputs; run `pyllamakv matrix run`"
         raise UsageError(msg)
-    path = expected or accepting.local_file()
+    path = expected or verified.local_file()
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)

@@ -41,7 +41,15 @@ ReleaseName = Annotated[
     str,
     typer.Argument(
         metavar="RELEASE",
-        help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.",
+        help="Release: 0.3.36, b11549, git:URL@REF, path:DIR.",
+        autocompletion=release_names,
+    ),
+]
+ReleaseOrNewest = Annotated[
+    str,
+    typer.Argument(
+        metavar="RELEASE",
+        help="Release, as 0.3.36 or b11549; default: newest verified.",
         autocompletion=release_names,
     ),
 ]
@@ -49,7 +57,7 @@ Releases = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RELEASE",
-        help="Release: 0.3.9, b4980, git:URL@REF, path:DIR.",
+        help="Release: 0.3.36, b11549, git:URL@REF, path:DIR.",
         autocompletion=release_names,
     ),
 ]
@@ -57,7 +65,7 @@ ReleaseOrVariant = Annotated[
     str,
     typer.Argument(
         metavar="RELEASE",
-        help="Release 0.3.9 (both builds), or 0.3.9+stock.",
+        help="0.3.36 (both builds) or 0.3.36+stock; default: newest verified.",
         autocompletion=release_names,
     ),
 ]
@@ -65,7 +73,7 @@ BuiltVariant = Annotated[
     str,
     typer.Argument(
         metavar="VARIANT",
-        help="Built variant: 0.3.9+patched, 0.3.9+stock.",
+        help="Built variant, as 0.3.36+patched; default: newest verified.",
         autocompletion=release_names,
     ),
 ]
@@ -138,8 +146,13 @@ Backends = Annotated[
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run fewer cache types and layouts.")]
-VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patched, +stock.")]
-PlayedOn = Annotated[str, typer.Option("--variant", help="Build to play on; default: as recorded.")]
+VariantName = Annotated[
+    str, typer.Option("--variant", help="Build, as 0.3.36+patched; default: newest verified.")
+]
+PlayedOn = Annotated[
+    str,
+    typer.Option("--variant", help="Build to play on; default: as recorded, or newest verified."),
+]
 Variants = Annotated[
     list[str] | None,
     typer.Option("--variant", help="Build, `stock`, `patched`, `recorded` (default); repeatable."),

@@ -11,7 +11,6 @@ import typer
 from pyllamakv.cli.options import Backend, BuiltVariant, Json, Threads
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
-from pyllamakv.source.releases import DEFAULT_RELEASE
 
 app = typer.Typer(add_completion=False)
 
@@ -25,7 +24,7 @@ def root() -> None:
 
 @app.command()
 def serve(
-    spec: BuiltVariant = DEFAULT_RELEASE,
+    spec: BuiltVariant = "",
     *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -45,8 +44,10 @@ def serve(
 
     RPC has no authentication and no encryption: listen only on trusted networks.
     """
+    from pyllamakv.building import variant
     from pyllamakv.open_variant import serve_rpc as start
 
+    spec = spec or variant.newest_verified(backend=backend).id
     with start(
         spec,
         host=host,

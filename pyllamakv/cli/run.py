@@ -30,7 +30,7 @@ def command(
     script: Annotated[
         Path | None, typer.Argument(metavar="SCRIPT", help="Decode script (JSON lines) or trace.")
     ] = None,
-    variant: VariantName = "0.3.9+patched",
+    variant: VariantName = "",
     model: Model = "",
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text to complete; repeatable.")
@@ -141,7 +141,7 @@ def _complete_prompts(
     from pyllamakv.traces.completion import complete_prompts
 
     with (
-        pyllamakv.open(variant) as library,
+        pyllamakv.open(variant or None) as library,
         library.load_model(synthetic_models.model(model)) as loaded,
     ):
         told, stats = complete_prompts(

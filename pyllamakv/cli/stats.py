@@ -56,7 +56,7 @@ def command(
         if timeline.frames:
             stats = PictureStats(timeline.frames[-1].picture)
     else:
-        with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
+        with variant_selection.open_run(run, variant, model) as played:
             timeline = frames.Timeline(played.variant)
             try:
                 playback.play(played.lines, played.session, timeline.frames.append)

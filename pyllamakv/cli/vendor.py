@@ -22,7 +22,7 @@ Specs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SPEC",
-        help="0.3.9 (stock), 0.3.9+patched, 0.3.9+PATCH,PATCH.",
+        help="0.3.36 (stock), 0.3.36+patched, 0.3.36+PATCH,PATCH.",
         autocompletion=release_names,
     ),
 ]
@@ -35,12 +35,12 @@ def sync(
     to: To = None,
     as_json: Json = False,
 ) -> None:
-    """Write source trees, fetched and patched; default: 0.3.9."""
+    """Write source trees, fetched and patched; default: newest verified release."""
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import fetch, releases, vendor
+    from pyllamakv.source import fetch, vendor, verified
     from pyllamakv.source.store import open_store
 
-    wanted = specs or [releases.DEFAULT_RELEASE]
+    wanted = specs or [verified.newest().name]
     if to is not None and len(wanted) != 1:
         raise errors.UsageError("--to takes one SPEC.")
     store = open_store()

@@ -107,7 +107,7 @@ def _follow(
                     shown.show(frame)
         return recorded, None
 
-    with variant_selection.open_run(run, variant or "0.3.9+patched", model) as played:
+    with variant_selection.open_run(run, variant, model) as played:
         recorded = frames.Timeline(playback.title(run, played.variant))
         with screen(recorded.title) as shown:
 

@@ -270,7 +270,9 @@ def load(
         handle = native.model_load(str(Path(path).resolve()), params)
     except ModelError as error:
         msg = f"{error} (architecture {file.architecture!r})"
-        raise ModelError(msg, code=error.code, log=error.log) from error
+        raise ModelError(
+            msg, code=error.code, log=error.log, architecture=file.architecture
+        ) from error
     on_host = params.n_gpu_layers == 0 and not params.rpc_servers
     return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.home import home
-from pyllamakv.source import era, lockfile, npm, spec_resolver, xllamacpp
+from pyllamakv.source import architectures, era, lockfile, npm, spec_resolver, xllamacpp
 from pyllamakv.source import sdist_import as archives
 from pyllamakv.source.download import download, file_hash
 from pyllamakv.source.index import IndexFile, PackageIndex
@@ -96,8 +96,8 @@ def add(
 
     ``what`` is a version of llama-cpp-python, ``node-llama-cpp@VERSION``, ``xllamacpp==VERSION``,
     an archive file, ``git:URL@REF`` or ``path:DIR``. The release is written to the user's lock
-    file, or to ``pin``. The archive of a pinned release must match its lock file. A git reference
-    is resolved again.
+    file, or to the lock file ``pin`` and the table of architectures beside it. The archive of a
+    pinned release must match its lock file. A git reference is resolved again.
     """
     what = what.strip()
     if what.startswith("path:"):
@@ -132,6 +132,7 @@ def _brings(what: str) -> Callable[..., Release] | None:
 def _note(release: Release, pin: Path | None) -> None:
     if pin is not None:
         lockfile.save(pin, [release])
+        architectures.add(pin, open_store(), release)
     elif lockfile.known().get(release.name) != release:
         lockfile.save(lockfile.added(), [release])
 

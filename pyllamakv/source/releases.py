@@ -16,8 +16,8 @@ Kind = Literal["sdist", "npm", "xllamacpp", "git", "path"]
 #: Kinds of releases that come as archives of a package index and are named by tag or version.
 ARCHIVE_KINDS: Final = ("sdist", "npm", "xllamacpp")
 
-#: The release that is meant where none is named: the last whose decode fails by default.
-DEFAULT_RELEASE = "0.3.9"
+#: The release of `make check` and `make test`: the last one whose decode fails by default.
+TEST_RELEASE = "0.3.9"
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

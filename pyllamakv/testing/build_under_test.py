@@ -12,7 +12,7 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
 from pyllamakv.scenarios.device_placement import DevicePlacement
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source import verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list
     known = backends.known(backend)
     return [
         _subject(release, chosen, known)
-        for release in dict.fromkeys(releases or (DEFAULT_RELEASE,))
+        for release in dict.fromkeys(releases or (verified.newest().name,))
         for chosen in dict.fromkeys(series or ("patched",))
     ]
 

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--llama-release",
         action="append",
         metavar="RELEASE",
-        help="a release of llama.cpp, such as 0.3.9 (default), b4980 or path:DIR; repeatable",
+        help="a release, such as 0.3.36 or path:DIR; default: newest verified; repeatable",
     )
     group.addoption(
         "--llama-series",

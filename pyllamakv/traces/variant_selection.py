@@ -37,6 +37,7 @@ class ScriptRun:
 def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     """Open a build in a worker for a script or a trace, until the end of the block.
 
+    An empty ``variant`` is the newest verified release that is built.
     A trace is played with the model and environment of its recording. A script is played as in a
     verification, unless this process's environment differs. ``model`` replaces the model of both.
     Raises ScriptError, UsageError, TraceMismatch and the errors of `pyllamakv.open` before anything
@@ -47,7 +48,7 @@ def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
         head = replace(head, environment={**head.environment, **trace.recorded()})
     file = trace.model_file(head, model)
     with (
-        pyllamakv.open(variant, isolated=True, env=head.environment) as library,
+        pyllamakv.open(variant or None, isolated=True, env=head.environment) as library,
         closing(ScriptSession(library.native, file=file)) as session,
     ):
         yield ScriptRun(head, lines, session, library.about.variant, file)

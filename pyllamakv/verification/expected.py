@@ -6,7 +6,6 @@ release or for one of its scenarios, is a regression. A better one is reported.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from pyllamakv import home
 from pyllamakv.errors import UsageError
+from pyllamakv.source import verified
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification.cell import CellResult, CellSpec
 from pyllamakv.verification.verdict import GOOD, Verdict
@@ -82,26 +81,13 @@ def rank(verdict: str) -> int:
     return _RANK[Verdict(verdict)]
 
 
-def shipped() -> Path:
-    """Return the file beside the patches."""
-    return home.data("patches") / "expected.toml"
-
-
-def local_file() -> Path:
-    """Return the file that `accept` writes: in the checkout, else in the data directory."""
-    path = shipped()
-    root = home.checkout()
-    writable = root is not None and os.access(path if path.exists() else path.parent, os.W_OK)
-    return path if writable else home.home() / "expected.toml"
-
-
 def load(path: Path | None = None) -> Table:
     """Return the accepted verdicts by cell; by default, local entries override shipped ones."""
     if path is not None:
         return _read(path)
     return {
         name: one
-        for file in dict.fromkeys((shipped(), local_file()))
+        for file in dict.fromkeys((verified.shipped(), verified.local_file()))
         for name, one in _read(file).items()
     }
 
@@ -154,7 +140,7 @@ def _improved(result: CellResult, accepted: Accepted) -> bool:
 
 def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]:
     """Write results as accepted, keeping comments and other cells; return the changes in words."""
-    path = path or local_file()
+    path = path or verified.local_file()
     document = _document(path)
     if "schema" not in document:
         for line in _HEAD.splitlines():

@@ -105,7 +105,7 @@ def _names(choice: MatrixSelection) -> list[str]:
 def _one_per_era(names: Iterable[str], eras: Mapping[str, str]) -> list[str]:
     chosen: dict[str, str] = {}
     for name in names:
-        if chosen.get(eras[name]) != releases.DEFAULT_RELEASE:
+        if chosen.get(eras[name]) != releases.TEST_RELEASE:
             chosen[eras[name]] = name
     return list(chosen.values())
 

@@ -23,6 +23,8 @@ SCHEMA = Path(__file__).with_name("matrix.schema.json")
 
 #: So many names still fit into a column.
 FEW = 2
+#: Rows of a table above the fold.
+RECENT = 5
 
 _LEVELS = {"worse": "error", "better": "notice", "changed": "notice", "new": "notice"}
 
@@ -68,13 +70,24 @@ def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
 
 
 def markdown(results: Iterable[CellResult]) -> str:
-    """Return the table of verdicts for a readme; on devices with what ran there, and when."""
-    shown = list(results)
+    """Return the table of verdicts for a readme, newest release first; older ones are folded.
+
+    On devices it has what ran there, and when.
+    """
+    shown = sorted(results, key=lambda result: result.date, reverse=True)
     devices = any(result.spec.backend != "cpu" for result in shown)
+    recent, older = _rows(shown[:RECENT], devices), _rows(shown[RECENT:], devices)
+    if len(shown) <= RECENT:
+        return recent
+    summary = f"<summary>{len(shown) - RECENT} older verdicts</summary>"
+    return f"{recent}\n<details>\n{summary}\n\n{older}\n</details>\n"
+
+
+def _rows(results: Sequence[CellResult], devices: bool) -> str:
     heads = ["release", "era", "backend", "verdict", "measured", "fixed"]
     heads += ["scenarios that ran", "verified"] if devices else []
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for result in shown:
+    for result in results:
         spec = result.spec
         cells = [spec.what, result.era, spec.backend, _verdict(result), result.measured]
         cells.append(_fixed(result))

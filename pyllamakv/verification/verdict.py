@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pyllamakv.scenarios.outcome import HARM, Kind, Outcome
+from pyllamakv.source import verified
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,9 +38,7 @@ class Verdict(StrEnum):
 SEVERITY = tuple(Verdict)
 
 #: Verdicts with exit status 0.
-GOOD = frozenset(
-    {Verdict.NEEDED, Verdict.WORKS, Verdict.REDUNDANT, Verdict.HARMLESS, Verdict.NATIVE}
-)
+GOOD = frozenset(map(Verdict, verified.GOOD))
 
 #: Failure classes of the patched side, worst first, with their names in headlines.
 RANKS = {

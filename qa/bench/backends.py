@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyllamakv.building import build, cuda, variant
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench.figure import Figure
 
 GROUP = "Backends"
@@ -23,7 +23,7 @@ Tick = Callable[[], None]
 CHANGED = "kv-counters"
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     """Return the figures of RPC, and those of CUDA if a toolkit and an architecture are available.
 
     Raises the exceptions of a build. A first CUDA build takes 30 minutes of CPU time.

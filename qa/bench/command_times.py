@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench.commands import command
 from qa.bench.figure import Figure
 
@@ -14,7 +14,7 @@ GROUP = "Whole commands"
 Tick = Callable[[], None]
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     """Build and check a release with an empty data directory, then check it again."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench import contexts, defrag_alternatives, defrag_figures, defrag_in_decode, defrag_options
 from qa.bench.defrag_workloads import PATTERNS, SETTINGS, CacheShape
 from qa.bench.figure import Figure
@@ -31,7 +31,7 @@ LATER = "0.3.36"
 LATER_PLAN = tuple((CacheShape("1B", each, 16384), PATTERNS[:1]) for each in (FLASH, NONE))
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     """Measure the plan, decodes that defragment, and decodes that do not."""
     spec = f"{release}+patched"
     found = contexts.measure(PLAN, tick, spec=spec, budget=BUDGET)

@@ -11,7 +11,7 @@ import pyllamakv
 from pyllamakv.errors import KvError, Untestable
 from pyllamakv.runtime.model import Mover
 from pyllamakv.scenarios.device_placement import ALL, DevicePlacement
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench import defrag_workloads
 from qa.bench.contexts import context, model
 from qa.bench.defrag_workloads import SETTINGS, CacheShape, CacheTypes, Live
@@ -45,7 +45,7 @@ CUDA_PLAN = tuple(
 )
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE, rounds: int = 15) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE, rounds: int = 15) -> list[Figure]:
     """Measure with a server on loopback; `hardware` measures on a GPU."""
     return on(tick, "rpc", release, rounds)
 
@@ -53,7 +53,7 @@ def figures(tick: Tick, release: str = DEFAULT_RELEASE, rounds: int = 15) -> lis
 def on(
     tick: Tick,
     backend: str,
-    release: str = DEFAULT_RELEASE,
+    release: str = TEST_RELEASE,
     rounds: int = 15,
     budget: float | None = None,
 ) -> list[Figure]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pyllamakv.source import spec_resolver
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.source.store import open_store
 from pyllamakv.verification.verdict import Verdict
 from qa.bench.commands import command
@@ -27,7 +27,7 @@ PATCHES = (
 )
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     """Check each patch in a data directory that has the stock build, with its patched build."""
     before = open_store().read_text(spec_resolver.resolve(release), FILE)
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench import contexts, defrag_figures
 from qa.bench.defrag_workloads import PATTERNS, caches
 from qa.bench.figure import Figure
@@ -16,7 +16,7 @@ Tick = Callable[[], None]
 BUDGET = 4.0
 
 
-def figures(tick: Tick, release: str = DEFAULT_RELEASE) -> list[Figure]:
+def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     """Measure the whole grid; workloads that do not fit in memory are skipped."""
     plan = [(cache, PATTERNS) for cache in caches()]
     found = contexts.measure(plan, tick, spec=f"{release}+patched", budget=BUDGET)

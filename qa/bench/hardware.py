@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pyllamakv.building import cuda, doctor, nvidia
 from pyllamakv.building.build import build
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.verification import check
 from qa.bench import devices
 from qa.bench.figure import Figure
@@ -27,7 +27,7 @@ LIMIT = 600.0
 def figures(
     tick: Tick,
     backend: str = "cuda",
-    release: str = DEFAULT_RELEASE,
+    release: str = TEST_RELEASE,
     limit: float = LIMIT,
     keep: Keep | None = None,
 ) -> list[Figure]:

@@ -17,7 +17,7 @@ import pyllamakv
 from pyllamakv.errors import Untestable
 from pyllamakv.home import shim
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, Pairs, clock, interleave, interval
 
@@ -108,7 +108,7 @@ def _imports(code: str, tick: Tick) -> tuple[Interval, Pairs]:
     return interval([(a - start) / (b - start) for a, b in both]), pairs
 
 
-def repeated_build(tick: Tick, release: str = DEFAULT_RELEASE) -> Figure:
+def repeated_build(tick: Tick, release: str = TEST_RELEASE) -> Figure:
     """Compare a build without changes with the start of Python."""
     pairs = interleave(
         _python("-m", "pyllamakv", "build", release), _python("-c", "pass"), pairs=10, progress=tick

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from pyllamakv.source import spec_resolver
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.built import SPEC, STOCK
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
 from qa.faults.fault_injection import FILES, InjectionRecord
@@ -111,15 +111,15 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
     """Return the entries that cannot run here, with the reasons."""
     from pyllamakv.source.store import open_store
 
-    build = f"run: pyllamakv build {DEFAULT_RELEASE}"
+    build = f"run: pyllamakv build {TEST_RELEASE}"
     if patched is None:
         return dict.fromkeys(
             (*_NATIVE, *_JUDGED, *_KILLED_PROCESSES), f"{SPEC} is not built here; {build}"
         )
     if stock is None:
         return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
-    if not open_store().has(spec_resolver.resolve(DEFAULT_RELEASE)):
-        return dict.fromkeys(_JUDGED, f"the sources of {DEFAULT_RELEASE} are not here; {build}")
+    if not open_store().has(spec_resolver.resolve(TEST_RELEASE)):
+        return dict.fromkeys(_JUDGED, f"the sources of {TEST_RELEASE} are not here; {build}")
     return {}
 
 

@@ -75,7 +75,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         (name, [p.id for p in shipped if effort.wants(f"{name} {p.id}")])
         for name in RELEASES
         if effort.only
-        or name == releases.DEFAULT_RELEASE
+        or name == releases.TEST_RELEASE
         or (long and variant.find(f"{name}+patched") is not None)
     ]
     wanted = [(name, patches) for name, patches in wanted if patches]

@@ -10,7 +10,7 @@ import typer
 
 from pyllamakv.errors import UsageError
 from pyllamakv.source import spec_resolver
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 
 if TYPE_CHECKING:
     from qa.peer.peer_comparison import PeerComparison
@@ -39,7 +39,7 @@ def peer(
     if as_json and markdown:
         raise UsageError("choose one of --json and --markdown")
     wanted = [
-        *(names or ([] if sample else [DEFAULT_RELEASE])),
+        *(names or ([] if sample else [TEST_RELEASE])),
         *(_one_per_era() if sample else ()),
     ]
     chosen = {release.name: release for release in map(spec_resolver.resolve, wanted)}
@@ -65,7 +65,7 @@ def _one_per_era() -> list[str]:
 
     chosen: dict[str, str] = {}
     for release in lockfile.load(lockfile.shipped()):
-        if release.kind == "sdist" and chosen.get(release.era) != DEFAULT_RELEASE:
+        if release.kind == "sdist" and chosen.get(release.era) != TEST_RELEASE:
             chosen[release.era] = release.name
     return list(chosen.values())
 

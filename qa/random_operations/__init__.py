@@ -19,7 +19,7 @@ from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt
 from pyllamakv.home import home
 from pyllamakv.source import lockfile
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.verification import matrix
 from qa.entry import Entry, StressOptions, Tick, strip_directories
 from qa.random_operations import operation_cases
@@ -88,7 +88,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 def _releases(seconds: float) -> list[str]:
     if seconds < LONG:
-        return [DEFAULT_RELEASE]
+        return [TEST_RELEASE]
     return [spec.release for spec in matrix.plan(matrix.MatrixSelection(sample=True))]
 
 

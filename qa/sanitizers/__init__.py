@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pyllamakv.errors import KvError
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 from qa.entry import Entry, StressOptions, Tick
 from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
 
@@ -144,7 +144,7 @@ class SanitizerBuilds:
             start = time.monotonic()
             instrument.runtimes(kind)
             self._built[side, kind] = instrument.instrumented(
-                f"{DEFAULT_RELEASE}+{side}", kind, self.scope(kind), tell=self.tick
+                f"{TEST_RELEASE}+{side}", kind, self.scope(kind), tell=self.tick
             )
             self.building += time.monotonic() - start
         return self._built[side, kind]

@@ -112,7 +112,7 @@ def names() -> tuple[str, ...]:
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Test the slips of every patch; an entry is ``0.3.9 full-defrag``.
 
-    A short run tests the default release, and a long one all that are built; ``only`` builds the
+    A short run tests the test release, and a long one all that are built; ``only`` builds the
     named ones. Results are stored, and cost no time when nothing changed.
     """
     shipped = series.load()
@@ -121,7 +121,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     end = time.monotonic() + effort.seconds
     for release in dict.fromkeys(name.split()[0] for name in wanted):
         own = {name: slips for name, slips in wanted.items() if name.split()[0] == release}
-        if not (effort.only or release == releases.DEFAULT_RELEASE):
+        if not (effort.only or release == releases.TEST_RELEASE):
             built = variant.find(f"{release}+patched") is not None
             if effort.seconds < LONG or not built:
                 why = "a short run" if built else f"{release} is not built"
@@ -140,12 +140,12 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 
 def _by_entry(slips: Iterable[Slip]) -> dict[str, list[Slip]]:
-    """Return the slips by entry, the default release first, then in the order of the file."""
+    """Return the slips by entry, the test release first, then in the order of the file."""
     found: dict[str, list[Slip]] = {}
     for slip in slips:
         for release in slip.releases:
             found.setdefault(f"{release} {slip.patch}", []).append(slip)
-    first = [name for name in found if name.split()[0] == releases.DEFAULT_RELEASE]
+    first = [name for name in found if name.split()[0] == releases.TEST_RELEASE]
     return {name: found[name] for name in [*first, *found]}
 
 

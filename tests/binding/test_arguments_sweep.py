@@ -1,6 +1,6 @@
 """No argument of a public call ends the process, changes what it refuses, or escapes its check.
 
-`sweep_kit` says what is called. By default a part of the calls is made on the default release: the
+`sweep_kit` says what is called. By default a part of the calls is made on the test release: the
 same ones each time, others on stock than on patched. ``PYLLAMAKV_SWEEP_RELEASES`` names other
 releases, separated by commas; ``eras`` stands for one release per era. ``PYLLAMAKV_SWEEP_PARTS`` is
 how many runs make up the whole (1: make all calls).
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import sweep_kit
-from native_kit import DEFAULT_RELEASE, built
+from native_kit import TEST_RELEASE, built
 
 TESTS = Path(__file__).resolve().parents[1]
 #: The calls of a variant are made in so many runs, of which a test makes one.
@@ -39,7 +39,7 @@ ENDS = 10
 
 def releases() -> list[str]:
     """Return the releases to sweep."""
-    named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", DEFAULT_RELEASE)
+    named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", TEST_RELEASE)
     if named != "eras":
         return named.split(",")
     from pyllamakv.verification import matrix
@@ -130,7 +130,7 @@ def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
     numbers = swept.numbers
     assert numbers["refused"] > numbers["accepted"] > 0
     assert numbers["peak_mib"] < MEMORY
-    if release == DEFAULT_RELEASE and kind == "patched":
+    if release == TEST_RELEASE and kind == "patched":
         # What is refused with right arguments is refused before the wrong one is looked at.
         assert numbers["failing"] == []
 

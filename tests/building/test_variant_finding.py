@@ -16,7 +16,7 @@ from pyllamakv.building import backend, build, compiler, variant
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import NotBuilt, ToolMissing
 from pyllamakv.home import home
-from pyllamakv.source import releases
+from pyllamakv.source import lockfile, releases, spec_resolver, verified
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,6 +120,31 @@ def test_what_is_not_built_names_the_command(
         open_variant.find_built(shop.spec)
 
 
+@pytest.mark.long
+def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verified releases are tried from the newest, patched; no other release is."""
+    _, _, made = both(shop)
+    built = spec_resolver.resolve(f"path:{shop.tree}")
+    newer = lockfile.known()["b11549"]
+    asked = []
+
+    def known(kind: str | None = None) -> list[releases.Release]:
+        asked.append(kind)
+        return there
+
+    monkeypatch.setattr(verified, "releases", known)
+    there = [newer, built]
+    assert variant.newest_verified(kind="path") == made
+    assert set(asked) == {"path"}
+    index = variant.built() / ".index" / variant.request(variant.Spec(built.name, None)).key
+    index.unlink()  # only stock is left
+    with pytest.raises(NotBuilt, match=r"no verified release is .*pyllamakv build b11549$"):
+        variant.newest_verified()
+    there = [newer]
+    with pytest.raises(NotBuilt, match=r"pyllamakv build b11549 --backend cuda$"):
+        variant.newest_verified(backend="cuda")
+
+
 def test_a_build_by_another_compiler_is_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +210,7 @@ def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) 
 @pytest.mark.native
 def test_opening_needs_no_compiler() -> None:
     """The real thing, in a process without PATH, whatever the release's name is written like."""
-    found = variant.find(f"{releases.DEFAULT_RELEASE}+patched")
+    found = variant.find(f"{releases.TEST_RELEASE}+patched")
     if found is None:
         if os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
             pytest.fail("not built")
@@ -198,7 +223,7 @@ def test_opening_needs_no_compiler() -> None:
         "    with kv.open(spec) as library: print(library.about.variant)\n"
     )
     specs = [
-        f"{prefix}{releases.DEFAULT_RELEASE}+patched" for prefix in ("", "v", "llama-cpp-python==")
+        f"{prefix}{releases.TEST_RELEASE}+patched" for prefix in ("", "v", "llama-cpp-python==")
     ]
     done = subprocess.run(
         [sys.executable, "-c", code, *specs],

@@ -29,7 +29,7 @@ NOISE = 0.02
 
 @pytest.fixture(scope="module", params=["0.3.9+stock", "0.3.9+patched", "0.3.36+patched"])
 def library(request: pytest.FixtureRequest) -> Iterator[kv.OpenLibrary]:
-    """Open the default release, stock and patched, and the latest where it is built."""
+    """Open the test release, stock and patched, and the latest where it is built."""
     with kv.open(built(request.param).folder) as opened:
         yield opened
 

@@ -11,10 +11,12 @@ from building_kit import BuildSandbox
 from typer.testing import CliRunner
 
 from pyllamakv.building import build as builds
-from pyllamakv.building import dropin
+from pyllamakv.building import dropin, llama_cpp_python_env
 from pyllamakv.building.variant import parse
 from pyllamakv.cli import build, env
+from pyllamakv.cli import dropin as dropin_verb
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
+from pyllamakv.source import lockfile, verified
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +73,25 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
         "0.3.9+patched",
         "0.3.9+full-defrag,kv-counters",
     ]
+
+
+def test_what_is_not_named_is_the_newest_verified(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`env` and `dropin` take the newest of llama-cpp-python."""
+    monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
+    monkeypatch.setattr(build, "_text", lambda spec, _variant: [str(spec)])
+    known = lockfile.known()
+    monkeypatch.setattr(
+        verified, "releases", lambda kind=None: [known["0.3.36" if kind == "sdist" else "b11549"]]
+    )
+    assert invoke(build.app) == "b11549+stock\nb11549+patched\n"
+    with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.36$"):
+        invoke(env.app)
+    monkeypatch.setattr(
+        llama_cpp_python_env, "install", lambda release, **_: SimpleNamespace(python=release.name)
+    )
+    assert invoke(dropin_verb.app, "setup") == "0.3.36\n"
 
 
 def test_build_names_carried_patches() -> None:

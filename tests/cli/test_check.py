@@ -12,6 +12,7 @@ from fakes.rollback_libraries import Rolling
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed
+from pyllamakv.source import verified
 from pyllamakv.verification import check_report
 
 
@@ -51,6 +52,12 @@ def test_the_command_shows_all_on_request(world: CheckSandbox, capsys) -> None:
     assert "fork-then-defrag" in out and "-v lists" not in out
     _, out, _ = run_cli(capsys, "0.3.9", "--pictures", *names(*SOME))
     assert "128 of 256 cells used, 128 holes" in out
+
+
+def test_the_newest_verified_release_is_the_default(world: CheckSandbox, capsys) -> None:
+    """`make check` names its release."""
+    _, out, _ = run_cli(capsys, "--json", *names("fragmented"))
+    assert json.loads(out)["release"] == verified.newest().name
 
 
 def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:

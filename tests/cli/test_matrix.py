@@ -16,7 +16,7 @@ from pyllamakv.cli import main
 from pyllamakv.errors import BranchRefused, FetchError, Locked, UsageError
 from pyllamakv.patching import conflict_report
 from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
-from pyllamakv.source import fetch, lockfile, watch
+from pyllamakv.source import fetch, lockfile, verified, watch
 from pyllamakv.source.releases import Release
 from pyllamakv.source.watch import NewVersion, NewVersions
 from pyllamakv.verification import (
@@ -44,8 +44,8 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
     monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
-    monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "expected.toml")
-    monkeypatch.setattr(expected, "local_file", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(verified, "shipped", lambda: tmp_path / "expected.toml")
+    monkeypatch.setattr(verified, "local_file", lambda: tmp_path / "expected.toml")
 
     def judge(spec, **_):
         return cell.CellResult.from_json(cell_results.judge(spec.to_json()))

@@ -37,7 +37,7 @@ def test_run_plays_a_script_and_draws(opened, capsys) -> None:
     assert code == 0
     assert "used=128 holes=128 largest_hole=1" in out
     assert "after: 144 of 256 cells used" in out
-    assert opened == [("0.3.9+patched", {"isolated": True, "env": JUDGED})]
+    assert opened == [("None", {"isolated": True, "env": JUDGED})]
 
 
 def test_run_tells_what_stock_does(opened, capsys) -> None:

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from pyllamakv.cli import vendor as cli
 from pyllamakv.errors import TreeDirty, UnknownRelease, UsageError
-from pyllamakv.source import lockfile, vendor
+from pyllamakv.source import lockfile, vendor, verified
 from pyllamakv.source.store import open_store
 
 
@@ -20,6 +20,9 @@ from pyllamakv.source.store import open_store
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test a home with one release."""
     place = isolate(tmp_path, monkeypatch)
+    accepted = tmp_path / "expected.toml"
+    accepted.write_text("schema = 1\n[[cell]]\nrelease = '0.3.9'\nverdict = 'needed'\n", "utf-8")
+    monkeypatch.setattr(verified, "shipped", lambda: accepted)
     lockfile.save(
         lockfile.shipped(), [imported(open_store(), "0.3.9", TREE, "2025-01-01T00:00:00Z")]
     )
@@ -37,7 +40,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_sync_verify_clean(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The default release is put in place, found good, and removed."""
+    """The newest verified release is put in place, found good, and removed."""
     (row,) = answer(capsys, "sync")
     assert row["written"] == len(TREE)
     assert row["folder"] == str(home / "trees" / "0.3.9")

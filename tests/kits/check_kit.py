@@ -85,5 +85,5 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
 
 
 def ask(**words) -> checking.CheckResult:
-    """Ask for the default release and some scenarios."""
+    """Ask for the test release and some scenarios."""
     return check(CheckRequest("0.3.9", scenarios=words.pop("scenarios", SOME), **words))

@@ -42,7 +42,7 @@ def logits_after(context: Context, sequence: Sequence, token: int = 11) -> Any:
 
 
 def write(folder: Path) -> None:
-    """Write the files; needs builds of the default release."""
+    """Write the files; needs builds of the test release."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / "vendor" / "upstream.lock.toml", folder / "lock.toml")
     with kv.open("0.3.9+patched") as lib, lib.load_model(synthetic_models.tiny()) as model:

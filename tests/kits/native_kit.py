@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 #: What `make test` and `make build` build; only of it a build can be demanded.
-DEFAULT_RELEASE = "0.3.9"
+TEST_RELEASE = "0.3.9"
 
 
 def built(spec: str) -> Variant:
-    """Return a built variant, or skip; of the default release fail where it has to be there."""
+    """Return a built variant, or skip; of the test release fail where it has to be there."""
     from pyllamakv.building import variant
 
     found = variant.find(spec)
     if found is None:
         message = f"{spec} is not built here: pyllamakv build {spec}"
-        if spec.startswith(f"{DEFAULT_RELEASE}+") and os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
+        if spec.startswith(f"{TEST_RELEASE}+") and os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):
             pytest.fail(message)
         pytest.skip(message)
     return found

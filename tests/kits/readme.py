@@ -41,6 +41,8 @@ DOCUMENTS = (
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\b[0-9a-f]{16,64}\b|\d+(?:\.\d+)?")
+#: The release in the id of a build; the documents show the newest verified one.
+BUILD = re.compile(r"\S+(?=-(?:stock|patched)-\w+-[0-9a-f]{16}\b)")
 #: What the documents show for the data directory.
 HOME = "~/.cache/pyllamakv"
 
@@ -118,7 +120,8 @@ def run(example: Example) -> str:
 
 def shape(text: str) -> str:
     """Return a text without its numbers and digests, and with single spaces."""
-    lines = (re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.splitlines())
+    text = NUMBER.sub("#", BUILD.sub("#", text))
+    lines = (re.sub(r"\s+", " ", line).strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 
 

@@ -171,7 +171,7 @@ def verdicts() -> dict[str, Any]:
     return found
 
 
-#: Verbs whose output is the same shape on any machine that has the default release.
+#: Verbs whose output is the same shape on any machine that has the test release.
 COMMANDS = (
     ("upstream", "list", "--json"),
     ("model", "list", "--json"),

@@ -1,4 +1,4 @@
-"""Every kind of memory is exact or refuses, on the real library of the default release."""
+"""Every kind of memory is exact or refuses, on the real library of the test release."""
 
 from __future__ import annotations
 

@@ -77,8 +77,11 @@ def test_files_are_checked_before_the_library_sees_them(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model file"):
         opened.load_model(tmp_path / "absent.gguf")
     strange = write_gguf(tmp_path / "refused.gguf", architecture="strange")
-    with pytest.raises(ModelError, match=r"unknown model architecture \(architecture 'strange'\)"):
+    with pytest.raises(
+        ModelError, match=r"unknown model architecture \(architecture 'strange'\)"
+    ) as caught:
         opened.load_model(strange)
+    assert caught.value.architecture == "strange"
     assert opened.load_model(str(write_gguf(tmp_path / "tiny.gguf"))).info.n_layer == 2
 
 

@@ -19,7 +19,7 @@ from pyllamakv.errors import (
     UnknownRelease,
     UsageError,
 )
-from pyllamakv.source import fetch, lockfile
+from pyllamakv.source import architectures, fetch, lockfile
 from pyllamakv.source.quarantine import Quarantine
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
@@ -240,12 +240,15 @@ def test_a_new_version_is_added(tmp_path: Path, server: Server) -> None:
 
 
 def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
-    """A version can be written to the shipped lock instead of the home's."""
-    expected, file = pinned(tmp_path / "up", "1.0")
+    """A version can be written to the shipped lock, with its architectures beside it."""
+    names = b'LLM_ARCH_NAMES = {\n    { LLM_ARCH_LLAMA, "llama" },\n};\n'
+    expected, file = pinned(tmp_path / "up", "1.0", TREE | {"src/llama-arch.cpp": names})
     index_page(server, file)
     fetch.add("1.0", pin=lockfile.shipped())
     assert lockfile.load(lockfile.shipped()) == [expected]
     assert lockfile.load(lockfile.added()) == []
+    table = lockfile.shipped().with_name("architectures.toml")
+    assert architectures.load(table) == {"llama": "1.0"}
 
 
 def test_an_unknown_version(tmp_path: Path, server: Server) -> None:

@@ -11,6 +11,8 @@ import pytest
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import UsageError
 from pyllamakv.home import home
+from pyllamakv.source import verified
+from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.testing import build_under_test
 
 pytest_plugins = ["pytester"]
@@ -30,6 +32,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def run(project: pytest.Pytester, *words: str) -> pytest.RunResult:
+    if not any(word.startswith("--llama-release") for word in words):
+        words = (f"--llama-release={TEST_RELEASE}", *words)
     return project.runpytest_subprocess("-p", "no:cacheprovider", *words, timeout=600)
 
 
@@ -199,10 +203,12 @@ def test_what_the_options_name(tmp_path: Path) -> None:
     ]
     assert {one.place.backend for one in found} == {"rpc"}
     assert [one.stock for one in found] == [True, False, True, False]
-    assert [one.name for one in build_under_test.choose((), (), "cuda")] == ["0.3.9+patched-cuda"]
+    assert [one.name for one in build_under_test.choose((), (), "cuda")] == [
+        f"{verified.newest().name}+patched-cuda"
+    ]
     file = tmp_path / "mine.patch"
     file.touch()
-    (own,) = build_under_test.choose((), [str(file)], "cpu")
+    (own,) = build_under_test.choose(["0.3.9"], [str(file)], "cpu")
     assert (own.name, own.stock, own.patches) == ("0.3.9+mine", False, (file.resolve(),))
     with pytest.raises(UsageError):
         build_under_test.choose((), ["Full Defrag"], "cpu")

@@ -15,7 +15,7 @@ from pyllamakv.patching import apply
 from pyllamakv.patching.definition import Port
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import spec_resolver
-from pyllamakv.source.releases import DEFAULT_RELEASE
+from pyllamakv.source.releases import TEST_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.native
 
 def doctored(name: str) -> Iterator[Variant]:
     """Build the patched release with a patch of the folder on top."""
-    release = spec_resolver.resolve(DEFAULT_RELEASE)
+    release = spec_resolver.resolve(TEST_RELEASE)
     text = Port.from_file(FOLDER / name)
     built = build_patched(release, apply.apply(release, [text]))
     yield built
@@ -60,7 +60,7 @@ def scattered(ctx: kv.Context) -> kv.Sequence:
 @pytest.mark.parametrize("name", ["graphs-fail.patch", "device-refuses.patch"])
 def test_the_faults_apply_to_the_default_release(name: str) -> None:
     """A fault that no longer applied would leave the tests below without a subject."""
-    made = apply.apply(spec_resolver.resolve(DEFAULT_RELEASE), [Port.from_file(FOLDER / name)])
+    made = apply.apply(spec_resolver.resolve(TEST_RELEASE), [Port.from_file(FOLDER / name)])
     assert [port.id for port in made.ports][-1:] == [Port.from_file(FOLDER / name).id]
 
 

@@ -31,7 +31,7 @@ DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
 ALL = discovery.discover()
 #: Features belong to patches of their own.
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]
-#: Fixes of what upstream fixed before the default release, and the last release that is ill.
+#: Fixes of what upstream fixed before the test release, and the last release that is ill.
 CURED_SINCE = {"quantized-defrag": "0.3.8", "mixed-types": "0.3.8"}
 #: Fixes of what came later.
 TO_COME = ("swa-window-kept", "compact-then-decode", "compact-streams", "compact-swa")
@@ -78,7 +78,7 @@ def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -
 @pytest.mark.long
 @pytest.mark.parametrize("name", CURED_SINCE)
 def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
-    """The default release has upstream's own fix, and the patch does not spoil it."""
+    """The test release has upstream's own fix, and the patch does not spoil it."""
     for pair in (each for each in pairs if each.scenario == name):
         assert pair.stock.status == "pass", f"[{pair.setting}]: {pair.stock.message}"
         assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
@@ -109,7 +109,7 @@ def test_a_guard_holds_on_patched(pairs, name: str) -> None:
 
 @pytest.mark.long
 def test_the_release_needs_the_patch(pairs) -> None:
-    """The default release's verdict is needed."""
+    """The test release's verdict is needed."""
     assert decide(pairs).verdict is Verdict.NEEDED
 
 

@@ -8,7 +8,7 @@ import pytest
 from fakes.cell_results import result, row
 
 from pyllamakv.errors import UsageError
-from pyllamakv.verification import expected
+from pyllamakv.source import lockfile, verified
 from pyllamakv.verification.cell import CellSpec
 from pyllamakv.verification.expected import Accepted, accept, compare, load, name_of
 
@@ -103,8 +103,8 @@ def test_portable_builds_are_accepted_with_tuned_ones() -> None:
 def test_an_installed_package_writes_to_the_home(monkeypatch, tmp_path: Path) -> None:
     """Without a checkout, the file of the data directory extends the shipped one."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(expected.home, "checkout", lambda: None)
-    monkeypatch.setattr(expected, "shipped", lambda: tmp_path / "shipped.toml")
+    monkeypatch.setattr(verified.home, "checkout", lambda: None)
+    monkeypatch.setattr(verified, "shipped", lambda: tmp_path / "shipped.toml")
     accept([result(), result("0.3.6", "ineffective", scenarios=())], tmp_path / "shipped.toml")
     accept([result("0.3.6", "needed", scenarios=())])
     assert (tmp_path / "home" / "expected.toml").is_file()
@@ -135,7 +135,5 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_the_shipped_file_can_be_read() -> None:
     """Every verdict in it is one, and every release is in the lock."""
-    from pyllamakv.source import lockfile
-
-    for name in load(expected.shipped()):
+    for name in load(verified.shipped()):
         assert name.partition("+")[0] in lockfile.known()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -20,6 +21,7 @@ RESULTS = (
     result("0.3.6", "ineffective", failing=(failing(),), reason="many | moves\nfail"),
     result("b4980", "untestable", runs=0, scenarios=(), variants={}, reason="npm | is missing"),
 )
+DAYS = range(11, 18)
 TABLE = {"b4980+patched cpu": Accepted("untestable")}
 COMPARED = compare(RESULTS, TABLE)
 
@@ -60,6 +62,18 @@ def test_markdown_keeps_its_columns() -> None:
     assert lines[2].startswith(start)
     assert lines[4] == "| b4980 | unified | cpu | untestable | npm \\| is missing |  |"
     assert len(lines) == 5
+
+
+def test_markdown_folds_older_releases() -> None:
+    """The newest is the first row; each part is a table of its own, as GitHub reads it."""
+    cells = [replace(RESULTS[0], spec=CellSpec(f"b{day}"), date=f"2026-01-{day}") for day in DAYS]
+    text = matrix_reports.markdown(cells)
+    recent, folded = text.split("\n<details>\n<summary>2 older verdicts</summary>\n\n")
+    rows = [re.findall(r"^\| (b\d+) ", part, re.MULTILINE) for part in (recent, folded)]
+    assert rows == [["b17", "b16", "b15", "b14", "b13"], ["b12", "b11"]]
+    assert folded.splitlines()[:2] == recent.splitlines()[:2]
+    assert folded.endswith(" |\n\n</details>\n")
+    assert matrix_reports.markdown(cells[2:]) == recent
 
 
 def test_markdown_counts_carried_patches() -> None:

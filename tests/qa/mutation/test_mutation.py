@@ -299,7 +299,7 @@ def test_an_acceptance_needs_a_reason(tmp_path: Path, text: str, says: str) -> N
 
 @pytest.fixture(scope="module")
 def bench(patched):
-    """Prepare the objects of the default release once."""
+    """Prepare the objects of the test release once."""
     with mutants.prepare_release(RELEASE, series.load()) as prepared:
         yield prepared
 

@@ -330,7 +330,7 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
 
 @pytest.mark.native
 def test_a_minute_of_it(patched: Variant) -> None:
-    """The default release is tried without any choice, and holds."""
+    """The test release is tried without any choice, and holds."""
     effort = StressOptions(seconds=10.0, only=("0.3.9",))
     (entry,) = trial.entries(effort, lambda _: None)
     assert entry.passed, entry.defects

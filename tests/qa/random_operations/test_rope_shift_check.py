@@ -48,7 +48,7 @@ def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(params=["q8_0", "q4_0", "f16"])
 def work(patched: Variant, request: pytest.FixtureRequest) -> Iterator[Operations]:
-    """Play on the default release with keys of some type."""
+    """Play on the test release with keys of some type."""
     with kv.open(patched.folder, isolated=True) as library:
         yield opened(library, type_k=request.param)
 
