@@ -21,7 +21,6 @@ from pyllamakv.source.releases import Release
 from pyllamakv.source.watch import NewVersion, NewVersions
 from pyllamakv.verification import (
     cell,
-    expected,
     matrix,
     matrix_reports,
     release_watch,
