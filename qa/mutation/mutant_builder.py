@@ -79,8 +79,8 @@ class MutantBuilder:
 
         ``all_of_it`` compiles all readers of these files; otherwise only callers of the patches'
         code: the sources that they change, and the shim. For a change within a function, which no
-        other source sees, the result is the same in a tenth of the time. Raises Broken if a tool
-        fails for another reason than its input.
+        other source sees, the result is the same in a tenth of the time. Raises CompilerCrash if a
+        tool fails for another reason than its input.
         """
         units = [
             unit
