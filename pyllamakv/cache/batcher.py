@@ -1,8 +1,8 @@
 """Continue several prompts at once: a small loop of continuous batching over a cache manager.
 
 A step decodes one batch: a token of each active sequence, then as much of the waiting prompts as
-fits (`plan`). The sequence that was fed longest ago comes first, so a long prompt delays nothing
-else and every prompt is reached. `Roster` admits generations in the order of submission. `Steady`
+fits (`schedule_batch`). The sequence that has waited longest comes first, so a long prompt does not
+delay the others. `GenerationQueue` admits generations in the order of submission. `DecodeOnlyBatch`
 is the fast path for steps in which every generation needs one token. There are no threads:
 `Batcher.step`, or iterating over a generation, does the work.
 """

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Branches:
     """The tree and its sequences, at most ``limit``.
 
-    ``partial``: a sequence can be trimmed to any length. ``cuttable``: trimming is worth trying (a
-    window may have passed). ``sharing``: pages and entries share common prefixes.
+    ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
+    window may have passed. ``sharing``: pages and entries share common prefixes.
     """
 
     def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:

@@ -187,7 +187,7 @@ class SequenceRewinder:
         self._left = False
 
     def can_resume(self, sequence: Sequence, position: int) -> bool:
-        """Return whether `go_back` to a position works."""
+        """Return whether decoding can continue at a position."""
         if position == 0 and self._leaves:
             others = any(len(each) for each in self._sequences if each is not sequence)
             return not others or (not len(sequence) and not self._left)

@@ -473,7 +473,7 @@ class PrefixLease:
         return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
 
 
-#: What is counted as it happens.
+#: Counters that change with each event.
 COUNTED = (
     *("hits", "misses", "reused_tokens", "prompt_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
@@ -481,7 +481,7 @@ COUNTED = (
 
 
 class PrefixCounts(dict[str, int]):
-    """The totals of a prefix cache, by the names in `COUNTER_NAMES`."""
+    """The totals of a prefix cache, by the names in `COUNTED`."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(COUNTED, 0))

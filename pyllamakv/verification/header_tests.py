@@ -33,8 +33,8 @@ _COMPILE_TIMEOUT = 300.0
 class Header:
     """The path of a patch's header, and the name of the program that tests it.
 
-    The program's first argument is the name of a test group; with ``in_folder``, the second is a
-    directory that a group leaves empty. ``needs`` are other headers of the patch that it includes;
+    The program's first argument is the name of a test group. With ``needs_directory``, the second is
+    an empty directory, which a group leaves empty. ``needs`` are other headers of the patch that it includes;
     stubs of llama.cpp's headers are in ``tests/native/stubs``.
     """
 
