@@ -117,8 +117,8 @@ class SlotCache:
             raise UsageError(msg)
         if len(prompt) > self.size:
             msg = (
-                f"the prompt has {len(prompt)} tokens and a slot {self.size}: shorten it "
-                "(truncate does, on request), or create the cache with larger slots"
+                f"the prompt has {len(prompt)} tokens, a slot holds {self.size}: shorten it "
+                "(truncate), or create the cache with larger slots"
             )
             raise UsageError(msg)
         largest = min(self.context.info.n_batch, self.size - 1)

@@ -1,4 +1,4 @@
-"""Name what is under test, build it when it is not there, and open it."""
+"""Define the build under test, build it if it is missing, and open it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
 
 @dataclass(frozen=True)
 class BuildUnderTest:
-    """A release with a series, on a backend; ``patches`` are files that are not ours."""
+    """A release with a series, on a backend; ``patches`` are foreign files."""
 
     spec: str
     backend: str = "cpu"
@@ -119,7 +119,7 @@ def _is_path(word: str) -> bool:
 
 @contextmanager
 def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
-    """Create a context as a marker asks for it.
+    """Create a context with the arguments of a marker.
 
     ``model`` is a path, or the name of a model that `pyllamakv.scenarios.synthetic_models`
     generates. On a GPU, the variant of that model with wide rows is used.
