@@ -82,7 +82,7 @@ class KvError(Exception):
 
     #: Exit status of the command line for this error.
     exit_code = 2
-    #: What to do next, when the message does not say it.
+    #: The next step for the user, if the message does not contain it.
     hint = ""
 
 
@@ -107,7 +107,7 @@ class Unsupported(KvError):
         self.reason = reason
 
 
-# What goes wrong while releases are found and fetched.
+# Errors of finding and fetching releases.
 
 
 class SourceError(KvError):
@@ -198,7 +198,7 @@ class TreeDirty(SourceError):
         self.files = tuple(files)
 
 
-# What goes wrong with patches.
+# Errors of patches.
 
 
 class PatchError(KvError):
@@ -286,7 +286,7 @@ class RebaseConflict(PatchError):
         self.files = tuple(files)
 
 
-# What goes wrong while variants are built and read.
+# Errors of building and loading variants.
 
 
 class BuildError(KvError):
@@ -325,7 +325,7 @@ class NotBuilt(BuildError):
     """A variant has not been built. The message has the command that builds it."""
 
 
-# What goes wrong in or around the native library.
+# Errors of the native library.
 
 
 class NativeError(KvError):
@@ -375,7 +375,7 @@ class KVFileDirty(KVFileError):
 
 
 class KVFileForeign(KVFileError):
-    """The file is no cache file, or belongs to another model, release or shape."""
+    """The file is not a cache file, or belongs to another model, release or shape."""
 
 
 class KVFileDamaged(KVFileError):
@@ -413,7 +413,7 @@ class DeviceLost(WorkerDied):
     """A device or RPC server of a context was lost."""
 
 
-# What decodes and sequences refuse.
+# Errors of decodes and sequences.
 
 
 class DecodeError(NativeError):
@@ -477,7 +477,7 @@ class StateError(NativeError):
         self.saved = dict(saved or {})
 
 
-# What the cache managers refuse.
+# Errors of the cache managers.
 
 
 class KVCacheFull(NoKVSlot):
@@ -550,7 +550,7 @@ class PagingError(KvError):
         self.path = path
 
 
-# What the harness reports: its own faults, and claims that were not met.
+# Errors of scenarios, scripts and traces.
 
 
 class HarnessError(KvError):

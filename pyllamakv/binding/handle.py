@@ -141,7 +141,7 @@ class Handle(Generic[Raw]):
 
     @property
     def raw(self) -> Raw:
-        """Return the native handle; raises Closed. For calls that no other thread can disturb."""
+        """Return the native handle; raises Closed. Only for handles of one thread."""
         node = self._node
         if node.closed:
             raise Closed(f"the {node.what} was closed; create a new one")
@@ -236,8 +236,8 @@ def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
 class LoadedModel:
     """The parts of a model that contexts and samplers need: the library and the handle.
 
-    A base class of its own, so that the modules of contexts and samplers need not import `Model`,
-    which imports them.
+    This is a separate base class, because the modules of contexts and samplers cannot import
+    `Model`, which imports them.
     """
 
     native: Native

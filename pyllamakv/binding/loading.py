@@ -29,7 +29,7 @@ _mapped: dict[str, tuple[int, int]] = {}
 
 
 def struct_names() -> list[str]:
-    """Name the structs whose fields both sides know; handles are opaque."""
+    """Return the names of the structs with known fields; handles are opaque."""
     names = []
     for name in ffi.list_types()[0]:
         try:

@@ -62,7 +62,7 @@ NULL: Final = ffi.NULL
 
 
 def struct(name: str) -> Any:
-    """Return a new struct that knows its size."""
+    """Return a new struct whose size field is set."""
     made = ffi.new(f"{name} *")
     made.size = ffi.sizeof(name)
     return made
@@ -279,7 +279,7 @@ class Local:
         return [getattr(self, name)(*arguments) for name, arguments in calls]
 
     def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
-        """Serve a device to other processes at host:port; returns only when that failed."""
+        """Serve a device to other processes at host:port; returns only after a failure."""
         named = device.encode() if device else NULL
         self._done(self._lib.plk_rpc_serve(endpoint.encode(), named, memory), f"serve {endpoint}")
 
@@ -415,7 +415,7 @@ class Local:
         return list(self._scratch[context].buffers)
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
-        """Set how many threads compute from now on."""
+        """Set the number of compute threads."""
         code = self._lib.plk_threads(self._context(context), n_threads, n_threads_batch)
         self._done(code, "set the threads")
 

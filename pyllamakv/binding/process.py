@@ -115,8 +115,7 @@ class Process:
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets that are none of the standard streams.
 
-    Where a program's own streams are closed, their numbers are free, and the worker's would take
-    their place.
+    If the standard streams of a program are closed, new descriptors could get their numbers.
     """
     one, two = socket.socketpair()
     return _moved(one), _moved(two)

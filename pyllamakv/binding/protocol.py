@@ -2,8 +2,8 @@
 
 `Native` mirrors ``native/plk.h`` with Python's types: handles are opaque integers, structs are the
 frozen dataclasses below, arrays are numpy arrays, a refused call raises a class of
-`pyllamakv.errors`. `local.Local` speaks to the C functions, `remote.Remote` to a worker that has
-a `Local` of its own; the classes of `pyllamakv.runtime` run over either.
+`pyllamakv.errors`. `local.Local` calls the C functions, and `remote.Remote` a worker that has its
+own `Local`; the classes of `pyllamakv.runtime` use either.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ class LibraryInfo:
 
 
 class Native(Protocol):
-    """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
+    """Call one loaded library. A context is for one thread at a time, except for `cancel`."""
 
     about: LibraryInfo
     #: The variables that its process has besides those of this one.
@@ -449,7 +449,7 @@ class Native(Protocol):
         """Return the allocations that the library logged for a context; empty if there are none."""
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
-        """Set how many threads compute from now on."""
+        """Set the number of compute threads."""
 
     # sequences: p0 < 0 from the start, p1 < 0 to the end, seq < 0 every sequence
     def clear(self, context: ContextHandle, data: bool) -> None:
@@ -537,7 +537,7 @@ class Native(Protocol):
         """Run one token of each of several sequences, all with logits: `decode` without arrays."""
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return the logits (n_vocab,) of a place in the last batch: a view where it can be one.
+        """Return the logits (n_vocab,) at an index of the last batch, without a copy if possible.
 
         A negative index counts from the end of the outputs, as in llama.cpp. The caller guards
         against staleness.
@@ -590,5 +590,5 @@ class Native(Protocol):
         """Decode a token of each sequence and choose the next ones, ``steps`` times in one call.
 
         Returns the last decode's code and the tokens chosen after each step that was decoded; with
-        ``stop`` those of the last step may hold an end of generation.
+        ``stop``, those of the last step may contain an end-of-generation token.
         """

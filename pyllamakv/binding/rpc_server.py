@@ -95,7 +95,7 @@ class RpcServer:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether other machines can connect: a client can read and write all its memory."""
+        """Whether other machines can connect. Clients can access all memory of the server."""
         return not self.endpoint.startswith(_LOOPBACK)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -181,5 +181,5 @@ def _free(host: str, port: int) -> str:
 
 
 def _threads(count: int | None) -> dict[str, str]:
-    """Return the variable under which the library takes the number of a server's threads."""
+    """Return the environment variable with the number of a server's threads."""
     return {} if count is None else {"PLK_RPC_THREADS": str(count)}

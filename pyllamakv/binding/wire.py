@@ -57,7 +57,7 @@ class WireError(NativeError):
 def pack(value: Any, body: list[Any]) -> Any:
     """Return a value as JSON can write it; arrays and bytes are added to ``body``.
 
-    Raises TypeError for what cannot cross.
+    Raises TypeError for a value of another type.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -129,7 +129,7 @@ def unpack(value: Any, body: _Body) -> Any:
 
 
 def pack_error(error: BaseException, body: list[Any]) -> dict[str, Any]:
-    """Return an exception as its class, message and fields; what cannot cross becomes its repr."""
+    """Return an exception as class, message and fields, with the repr of unsupported values."""
     fields = {}
     for name, value in vars(error).items():
         if not name.startswith("__"):

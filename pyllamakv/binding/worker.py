@@ -116,7 +116,7 @@ def leave(status: int) -> NoReturn:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Serve the library and the descriptors that the command line names."""
+    """Serve the library on the command line, through the given descriptors."""
     # What to do about a Ctrl-C is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The parent reports a crash, which is expected here. A core file would only fill the disk.

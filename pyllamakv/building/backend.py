@@ -92,7 +92,7 @@ def known(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """Return the backend that is built for ``name``; raise UsageError for one we do not know."""
+    """Return the backend that is built for ``name``; raise UsageError for an unknown one."""
     return "cpu" if known(name) == "rpc" else name
 
 
@@ -106,8 +106,8 @@ def choose(
     """Return the backend's options for this machine, after looking for the tools that it needs.
 
     ``native`` tunes for this processor; without it x86 gets AVX2, FMA, F16C and BMI2. Raises
-    ToolMissing with the hint, Unsupported where the platform has no such backend, UsageError for
-    an unknown name or a CUDA architecture that can neither be found nor was named.
+    ToolMissing with the install command, Unsupported if the platform lacks the backend, and
+    UsageError for an unknown name or an unknown CUDA architecture.
     """
     env = os.environ if environ is None else environ
     real = canonical(name)

@@ -235,7 +235,7 @@ def _ask(c: str, cxx: str) -> Compiler:
 
 
 def _prove_standard(cxx: str, version: str) -> None:
-    """Raise ToolMissing where a compiler is older than the C++ that llama.cpp is written in."""
+    """Raise ToolMissing if a compiler lacks the C++ standard that llama.cpp requires."""
     output = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
     has = re.search(r"^#define __cplusplus (\d+)", output, re.M)
     if has is None or int(has[1]) < _YEAR:

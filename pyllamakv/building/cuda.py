@@ -204,7 +204,7 @@ def _wheel_folders() -> list[Path]:
 
 
 def _behind_script(nvcc: Path) -> Path:
-    """Return the real nvcc behind a two-line script that calls it, since CMake reads its folder."""
+    """Return the nvcc that a wrapper script calls, because CMake uses its directory."""
     real = nvcc.resolve()
     try:
         with real.open("rb") as file:

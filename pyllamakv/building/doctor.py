@@ -1,4 +1,4 @@
-"""Look for everything that fetching, building and testing need, and name the hint of what lacks."""
+"""Check the requirements of fetching, building and testing; report how to install missing ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 class ProbeResult:
     """The result of one probe: name, finding, and remedy.
 
-    ``state`` is "optional" for what lacks without hurting the main job.
+    ``state`` is "optional" for a missing tool that builds and checks on the CPU do not need.
     """
 
     name: str

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 class Batcher:
     """Generate for several prompts at once, with the sequences of a cache manager.
 
-    A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt without room
-    waits until another generation has ended.
+    A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
+    fit waits until another generation has ended.
     """
 
     def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
@@ -346,8 +346,7 @@ Portion = tuple["Generation", int]
 def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
     """Schedule a batch: generations left out too long, those that need one token, prompts.
 
-    Within each kind, the one that was fed longest ago comes first. Groups of a prompt are not
-    split.
+    Within each kind, the one that has waited longest comes first. Groups of a prompt are not split.
     """
     if len(active) <= n_batch and all(
         len(each.all_tokens) - len(each.ledger.tokens) == 1 for each in active
@@ -486,7 +485,7 @@ class GenerationQueue:
                 stack.callback(self.end, each, reason, error)
 
     def left(self, one: Generation) -> None:
-        """Strike out one that has ended."""
+        """Remove a generation that has ended."""
         for those in (self.active, self.waiting):
             if one in those:
                 those.remove(one)

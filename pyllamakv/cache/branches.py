@@ -91,7 +91,7 @@ class Branches:
         self.taken -= 1
 
     def provider(self, node: Node, beside: Node | None = None) -> Sequence:
-        """Return a sequence that holds a node, not one at or below ``beside``; an entry if any."""
+        """Return a sequence with a node, but none at or below ``beside``; entries are preferred."""
         waiting, leased = [node], None
         while waiting:
             each = waiting.pop()
@@ -235,7 +235,7 @@ class Branches:
     # is above. Pages may overlap, and a page serves every node whose run it holds.
 
     def discard(self, page: Page) -> None:
-        """Part with all that cannot be had without a page; nothing of it is held."""
+        """Drop all nodes that cannot be restored without this page; none of them is leased."""
         top = next(node for node in self.tree.walk() if node.page is page)
         above = top.parent
         for each in list(top.walk())[::-1] if self.sharing else [top]:
@@ -308,7 +308,7 @@ class Branches:
     def page_in(self, node: Node) -> None:
         """Page a node and all above it in. Needs an empty sequence per page, at most two.
 
-        Raises PagingError with nothing changed, DamagedPage where it will never be possible.
+        Raises PagingError, or DamagedPage if a retry cannot succeed. Nothing is changed then.
         """
         pages = self.missing(node)
         covered = 0

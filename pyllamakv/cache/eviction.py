@@ -61,7 +61,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
-    """Page a node out, or drop it where there are no pages; its sequence with ``keep`` tokens."""
+    """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
     kept = cache.branches.evict(node, keep)
     cache.counts.add("evictions" if cache.branches.pager is None else "paged_out")
     return kept

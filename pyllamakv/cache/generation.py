@@ -191,7 +191,7 @@ class Generation:
 
 
 def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None:
-    """Begin a generation's stream with the tokens that its sequence holds now.
+    """Start the token list of a generation with the tokens of its sequence.
 
     ``have`` is how many tokens of the stream were decoded before; ``again`` are decoded next.
     """
@@ -207,7 +207,7 @@ def record_step(those: Iterable[Generation], step: int) -> None:
 def make_room(one: Generation, n: int) -> bool:
     """Free cells for ``n`` tokens; return False if others must be decoded again first.
 
-    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
+    ``one.stream`` follows what the lease discards. Raises NoKVSlot if not enough cells are free.
     """
     ledger, lease = one.ledger, one.lease
     have = len(ledger.tokens)

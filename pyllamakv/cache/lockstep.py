@@ -1,6 +1,7 @@
 """Keep several caches in lockstep, for a draft and its target model: all or none change.
 
-The caches need not be of one model or release; each holds the same tokens at the same positions.
+The caches may belong to different models and releases; each has the same tokens at the same
+positions.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class LockstepCache:
 
     @contextmanager
     def _in_step(self, number: int, low: int) -> Iterator[None]:
-        """Cut a sequence at ``low`` in every cache where a block that changes it breaks off."""
+        """Truncate a sequence to ``low`` in every cache if the block raises an exception."""
         before = self._contents(number)
         try:
             yield

@@ -36,7 +36,7 @@ class PrefixCache:
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
     the only one). ``budget`` limits the bytes of resident and paged branches. ``paging`` is the
-    storage of branches without room, "memory" or a directory; None drops them.
+    storage of evicted branches: "memory" or a directory; None drops them.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class PrefixLease:
 
     @property
     def promised(self) -> int:
-        """Return how many tokens may still be decoded without asking for room."""
+        """Return how many tokens can be decoded without another `make_room`."""
         return max(0, self.granted - len(self.ledger))
 
     def prefill(self, *, logits: bool = True) -> None:

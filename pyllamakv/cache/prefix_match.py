@@ -48,7 +48,7 @@ def _find(
 ) -> tuple[Node, int]:
     """Return the node in which the usable prefix ends, and the prefix's length.
 
-    ``exact``: the prefix must end at a node with an entry of its own.
+    ``exact``: the prefix must end at a node that has an entry.
     """
     pages = True
     while True:

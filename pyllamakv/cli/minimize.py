@@ -23,7 +23,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Output file; default: NAME.min.jsonl beside it.",
+            help="Output file; default: NAME.min.jsonl in its directory.",
         ),
     ] = None,
     model: Model = "",
@@ -42,7 +42,7 @@ def command(
     file = traces.model_file(head, model)
     spec, *others = variant_selection.specs(head, [variant])
     if others:
-        raise UsageError("--variant takes one build: minimize uses one build")
+        raise UsageError("minimize accepts one build in --variant")
     folder = variant_selection.variant_folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)

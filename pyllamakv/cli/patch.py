@@ -330,7 +330,7 @@ def _waiting(names: list[str], patches: Path | None) -> str:
         raise errors.UsageError(f"Name one patch whose rebase is in progress: {', '.join(there)}.")
     found = names[0] if names else there[0] if there else ""
     if found not in there:
-        what = f"No rebase of {found} waits." if found else "No rebase waits."
+        what = f"No rebase of {found} is in progress." if found else "No rebase is in progress."
         raise errors.UsageError(what)
     session = rebase_session.load(store, found)
     if patches is not None and session is not None and str(patches.resolve()) != session.patches:
@@ -427,7 +427,7 @@ def obsolete(
     words = {True: "yes", False: "no", None: "unknown"}
     for one in found:
         result = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
-        meant = "" if one.meant else ", and not meant for this release"
+        meant = "" if one.meant else ", not in its releases"
         write_lines([f"{one.id} on {one.release}: {result}{meant}"])
         write_lines(f"  {sign.name}: {words[sign.obsolete]} ({sign.why})" for sign in one.signs)
     return None

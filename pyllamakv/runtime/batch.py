@@ -132,7 +132,7 @@ class Batch:
 
 
 def as_int32(values: Any, what: str) -> NDArray[np.int32]:
-    """Return a flat int32 array, without a copy where it is one; UsageError when it cannot be.
+    """Return a flat int32 array, without a copy if it is one already; raises UsageError.
 
     Accepts arrays of integers and iterables of whole numbers, but no bool, float, text or bytes.
     """

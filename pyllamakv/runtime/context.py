@@ -57,7 +57,8 @@ _INTEGERS = {int}
 class StepGroup:
     """Sequences that step together.
 
-    Raises UsageError for what is no sequence of the context, for none or too many, and one twice.
+    Raises UsageError for an object that is not a sequence of the context, for no or too many
+    sequences, and for a duplicate.
     """
 
     __slots__ = ("ids", "ledgers", "sequences")
@@ -523,7 +524,7 @@ class Context:
         return made
 
     def _check_token(self, token: int) -> None:
-        """Raise UsageError for a token that the vocabulary lacks."""
+        """Raise UsageError for a token that is not in the vocabulary."""
         if not 0 <= token < self.n_vocab and (self.guard or abs(token) > arguments.INT32):
             msg = (
                 f"token {arguments.shown(token)} is out of range: this model has tokens "

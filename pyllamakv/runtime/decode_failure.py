@@ -96,7 +96,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
 def roll_back(
     context: Context, sequences: Iterable[int], *, halfway: bool = False
 ) -> tuple[int, ...]:
-    """Remove what a failed decode left, so that cache and ledgers agree.
+    """Remove the remaining tokens of a failed decode, so that cache and ledgers agree.
 
     The shim undoes failed decodes; this removes positions that no ledger has. Returns the
     sequences that had to be emptied: a state cannot go back, nor a window whose cells were reused.

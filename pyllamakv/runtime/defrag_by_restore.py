@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RestoreDefragReport:
-    """Count what one repacking did: bytes of states written back, and how many rounds it took."""
+    """The work of one defragmentation: restored bytes of states, and number of rounds."""
 
     bytes: int
     rounds: int
@@ -31,9 +31,9 @@ def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
     """Move all used cells together by saving and restoring sequences.
 
     The caller holds the context's lock. ``before``: its cells now. Raises Unsupported with nothing
-    changed, or StateError if the library refuses a state of its own; ``saved`` of that error has
-    the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences were
-    restored.
+    changed, or StateError if the library refuses a state that it has written; ``saved`` of that
+    error has the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences
+    were restored.
     """
     _check(context, before)
     held: dict[int, bytes] = {}
@@ -160,7 +160,7 @@ def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> boo
 
 
 def _failure(context: Context, held: dict[int, bytes]) -> StateError:
-    """Return the error that holds the states from now on; the cache does not have them."""
+    """Return the error with the saved states, which the cache no longer has."""
     saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in held.items()}
     for number in saved:
         context.native.seq_rm(context.handle, number, -1, -1)

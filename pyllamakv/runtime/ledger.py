@@ -119,7 +119,7 @@ class Ledger:
         return end - start
 
     def copy_from(self, other: Ledger, p0: int | None, p1: int | None, *, share: bool) -> None:
-        """Copy entries of another sequence; with ``share`` False, into cells of their own."""
+        """Copy entries of another sequence; with ``share`` False, into new cells."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
         if other.first_moved is not None and other.first_moved < end:
@@ -152,7 +152,7 @@ class Ledger:
         self._moved(first)
 
     def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
-        """Refuse a shift whose positions would be negative, too large, or meet those that stay."""
+        """Refuse a shift to positions that are negative, too large, or already in use."""
         start, end = self.span(p0, p1)
         if start == end:
             return

@@ -102,7 +102,7 @@ def _machine() -> int | None:
 
 
 def _cgroup() -> int | None:
-    """Return the smallest room of this process's control groups, of either version."""
+    """Return the smallest memory limit of this process's control groups (v1 or v2)."""
     try:
         lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -104,7 +104,7 @@ def prometheus(
 ) -> str:
     """Return the metrics as Prometheus reads them; every sample gets ``labels`` as well.
 
-    Raises UsageError for a label that Prometheus, or a metric of ours, would not have.
+    Raises UsageError for an invalid or reserved label.
     """
     return expose(metrics(stats, counters, managers), labels)
 
@@ -272,7 +272,7 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
 
 
 def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
-    """Return the fields of a manager's stats that are numbers, one that is absent left out."""
+    """Return the numeric fields of a manager's stats, without those that are None."""
     return [
         (key, value) for key, value in stats.to_json().items() if isinstance(value, int | float)
     ]
@@ -364,7 +364,7 @@ def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> 
 
 
 def check(labels: Iterable[str], own: Iterable[str] = ()) -> None:
-    """Raise UsageError for what cannot be a label beside those that samples have of their own."""
+    """Raise UsageError for an invalid label, or one that a metric sets itself."""
     ours = {*RESERVED_LABELS, *own}
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:

@@ -33,7 +33,7 @@ GRAPHS, SLACK = 640 << 20, 8 << 20
 
 
 def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) -> None:
-    """Raise NotEnoughMemory where a limit of address space would end the process in C.
+    """Raise NotEnoughMemory if the limit of address space would make llama.cpp abort.
 
     The arguments are those of `Model.context`.
     """
@@ -86,7 +86,7 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
 
 
 def work_bytes(context: Context) -> int:
-    """Return how much a micro-batch over the whole cache needs beside the graph's own buffers.
+    """Return the bytes that a micro-batch over the whole cache needs beyond the graph's buffers.
 
     Without flash attention, weights of attention become 16 bits wide before they meet the values.
     """

@@ -1,4 +1,4 @@
-"""Choose the next token from the logits, in C where the build can, else with numpy."""
+"""Choose the next token from the logits, in C if the build supports it, else with numpy."""
 
 from __future__ import annotations
 

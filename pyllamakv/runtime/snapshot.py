@@ -208,7 +208,7 @@ class Snapshot:
 
     @cached_property
     def stats(self) -> KVStats:
-        """Count the cells, of the full cache where there is a sliding-window one beside it."""
+        """Return the statistics of the cells (of the full cache in a sliding-window memory)."""
         return _statistics(self._main)
 
     @property

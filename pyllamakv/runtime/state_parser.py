@@ -61,8 +61,8 @@ class Section:
     """The rows of a sequence in one stream of one cache: ``pos`` (cells,), and its layers.
 
     ``cache`` counts the caches of the memory: 1 is the sliding-window one of a pair. A recurrent
-    section behind them has one row per layer, the state after ``pos``: ``k`` are the columns of the
-    convolution, ``v`` is the state.
+    section follows them. It has one row per layer, the state after ``pos``: ``k`` are the columns
+    of the convolution, ``v`` is the state.
     """
 
     pos: NDArray[np.int32]

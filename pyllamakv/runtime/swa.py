@@ -58,7 +58,7 @@ def reusable_cells(cells: CellMap, window: int) -> int:
 def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
     """Return how a sliding-window cache is too full for ``n`` tokens; nothing where none is.
 
-    ``counts`` are the tokens of each sequence, which has cells of its own in caches of streams.
+    ``counts`` are the tokens of each sequence. In streams, each sequence has its own cells.
     """
     for cells in snapshot.streams:
         wanted = counts.get(cells.stream, 0) if context.stream_per_sequence else n
@@ -72,7 +72,7 @@ def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int],
 
 
 def check(context: Context, number: int, positions: Positions[int], what: str) -> None:
-    """Raise PartialRemovalRefused when a sequence of these positions would lack a part."""
+    """Raise PartialRemovalRefused if a sequence of these positions would be incomplete."""
     lost = first_missing_position(context, number, positions) if context.guard else None
     if lost is not None:
         msg = (

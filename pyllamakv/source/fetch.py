@@ -69,7 +69,7 @@ def ensure(spec: str, *, progress: Progress | None = None) -> Release:
 def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release:
     """Return a version that no lock has, fetched, without adding it to one.
 
-    One that an earlier call fetched is in the store, and not downloaded again.
+    A version that an earlier call fetched is not downloaded again.
     """
     store = open_store()
     with store.lock(f"add-{version}"):
@@ -159,7 +159,7 @@ def archive(release: Release, progress: Progress | None = None) -> Path:
 
 
 def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile:
-    """Return the index's file of a version, one with the wanted hash before others."""
+    """Return the index's file of a version; one with the expected hash is preferred."""
     everything = index.sdists()
     files = [file for file in everything if file.version == version]
     if not files:
@@ -227,7 +227,7 @@ def _same(wanted: Release, found: Release) -> Release:
     return wanted
 
 
-# --- what no lock has yet ---------------------------------------------------------------------
+# --- releases that no lock has --------------------------------------------------------------------
 
 
 def _add_version(

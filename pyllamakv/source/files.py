@@ -63,7 +63,7 @@ def write_text_atomic(file: Path, text: str) -> None:
 def write_bytes_atomic(file: Path, data: bytes) -> None:
     """Write a file under a temporary name and rename it; the old content remains until then.
 
-    The temporary name is fixed, so that the next write replaces what a killed process left.
+    The temporary name is fixed, so that the next write replaces the file of a killed process.
     """
     part = file.with_name(f".{file.name}.part")
     with translate_disk_errors(file):
@@ -147,7 +147,7 @@ def translate_permission_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_disk_errors(place: Path) -> Iterator[None]:
-    """Turn a full or failing disk below ``place``, as Python or git meet it, into our errors."""
+    """Translate disk errors of Python and git below ``place`` to DiskFull or DiskFailed."""
     try:
         yield
     except OSError as error:

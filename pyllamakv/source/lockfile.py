@@ -110,8 +110,8 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
     if version != _VERSION:
         # TOML can hold numbers of more digits than Python writes.
         known = version is None or (isinstance(version, int) and 0 <= version < 1 << 32)
-        found = version if known else "that is none"
-        msg = f"{path} has version {found}; this program reads version {_VERSION}"
+        found = f"version {version}" if known else "an invalid version"
+        msg = f"{path} has {found}; this program reads version {_VERSION}"
         raise LockFileError(msg)
     tables = document.get("release", [])
     if not isinstance(tables, list):

@@ -183,7 +183,7 @@ def _head(bundle: Path, archive: Path) -> str:
 
 
 def _tag(about: Path) -> str:
-    """Return upstream's tag as the package has it, or nothing where it has none that is usable."""
+    """Return upstream's tag in the package, or nothing if it has no usable one."""
     try:
         with about.open("rb") as source:
             text = source.read(_ABOUT_BYTES).decode("utf-8")

@@ -1,7 +1,7 @@
 """Check untrusted git objects in a separate directory before they enter the store.
 
-Nothing of a truncated, hostile or merely wrong archive reaches the store: git recomputes the id of
-every object, the wanted commit is checked to be whole, and its ids are compared with the lock's.
+No object of a truncated, hostile or wrong archive enters the store: git recomputes the id of every
+object, the commit must be complete, and its ids must match the lock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Quarantine:
     def git(self, *args: str, input: bytes | str | Path | None = None) -> str:
         """Run git on the store, within limits, with new objects going into quarantine.
 
-        Raises ArchiveError when a limit is met, GitError for whatever else fails.
+        Raises ArchiveError if a limit is reached, and GitError for other failures.
         """
         with translate_disk_errors(self.store.path):
             try:

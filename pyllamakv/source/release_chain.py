@@ -32,7 +32,7 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Chain
     """Create the release chain, ordered by date, and return it; refs are ``refs/line/NAME``.
 
     Without ``releases`` it holds every release from an archive that the store has. Refs of
-    releases that are in the line no more are dropped.
+    releases that are no longer in the chain are removed.
     """
     if releases is None:
         known = lockfile.known().values()

@@ -16,7 +16,7 @@ Kind = Literal["sdist", "npm", "xllamacpp", "git", "path"]
 #: Kinds of releases that come as archives of a package index and are named by tag or version.
 ARCHIVE_KINDS: Final = ("sdist", "npm", "xllamacpp")
 
-#: The release that is meant where none is named: the last whose decode fails by default.
+#: The default release: the last one on which stock fails with default settings.
 DEFAULT_RELEASE = "0.3.9"
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -28,7 +28,7 @@ class Release:
 
     name: str
     kind: Kind
-    #: The upstream commit; a synthetic one where the source holds no git history.
+    #: The upstream commit; a synthetic one if the source has no git history.
     commit: str
     tree: str
     era: str

@@ -64,7 +64,7 @@ def content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int = FILE) ->
 
 
 def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
-    """Copy a plain member to a file of our own naming."""
+    """Copy a plain member to a file with a generated name."""
     source = _open(tar, member, FILE)
     with translate_disk_errors(file), file.open("xb") as out:
         while chunk := source.read(_CHUNK):

@@ -163,7 +163,7 @@ def _is_plain(file: Path) -> bool:
 
 
 def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
-    """Refuse a tree with a path that leads out, is ours, or cannot be written."""
+    """Refuse a tree with a path that leads out, is reserved, or cannot be written."""
     for path in (entry.path for entry in entries):
         parts = path.split("/")
         bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)

@@ -324,7 +324,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
 
 
 def _told(patched: Outcome, stock: Outcome) -> bool:
-    """Return whether to report a run that patched did not pass; both may lack a capability."""
+    """Return whether to report a run that patched did not pass, unless both lack a capability."""
     return patched.failed or (patched.status == "absent" and stock.status != "absent")
 
 

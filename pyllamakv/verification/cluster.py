@@ -1,4 +1,4 @@
-"""Use the machines of a dask scheduler as an executor that knows the needs of a cell.
+"""Use the machines of a dask scheduler as an executor that places each cell on a suitable worker.
 
 A worker with a device declares it at its start: ``dask worker ADDRESS --resources CUDA=1``. Each
 worker has its own data directory, into which it fetches and builds.

@@ -69,7 +69,7 @@ def select(scenarios: dict[str, Scenario], names: Sequence[str] = ()) -> list[Sc
 
 
 def read(path: Path) -> Scenario:
-    """Return the scenario that a file is; raises UsageError or ScriptError where it is none."""
+    """Return the scenario in a file; raises UsageError or ScriptError if there is none."""
     if not path.is_file():
         msg = f"there is no scenario file {path}"
         raise UsageError(msg)

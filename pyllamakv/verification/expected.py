@@ -83,7 +83,7 @@ def rank(verdict: str) -> int:
 
 
 def shipped() -> Path:
-    """Return the file beside the patches."""
+    """Return the file in the directory of the patches."""
     return home.data("patches") / "expected.toml"
 
 

@@ -50,8 +50,8 @@ class MatrixSelection:
 def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
     """Return the cells of a matrix, oldest release first; releases of one commit are one.
 
-    Raises UsageError or UnknownRelease for names that do not exist, PatchFormatError where the
-    series cannot be read: none of these is a matter of one cell.
+    Raises UsageError or UnknownRelease for names that do not exist, and PatchFormatError if the
+    series cannot be read, because these affect all cells.
     """
     choice = choice or MatrixSelection()
     series = shipped.load()
@@ -145,7 +145,7 @@ def run(
 
     Every result is stored at once, so that a run after a kill continues. Two concurrent runs share
     the cells: those that the other one verifies come last, and its results are used. ``where``
-    names the machine type for the cache; the default without an executor is "here".
+    names the kind of machine in the cache of results (default without an executor: "here").
     """
     place = where or ("here" if executor is None else "elsewhere")
     keys = {spec: result_cache.key(spec, place) for spec in specs}

@@ -51,7 +51,7 @@ def document(results: Sequence[CellResult], compared: Sequence[Comparison]) -> d
 def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
     """Return the results in documents of several machines; the last of a cell counts.
 
-    Raises UsageError, naming the file, for one that is no matrix.
+    Raises UsageError with the path for a file that is not a matrix.
     """
     found: dict[CellSpec, CellResult] = {}
     for file in files:

@@ -108,7 +108,7 @@ def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
 
 
 def stock(release: str) -> dict[str, str]:
-    """Return the outcome of each scenario on a stock release, as far as it is known."""
+    """Return the known outcomes of scenarios on a stock release."""
     found = latest_result(CellSpec(release))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 

@@ -156,7 +156,7 @@ def legend(picture: Picture) -> Text:
 def on_the_way(
     before: Picture, moves: tuple[tuple[int, int, int], ...]
 ) -> tuple[Picture, list[int]]:
-    """Return the cells with some moves done, and those that have arrived."""
+    """Return the cells during an animation, and the cells that have reached their new place."""
     owner = list(before.owner)
     for source, _, length in moves:
         owner[source : source + length] = [FREE] * length

@@ -382,7 +382,7 @@ def ticks(cells: int, most: int = 5) -> list[int]:
 
 
 def round_step(width: float) -> int:
-    """Return the round number of lines, each ``width`` wide, after which a label has room."""
+    """Return a round number of lines, each ``width`` wide, between two labels."""
     steps: Iterator[int] = (times * 10**power for power in count() for times in (1, 2, 5))
     return next(step for step in steps if step * width >= 44)
 

@@ -195,7 +195,7 @@ class MutantBuilder:
         return library
 
     def _archive_of(self, output: str) -> str:
-        """Return the archive that contains an object: the nearest one above it."""
+        """Return the archive that contains an object: that of the nearest parent directory."""
         found = [word for word in self.link if word.endswith(".a")]
         for folder in (self.base / output).parents:
             here = [word for word in found if Path(word).parent == folder]
