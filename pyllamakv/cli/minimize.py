@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, PlayedOn
+from pyllamakv.cli.options import Json, Model
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -17,7 +17,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Failing trace or script.")],
-    variant: PlayedOn = "",
+    variant: Annotated[
+        str, typer.Option("--variant", help="Build that fails; default: as recorded.")
+    ] = "",
     output: Annotated[
         Path | None,
         typer.Option(

@@ -18,6 +18,7 @@ from pyllamakv.cli.options import (
     Patch,
     Patches,
     PatchNames,
+    RebasedNames,
     ReleaseName,
     Releases,
     To,
@@ -227,7 +228,7 @@ def show(
 
 @app.command()
 def rebase(
-    names: PatchNames = None,
+    names: RebasedNames = None,
     *,
     onto: Annotated[
         str | None,
@@ -440,7 +441,7 @@ def import_patch(
         typer.Argument(metavar="PATH", help="Patch file, directory, or git:REPOSITORY@FROM..TO."),
     ] = None,
     *,
-    id_: Annotated[str, typer.Option("--id", help="Patch name.")],
+    id_: Annotated[str, typer.Option("--id", help="Id of the imported patch.")],
     until: Annotated[
         str | None,
         typer.Option(help="Last release of the patch; without PATH, change that of --id."),

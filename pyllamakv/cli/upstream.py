@@ -25,7 +25,7 @@ def list_releases(
     *,
     new: Annotated[
         bool,
-        typer.Option("--new", help="List versions on the indexes that are not pinned."),
+        typer.Option("--new", help="List newer versions on the package indexes."),
     ] = False,
     every: OlderReleases = False,
     as_json: Json = False,
