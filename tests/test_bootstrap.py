@@ -126,7 +126,7 @@ def test_plain_python_where_pip_may_install(place: Place) -> None:
 
 @pytest.mark.parametrize("reason", ["MANAGED", "PIP_REQUIRE_VIRTUALENV"])
 def test_system_pip_that_refuses(place: Place, reason: str) -> None:
-    """Where the system's pip refuses, .venv is used, and the hint says which command runs the tests."""
+    """Where the system's pip refuses, .venv is used, and the hint names the test command."""
     place.python()
     done = place.run("here", "test", **{reason: "1"})
     assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr

@@ -98,6 +98,6 @@ def _check(lib: Any, path: Path) -> None:
         size = lib.plk_sizeof(name.encode())
         if size != ffi.sizeof(name):
             raise LoadError(
-                f"{path} takes {name} for {size} bytes, this package for {ffi.sizeof(name)}: "
+                f"{path} has a {name} of {size} bytes, this package one of {ffi.sizeof(name)}: "
                 "build the variant again with this version of pyllamakv"
             )

@@ -128,8 +128,8 @@ class ModelParams:
         _check(self, arguments.integer, "n_gpu_layers")
         if not 0 <= self.n_gpu_layers <= arguments.INT32:
             msg = (
-                f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}: a "
-                "number beyond those of the model, as 999, puts all of them on the device"
+                f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}; a "
+                "number larger than the model's layers, such as 999, offloads all of them"
             )
             raise UsageError(msg)
 

@@ -66,7 +66,7 @@ def pack(value: Any, body: list[Any]) -> Any:
         return [pack(item, body) for item in value]
     if kind is np.ndarray:
         if value.dtype.str not in _DTYPES:
-            raise TypeError(f"an array of {value.dtype} cannot cross to a worker")
+            raise TypeError(f"an array of {value.dtype} cannot be sent to a worker")
         body.append(np.ascontiguousarray(value))
         return {"$": "array", "of": value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, bytes | bytearray | memoryview):
@@ -86,7 +86,7 @@ def pack(value: Any, body: list[Any]) -> Any:
         return float(value)
     if isinstance(value, BaseException):
         return {"$": "error", **pack_error(value, body)}
-    raise TypeError(f"a {kind.__name__} cannot cross to a worker")
+    raise TypeError(f"a {kind.__name__} cannot be sent to a worker")
 
 
 class _Body:

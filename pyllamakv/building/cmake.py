@@ -186,7 +186,7 @@ def _failure(
 ) -> Exception:
     if any(sign in output for sign in _NO_ROOM):
         return DiskFull(
-            f"no room left while {what} in {job.folder}; free some space, or set PYLLAMAKV_HOME "
+            f"the disk is full while {what} in {job.folder}; free space, or set PYLLAMAKV_HOME "
             "to a folder on another disk, and run the same command again"
         )
     found = first_error(output)

@@ -42,11 +42,11 @@ class Generation:
 
     def __init__(self, batcher: Batcher, asked: Request) -> None:
         self.prompt = asked.prompt
-        #: The tokens that were chosen, the one that ended it left out.
+        #: The generated tokens, without the end token.
         self.tokens: list[int] = []
         self.finish_reason: Reason | None = None
         self.error: Exception | None = None
-        #: How many of the prompt's tokens the cache had; None while it waits.
+        #: Number of prompt tokens found in the cache; None while the prompt waits.
         self.cached: int | None = None
         self.max_tokens = asked.max_tokens
         self.groups = asked.groups
@@ -58,17 +58,17 @@ class Generation:
         self._piece = model.piece if model.info.has_vocab else None
         self._is_eog = model.is_eog if model.info.has_vocab and asked.stop_at_end else None
         self._text = IncrementalDetokenizer()
-        #: The text of tokens that are known to be ASCII, and no end.
+        #: Text of tokens that are ASCII and do not end a generation.
         self._known = batcher.known
         self._stops = StopStrings(asked.stop) if asked.stop else None
         self._parts: list[str] = []
-        # What the batcher needs, while it has a lease.
+        # State of the batcher, while the generation has a lease.
         self.lease: Lease | None = None
         self.sequence: Sequence
         self.ledger: Ledger
-        #: What the sequence has to hold: what it has, then what is to be decoded.
+        #: All tokens of the sequence: the decoded ones, then those to decode.
         self.all_tokens: list[int] = []
-        #: When it was fed last.
+        #: Number of the last step that decoded its tokens.
         self.last_step = 0
 
     @property
@@ -108,7 +108,7 @@ class Generation:
         state = self.finish_reason or ("waits" if self.lease is None else "runs")
         return f"<Generation of {len(self.prompt)} + {len(self.tokens)} tokens, {state}>"
 
-    # What the batcher asks for...
+    # The interface for the batcher.
 
     def begin(self, lease: Lease, steps: int) -> None:
         """Accept a lease; ``step`` is the present step."""
@@ -155,7 +155,8 @@ class Generation:
             return ""
         piece = self._piece(token)
         if piece.isascii() and self._is_eog is not None:
-            # Read once: these tokens do not end a generation, and their bytes are complete text.
+            # Cache the text: the token does not end a generation, and its bytes are complete
+            # characters.
             self._known[token] = piece.decode("ascii")
         return self._text.feed(piece)
 
@@ -319,13 +320,13 @@ class StopStrings:
         self._stop = stop
         self._longest = max(map(len, stop))
         self._held = ""
-        #: The stop string that ended the text.
+        #: The stop string that was found.
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
         """Return the text that can be emitted. `found` reports a complete stop string."""
         data = self._held + text
-        # The one that is complete first: wherever pieces are cut, the text is the same.
+        # The stop string that ends first, so that the result does not depend on the pieces.
         first = min(
             ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
             default=None,

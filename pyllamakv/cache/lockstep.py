@@ -67,7 +67,7 @@ class LockstepCache:
         except BaseException:
             for step in reversed(undo):
                 step.run()
-            # Where states are kept a failure empties those that were not in the batch as well.
+            # In a memory with states, a failure also empties sequences outside of the batch.
             for number in range(self.max_sequences):
                 self._align(number)
             raise
@@ -145,7 +145,7 @@ class LockstepCache:
         try:
             yield
         except BaseException as error:
-            # Ctrl-C may have come when a library had done it, and no ledger knew yet.
+            # Ctrl-C may arrive after the library has copied and before the ledger is updated.
             if not isinstance(error, KvError) or self._contents(number) != before:
                 self._cut(number, low)
             raise

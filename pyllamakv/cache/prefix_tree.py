@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-#: The bytes of a token.
+#: Bytes per token.
 TOKEN_BYTES = 4
 
 
@@ -34,7 +34,7 @@ def common(a: bytes, b: bytes, at: int = 0) -> int:
     low, high = 0, min(len(a), len(b) - at) // TOKEN_BYTES
     if high > 0 and b.startswith(a[: high * TOKEN_BYTES], at):
         return high
-    # Halves are compared as memory; together they are as long as the run.
+    # Bisect: each comparison of halves is a comparison of bytes.
     while low < high - 1:
         middle = (low + high) // 2
         if (
@@ -74,9 +74,9 @@ class Node:
         self.page: Any = None
         self.leases: list[Any] = []
         self.pins: set[str] = set()
-        #: How many entries and leases are here and below.
+        #: Number of entries and leases at this node and below.
         self.ref_count = 0
-        #: When it was last used, by the tree's clock.
+        #: Time of the last use, by the tree's clock.
         self.last_used = 0
 
     def __len__(self) -> int:

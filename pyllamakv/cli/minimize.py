@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model
+from pyllamakv.cli.options import FailingOn, Json, Model
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -17,9 +17,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Failing trace or script.")],
-    variant: Annotated[
-        str, typer.Option("--variant", help="Build that fails; default: as recorded.")
-    ] = "",
+    variant: FailingOn = "",
     output: Annotated[
         Path | None,
         typer.Option(

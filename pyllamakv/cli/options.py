@@ -145,6 +145,9 @@ VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patc
 PlayedOn = Annotated[
     str, typer.Option("--variant", help="Build to play on; default: recorded, or 0.3.9+patched.")
 ]
+FailingOn = Annotated[
+    str, typer.Option("--variant", help="Build that fails; default: as recorded.")
+]
 Variants = Annotated[
     list[str] | None,
     typer.Option("--variant", help="Build, `stock`, `patched`, `recorded` (default); repeatable."),

@@ -107,11 +107,12 @@ def _check_whole(before: Snapshot, number: int, raw: bytes) -> None:
     try:
         sections = state_parser.parse(raw).sections
     except StateError:
-        # Other memory writes more than cells; the cells that can be seen are compared afterwards.
+        # States of other memories contain more than cells; the visible cells are compared
+        # afterwards.
         return
     kept = sum(len(section.pos) for section in sections)
     there = sum(int(each.has(number).sum()) for each in before.streams)
-    # Hybrid memory keeps a state beside its cells.
+    # A hybrid memory has a state in addition to its cells.
     if kept < there:
         raise _refusal(
             f"the state of sequence {number} keeps {kept} of its {there} cells: the others are "
@@ -147,7 +148,7 @@ def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> boo
     native, handle = context.native, context.handle
     try:
         if alone:
-            # Only an empty cache is filled from its first cell on in every release.
+            # Only an empty cache is filled starting at its first cell in every release.
             native.clear(handle, False)
         else:
             for number in states:
@@ -168,9 +169,9 @@ def _failure(context: Context, held: dict[int, bytes]) -> StateError:
         context.ledgers[number].clear()
     held.clear()
     msg = (
-        "the library refused a state of its own; sequences "
-        f"{', '.join(map(str, saved))} are empty now, and `saved` of this error holds each of "
-        "them for Sequence.restore()"
+        "the library refused a state that it had written; sequences "
+        f"{', '.join(map(str, saved))} are empty now: pass `saved` of this error to "
+        "Sequence.restore()"
     )
     return StateError(msg, saved=saved)
 

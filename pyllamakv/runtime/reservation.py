@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 
-#: A level that no record has.
+#: A log level that no record has.
 _SILENT = 5
 
-#: Address space that llama.cpp maps for its graphs, hardly uses, and aborts without: some releases
-#: count with 65536 nodes (406 MiB), and threads have arenas. And what a batch takes here and there.
+#: Address space that llama.cpp maps for its graphs, and without which it aborts: some releases
+#: reserve 65536 nodes (406 MiB), and threads have arenas. Then the small allocations of a batch.
 GRAPHS, SLACK = 640 << 20, 8 << 20
 
 
@@ -138,8 +138,8 @@ def _piece(context: Context) -> int:
 
 
 def _allocate(context: Context, batch: Batch) -> None:
-    # A decode allocates before it computes. States are computed all the same: in some releases a
-    # cancelled one ends the process with the decode that follows.
+    # A decode allocates before it computes, so it is cancelled at once. With states, it is not
+    # cancelled: in some releases, the next decode would end the process.
     native = context.native
     if not context.info.memory.keeps_states:
         native.cancel_after(context.handle, 0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: For each value of a byte, how many of its bits are set.
+#: Number of set bits of each byte value.
 _ONES = ((np.arange(256)[:, None] >> np.arange(8)) & 1).sum(axis=1).astype(np.uint8)
 
 

@@ -126,7 +126,7 @@ def restore(sequence: Sequence, saved: bytes) -> None:
 def _load(sequence: Sequence, content: SavedSequence) -> None:
     context, native = sequence.context, sequence.context.native
     snapshot = context.kv.try_snapshot()
-    # A recurrent memory has no cells per token, and always room for a state of each sequence.
+    # A recurrent memory has no cells per token, and always a place for the state of each sequence.
     counts = snapshot is not None and snapshot.streams
     needed = _cells(content) if counts else 0
     room = _room(snapshot, sequence.id) if snapshot is not None and needed else None
@@ -181,7 +181,7 @@ def _put_back(sequence: Sequence, backup: bytes) -> bool:
 def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
     """Load a state; False when the library refuses it. ``together``: there is a hole for it."""
     context = sequence.context
-    # A state goes into one hole in most releases: make one where none is large enough.
+    # Most releases restore a state into one hole: defragment if no hole is large enough.
     scattered = context.info.contiguous_slots is False or not context.info.defrag
     if (together or scattered) and _try(sequence, raw):
         return True

@@ -100,7 +100,7 @@ def check_shared(context: Context, ids: Iterable[int]) -> None:
     if len(set(ends.values())) > 1:
         parts = ", ".join(f"{a}..{b} of sequence {each}" for each, (a, b) in ends.items())
         msg = (
-            "sequences that share a token must begin and end alike in the sliding-window cache, "
-            f"which has positions {parts} (-1: none); decode the token once for each of them"
+            "sequences that share a token must have the same first and last position in the "
+            f"sliding-window cache, but have {parts} (-1: none); decode the token once for each"
         )
         raise UsageError(msg)

@@ -152,7 +152,7 @@ def translate_disk_errors(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
+            msg = f"the disk is full at {place}: {error.strerror}; free space or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
         if error.errno in (errno.EIO, errno.EROFS):
             msg = f"cannot write {place}: {error.strerror}; see the system log"
@@ -160,6 +160,6 @@ def translate_disk_errors(place: Path) -> Iterator[None]:
         raise
     except GitError as error:
         if "No space left" in error.output or "quota exceeded" in error.output:
-            msg = f"no room left at {place}; make room or set PYLLAMAKV_HOME"
+            msg = f"the disk is full at {place}; free space or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
         raise

@@ -144,7 +144,7 @@ def import_package(
                 if place is not None:
                     copy_member(tar, member, place)
         if _BUNDLE in wanted:
-            msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
+            msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it since 3.0"
             raise ArchiveError(msg)
         head, tag = _head(bundle, archive), _tag(about)
         try:

@@ -24,7 +24,7 @@ from pyllamakv.verification.cell import CellResult, CellSpec
 if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
-#: Judges a cell from JSON to JSON; a function of a module, so that it can be sent anywhere.
+#: Verifies a cell from JSON to JSON; a module-level function, so that it can be pickled.
 VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 
@@ -181,7 +181,7 @@ def run(
 def _in_turn(
     specs: Sequence[CellSpec], found: Mapping[CellSpec, CellResult]
 ) -> Iterator[tuple[CellSpec, bool]]:
-    """Yield each cell, and once more, to wait for it, where that led to no result."""
+    """Yield each cell; yield those without a result again at the end, to wait for them."""
     for wait in (False, True):
         for spec in specs:
             if spec not in found:
@@ -219,7 +219,7 @@ def _of(spec: CellSpec, future: Future[dict[str, Any]]) -> CellResult:
     try:
         return CellResult.from_json(future.result())
     except Exception as error:
-        # The worker is gone, or sent what is no result: that says nothing about the release.
+        # The worker was lost, or sent an invalid result, which is no verdict on the release.
         return cells.untestable(spec, f"a worker was lost: {type(error).__name__}: {error}")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).with_name("matrix.schema.json")
 
-#: So many names still fit into a column.
+#: Maximum number of names in a column.
 FEW = 2
 
 _LEVELS = {"worse": "error", "better": "notice", "changed": "notice", "new": "notice"}
@@ -99,7 +99,7 @@ def _fixed(result: CellResult) -> str:
 def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
     """Return a JUnit document: a suite per cell, a case per scenario, and one for the verdict.
 
-    Only regressions are failures. An accepted verdict is none, however bad.
+    Only regressions are failures. An accepted verdict is not a regression, even a bad one.
     """
     root = ET.Element("testsuites", name="pyllamakv matrix")
     for result, one in zip(results, compared, strict=True):
@@ -170,5 +170,5 @@ def _escaped(text: str) -> str:
 
 
 def _xml(text: str) -> str:
-    # What a crashing worker says may hold characters that XML cannot.
+    # The output of a crashed worker may contain characters that XML cannot represent.
     return printable(text, keep="\n\t")

@@ -1,4 +1,4 @@
-"""Write the matrix as one HTML page that needs nothing from outside."""
+"""Write the matrix as one self-contained HTML page."""
 
 from __future__ import annotations
 

