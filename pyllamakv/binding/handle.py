@@ -54,11 +54,11 @@ class _Node(Generic[Raw]):
         self.children: list[_Node[int]] = []
         self.users = 0
         self.closed = False
-        # Reentrant, since what a runtime does with a context nests.
+        # Reentrant, because operations on a context are nested.
         self.lock = threading.RLock()
-        # Held while `raw` is used out of turn (cancel), and while it is freed.
+        # Held while `raw` is used without the lock (cancel), and while it is freed.
         self.gate = threading.Lock()
-        # Threads in `Handle.reading`; others give way to them.
+        # Number of threads in `Handle.reading`; other threads wait for them.
         self.readers = 0
         self.turn = threading.Condition()
 
@@ -162,7 +162,7 @@ class Handle(Generic[Raw]):
                 )
             node.users += 1
         else:
-            # A shared lock is only held for moments: for counting, and for closing.
+            # A shared lock is held briefly: to count, and to close.
             with node.lock:
                 node.users += 1
         if node.closed:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import LibraryInfo, Native
     from pyllamakv.building.manifest import Manifest
 
-#: Backends that can end the process they live in; they always get one of their own.
+#: Backends that can end their process, and therefore always run in a worker.
 _APART: Final = frozenset({"cuda", "metal", "vulkan"})
 
 _HINTS: Final = {

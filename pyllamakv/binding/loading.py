@@ -57,7 +57,7 @@ def load(path: Path) -> Any:
         ) from error
     file = (found.st_dev, found.st_ino)
     if _mapped.get(name, file) != file:
-        # The loader goes by the name, and would silently give the old library again.
+        # The loader compares names, and would silently return the old library.
         raise LoadError(
             f"{path} was replaced after this process loaded it: start a new process, or open it "
             "with isolated=True"

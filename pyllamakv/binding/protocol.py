@@ -25,7 +25,7 @@ ModelHandle = NewType("ModelHandle", int)
 ContextHandle = NewType("ContextHandle", int)
 SamplerHandle = NewType("SamplerHandle", int)
 
-#: The limits of the whole numbers of `ContextParams`: lowest, highest, and the names.
+#: Limits of the integers of `ContextParams`: minimum, maximum, and names.
 _CONTEXT: Final = (
     (0, arguments.INT32, "n_ctx n_ubatch type_k type_v defrag_threads"),
     (1, arguments.INT32, "n_batch n_seq_max n_threads n_threads_batch"),
@@ -34,8 +34,8 @@ _CONTEXT: Final = (
     (0, 3, "kv_backing"),
     (0, 2, "kv_keep"),
 )
-#: The limits of `SamplerParams`. A sampler allocates the room for ``penalty_last_n`` tokens when it
-#: is made. Off are ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, the penalties 0 and 1.
+#: Limits of `SamplerParams`. A new sampler allocates memory for ``penalty_last_n`` tokens. These
+#: values disable a sampler: ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, penalties 0 and 1.
 _SAMPLER: Final = (
     (0, 2**32 - 1, "seed"),
     (-1, arguments.INT32, "top_k"),
@@ -55,7 +55,7 @@ def _check(record: Any, check: Callable[..., object], names: str, *limits: float
 
 
 def _put(record: Any, name: str, value: object) -> None:
-    # The record is frozen: its own constructor is what calls this.
+    # The record is frozen, but its constructor may change it.
     object.__setattr__(record, name, value)
 
 
@@ -396,7 +396,7 @@ class Native(Protocol):
     """Call one loaded library. A context is for one thread at a time, except for `cancel`."""
 
     about: LibraryInfo
-    #: The variables that its process has besides those of this one.
+    #: Environment variables of its process that differ from those of this process.
     environment: Mapping[str, str]
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     _Declared = object
 
-#: What a backend writes last when its device or server went away.
+#: The last output of a backend whose device or server was lost.
 _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
 #: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` makes tuples.
 _BY_HAND: Final = ("cancel", "close", "logs")
@@ -110,7 +110,7 @@ class Remote(_Declared):
         self._closed = True
         free = self._lock.acquire(blocking=False)
         if not free and self._process.owned:
-            # The thread that waits for an answer gets its error, and lets go.
+            # The thread that waits for an answer gets an error, and releases the lock.
             self._process.kill()
             free = self._lock.acquire(timeout=GRACE)
         try:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = struct.Struct("<IIQQ")
 _MAGIC: Final = 0x314B4C50
-#: A header longer than this is not one.
+#: Maximum length of a header.
 _LIMIT: Final = 1 << 26
-#: Bodies up to this size travel in the same piece of memory as the header.
+#: Bodies up to this size are sent together with the header.
 _SMALL: Final = 1 << 14
 #: Errors from unpacking data that `pack` did not create.
 _NONSENSE: Final = (
@@ -44,7 +44,7 @@ _KINDS: Final[dict[str, Any]] = {
     and value.__module__ == protocol.__name__
     and (dataclasses.is_dataclass(value) or issubclass(value, IntEnum | IntFlag))
 }
-#: Dtypes that may cross, by the text that names them.
+#: Supported dtypes, by name.
 _DTYPES: Final = {np.dtype(name).str: np.dtype(name) for name in ("i1", "u1", "i4", "u8", "f4")}
 #: Errors of Python itself that keep their class; any other becomes a NativeError.
 _BUILTIN: Final = frozenset({"TypeError", "ValueError", "OverflowError", "MemoryError"})
@@ -169,7 +169,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._rest = b""
-        #: Whether a message has begun to arrive: it cannot be left alone until it is complete.
+        #: Whether a message was received in part: it must be read to its end.
         self.reading = False
 
     def send(self, number: int, header: Any, body: list[Any]) -> None:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _TARGETS = ("plk", "plk_dropin")
 
-#: What one compiler may need; one file of an old release takes two thirds of it.
+#: Memory per compiler; one file of an old release takes two thirds of it.
 _BYTES_PER_JOB = 1 << 30
 
 
@@ -184,7 +184,7 @@ def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
     names = {wanted.tree: "llama.cpp", shim(): "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
     if wanted.native:
-        # A compiler cache sees the words `-march=native`, not what they mean on this machine.
+        # A compiler cache compares the text `-march=native`, not its meaning on this machine.
         meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
         words.append(f"-DPLK_NATIVE_{meaning}")
     flags = shlex.join(words)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 State = Literal["ok", "missing", "optional"]
 
 _GIB = 1 << 30
-#: One release's objects, store and two variants take less than this.
+#: Minimum free disk space: store, objects and two variants of a release take less.
 _DISK = 3 * _GIB
 _MEMORY = 2 * _GIB
 #: Where drivers of Vulkan announce themselves.

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from pyllamakv.building.manifest import Manifest
     from pyllamakv.source.releases import Release
 
-#: Changes when this package builds differently from the same inputs.
+#: Increased when this package builds the same inputs differently.
 RECIPE = 1
 
-#: Files beside the patches and their code that influence no build and no result.
+#: Files in the digested directories that affect neither builds nor results.
 DIGEST_EXCLUDES = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]

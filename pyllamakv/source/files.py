@@ -17,7 +17,7 @@ from pyllamakv.errors import DiskFailed, DiskFull, GitError, SourceError, UsageE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Only a process that hangs holds a lock longer than this; waiting without a limit would hide it.
+#: Timeout of a lock in seconds: only a hanging process holds one longer.
 LOCK_SECONDS = 900
 
 

@@ -62,7 +62,7 @@ _SETTINGS = {
     "safe.directory": "*",
 }
 
-#: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
+#: Variables that a fetch from a URL keeps: credentials, proxies and certificates of the user.
 _NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 
 #: Maximum number of bytes kept of what a streaming git writes to stderr.
@@ -86,7 +86,7 @@ def environment(*, network: bool = False) -> dict[str, str]:
         env["GIT_CONFIG_GLOBAL"] = os.devnull
         env["GIT_CONFIG_NOSYSTEM"] = "1"
     env |= {
-        # A folder's own .git/config may name a program that "brings" objects that are missing.
+        # The .git/config of a source may name a program that fetches missing objects.
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_NO_REPLACE_OBJECTS": "1",
@@ -216,7 +216,7 @@ def _start(
     full = environment(network=network)
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})
-    # GitPython runs a command in its own folder where the given one cannot be entered; -C fails.
+    # GitPython uses the current directory if the given one cannot be entered; with -C, git fails.
     words = ("-C", str(place), *args)
     line = [program, *words]
     if bounded:

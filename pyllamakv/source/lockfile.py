@@ -30,7 +30,7 @@ _HEAD = (
 )
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
-#: What was read from each file, and the state that the file was in before.
+#: Parsed releases of each file, with the state of the file when it was read.
 _KEPT: dict[Path, tuple[tuple[int, ...], list[Release]]] = {}
 _ORDER = [f.name for f in fields(Release)]
 _REQUIRED = ("name", "kind", "commit", "tree", "era", "date")

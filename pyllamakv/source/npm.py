@@ -34,7 +34,7 @@ _ABOUT = "package/llama/llama.cpp.info.json"
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
 #: Timeouts of npm in seconds: for a package of 40 MB, and for the list of versions.
 _SECONDS, _LIST_SECONDS = 900, 120
-#: The package has one reference in its bundle, and 200 bytes about it.
+#: Limits of references in a bundle and of its description; the package has one, and 200 bytes.
 _REFERENCES, _ABOUT_BYTES = 1000, 64 << 10
 
 

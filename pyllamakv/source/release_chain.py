@@ -43,7 +43,7 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Chain
         parents = [line[-1].commit] if line else []
         tree = store.tree_of(release)
         line.append(ChainLink(release, store.commit_tree(tree, parents, message, release.date)))
-    # Bisect wants a HEAD that exists; the store's own names this branch.
+    # `git bisect` requires an existing HEAD; the store's HEAD names this branch.
     wanted: dict[str, str] = {"refs/heads/main": line[-1].commit} if line else {}
     wanted |= {CHAIN_REFS + link.release.key: link.commit for link in line}
     there = store.refs(CHAIN_REFS) | store.refs("refs/heads/main")

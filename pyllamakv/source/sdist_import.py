@@ -65,7 +65,7 @@ def import_files(
         out.write(b"done\n")
     if not count:
         return ""
-    # A repository of its own: a killed import must leave no ref to what is thrown away.
+    # A separate repository, so that a killed import leaves no ref in the store.
     own = held.folder / "import"
     own.mkdir()
     env = {"GIT_OBJECT_DIRECTORY": str(held.objects)}
