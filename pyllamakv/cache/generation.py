@@ -35,7 +35,7 @@ Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 class Generation:
     """The text that continues a prompt. `Batcher.submit` creates it.
 
-    Iterating steps the batcher, and thereby all its generations, until this one has more text.
+    Iteration runs steps of the batcher, for all its generations, until this one has more text.
     ``finish_reason`` is None while the generation runs, then "end" (end-of-generation token),
     "stop" (stop string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
     """

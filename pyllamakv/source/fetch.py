@@ -187,7 +187,7 @@ def _import(store: Store, release: Release, file: Path, progress: Progress | Non
     (progress or no_progress)(f"import {release.name}", 0, None)
     found = find_package(release.package or "")
     if not found:
-        msg = f"the lock file has no package of a known source for {release.name}"
+        msg = f"the lock file names no known package for {release.name}: edit or remove its entry"
         raise FetchError(msg)
     _import_archive(store, *found, file, commit=release.commit, tree=release.tree)
     store.update_ref(f"refs/upstream/{release.key}", release.commit)

@@ -62,8 +62,8 @@ os.execv(sys.argv[4], ["git", *sys.argv[5:]])
 def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[str]:
     """Return the command that runs ``program``, the path of git, with ``args`` within the limits.
 
-    Without ``memory`` its address space has none: what a user's git starts to reach a URL, as
-    a helper for credentials, may reserve more than it uses.
+    Without ``memory``, the address space is unlimited: programs that git starts to reach a URL,
+    such as credential helpers, may reserve more than they use.
     """
     settings = [word for each in _SETTINGS for word in ("-c", each)]
     limits = [str(MAX_MEMORY_BYTES if memory else 0), str(MAX_FILE_BYTES), str(MAX_CPU_SECONDS)]

@@ -154,7 +154,7 @@ class _Stream:
 
     @contextmanager
     def header(self) -> Iterator[None]:
-        """Count the bytes read in the block as text of one header."""
+        """Count the bytes that the block reads as one header."""
         self._text = HEADER
         try:
             yield
