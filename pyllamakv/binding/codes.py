@@ -68,7 +68,7 @@ _MEANS: Final = {
 }
 
 _FILE: Final[dict[int, tuple[type[KVFileError], str]]] = {
-    Code.ESPACE: (KVFileFull, "make room, or choose another folder or a smaller n_ctx"),
+    Code.ESPACE: (KVFileFull, "free space, or choose another directory or a smaller n_ctx"),
     Code.EBUSY: (KVFileBusy, "close the other context first, or choose another file"),
     Code.EDIRTY: (KVFileDirty, "evaluate again with kv_keep='fresh', which forgets its content"),
     Code.EFOREIGN: (KVFileForeign, "choose another file, or forget a cache by kv_keep='fresh'"),

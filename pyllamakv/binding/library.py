@@ -225,5 +225,5 @@ def _compare(about: LibraryInfo, manifest: Manifest, path: Path) -> None:
     if about.variant != manifest.variant:
         raise LoadError(
             f"{path} reports variant {about.variant}, its manifest says "
-            f"{manifest.variant}: remove its folder and build again"
+            f"{manifest.variant}: remove its directory and build again"
         )

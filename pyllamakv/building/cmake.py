@@ -187,7 +187,7 @@ def _failure(
     if any(sign in output for sign in _NO_ROOM):
         return DiskFull(
             f"the disk is full while {what} in {job.folder}; free space, or set PYLLAMAKV_HOME "
-            "to a folder on another disk, and run the same command again"
+            "to a directory on another disk, and run the same command again"
         )
     found = first_error(output)
     message = (

@@ -152,12 +152,12 @@ def load(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ManifestError(
-            f"expected a manifest at {file}; a folder without one is not a built variant: "
+            f"expected a manifest at {file}; a directory without one is not a built variant: "
             "build it with pyllamakv build"
         ) from error
     except (OSError, ValueError) as error:
         raise ManifestError(
-            f"{file} is not a readable manifest ({error}); remove its folder and build again"
+            f"{file} is not a readable manifest ({error}); remove its directory and build again"
         ) from error
     return _parse(raw, file)
 

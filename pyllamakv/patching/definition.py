@@ -206,7 +206,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     table = strict_toml.load(path, _KEYS, schema=1)
     id_ = table.string("id")
     if id_ != folder.name or not ID.fullmatch(id_):
-        raise table.wrong(f"id is {id_!r}; expected the folder's name, of a-z, 0-9 and -")
+        raise table.wrong(f"id is {id_!r}; expected the directory's name, of a-z, 0-9 and -")
     releases = table.string("releases", "")
     try:
         SpecifierSet(releases)

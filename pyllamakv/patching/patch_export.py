@@ -172,7 +172,7 @@ def from_folder(
     UsageError when nothing differs.
     """
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {folder}.")
+        raise UsageError(f"There is no directory {folder}.")
     text = definition.port(base)
     ground = _ground(series, text, store or open_store())
     keep = (*folders.GENERATED_FILES, ".git")

@@ -43,7 +43,7 @@ def check_writable(series: Series, definition: Definition, release: Release) -> 
             f"with --to"
         )
     elif not os.access(definition.folder, os.W_OK):
-        msg = f"{definition.folder} cannot be written to; name a folder with --to"
+        msg = f"{definition.folder} cannot be written to; name a directory with --to"
     else:
         return
     raise UsageError(msg)

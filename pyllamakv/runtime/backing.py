@@ -115,7 +115,7 @@ def choose(
         return BackingChoice(Backing.ANONYMOUS, huge=huge)
     path = Path(backing).absolute()
     if keep and path.is_dir():
-        msg = f"{path} is a folder; name a file in it to keep the cache"
+        msg = f"{path} is a directory; name a file in it to keep the cache"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
     return BackingChoice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)

@@ -92,7 +92,7 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
     file = Path(path)
     try:
         if file.is_dir():
-            msg = f"{file} is a folder; expected a GGUF file"
+            msg = f"{file} is a directory; expected a GGUF file"
             raise ModelError(msg)
         with file.open("rb") as opened:
             start = opened.read(8)

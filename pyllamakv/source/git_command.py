@@ -208,7 +208,9 @@ def _start(
     command = ["git", *args]
     place = folder.resolve()
     if not place.is_dir():
-        problem = f"{place} is not a folder" if place.exists() else f"there is no folder {place}"
+        problem = (
+            f"{place} is not a directory" if place.exists() else f"there is no directory {place}"
+        )
         raise GitError(command, _NOT_FOUND, problem)
     program = which("git")
     if program is None:

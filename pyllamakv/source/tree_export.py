@@ -154,7 +154,7 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
         if path.name not in tops and not (path.name == _STAMP_PART and _is_plain(path))
     )
     if foreign:
-        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
+        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new directory"
         raise UsageError(msg)
 
 

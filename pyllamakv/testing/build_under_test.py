@@ -102,7 +102,7 @@ def _subject(release: str, series: str, backend: str) -> BuildUnderTest:
     if files and len(files) == len(words):
         missing = next((file for file in files if not file.exists()), None)
         if missing is not None:
-            raise UsageError(f"--llama-series: there is no patch file or folder {missing}")
+            raise UsageError(f"--llama-series: there is no patch file or directory {missing}")
         return BuildUnderTest(release, backend, tuple(file.resolve() for file in files))
     if files or not words:
         raise UsageError(

@@ -34,7 +34,7 @@ def discover(folders: Iterable[Path] = ()) -> dict[str, Scenario]:
     found: dict[str, Scenario] = {}
     for folder in (_PACKAGE, *folders, *outside):
         if not folder.is_dir():
-            msg = f"expected a folder of scenarios at {folder}"
+            msg = f"expected a directory of scenarios at {folder}"
             raise UsageError(msg)
         for path in sorted(path for kind in ("*.py", "*.jsonl") for path in folder.glob(kind)):
             if path.name.startswith("_"):

@@ -57,7 +57,7 @@ class Header:
         return run(program, group, *([str(folder)] if self.places else []))
 
     def check_faults(self, folder: Path, faults: dict[str, tuple[str, str]]) -> None:
-        """Insert a fault into the header for each test group, and check that the group detects it."""
+        """Insert a fault for each test group, and check that the group detects it."""
         text = self.text()
         for group, (right, wrong) in faults.items():
             assert text.count(right) >= 1, right
