@@ -1,6 +1,6 @@
-# The doors of the project. Every target sets up what it needs and may be run first.
-#   make build    vendor, patch and build the test release, stock and patched
-#   make check    judge the patches on the test release: the main job
+# Every target installs what it needs, so any target can be the first one.
+#   make build    fetch, patch and build the test release, stock and patched
+#   make check    verify the patches on the test release
 #   make test     set up, build, and run the quick tests; make test-all runs every test
 RELEASE ?= 0.3.9
 BACKEND ?= cpu
@@ -13,19 +13,19 @@ QA_ARGS ?=
 
 own = py=$$(tools/bootstrap.sh own $(1))
 run = "$$py" -m pyllamakv.cli.main
-# A worker per core; tests of one file share fixtures, and so a worker.
+# One pytest worker per core. The tests of a file share fixtures, so they run in one worker.
 parallel = -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help build test test-all check rpc cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
 
-help: ## Show the targets
+help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
-	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, QA_ARGS are passed on"
+	@echo "RELEASE=$(RELEASE) BACKEND=$(BACKEND); variables with options for the commands: PYTEST_ARGS, CHECK_ARGS, MATRIX_ARGS, BENCH_ARGS, DROPIN_ARGS, QA_ARGS"
 
-build: ## Vendor, patch and build the test release, stock and patched
+build: ## Fetch, patch and build the test release, stock and patched
 	@py=$$(tools/bootstrap.sh here test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	tools/bootstrap.sh hint "$$py"
@@ -41,33 +41,33 @@ test-all: ## Set up, build, and run every test
 	tools/bootstrap.sh peer "$$py" && \
 	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(parallel) $(PYTEST_ARGS)
 
-check: ## Judge the patches on the test release: stock against patched
+check: ## Verify the patches on the test release
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	$(run) check $(RELEASE) --backend $(BACKEND) $(CHECK_ARGS)
 
-rpc: ## Judge with caches behind RPC servers on this machine
+rpc: ## Verify the patches with caches in RPC servers on this machine
 	@$(call own,test) && \
 	$(run) build $(RELEASE) && \
 	$(run) check $(RELEASE) --backend rpc $(CHECK_ARGS)
 
-cuda: ## Build for this machine's NVIDIA GPU, run all scenarios there, and measure
+cuda: ## Verify and measure on this machine's NVIDIA GPU
 	@tools/cuda.sh
 
-vulkan: ## Judge on a Vulkan device, in the settings that it computes rightly
+vulkan: ## Verify the patches on a Vulkan device
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend vulkan && \
 	$(run) check $(RELEASE) --backend vulkan $(CHECK_ARGS)
 
-matrix: ## Judge every release, and compare with what is expected
+matrix: ## Verify every release, and compare with the expected verdicts
 	@$(call own,test) && $(run) matrix $(MATRIX_ARGS)
 
-eras: ## Verify one release per era in few settings: what CI does
+eras: ## Verify one release per era in few settings
 	@$(call own,test) && $(run) matrix run --sample --quick $(MATRIX_ARGS) && \
 	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest -n auto tests/binding/test_arguments_sweep.py && \
 	"$$py" -m pytest tests/test_records.py -k recorded_trees
 
-bench: ## Measure, and write qa/results/benchmarks.md
+bench: ## Measure the main benchmarks
 	@$(call own,test) && "$$py" -m qa bench $(BENCH_ARGS)
 
 dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
@@ -78,7 +78,7 @@ qa: ## Stress-test: random operations, mutation, fuzzing, faults, sanitizers, le
 	$(run) build $(RELEASE) && \
 	"$$py" -m qa stress $(QA_ARGS)
 
-wheel: ## Build the wheel, and use it outside the checkout
+wheel: ## Build the wheel, and test it outside the checkout
 	@$(call own,test) && tools/wheel.sh "$$py" $(RELEASE)
 
 lint: ## Check style and types
@@ -87,10 +87,10 @@ lint: ## Check style and types
 	"$$py" -m ruff format --check . && \
 	"$$py" -m mypy
 
-clean: ## Remove builds and caches, keep what was fetched
+clean: ## Remove builds and caches; keep fetched releases
 	rm -rf vendor/objects vendor/sanitized vendor/built vendor/trees vendor/results vendor/locks
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv and everything fetched as well
+distclean: clean ## Remove .venv and fetched releases as well
 	rm -rf .venv vendor/store.git vendor/downloads vendor/.installed-*

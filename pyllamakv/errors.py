@@ -84,7 +84,7 @@ class KvError(Exception):
 
     #: Exit status of the command line for this error.
     exit_code = 2
-    #: What to do next, when the message does not say it.
+    #: The next step for the user, if the message does not contain it.
     hint = ""
 
 
@@ -109,7 +109,7 @@ class Unsupported(KvError):
         self.reason = reason
 
 
-# What goes wrong while releases are found and fetched.
+# Errors of finding and fetching releases.
 
 
 class SourceError(KvError):
@@ -210,7 +210,7 @@ class TreeDirty(SourceError):
         self.files = tuple(files)
 
 
-# What goes wrong with patches.
+# Errors of patches.
 
 
 class PatchError(KvError):
@@ -298,7 +298,7 @@ class RebaseConflict(PatchError):
         self.files = tuple(files)
 
 
-# What goes wrong while variants are built and read.
+# Errors of building and loading variants.
 
 
 class BuildError(KvError):
@@ -337,7 +337,7 @@ class NotBuilt(BuildError):
     """A variant has not been built. The message has the command that builds it."""
 
 
-# What goes wrong in or around the native library.
+# Errors of the native library.
 
 
 class NativeError(KvError):
@@ -396,7 +396,7 @@ class KVFileDirty(KVFileError):
 
 
 class KVFileForeign(KVFileError):
-    """The file is no cache file, or belongs to another model, release or shape."""
+    """The file is not a cache file, or belongs to another model, release or shape."""
 
 
 class KVFileDamaged(KVFileError):
@@ -434,7 +434,7 @@ class DeviceLost(WorkerDied):
     """A device or RPC server of a context was lost."""
 
 
-# What decodes and sequences refuse.
+# Errors of decodes and sequences.
 
 
 class DecodeError(NativeError):
@@ -498,7 +498,7 @@ class StateError(NativeError):
         self.saved = dict(saved or {})
 
 
-# What the cache managers refuse.
+# Errors of the cache managers.
 
 
 class KVCacheFull(NoKVSlot):
@@ -571,7 +571,7 @@ class PagingError(KvError):
         self.path = path
 
 
-# What the harness reports: its own faults, and claims that were not met.
+# Errors of scenarios, scripts and traces.
 
 
 class HarnessError(KvError):

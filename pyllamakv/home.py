@@ -1,4 +1,4 @@
-"""Find the folder that generated things live under, and the data that ships with the package."""
+"""Locate the data directory, and the data files of the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checkout() -> Path | None:
 
 
 def home() -> Path:
-    """Return the folder for everything generated: store, trees, builds, results.
+    """Return the data directory, which contains store, trees, builds and results.
 
     ``$PYLLAMAKV_HOME`` first, then ``vendor/`` of a checkout that can be written, then the user's
     cache directory. The folder is not created.
@@ -38,5 +38,5 @@ def data(name: str) -> Path:
 
 
 def shim() -> Path:
-    """Return the folder of the shim: ``plk.h``, its sources, and what CMake makes of them."""
+    """Return the directory of the shim: ``plk.h``, its sources and its CMake files."""
     return _PACKAGE / "native"

@@ -1,4 +1,4 @@
-"""Open a built variant by its name, its id or its path; serve one of its devices over RPC."""
+"""Open a built variant by name, id or path, and serve one of its devices over RPC."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def open(
 
 
 def variant_path(spec: str | os.PathLike[str] | None, *, backend: str = "cpu") -> Path:
-    """Return the path that ``spec`` is, or the folder of the built variant that it names.
+    """Return ``spec`` if it is a path, otherwise the directory of the variant that it names.
 
     None names the newest verified release that is built.
     """
@@ -139,12 +139,12 @@ def variant_path(spec: str | os.PathLike[str] | None, *, backend: str = "cpu") -
     except (NotBuilt, UnknownRelease) as error:
         if not os.path.exists(spec):  # noqa: PTH110 - pathlib raises where a text is no path
             raise
-        msg = f"{error}; a path has a {os.sep} in it: .{os.sep}{spec} is the one in this directory"
+        msg = f"{error}; for a path in this directory, write .{os.sep}{spec}"
         raise NotBuilt(msg) from error
 
 
 def find_recorded(variant: str, spec: str) -> Path:
-    """Return the directory of a built variant that a file from elsewhere names.
+    """Return the directory of a built variant that a foreign file such as a trace names.
 
     ``variant`` is an id; ``spec`` is used if that variant is not built. Neither is a path, and no
     source is read or fetched. Raises NotBuilt.
@@ -184,8 +184,8 @@ def _is_id(spec: str) -> bool:
 def _among(known: dict[str, Manifest], spec: str) -> Path:
     """Return the folder of the CPU variant that a spec names, by the manifests alone.
 
-    ``patched`` is the newest with the most patches, a list of patches the one with the fewest
-    others beside them.
+    ``patched`` selects the newest with the most patches, and a list of patches the one with the
+    fewest other patches.
     """
     release, names = _parse(spec)
     fitting = {
@@ -212,9 +212,9 @@ def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
     same = sorted(key for key, release in there.items() if release == wanted)
     built = ""
     if same:
-        built = f"; built are {', '.join(same)}, of other patches, another shim or other settings"
+        built = f"; these builds have other patches, shim or settings: {', '.join(same)}"
     elif there:
-        built = f"; built are variants of {', '.join(sorted(set(there.values())))}"
+        built = f"; built releases: {', '.join(sorted(set(there.values())))}"
     option = "" if backend == "cpu" else f" --backend {backend}"
     return NotBuilt(f"{spec} is not built; build it: pyllamakv build {spec}{option}{built}")
 

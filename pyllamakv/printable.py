@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text in which what does not print is spelled, ESC as ``\x1b``, but for ``keep``."""
+    r"""Escape unprintable characters, such as ESC as ``\x1b``, except those in ``keep``."""
     return "".join(
         sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
         for sign in text

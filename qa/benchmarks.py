@@ -1,4 +1,4 @@
-"""`python -m qa bench`: measure, print, and write qa/results/benchmarks.md."""
+"""`python -m qa bench`: measure, print, and optionally write the figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyllamakv.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-#: Group -> whether it runs by default; `grid` and `every` take most of an hour.
+#: Group -> whether it runs by default; `grid` and `every` each take most of an hour.
 GROUPS = {
     "calls": True,
     "loop": True,
@@ -42,21 +42,21 @@ GROUPS = {
 def bench(
     groups: list[str] = typer.Argument(
         None,
-        help=f"{', '.join(GROUPS)}; without any: {', '.join(k for k, v in GROUPS.items() if v)}.",
+        help=f"{', '.join(GROUPS)}; default: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
-    backend: str = typer.Option("cuda", help="What `hardware` builds for: cuda, vulkan or rpc."),
+    backend: str = typer.Option("cuda", help="Backend of `hardware`: cuda, vulkan or rpc."),
     old: list[str] = typer.Option(
         None, help="Earlier build (ports) or revision (checkout) to compare with."
     ),
-    write: Path = typer.Option(None, help="Write the figures into this document and its JSON."),
+    write: Path = typer.Option(None, help="Write the figures to this file and its JSON file."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure ratios side by side.
 
-    `moving` defragments caches of some kinds, `grid` of all kinds; `whole` builds a release twice,
-    `foreign` checks two patches of others, `every` verifies all releases; `ports` counts the lines
-    that ports change; `checkout` runs the make targets in new clones; `hardware` builds for a
-    device, runs all scenarios on it, and measures there what `devices` measures.
+    `moving` defragments some kinds of caches, and `grid` all kinds. `whole` builds a release stock
+    and patched. `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts
+    the lines that ports change. `checkout` runs make targets in new clones. `hardware` builds for a
+    device, runs all scenarios on it, and repeats the measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -60,7 +60,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     wanted = {name: by for name, by in zip(names(), FINDERS, strict=True) if effort.wants(name)}
     root = checkout()
     if root is None or importlib.util.find_spec("pytest") is None:
-        lacking = "a checkout, where the tests are" if root is None else "pytest"
+        lacking = "a checkout, which contains the tests" if root is None else "pytest"
         return [skipped_entry("defects", name, f"needs {lacking}") for name in wanted]
     found = [each for each in read(root) if each.found_by in wanted.values()]
     outcomes = run(root, sorted({test for each in found for test in each.tests}), tick)

@@ -16,7 +16,7 @@ from qa.entry import Entry
 HEAD = """# Reliability
 
 Written by `python -m qa stress --write qa/results/reliability.md`: what was tested, how often, and
-what was found. `make qa` runs a sized version of all of it.
+which defects were found. `make qa` runs a short version.
 """
 
 
@@ -27,9 +27,7 @@ def read(path: Path) -> list[Entry]:
     """
     kept = path.with_suffix(".json")
     if path == kept or path.is_dir() or path.parent.is_file():
-        msg = (
-            f"expected a file such as reliability.md, which has reliability.json beside it: {path}"
-        )
+        msg = f"expected a path such as reliability.md, for that file and reliability.json: {path}"
         raise UsageError(msg)
     if not kept.exists():
         return []
@@ -83,10 +81,10 @@ def render(entries: Iterable[Entry]) -> str:
 
 def _table(members: list[Entry]) -> Iterator[str]:
     columns = list(dict.fromkeys(name for entry in members for name in entry.row))
-    yield _row(["what", *columns, "lost or wrong"])
+    yield _row(["what", *columns, "defects"])
     yield "|" + "---|" * (len(columns) + 2)
     for entry in members:
-        wrong = "; ".join(entry.defects) or entry.skip_reason or "nothing"
+        wrong = "; ".join(entry.defects) or entry.skip_reason or "none"
         yield _row([entry.name, *(entry.row.get(name, "") for name in columns), wrong])
 
 

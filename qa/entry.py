@@ -21,7 +21,7 @@ def strip_directories(text: str) -> str:
 
 @dataclass(frozen=True)
 class StressOptions:
-    """The extent of a run: a short one for CI, or the long one.
+    """The limits and the random seed of a run.
 
     ``seconds`` limits each section, ``seed`` is its random seed, and ``only`` names the entries of
     a section to run (all, if it is empty). Random operations continue until there are
@@ -59,8 +59,8 @@ class Entry:
 
     ``section`` is its table and ``name`` the tested subject; ``row`` has a text per further column.
     ``defects`` has one sentence per defect; without any, the entry passed. ``data`` are the raw
-    numbers, ``seed`` repeats the run. ``skip_reason`` states why an entry without defects is no
-    proof, such as "too few operations". ``notes`` are listed below the table.
+    numbers, ``seed`` repeats the run. ``skip_reason`` states why an entry without defects
+    proves nothing, such as "too few operations". ``notes`` are listed below the table.
     """
 
     section: str
@@ -91,4 +91,4 @@ class Entry:
 
 def skipped_entry(section: str, name: str, reason: str) -> Entry:
     """Return an entry for a test that cannot run here: without defects or measurements."""
-    return Entry(section, name, {}, skip_reason=f"not tried: {reason}")
+    return Entry(section, name, {}, skip_reason=f"skipped: {reason}")

@@ -32,6 +32,6 @@ def _asked(objects: Path, *words: str) -> str:
         stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
-        msg = f"expected a build in {objects.name}, ninja tells of none: {done.stderr[-300:]}"
+        msg = f"ninja finds no build in {objects.name}: {done.stderr[-300:]}"
         raise Untestable(msg)
     return done.stdout

@@ -39,7 +39,7 @@ def select(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str,
             close = difflib.get_close_matches(name, known, n=3)
             some = [*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])]
             hint = f"did you mean {' or '.join(close)}?" if close else ", ".join(some)
-            msg = f"--only {name!r} names nothing of {', '.join(chosen)}: {hint}"
+            msg = f"--only {name!r} matches nothing in {', '.join(chosen)}: {hint}"
             raise UsageError(msg)
     own = {
         section: tuple(name for name in only if _has(section, names[section], name))

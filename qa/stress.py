@@ -1,4 +1,4 @@
-"""`python -m qa stress`: run sections, print their findings, and write them into a document."""
+"""`python -m qa stress`: run sections, print their findings, and optionally write them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def stress(
-    sections: list[str] = typer.Argument(None, help=f"{', '.join(SECTIONS)}; all without any."),
+    sections: list[str] = typer.Argument(None, help=f"{', '.join(SECTIONS)}; default: all."),
     seconds: float = typer.Option(90.0, min=1.0, help="Maximum number of seconds per section."),
     operations: int = typer.Option(0, min=0, help="Minimum number of operations per release."),
     seed: int = typer.Option(1, min=0, help="Random seed."),
     only: list[str] = typer.Option(None, help="Run only the named entries."),
     jobs: int = typer.Option(1, min=1, help="Maximum number of processes (mutation, fuzzing)."),
-    write: Path = typer.Option(None, help="Write into this document and its JSON."),
-    add: bool = typer.Option(False, help="Add fuzzing to the results of other seeds."),
+    write: Path = typer.Option(None, help="Write the results to this file and its JSON file."),
+    add: bool = typer.Option(False, help="Add the counts of fuzzing to those of other seeds."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
@@ -45,7 +45,7 @@ def stress(
 
     chosen = selection.select(sections or (), only or ())
     if add and (write is None or [*chosen] != ["fuzzing"]):
-        msg = "--add is for fuzzing and a document: python -m qa stress fuzzing --add --write FILE"
+        msg = "--add requires fuzzing and --write: python -m qa stress fuzzing --add --write FILE"
         raise UsageError(msg)
     effort = StressOptions(seconds, seed, tuple(only or ()), jobs, operations)
     command = shlex.join(["python", "-m", "qa", "stress", *(sections or []), *effort.options])
@@ -72,7 +72,7 @@ def stress(
         raise broken[0]
     if not any(entry.ran for entry in found):
         why = "; ".join(f"{entry.name} {entry.skip_reason}" for entry in found)
-        msg = f"nothing was tried: {why or 'no patch, build or target that --only names is there'}"
+        msg = f"nothing was tested: {why or 'no patch, build or target matches --only'}"
         raise UsageError(msg)
     if not all(entry.passed for entry in found):
         raise typer.Exit(1)
@@ -87,7 +87,7 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
     about = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), about, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("trying", total=None)
+        task = progress.add_task("testing", total=None)
         for name in sections:
 
             def tick(about: str, section: str = name) -> None:
@@ -98,15 +98,13 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
             try:
                 made = run(name, tick)
                 tried = [entry for entry in made if entry.ran]
-                wrong = sum(len(entry.defects) for entry in tried) or "nothing"
-                said = (
-                    f"{len(tried)} tried in {time.monotonic() - began:.0f} s, {wrong} lost or wrong"
-                )
+                wrong = sum(len(entry.defects) for entry in tried) or "none"
+                said = f"ran {len(tried)} in {time.monotonic() - began:.0f} s, defects: {wrong}"
                 said += "".join(f"; {e.name} {e.skip_reason}" for e in made if not e.ran)
             except Exception as error:
                 broken.append(error)
                 # The first one is printed at the end.
-                said = f"broke off with {type(error).__name__}"
+                said = f"failed with {type(error).__name__}"
                 said += f": {error}" if len(broken) > 1 else ""
             progress.console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
     return broken
@@ -123,13 +121,13 @@ def _show(found: Sequence[Entry], as_json: bool) -> None:
     defects = [(entry, defect) for entry in found for defect in entry.defects]
     if defects:
         # Printed again at the end, for readers of the last lines of a log.
-        sys.stderr.write(f"lost or wrong: {len(defects)}\n")
+        sys.stderr.write(f"defects: {len(defects)}\n")
         for entry, defect in defects:
             sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
 
 
 def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
-    """Return an entry with the document's earlier counts of its target, if these are summed."""
+    """Return an entry, plus the earlier counts of its target in the document if there are any."""
     from qa.fuzzing.fuzz_result import added
 
     again = entry.ran and entry.name in earlier
@@ -137,13 +135,16 @@ def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
 
 
 def _earlier(kept: Sequence[Entry], effort: StressOptions) -> dict[str, Entry]:
-    """Return the document's entries of targets that will be fuzzed again with another seed."""
+    """Return the entries of the document whose targets are fuzzed again.
+
+    Raises UsageError if the seed was already used for one of them.
+    """
     from qa.fuzzing.fuzz_result import seeds
 
     found = {each.name: each for each in kept if each.section == "fuzzing"}
     found = {name: each for name, each in found.items() if effort.wants(name)}
     again = [name for name, each in found.items() if effort.seed in seeds(each)]
     if again:
-        msg = f"seed {effort.seed} was tried before on {', '.join(again)}: choose another"
+        msg = f"seed {effort.seed} was already used for {', '.join(again)}: choose another"
         raise UsageError(msg)
     return found

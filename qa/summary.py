@@ -1,8 +1,8 @@
 """`python -m qa summary`: write BENCHMARKS.md and RELIABILITY.md from the results.
 
-Each page has one row per claim: the figure with its target, what limits it, and the command that
-measured it. All figures are in ``qa/results``. Targets that were missed are listed whether a claim
-covers them or not.
+Each page has one row per claim: the figure, its target, the physical limit or the scope, and the
+command that measured it. All figures are in ``qa/results``. BENCHMARKS.md lists all missed targets,
+also those of figures that no claim covers.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ CLAIMS = (
         "",
     ),
     Claim(
-        "A contributor's tests run within five minutes in a new clone with an empty home",
+        "A contributor's tests run within five minutes in a new clone with an empty home directory",
         "The checkout",
         "`make test`",
     ),
@@ -146,7 +146,7 @@ CLAIMS = (
         "with an empty data directory",
     ),
     Claim(
-        "A quick check of a foreign patch takes minutes, also if the patch hangs",
+        "A quick check of a foreign patch takes minutes, even if the patch hangs",
         "Patches of others",
         "--quick",
     ),
@@ -268,7 +268,8 @@ def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> s
             "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
             "A range covers several settings. `A over B` is the time of A divided by that of B.",
             "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",
-            "`make bench` measures the main groups again.",
+            "The limit is a physical limit, a reference, or a condition of the measurement.",
+            "`make bench` repeats the main groups.",
             "",
             _HEAD,
             *rows,
@@ -379,8 +380,8 @@ def _last(members: list[Entry]) -> str:
 
 
 def _command(measured: str) -> str:
-    found = re.search(r"`([^`]+)`$", measured.strip())
-    return f"{measured[:10]}: `{found.group(1)}`" if found else measured
+    found = re.search(r"`[^`]+`.*$", measured)
+    return f"{measured[:10]}: {found.group()}" if found else measured
 
 
 def _line(*cells: str) -> str:

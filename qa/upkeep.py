@@ -3,7 +3,7 @@
 Each fetched release is treated as unseen, in two ways: *leave one out* removes the ports that were
 written for it, *forward* uses only ports of older bases. A release counts as carried only if every
 patch that the whole series applies to it is strict or carried, and no other patch needs manual
-work. Nothing is built here.
+work. This command builds nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One release in one mode: the state of each patch that is meant for it.
+    """One release in one mode: the state of each patch whose releases include it.
 
     A state is ``strict``, ``carried BASE`` or ``manual``.
     """

@@ -126,7 +126,7 @@ def test_plain_python_where_pip_may_install(place: Place) -> None:
 
 @pytest.mark.parametrize("reason", ["MANAGED", "PIP_REQUIRE_VIRTUALENV"])
 def test_system_pip_that_refuses(place: Place, reason: str) -> None:
-    """Where the system's pip refuses, .venv is used, and the hint says how to go on."""
+    """Where the system's pip refuses, .venv is used, and the hint names the test command."""
     place.python()
     done = place.run("here", "test", **{reason: "1"})
     assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
@@ -171,7 +171,7 @@ def test_no_venv(place: Place) -> None:
 
 
 def test_failing_install(place: Place) -> None:
-    """A failing pip is told, and tried again the next time."""
+    """A failure of pip is reported, and the next run retries."""
     place.python()
     done = place.run("own", "test", PIP_FAILS="1")
     assert done.returncode == 2

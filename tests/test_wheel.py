@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -128,6 +129,20 @@ def test_the_version_has_one_place(wheel: Path) -> None:
     assert "version" not in project and project["dynamic"] == ["version"]
     text = (ROOT / "pyllamakv" / "__init__.py").read_text("utf-8")
     assert re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE) == [pyllamakv.__version__]
+
+
+def test_the_script_imports_modules_that_exist() -> None:
+    """The Python program in `tools/wheel.sh` uses only names that exist."""
+    text = (ROOT / "tools" / "wheel.sh").read_text("utf-8")
+    (program,) = re.findall(r"<<'PYTHON'\n(.*?)^PYTHON$", text, re.DOTALL | re.MULTILINE)
+    imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in imports} == {"pyllamakv.home", "pyllamakv.scenarios"}
+    names: dict[str, object] = {}
+    exec("\n".join(ast.unparse(node) for node in imports), names)
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = names.get(node.value.id)
+            assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
 
 
 def test_it_imports_without_a_compiler(outside: Path) -> None:

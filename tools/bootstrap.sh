@@ -1,12 +1,12 @@
 #!/bin/sh
-# Put pyllamakv and what it needs into a Python, once; print that Python's path.
+# Install pyllamakv and its dependencies into a Python if they are missing, and print its path.
 #
-#   tools/bootstrap.sh own  EXTRAS   into the active virtual environment, else into .venv
-#   tools/bootstrap.sh here EXTRAS   like own, but into the plain python3 where its pip may install
-#   tools/bootstrap.sh peer PYTHON   llama-cpp-python beside it, without a library of its own
-#   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with it
+#   tools/bootstrap.sh own  EXTRAS   use the active virtual environment, or .venv
+#   tools/bootstrap.sh here EXTRAS   like own, but prefer python3 if its pip may install packages
+#   tools/bootstrap.sh peer PYTHON   install llama-cpp-python there, without its library
+#   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with that Python
 #
-# stdout holds the answer alone; everything else goes to stderr.
+# stdout contains only the result. Progress and errors go to stderr.
 set -eu
 cd "$(dirname "$0")/.."
 root=$(pwd -P)
@@ -18,7 +18,7 @@ IFS=${IFS%x}
 say() { echo "$@" >&2; }
 die() { say "error:" "$@"; exit 2; }
 
-# These would send packages elsewhere than into the environment that was chosen.
+# With these variables, pip would install into another environment.
 unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_NO_BUILD_ISOLATION PIP_DRY_RUN PYTHONHOME || true
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 if [ -z "${HOME:-}" ] || [ ! -w "${HOME:-/nonexistent}" ]; then
@@ -27,7 +27,7 @@ fi
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-# Names on PATH may be shims of versions that are not there, so each is run.
+# A name on PATH may be a shim of a version that is not installed, so run each.
 pythons() {
     for name in "${PYTHON:-}" python3 python python3.11 python3.12 python3.13 python3.14 \
         /usr/bin/python3; do
@@ -38,7 +38,7 @@ pythons() {
 }
 
 no_python() {
-    die "expected Python 3.11 or newer as python3 (or named in PYTHON), found none." \
+    die "found no Python 3.11 or later on PATH or in the variable PYTHON." \
         "Debian 12, Ubuntu 24.04 and newer: apt-get install python3 python3-venv"
 }
 
@@ -66,7 +66,7 @@ make_venv() {
         if "$python" -m virtualenv -q .venv >/dev/null 2>&1 && works .venv/bin/python; then
             return 0
         fi
-        # Debian without python3-venv lacks only the bundled pip: the system's own can help.
+        # Without python3-venv, Debian lacks only the bundled pip; use the system's pip.
         rm -rf .venv
         if "$python" -m venv --without-pip .venv >/dev/null 2>&1 &&
             "$python" -m pip --python .venv/bin/python install -q pip >&2 &&
@@ -76,11 +76,11 @@ make_venv() {
     done
     rm -rf .venv
     [ -n "$found" ] || no_python
-    die "no virtual environment could be made in $root/.venv." \
+    die "cannot create a virtual environment in $root/.venv." \
         "Debian or Ubuntu: apt-get install python3-venv; elsewhere: python3 -m pip install virtualenv"
 }
 
-# What was installed is noted beside the builds, under the interpreter and what it depends on.
+# Name the file that marks an installation, by interpreter, extras and pyproject.toml.
 stamp_of() {
     "$1" - "$2" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -90,7 +90,7 @@ print("vendor/.installed-" + hashlib.sha256(facts).hexdigest()[:16])
 PYTHON
 }
 
-# Another checkout may have been installed into the same Python since.
+# Another checkout may have replaced this one in the same Python.
 imports() {
     "$1" -c '
 import importlib.metadata, importlib.util, json, pathlib, sys, urllib.parse
@@ -118,19 +118,19 @@ own() {
         make_venv
         python=$root/.venv/bin/python
     fi
-    install "$python" "$1" || die "pip could not install pyllamakv[$1]; its words are above"
+    install "$python" "$1" || die "pip could not install pyllamakv[$1]; see its output above"
     printf '%s\n' "$python"
 }
 
 here() {
     if [ -z "${VIRTUAL_ENV:-}" ]; then
         for python in $(pythons); do
-            # Only the first counts: it is the one whose pytest would run.
+            # Use the first only: its pytest is the one that the shell runs.
             if may_install "$python" && install "$python" "$1"; then
                 printf '%s\n' "$python"
                 return 0
             fi
-            say "pip may not install into $python: using .venv"
+            say "pip cannot install into $python: using .venv"
             break
         done
     fi
@@ -149,9 +149,9 @@ sys.exit(importlib.metadata.version(name) != version)' "$version" >/dev/null 2>&
         return 0
     fi
     say "installing $version without its library"
-    # pip must not keep this wheel: a later install would get a package without its library.
+    # Without --no-cache-dir, a later installation would reuse this wheel, which lacks the library.
     if ! CMAKE_ARGS="-DLLAMA_BUILD=OFF" "$1" -m pip install -q --no-cache-dir "$version" >&2; then
-        say "$version could not be installed: the tests that need it will be skipped"
+        say "cannot install $version: tests that need it will be skipped"
     fi
 }
 

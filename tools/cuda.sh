@@ -1,17 +1,17 @@
 #!/bin/sh
-# Build for the NVIDIA GPU of this machine, run all scenarios on it, and measure: ten minutes.
-# Date, driver, toolkit and figures go into qa/results/benchmarks.md.
+# Build for the NVIDIA GPU of this machine, run all scenarios on it, and measure: about ten minutes
+# on 16 cores. Date, driver, toolkit and figures are written to qa/results/benchmarks.md.
 #
-#   tools/cuda.sh [FILE]        FILE: another document than qa/results/benchmarks.md
+#   tools/cuda.sh [FILE]        write to FILE instead
 #
-# Where the system has no nvcc, the toolkit comes from wheels: the extra `cuda`.
-# PYLLAMAKV_PYTHON names a Python that has the package's dependencies, where none can be installed;
-# PYLLAMAKV_HOME a home with the release in its store, where none can be fetched.
+# If the system has no nvcc, the toolkit is installed from wheels (the extra `cuda`).
+# Without a network, set PYLLAMAKV_PYTHON to a Python that has the dependencies, and
+# PYLLAMAKV_HOME to a data directory that contains the release.
 set -eu
 cd "$(dirname "$0")/.."
 
 if ! nvidia-smi >/dev/null 2>&1; then
-    echo "error: nvidia-smi finds no GPU here; this script is for a machine that has one" >&2
+    echo "error: nvidia-smi finds no GPU: run this script on a machine with an NVIDIA GPU" >&2
     exit 2
 fi
 if [ -n "${PYLLAMAKV_PYTHON:-}" ]; then

@@ -1,1 +1,1 @@
-"""Speak to a built library: in this process, or in a worker of its own."""
+"""Call a built library: in this process, or in a worker process."""

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
-#: The largest value of C's int32_t, and of its float.
+#: Largest values of an int32_t and of a float in C.
 INT32: Final = 2**31 - 1
 FLOAT32: Final = float(np.finfo(np.float32).max)
 
-#: The most items that a list in an argument may have.
+#: Maximum number of items of a list argument.
 MAX_ITEMS: Final = 1 << 27
 
-#: How much of a value a message shows.
+#: Maximum length of a value in a message.
 _SHOWN: Final = 60
 
 
@@ -200,7 +200,7 @@ def items(name: str, value: Any, expected: str) -> list[Any]:
         raise wrong_type(name, value, expected)
     try:
         walk = iter(value)
-        # Some have more items than a list can: their length is no number of C's, or huge.
+        # A range can have more items than a list; its length may exceed a C integer.
         many = hasattr(value, "__len__") and len(value) > MAX_ITEMS
     except TypeError:
         raise wrong_type(name, value, expected) from None

@@ -48,7 +48,7 @@ class Code(IntEnum):
     EDAMAGED = -1013
 
 
-#: Codes from here on are llama.cpp's own; codes below are ours.
+#: Codes up from this value come from llama.cpp, lower ones from the shim.
 OWN: Final = -1000
 
 _MEANS: Final = {
@@ -68,14 +68,14 @@ _MEANS: Final = {
 }
 
 _FILE: Final[dict[int, tuple[type[KVFileError], str]]] = {
-    Code.ESPACE: (KVFileFull, "make room, or choose another folder or a smaller n_ctx"),
+    Code.ESPACE: (KVFileFull, "free space, or choose another directory or a smaller n_ctx"),
     Code.EBUSY: (KVFileBusy, "close the other context first, or choose another file"),
     Code.EDIRTY: (KVFileDirty, "evaluate again with kv_keep='fresh', which forgets its content"),
     Code.EFOREIGN: (KVFileForeign, "choose another file, or forget a cache by kv_keep='fresh'"),
     Code.EDAMAGED: (KVFileDamaged, "evaluate again with kv_keep='fresh', which forgets it"),
 }
 
-#: A decode that threw is not here: only the runtime knows whether the sequences kept their tokens.
+#: Failed decodes are not listed: only the runtime knows whether the sequences kept their tokens.
 _DOING: Final[dict[str, type[NativeError]]] = {
     "model": ModelError,
     "context": ContextError,

@@ -54,11 +54,11 @@ class _Node(Generic[Raw]):
         self.children: list[_Node[int]] = []
         self.users = 0
         self.closed = False
-        # Reentrant, since what a runtime does with a context nests.
+        # Reentrant, because operations on a context are nested.
         self.lock = threading.RLock()
-        # Held while `raw` is used out of turn (cancel), and while it is freed.
+        # Held while `raw` is used without the lock (cancel), and while it is freed.
         self.gate = threading.Lock()
-        # Threads in `Handle.reading`; others give way to them.
+        # Number of threads in `Handle.reading`; other threads wait for them.
         self.readers = 0
         self.turn = threading.Condition()
 
@@ -141,7 +141,7 @@ class Handle(Generic[Raw]):
 
     @property
     def raw(self) -> Raw:
-        """Return the native handle; raises Closed. For calls that no other thread can disturb."""
+        """Return the native handle; raises Closed. Only for handles of one thread."""
         node = self._node
         if node.closed:
             raise Closed(f"the {node.what} was closed; create a new one")
@@ -162,7 +162,7 @@ class Handle(Generic[Raw]):
                 )
             node.users += 1
         else:
-            # A shared lock is only held for moments: for counting, and for closing.
+            # A shared lock is held briefly: to count, and to close.
             with node.lock:
                 node.users += 1
         if node.closed:
@@ -236,8 +236,8 @@ def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
 class LoadedModel:
     """The parts of a model that contexts and samplers need: the library and the handle.
 
-    A base class of its own, so that the modules of contexts and samplers need not import `Model`,
-    which imports them.
+    This is a separate base class, because the modules of contexts and samplers cannot import
+    `Model`, which imports them.
     """
 
     native: Native

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import LibraryInfo, Native
     from pyllamakv.building.manifest import Manifest
 
-#: Backends that can end the process they live in; they always get one of their own.
+#: Backends that can end their process, and therefore always run in a worker.
 _APART: Final = frozenset({"cuda", "metal", "vulkan"})
 
 _HINTS: Final = {
@@ -225,5 +225,5 @@ def _compare(about: LibraryInfo, manifest: Manifest, path: Path) -> None:
     if about.variant != manifest.variant:
         raise LoadError(
             f"{path} reports variant {about.variant}, its manifest says "
-            f"{manifest.variant}: remove its folder and build again"
+            f"{manifest.variant}: remove its directory and build again"
         )

@@ -29,7 +29,7 @@ _mapped: dict[str, tuple[int, int]] = {}
 
 
 def struct_names() -> list[str]:
-    """Name the structs whose fields both sides know; handles are opaque."""
+    """Return the names of the structs with known fields; handles are opaque."""
     names = []
     for name in ffi.list_types()[0]:
         try:
@@ -57,7 +57,7 @@ def load(path: Path) -> Any:
         ) from error
     file = (found.st_dev, found.st_ino)
     if _mapped.get(name, file) != file:
-        # The loader goes by the name, and would silently give the old library again.
+        # The loader compares names, and would silently return the old library.
         raise LoadError(
             f"{path} was replaced after this process loaded it: start a new process, or open it "
             "with isolated=True"
@@ -98,6 +98,6 @@ def _check(lib: Any, path: Path) -> None:
         size = lib.plk_sizeof(name.encode())
         if size != ffi.sizeof(name):
             raise LoadError(
-                f"{path} takes {name} for {size} bytes, this package for {ffi.sizeof(name)}: "
+                f"{path} has a {name} of {size} bytes, this package one of {ffi.sizeof(name)}: "
                 "build the variant again with this version of pyllamakv"
             )

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How much of one record is kept, in bytes.
+#: Maximum number of bytes of a log record.
 _ROOM: Final = 16384
 _KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
 _INT32: Final = np.dtype(np.int32)
@@ -62,7 +62,7 @@ NULL: Final = ffi.NULL
 
 
 def struct(name: str) -> Any:
-    """Return a new struct that knows its size."""
+    """Return a new struct whose size field is set."""
     made = ffi.new(f"{name} *")
     made.size = ffi.sizeof(name)
     return made
@@ -163,7 +163,7 @@ class Scratch:
         self.each = _Each(())
         self.rows = ffi.new("int32_t *")
         self.tokens = ffi.new("int32_t[]", n_seq_max)
-        # The logits that were viewed last: they mostly lie in the same place.
+        # The last view of logits; the next ones are usually at the same address.
         self.place: Any = NULL
         self.view: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
 
@@ -232,7 +232,7 @@ class Local:
         raise Closed(f"this {what} was closed; create a new one")
 
     def _drain(self) -> list[Record]:
-        # Not waiting: the thread that drains takes everything, and a finaliser may run inside it.
+        # Do not wait: the draining thread takes all records, and may run a finaliser meanwhile.
         if not self._draining.acquire(blocking=False):
             return []
         try:
@@ -279,7 +279,7 @@ class Local:
         return [getattr(self, name)(*arguments) for name, arguments in calls]
 
     def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
-        """Serve a device to other processes at host:port; returns only when that failed."""
+        """Serve a device to other processes at host:port; returns only after a failure."""
         named = device.encode() if device else NULL
         self._done(self._lib.plk_rpc_serve(endpoint.encode(), named, memory), f"serve {endpoint}")
 
@@ -415,7 +415,7 @@ class Local:
         return list(self._scratch[context].buffers)
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
-        """Set how many threads compute from now on."""
+        """Set the number of compute threads."""
         code = self._lib.plk_threads(self._context(context), n_threads, n_threads_batch)
         self._done(code, "set the threads")
 
@@ -630,7 +630,7 @@ class Local:
         each, n = scratch.each, len(seq_id)
         if each.seq is not seq_id:
             each = scratch.each = _Each(seq_id)
-        # cffi refuses more or fewer than there is room for.
+        # cffi requires the exact number of items.
         each.token[0:n] = token
         each.pos[0:n] = pos
         code: int = self._lib.plk_decode(scratch.raw, each.batch)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Record = tuple[int, str]
 
-#: Where the library's lines go. Silent until the program sets up logging, like any library's.
+#: Logger of the library's lines. Like other libraries, it is silent until logging is configured.
 LOGGER: Final = logging.getLogger("pyllamakv.native")
 logging.getLogger("pyllamakv").addHandler(logging.NullHandler())
 
@@ -26,9 +26,9 @@ _LEVELS: Final = {
     4: logging.ERROR,
 }
 
-#: How many lines an error carries.
+#: Maximum number of log lines in an error.
 TAIL: Final = 20
-#: How many records wait for a reader of `Log.take`; older ones are dropped.
+#: Maximum number of records for `Log.take`; older ones are dropped.
 KEPT: Final = 8192
 
 

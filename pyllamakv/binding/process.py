@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: One message of the control channel: the context whose decode is to end.
 CANCEL: Final = struct.Struct("<q")
 
-#: Seconds that a worker has to end after a request, and to start.
+#: Timeout in seconds for the start of a worker, and for its end after a request.
 GRACE: Final = 10.0
 START: Final = 120.0
 
@@ -115,8 +115,7 @@ class Process:
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets that are none of the standard streams.
 
-    Where a program's own streams are closed, their numbers are free, and the worker's would take
-    their place.
+    If the standard streams of a program are closed, new descriptors could get their numbers.
     """
     one, two = socket.socketpair()
     return _moved(one), _moved(two)
@@ -136,7 +135,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     env["GGML_NO_BACKTRACE"] = "1"
     root = Path(__file__).resolve().parent.parent.parent
     if root.name not in {"site-packages", "dist-packages"}:
-        # Those are found anyway, and must not come before the standard library.
+        # These directories are on the path anyway, and must not precede the standard library.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), env.get("PYTHONPATH"))))
     env.update(more)
     return env

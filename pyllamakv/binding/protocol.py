@@ -2,8 +2,8 @@
 
 `Native` mirrors ``native/plk.h`` with Python's types: handles are opaque integers, structs are the
 frozen dataclasses below, arrays are numpy arrays, a refused call raises a class of
-`pyllamakv.errors`. `local.Local` speaks to the C functions, `remote.Remote` to a worker that has
-a `Local` of its own; the classes of `pyllamakv.runtime` run over either.
+`pyllamakv.errors`. `local.Local` calls the C functions, and `remote.Remote` a worker that has its
+own `Local`; the classes of `pyllamakv.runtime` use either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ModelHandle = NewType("ModelHandle", int)
 ContextHandle = NewType("ContextHandle", int)
 SamplerHandle = NewType("SamplerHandle", int)
 
-#: The limits of the whole numbers of `ContextParams`: lowest, highest, and the names.
+#: Limits of the integers of `ContextParams`: minimum, maximum, and names.
 _CONTEXT: Final = (
     (0, arguments.INT32, "n_ctx n_ubatch type_k type_v defrag_threads"),
     (1, arguments.INT32, "n_batch n_seq_max n_threads n_threads_batch"),
@@ -34,8 +34,8 @@ _CONTEXT: Final = (
     (0, 3, "kv_backing"),
     (0, 2, "kv_keep"),
 )
-#: The limits of `SamplerParams`. A sampler allocates the room for ``penalty_last_n`` tokens when it
-#: is made. Off are ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, the penalties 0 and 1.
+#: Limits of `SamplerParams`. A new sampler allocates memory for ``penalty_last_n`` tokens. These
+#: values disable a sampler: ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, penalties 0 and 1.
 _SAMPLER: Final = (
     (0, 2**32 - 1, "seed"),
     (-1, arguments.INT32, "top_k"),
@@ -55,7 +55,7 @@ def _check(record: Any, check: Callable[..., object], names: str, *limits: float
 
 
 def _put(record: Any, name: str, value: object) -> None:
-    # The record is frozen: its own constructor is what calls this.
+    # The record is frozen, but its constructor may change it.
     object.__setattr__(record, name, value)
 
 
@@ -128,8 +128,8 @@ class ModelParams:
         _check(self, arguments.integer, "n_gpu_layers")
         if not 0 <= self.n_gpu_layers <= arguments.INT32:
             msg = (
-                f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}: a "
-                "number beyond those of the model, as 999, puts all of them on the device"
+                f"n_gpu_layers must be 0 or more, not {arguments.shown(self.n_gpu_layers)}; a "
+                "number larger than the model's layers, such as 999, offloads all of them"
             )
             raise UsageError(msg)
 
@@ -393,10 +393,10 @@ class LibraryInfo:
 
 
 class Native(Protocol):
-    """Speak to one loaded library. One thread at a time per context, but for `cancel`."""
+    """Call one loaded library. A context is for one thread at a time, except for `cancel`."""
 
     about: LibraryInfo
-    #: The variables that its process has besides those of this one.
+    #: Environment variables of its process that differ from those of this process.
     environment: Mapping[str, str]
 
     def close(self) -> None:
@@ -449,7 +449,7 @@ class Native(Protocol):
         """Return the allocations that the library logged for a context; empty if there are none."""
 
     def threads(self, context: ContextHandle, n_threads: int, n_threads_batch: int) -> None:
-        """Set how many threads compute from now on."""
+        """Set the number of compute threads."""
 
     # sequences: p0 < 0 from the start, p1 < 0 to the end, seq < 0 every sequence
     def clear(self, context: ContextHandle, data: bool) -> None:
@@ -537,7 +537,7 @@ class Native(Protocol):
         """Run one token of each of several sequences, all with logits: `decode` without arrays."""
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
-        """Return the logits (n_vocab,) of a place in the last batch: a view where it can be one.
+        """Return the logits (n_vocab,) at an index of the last batch, without a copy if possible.
 
         A negative index counts from the end of the outputs, as in llama.cpp. The caller guards
         against staleness.
@@ -590,5 +590,5 @@ class Native(Protocol):
         """Decode a token of each sequence and choose the next ones, ``steps`` times in one call.
 
         Returns the last decode's code and the tokens chosen after each step that was decoded; with
-        ``stop`` those of the last step may hold an end of generation.
+        ``stop``, those of the last step may contain an end-of-generation token.
         """

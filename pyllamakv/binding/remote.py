@@ -1,7 +1,7 @@
 """Implement `protocol.Native` over a worker process, which may crash or hang without harm.
 
 Each operation becomes one message, and its answer the result. `forwarding` generates the methods
-from the Protocol, over the method that an operation needs: `_ask`, `_ask_array`, `_ask_tuple` or
+from the Protocol. Each calls one of these methods: `_ask`, `_ask_array`, `_ask_tuple` or
 `_release`. Only `cancel`, `close` and `logs` are written here.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     _Declared = object
 
-#: What a backend writes last when its device or server went away.
+#: The last output of a backend whose device or server was lost.
 _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
 #: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` makes tuples.
 _BY_HAND: Final = ("cancel", "close", "logs")
@@ -100,7 +100,7 @@ class Remote(_Declared):
             self._channel.sock.settimeout(seconds)
 
     def rpc_serve(self, endpoint: str, device: str | None, memory: int) -> None:
-        """Serve a device at host:port until `close`, or raise what kept it from doing so."""
+        """Serve a device at host:port until `close`; raises the error of a failed start."""
         self._ask("rpc_serve", endpoint, device, memory)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Remote(_Declared):
         self._closed = True
         free = self._lock.acquire(blocking=False)
         if not free and self._process.owned:
-            # The thread that waits for an answer gets its error, and lets go.
+            # The thread that waits for an answer gets an error, and releases the lock.
             self._process.kill()
             free = self._lock.acquire(timeout=GRACE)
         try:

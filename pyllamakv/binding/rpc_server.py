@@ -95,7 +95,7 @@ class RpcServer:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether other machines can connect: a client can read and write all its memory."""
+        """Whether other machines can connect. Clients can access all memory of the server."""
         return not self.endpoint.startswith(_LOOPBACK)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -132,7 +132,7 @@ class RpcServer:
 
     def _await(self, patience: float) -> None:
         host, _, port = self.endpoint.rpartition(":")
-        # A server that listens everywhere is asked here.
+        # A server on all addresses is probed on loopback.
         here = "127.0.0.1" if host == "0.0.0.0" else host
         until = time.monotonic() + patience
         while self._thread.is_alive():
@@ -166,7 +166,8 @@ def _free(host: str, port: int) -> str:
     try:
         place = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         with socket.socket() as probe:
-            # As the server itself does, or a port would be in use for a minute after its last end.
+            # As in the server: without this, the port stays in use for a minute after a server has
+            # ended.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             address, found = probe.getsockname()
@@ -181,5 +182,5 @@ def _free(host: str, port: int) -> str:
 
 
 def _threads(count: int | None) -> dict[str, str]:
-    """Return the variable under which the library takes the number of a server's threads."""
+    """Return the environment variable with the number of a server's threads."""
     return {} if count is None else {"PLK_RPC_THREADS": str(count)}

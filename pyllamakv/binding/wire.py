@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = struct.Struct("<IIQQ")
 _MAGIC: Final = 0x314B4C50
-#: A header longer than this is not one.
+#: Maximum length of a header.
 _LIMIT: Final = 1 << 26
-#: Bodies up to this size travel in the same piece of memory as the header.
+#: Bodies up to this size are sent together with the header.
 _SMALL: Final = 1 << 14
 #: Errors from unpacking data that `pack` did not create.
 _NONSENSE: Final = (
@@ -44,7 +44,7 @@ _KINDS: Final[dict[str, Any]] = {
     and value.__module__ == protocol.__name__
     and (dataclasses.is_dataclass(value) or issubclass(value, IntEnum | IntFlag))
 }
-#: Dtypes that may cross, by the text that names them.
+#: Supported dtypes, by name.
 _DTYPES: Final = {np.dtype(name).str: np.dtype(name) for name in ("i1", "u1", "i4", "u8", "f4")}
 #: Errors of Python itself that keep their class; any other becomes a NativeError.
 _BUILTIN: Final = frozenset({"TypeError", "ValueError", "OverflowError", "MemoryError"})
@@ -57,7 +57,7 @@ class WireError(NativeError):
 def pack(value: Any, body: list[Any]) -> Any:
     """Return a value as JSON can write it; arrays and bytes are added to ``body``.
 
-    Raises TypeError for what cannot cross.
+    Raises TypeError for a value of another type.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -66,7 +66,7 @@ def pack(value: Any, body: list[Any]) -> Any:
         return [pack(item, body) for item in value]
     if kind is np.ndarray:
         if value.dtype.str not in _DTYPES:
-            raise TypeError(f"an array of {value.dtype} cannot cross to a worker")
+            raise TypeError(f"an array of {value.dtype} cannot be sent to a worker")
         body.append(np.ascontiguousarray(value))
         return {"$": "array", "of": value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, bytes | bytearray | memoryview):
@@ -86,7 +86,7 @@ def pack(value: Any, body: list[Any]) -> Any:
         return float(value)
     if isinstance(value, BaseException):
         return {"$": "error", **pack_error(value, body)}
-    raise TypeError(f"a {kind.__name__} cannot cross to a worker")
+    raise TypeError(f"a {kind.__name__} cannot be sent to a worker")
 
 
 class _Body:
@@ -129,7 +129,7 @@ def unpack(value: Any, body: _Body) -> Any:
 
 
 def pack_error(error: BaseException, body: list[Any]) -> dict[str, Any]:
-    """Return an exception as its class, message and fields; what cannot cross becomes its repr."""
+    """Return an exception as class, message and fields, with the repr of unsupported values."""
     fields = {}
     for name, value in vars(error).items():
         if not name.startswith("__"):
@@ -169,7 +169,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._rest = b""
-        #: Whether a message has begun to arrive: it cannot be left alone until it is complete.
+        #: Whether a message was received in part: it must be read to its end.
         self.reading = False
 
     def send(self, number: int, header: Any, body: list[Any]) -> None:

@@ -25,11 +25,11 @@ from pyllamakv.binding.protocol import ContextHandle, Native
 from pyllamakv.binding.wire import Channel, pack, pack_error, unpack
 from pyllamakv.errors import KvError, UsageError
 
-#: What a request may name.
+#: Operations that a request may name.
 OPERATIONS: Final = frozenset({*operations(Native), "many", "rpc_serve"})
-#: What must not happen while a cancel looks at a context.
+#: Operations that must not run while a cancel uses a context.
 _FREES: Final = frozenset({"context_free", "model_free", "close"})
-#: How often a worker looks whether its parent lives, should a fork keep the sockets open.
+#: Milliseconds between checks that the parent is alive, in case a fork keeps the sockets open.
 _LOOK_MS: Final = 5000
 
 
@@ -116,8 +116,8 @@ def leave(status: int) -> NoReturn:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Serve the library and the descriptors that the command line names."""
-    # What to do about a Ctrl-C is the parent's decision.
+    """Serve the library on the command line, through the given descriptors."""
+    # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The parent reports a crash, which is expected here. A core file would only fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

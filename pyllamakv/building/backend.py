@@ -15,10 +15,10 @@ from pyllamakv.errors import ToolMissing, Unsupported, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: What can be asked for. RPC is a part of every CPU build, so `rpc` builds nothing of its own.
+#: Names of backends. RPC is part of every CPU build, so `rpc` needs no separate build.
 NAMES = ("cpu", "rpc", "cuda", "metal", "vulkan")
 
-#: Options of every build: no other devices than those asked for, nothing found by accident.
+#: Options of every build: only the requested devices, and no libraries found by accident.
 _COMMON = {
     "GGML_RPC": "ON",
     "GGML_CUDA": "OFF",
@@ -26,15 +26,15 @@ _COMMON = {
     "GGML_VULKAN": "OFF",
     "GGML_BLAS": "OFF",
     "GGML_ACCELERATE": "OFF",
-    # Later releases take these where their libraries lie about.
+    # Later releases enable these if their libraries are installed.
     "GGML_RPC_RDMA": "OFF",
     "GGML_CUDA_NCCL": "OFF",
-    # Threads of OpenMP spin while they wait, which costs a loaded machine dearly.
+    # Waiting OpenMP threads spin, which is slow on a loaded machine.
     "GGML_OPENMP": "OFF",
 }
 
-#: Without `native` these are named one by one: upstream's default for them is off when
-#: SOURCE_DATE_EPOCH is set, which would make a library several times slower in silence.
+#: Without `native`, these are set explicitly: upstream disables them if SOURCE_DATE_EPOCH is set,
+#: which makes a library several times slower.
 _PORTABLE_X86 = {
     "GGML_SSE42": "ON",
     "GGML_AVX": "ON",
@@ -51,13 +51,13 @@ VULKAN_HINT = (
     "install the Vulkan SDK: Debian or Ubuntu "
     "`apt-get install libvulkan-dev glslc spirv-headers mesa-vulkan-drivers`"
 )
-#: Where headers and packages are looked for beside the SDK.
+#: Directories of headers and packages besides the SDK.
 _ROOTS = ("/usr", "/usr/local", "/opt/homebrew")
 
-#: Where CMake finds packages below a root.
+#: Directories of CMake packages below a root.
 _PACKAGES = ("share/cmake", "lib/cmake", "lib/*/cmake")
 
-#: Option -> the devices that it brings.
+#: Option -> its devices.
 _DEVICES = {
     "GGML_CUDA": "CUDA",
     "GGML_METAL": "Metal",
@@ -92,7 +92,7 @@ def known(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """Return the backend that is built for ``name``; raise UsageError for one we do not know."""
+    """Return the backend that is built for ``name``; raise UsageError for an unknown one."""
     return "cpu" if known(name) == "rpc" else name
 
 
@@ -106,8 +106,8 @@ def choose(
     """Return the backend's options for this machine, after looking for the tools that it needs.
 
     ``native`` tunes for this processor; without it x86 gets AVX2, FMA, F16C and BMI2. Raises
-    ToolMissing with the hint, Unsupported where the platform has no such backend, UsageError for
-    an unknown name or a CUDA architecture that can neither be found nor was named.
+    ToolMissing with the install command, Unsupported if the platform lacks the backend, and
+    UsageError for an unknown name or an unknown CUDA architecture.
     """
     env = os.environ if environ is None else environ
     real = canonical(name)

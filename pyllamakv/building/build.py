@@ -1,7 +1,7 @@
 """Build a variant: one lock per release, one build folder per set of options, results in one step.
 
-A build that is killed leaves its build folder, from which the next one goes on, and nothing in
-``built/``: a variant's folder appears there by a rename, complete, or not at all.
+A killed build leaves its build directory, which the next build continues, and nothing in
+``built/``: the directory of a variant is renamed into it when it is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _TARGETS = ("plk", "plk_dropin")
 
-#: What one compiler may need; one file of an old release takes two thirds of it.
+#: Memory per compiler; one file of an old release takes two thirds of it.
 _BYTES_PER_JOB = 1 << 30
 
 
@@ -72,7 +72,7 @@ def prepared_build_folder(
 ) -> Iterator[tuple[BuildRequest, cmake.BuildSession]]:
     """Yield the build directory of ``spec``, with an up-to-date tree and object files.
 
-    Nobody else changes them meanwhile. Raises what `build` raises.
+    No other process changes them meanwhile. Raises what `build` raises.
     """
     wanted = variant.request(spec)
     with _writable(), _locked(wanted, progress):
@@ -92,7 +92,7 @@ def build_patched(
 ) -> Variant:
     """Return the variant of a release with patches that no spec can name, building it if needed.
 
-    Raises what `build` raises, but for fetching and applying, which are done.
+    Raises the exceptions of `build`, except those of fetching and applying.
     """
     spec = variant.Spec(release.name, patched.patches)
     wanted = variant.request_of(release, spec, backend=backend, native=native)
@@ -184,7 +184,7 @@ def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
     names = {wanted.tree: "llama.cpp", shim(): "plk", wanted.objects: "build"}
     words = [f"-ffile-prefix-map={path}={short}" for path, short in names.items()]
     if wanted.native:
-        # A compiler cache sees the words `-march=native`, not what they mean on this machine.
+        # A compiler cache compares the text `-march=native`, not its meaning on this machine.
         meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
         words.append(f"-DPLK_NATIVE_{meaning}")
     flags = shlex.join(words)

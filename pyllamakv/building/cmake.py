@@ -26,8 +26,8 @@ _HINT = "install the wheels into the Python that runs pyllamakv: `pip install cm
 
 _STEP = re.compile(r"^\[plk (\d+)/(\d+)\] (.*)$")
 
-#: What a build must not take from the caller: flags, generators and dates would change the
-#: library behind its id's back. The compilers come from CC and CXX through `compiler.find`.
+#: Variables that a build must not inherit: flags, generators and dates would change the library,
+#: but not its id. The compilers come from CC and CXX through `compiler.find`.
 _DROPPED = re.compile(
     r"CFLAGS|CXXFLAGS|CPPFLAGS|LDFLAGS|CUDAFLAGS|CUDAARCHS|SOURCE_DATE_EPOCH|MAKEFLAGS|MFLAGS"
     r"|MAKELEVEL|NINJA_STATUS|NINJAFLAGS|DESTDIR|VERBOSE|CMAKE_\w+|GGML_\w+|LLAMA_\w+|GIT_\w+"
@@ -101,7 +101,7 @@ def configure(job: BuildSession, source: Path, definitions: Mapping[str, str]) -
     try:
         run(job, command, "configuring")
     except CommandFailed:
-        # A build killed while it configured leaves half-written files of CMake behind.
+        # A build that is killed in the configure step leaves incomplete CMake files.
         if not existed:
             raise
         command.insert(1, "--fresh")
@@ -186,8 +186,8 @@ def _failure(
 ) -> Exception:
     if any(sign in output for sign in _NO_ROOM):
         return DiskFull(
-            f"no room left while {what} in {job.folder}; free some space, or set PYLLAMAKV_HOME "
-            "to a folder on another disk, and run the same command again"
+            f"the disk is full while {what} in {job.folder}; free space, or set PYLLAMAKV_HOME "
+            "to a directory on another disk, and run the same command again"
         )
     found = first_error(output)
     message = (

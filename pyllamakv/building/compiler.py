@@ -32,13 +32,13 @@ _HINT = (
     "macOS `xcode-select --install`; or name it in CC and CXX"
 )
 
-#: What the shim and later releases are written in, and what a compiler of it calls itself at least.
+#: The C++ standard of the shim and of later releases, and its minimum `__cplusplus`.
 _STANDARD, _YEAR = "c++17", 201703
 
-#: Programs that may stand before the compiler in CC or CXX; the launcher is chosen separately.
+#: Programs that may precede the compiler in CC or CXX; the launcher is chosen separately.
 _LAUNCHERS = {"ccache", "sccache", "distcc", "icecc"}
 
-#: What a compiler defines for an instruction set, and how /proc/cpuinfo names it.
+#: Macro of a compiler for an instruction set, and its name in /proc/cpuinfo.
 _MACROS = {
     "__SSE3__": "pni",
     "__SSSE3__": "ssse3",
@@ -214,7 +214,7 @@ def _read(cache: Path | None) -> dict[str, Any]:
 
 
 def _write(cache: Path, known: Mapping[str, Any]) -> None:
-    # A cache that cannot be written costs time, nothing else.
+    # Without a writable cache, only time is lost.
     with contextlib.suppress(OSError, KvError):
         write_text_atomic(cache, json.dumps(known, indent=1))
 
@@ -235,7 +235,7 @@ def _ask(c: str, cxx: str) -> Compiler:
 
 
 def _prove_standard(cxx: str, version: str) -> None:
-    """Raise ToolMissing where a compiler is older than the C++ that llama.cpp is written in."""
+    """Raise ToolMissing if a compiler lacks the C++ standard that llama.cpp requires."""
     output = _run(cxx, f"-std={_STANDARD}", "-dM", "-E", "-x", "c++", "-")
     has = re.search(r"^#define __cplusplus (\d+)", output, re.M)
     if has is None or int(has[1]) < _YEAR:

@@ -24,15 +24,15 @@ from pyllamakv.source.files import locked
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Names the architecture where no GPU can be asked, for example `90-real` or `86;90`.
+#: Variable with the architecture for machines without a GPU, such as `90-real` or `86;90`.
 ARCHITECTURE = "PYLLAMAKV_CUDA_ARCH"
 
-#: Where the vendor's installer puts the toolkit.
+#: Default directory of the toolkit's installer.
 USUAL = Path("/usr/local/cuda")
 
 _PIP = f"{shlex.quote(sys.executable)} -m pip install"
 
-#: A toolkit of wheels: what the extra `cuda` of this package installs.
+#: The toolkit wheels, which the extra `cuda` installs.
 WHEELS = (
     "nvidia-cuda-nvcc==13.0.*",
     "nvidia-cuda-crt==13.0.*",
@@ -204,7 +204,7 @@ def _wheel_folders() -> list[Path]:
 
 
 def _behind_script(nvcc: Path) -> Path:
-    """Return the real nvcc behind a two-line script that calls it, since CMake reads its folder."""
+    """Return the nvcc that a wrapper script calls, because CMake uses its directory."""
     real = nvcc.resolve()
     try:
         with real.open("rb") as file:

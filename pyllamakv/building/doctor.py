@@ -1,4 +1,4 @@
-"""Look for everything that fetching, building and testing need, and name the hint of what lacks."""
+"""Check the requirements of fetching, building and testing; report how to install missing ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 State = Literal["ok", "missing", "optional"]
 
 _GIB = 1 << 30
-#: One release's objects, store and two variants take less than this.
+#: Minimum free disk space: store, objects and two variants of a release take less.
 _DISK = 3 * _GIB
 _MEMORY = 2 * _GIB
 #: Where drivers of Vulkan announce themselves.
@@ -37,7 +37,7 @@ _DRIVER_VARIABLES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")
 class ProbeResult:
     """The result of one probe: name, finding, and remedy.
 
-    ``state`` is "optional" for what lacks without hurting the main job.
+    ``state`` is "optional" for a missing tool that builds and checks on the CPU do not need.
     """
 
     name: str

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
 
-#: Before this version llama-cpp-python read one file's path; since then it reads a folder's.
+#: Since this version, llama-cpp-python reads the path of a directory; earlier ones that of a file.
 _FOLDER_SINCE = Version("0.3.1")
 
 

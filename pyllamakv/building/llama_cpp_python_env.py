@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-#: Changes when this module sets up differently.
+#: Increased when this module changes the setup.
 RECIPE = 1
-#: Makes llama-cpp-python's own build leave llama.cpp out, in every version that we know.
+#: Disables the build of llama.cpp in llama-cpp-python, in all known versions.
 NO_LIBRARY = "-DLLAMA_BUILD=OFF"
 
 _READY = "ready.json"
 _TEST = re.compile(r"[^/]+/(?P<path>tests/[\w.-]+\.py|pyproject\.toml)")
 _MODEL = re.compile(rb"vendor/llama\.cpp/(models/[\w.-]+)")
-#: These would send packages elsewhere than into the environment that was made for them.
+#: With these variables, pip would install into another environment.
 _DROPPED = re.compile(
     r"PIP_(TARGET|PREFIX|ROOT|USER|NO_BUILD_ISOLATION|DRY_RUN|REQUIRE_VIRTUALENV|REQUIREMENT|"
     r"CONSTRAINT|PYTHON)|PYTHON\w*|CMAKE_\w+|SKBUILD_\w+|(C|CXX|CPP|LD)FLAGS"

@@ -18,7 +18,7 @@ from pyllamakv.errors import LoadError, ManifestError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: The version of the file's shape; a manifest of another shape is refused.
+#: Format version; a manifest of another version is refused.
 SCHEMA = 1
 
 #: The name of the file in a variant's folder.
@@ -75,7 +75,7 @@ class Manifest:
 
     def save(self, folder: Path) -> Path:
         """Write the manifest into ``folder`` in one step, and return its path."""
-        # Here, since the binding reads manifests and writes none.
+        # Imported here, because the binding only reads manifests.
         from pyllamakv.source.files import write_text_atomic
 
         write_text_atomic(
@@ -152,12 +152,12 @@ def load(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ManifestError(
-            f"expected a manifest at {file}; a folder without one is not a built variant: "
+            f"expected a manifest at {file}; a directory without one is not a built variant: "
             "build it with pyllamakv build"
         ) from error
     except (OSError, ValueError) as error:
         raise ManifestError(
-            f"{file} is not a readable manifest ({error}); remove its folder and build again"
+            f"{file} is not a readable manifest ({error}); remove its directory and build again"
         ) from error
     return _parse(raw, file)
 

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from pyllamakv.building.manifest import Manifest
     from pyllamakv.source.releases import Kind, Release
 
-#: Changes when this package builds differently from the same inputs.
+#: Increased when this package builds the same inputs differently.
 RECIPE = 1
 
-#: Files beside the patches and their code that influence no build and no result.
+#: Files in the digested directories that affect neither builds nor results.
 DIGEST_EXCLUDES = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -190,10 +190,10 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
 
     Release, patches, the code that applies them, shim and options must equal those of the build. No
     compiler is needed. ``native`` None prefers a tuned build to a portable one. Among builds by
-    several compilers, that of the present compiler comes first, if it is cached, then the newest
-    one that runs on this processor. The options of a backend are not compared if its tools, or the
-    GPU that determines them, are missing. Raises UnknownPatch if nothing is built and the spec has
-    an unknown patch.
+    several compilers, that of the installed compiler is preferred if its version is cached, then
+    the newest one that runs on this processor. The options of a backend are not compared if its
+    tools, or the GPU that determines them, are missing. Raises UnknownPatch if nothing is built and
+    the spec has an unknown patch.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     known = backends.canonical(backend)
@@ -294,7 +294,7 @@ def _runs(manifest: Manifest) -> bool:
 
 
 def lookup(wanted: BuildRequest) -> Variant | None:
-    """Return the variant that the index holds for a request, if it is still whole."""
+    """Return the variant in the index for a request, if it is complete."""
     name = _named(wanted.key)
     return by_id(name) if name else None
 
@@ -363,7 +363,7 @@ def _key(base: list[object], commit: str, series: tuple[str, ...] | None, texts:
 
 
 def _texts(spec: Spec) -> str:
-    """Return the digest of what makes the tree of a spec out of its release."""
+    """Return the digest of the patches and the patching code of a spec."""
     roots = () if spec.series == () else (data("patches"), _PACKAGE / "patching")
     return files_digest(roots, without=DIGEST_EXCLUDES)
 

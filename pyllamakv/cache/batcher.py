@@ -1,8 +1,8 @@
 """Continue several prompts at once: a small loop of continuous batching over a cache manager.
 
 A step decodes one batch: a token of each active sequence, then as much of the waiting prompts as
-fits (`plan`). The sequence that was fed longest ago comes first, so a long prompt delays nothing
-else and every prompt is reached. `Roster` admits generations in the order of submission. `Steady`
+fits (`schedule_batch`). The sequence that has waited longest comes first, so a long prompt does not
+delay the others. `GenerationQueue` admits generations in the order of submission. `DecodeOnlyBatch`
 is the fast path for steps in which every generation needs one token. There are no threads:
 `Batcher.step`, or iterating over a generation, does the work.
 """
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 class Batcher:
     """Generate for several prompts at once, with the sequences of a cache manager.
 
-    A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt without room
-    waits until another generation has ended.
+    A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
+    fit waits until another generation has ended.
     """
 
     def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
@@ -80,15 +80,15 @@ class Batcher:
                 f"{arguments.shown(n_batch)}"
             )
             raise UsageError(msg)
-        #: The text of tokens that were chosen before: see `Generation`.
+        #: Text of tokens by id, a cache for all generations: see `Generation`.
         self.known: dict[int, str] = {}
         self._queue = GenerationQueue(manager)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
-        #: The active generations, while none is added, ends or is cancelled.
+        #: The fast path for the active generations, until one is added, ends or is cancelled.
         self._decode_only: DecodeOnlyBatch | None = None
         self._lock = threading.Lock()
-        #: Of the context's cancels those that were ours, and those of others that were seen.
+        #: Number of cancels of the context by this batcher, and of all that it has handled.
         self._interrupts, self._cancels = 0, context.cancels
         self._steps = self._decodes = self._tokens = self._generated = self._slot_failures = 0
 
@@ -197,7 +197,7 @@ class Batcher:
     ) -> None:
         self.close()
 
-    # While nothing changes...
+    # The fast path: the set of active generations stays the same.
 
     def _enter_decode_only(self) -> None:
         """Enter the mode in which each generation needs one token, if possible."""
@@ -211,7 +211,8 @@ class Batcher:
         cancels = self._interrupts + self._cancels
         self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels)
         if any(one.cancelled for one in queue):
-            # In this order, because `Generation.cancel` sets its flag first and interrupts then.
+            # This order is required, because `Generation.cancel` sets its flag before it
+            # interrupts.
             self._leave_decode_only()
 
     def _leave_decode_only(self) -> None:
@@ -228,16 +229,16 @@ class Batcher:
             if one.finish_reason is not None:
                 self._queue.left(one)
 
-    # When something does...
+    # The general path: generations start or end.
 
     def _step(self) -> None:
-        # Who ended when an exception came between, Ctrl-C for one, is still on the list.
+        # Generations that ended before an exception such as Ctrl-C are still in the queue.
         self._remove_ended(tuple(self._queue))
         self._sweep()
         for one in self._queue.active:
             drop_last_token(one)
         self._queue.admit(self._steps)
-        # In place: of those who were fed together another one comes first the next time.
+        # In place: of generations with the same last step, another one is first next time.
         self._queue.active.sort(key=lambda one: one.last_step)
         portions = schedule_batch(self._queue.active, self.n_batch, self._steps)
         self._steps += 1
@@ -303,7 +304,7 @@ class Batcher:
             self._feed(portions, defragged=True)
         elif len(portions) > 1:
             for each in portions:
-                # Together they may need more than was made room for, one by one.
+                # Together, they may need more cells than were reserved for each one.
                 if each[0].lease is not None and self._room(*each):
                     self._feed([each])
         elif isinstance(error, NoKVSlot):
@@ -337,7 +338,7 @@ class Batcher:
         self._remove_ended(ready)
 
 
-#: Steps after which a generation that was left out precedes those that are being decoded.
+#: Number of steps after which a waiting generation gets priority over those being decoded.
 STARVATION_STEPS = 8
 
 Portion = tuple["Generation", int]
@@ -346,8 +347,7 @@ Portion = tuple["Generation", int]
 def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> list[Portion]:
     """Schedule a batch: generations left out too long, those that need one token, prompts.
 
-    Within each kind, the one that was fed longest ago comes first. Groups of a prompt are not
-    split.
+    Within each kind, the one that has waited longest comes first. Groups of a prompt are not split.
     """
     if len(active) <= n_batch and all(
         len(each.all_tokens) - len(each.ledger.tokens) == 1 for each in active
@@ -425,7 +425,7 @@ class GenerationQueue:
         self.ended: dict[Reason, int] = dict.fromkeys(
             ("end", "stop", "length", "cancelled", "failed"), 0
         )
-        #: Nobody gets in until fewer than so many are active.
+        #: No generation is admitted until fewer than this number are active.
         self._crowded: int | None = None
 
     def __bool__(self) -> bool:
@@ -479,14 +479,14 @@ class GenerationQueue:
             self.left(one)
 
     def end_all(self, reason: Reason, error: Exception | None = None) -> None:
-        """End all of them; what giving a lease back raises is raised when all have ended."""
+        """End all generations; an error of releasing a lease is raised after all have ended."""
         with ExitStack() as stack:
-            # A stack closes in reverse order, and continues if one of them raises.
+            # The stack closes all of them in order of admission, also if one raises.
             for each in reversed((*self.active, *self.waiting)):
                 stack.callback(self.end, each, reason, error)
 
     def left(self, one: Generation) -> None:
-        """Strike out one that has ended."""
+        """Remove a generation that has ended."""
         for those in (self.active, self.waiting):
             if one in those:
                 those.remove(one)
@@ -531,7 +531,7 @@ class DecodeOnlyBatch:
         self.decoding = False
         self._context = context
         self._greedy = greedy
-        #: Whether all of them have the greedy sampler, which chooses for all in one call.
+        #: Whether all generations use the greedy sampler, which samples for all in one call.
         self._alike = all(one.sampler is greedy for one in generations)
         self._sequences = [one.sequence for one in generations]
         self._rooms = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Branches:
     """The tree and its sequences, at most ``limit``.
 
-    ``partial``: a sequence can be trimmed to any length. ``cuttable``: trimming is worth trying (a
-    window may have passed). ``sharing``: pages and entries share common prefixes.
+    ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
+    window may have passed. ``sharing``: pages and entries share common prefixes.
     """
 
     def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
@@ -50,7 +50,7 @@ class Branches:
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
-        #: Bytes that a sequence needs whatever its length: its states.
+        #: Bytes of a sequence that do not depend on its length: its states.
         self.state_bytes = 0
 
     # Sequences...
@@ -73,7 +73,8 @@ class Branches:
     def new(self) -> Sequence:
         """Open an empty sequence."""
         if not self.may_trim and len(self.context.vacant) == self.context.info.n_seq_max:
-            # Some releases begin no recurrent sequence where another was, unless all is cleared.
+            # Some releases cannot start a recurrent sequence in place of another one before a
+            # clear.
             self.context.clear()
         sequence = self.context.sequence()
         self.taken += 1
@@ -91,7 +92,7 @@ class Branches:
         self.taken -= 1
 
     def provider(self, node: Node, beside: Node | None = None) -> Sequence:
-        """Return a sequence that holds a node, not one at or below ``beside``; an entry if any."""
+        """Return a sequence with a node, but none at or below ``beside``; entries are preferred."""
         waiting, leased = [node], None
         while waiting:
             each = waiting.pop()
@@ -125,7 +126,8 @@ class Branches:
         self.tree.unlease(node, lease)
 
     def _forget_pages(self, node: Node) -> None:
-        # What is in the cache is on no page. A state at the end of a node says nothing of above.
+        # Cached nodes need no page. A state at the end of a node does not contain those of its
+        # parents.
         for each in node.path if self.can_trim else [node]:
             self.forget_page(each)
 
@@ -146,7 +148,7 @@ class Branches:
             except (NativeError, Unsupported, MemoryError):
                 saved = 0  # no more than an estimate: not worth losing a sequence for
             self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
-        # Where sequences can be cut, the longer one holds the shorter ones.
+        # If sequences can be trimmed, the longer one contains the shorter ones.
         for above in node.path[:-1] if self.can_trim else ():
             if above.entry is not None:
                 self.close(self.detach(above))
@@ -230,12 +232,12 @@ class Branches:
         for node in lost:
             self.tidy(node)
 
-    # Pages: where cells are shared, a page has what nothing else holds: the runs of the nodes from
-    # which on a sequence was alone. It is read into a sequence of its own, which then shares what
-    # is above. Pages may overlap, and a page serves every node whose run it holds.
+    # Pages. If cells are shared, a page contains only the nodes that no other sequence uses. It is
+    # read into a new sequence, which then shares the cells of the parents. Pages may overlap, and a
+    # page can restore every node in it.
 
     def discard(self, page: Page) -> None:
-        """Part with all that cannot be had without a page; nothing of it is held."""
+        """Drop all nodes that cannot be restored without this page; none of them is leased."""
         top = next(node for node in self.tree.walk() if node.page is page)
         above = top.parent
         for each in list(top.walk())[::-1] if self.sharing else [top]:
@@ -298,7 +300,7 @@ class Branches:
         path = [each for each in node.path if not each.ref_count]
         pages: list[Page] = []
         low = node.end
-        # Pages may overlap: from the end up, only what the ones below leave out.
+        # Pages may overlap: starting at the end, use only what later pages do not contain.
         while low > path[0].start:
             at = next(each for each in path if each.start < low <= each.end)
             pages.insert(0, at.page)
@@ -308,7 +310,7 @@ class Branches:
     def page_in(self, node: Node) -> None:
         """Page a node and all above it in. Needs an empty sequence per page, at most two.
 
-        Raises PagingError with nothing changed, DamagedPage where it will never be possible.
+        Raises PagingError, or DamagedPage if a retry cannot succeed. Nothing is changed then.
         """
         pages = self.missing(node)
         covered = 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.runtime.sequence import Sequence
 
-#: How many checkpoints a sequence has, how many positions lie between two, and the first of them.
+#: Defaults: checkpoints per sequence, positions between two of them, and the first position.
 SIZE, INTERVAL, FIRST = 24, 1664, 16
 
 
@@ -65,7 +65,7 @@ class Ring:
         self.schedule = schedule or CheckpointSchedule()
         self._kept: list[Checkpoint] = []
         self._bytes = 0
-        #: The first position at which the next one is due.
+        #: The position at which the next checkpoint is due.
         self.due = self.schedule.first
 
     @property
@@ -92,7 +92,7 @@ class Ring:
             len(self._kept) > self.schedule.size or self._bytes > self.schedule.budget
         ):
             self._bytes -= len(self._kept.pop(0).saved)
-        # Also when it was too large to be kept: the next one will be no smaller.
+        # Also if it exceeds the limit, because the next one will not be smaller.
         self.due = checkpoint.pos + self.schedule.interval
 
     def best(self, target: int) -> Checkpoint | None:
@@ -179,15 +179,15 @@ class SequenceRewinder:
         wanted = self.rings[0].schedule.size > 0 and Capability.STATES in (
             self._context.native.about.capabilities
         )
-        #: Whether sequences are saved now and then, since their memory cannot always go back.
+        #: Whether checkpoints are saved, because the memory cannot always return to a position.
         forgets = info.n_swa > 0 and not self._context.params.swa_full
         self.saves = wanted and (info.memory.keeps_states or forgets)
-        #: Whether a removed sequence leaves a state behind with which the next one would begin.
+        #: Whether a new sequence would start with the state of a removed one.
         self._leaves = info.memory.keeps_states and self._try_to_restart()
         self._left = False
 
     def can_resume(self, sequence: Sequence, position: int) -> bool:
-        """Return whether `go_back` to a position works."""
+        """Return whether decoding can continue at a position."""
         if position == 0 and self._leaves:
             others = any(len(each) for each in self._sequences if each is not sequence)
             return not others or (not len(sequence) and not self._left)
@@ -236,7 +236,7 @@ class SequenceRewinder:
         """Record ``more`` tokens of a sequence, and save a checkpoint if one is due."""
         ring, pos = self.rings[sequence.id], sequence.ledger.next - 1
         if ring.newest > pos - more:
-            # Left by what a failure emptied, and of other tokens than these.
+            # These remain from a sequence that a failure emptied, and belong to other tokens.
             ring.prune(pos - more)
         if pos < ring.due:
             return
@@ -259,7 +259,7 @@ class SequenceRewinder:
         sequence = self._sequences[0]
         try:
             for _ in range(2):
-                # Two tokens: of one, some releases say that there is none.
+                # Two tokens, because some releases report a sequence of one token as empty.
                 self._context.decode(sequence.feed([0, 0]))
                 sequence.remove()
         except Unsupported:

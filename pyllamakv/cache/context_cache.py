@@ -329,7 +329,7 @@ def split_batch(
             raise UsageError(msg)
     n = len(tokens)
     if logits is None and 0 < n == len(counts) == len(positions) == len(sequences):
-        # A token for each: what generation does, over and over.
+        # The common case of generation: one token per sequence.
         chosen = [all_sequences[number] for number in sequences]
         for seq, pos in zip(chosen, positions, strict=True):
             if pos != seq.ledger.next:

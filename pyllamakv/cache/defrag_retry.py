@@ -35,7 +35,7 @@ class CellUsage:
 
     @classmethod
     def of(cls, context: Context, stats: KVStats | None) -> CellUsage:
-        """Return the room of a whole context, by its ledgers where it shows no cells."""
+        """Return the cell usage of a whole context, from its ledgers if it cannot show cells."""
         if stats is None:
             return cls(context.info.n_ctx, sum(map(len, context.ledgers)))
         return cls(stats.size, stats.used, stats.largest_hole, stats)

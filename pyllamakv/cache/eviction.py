@@ -61,7 +61,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
-    """Page a node out, or drop it where there are no pages; its sequence with ``keep`` tokens."""
+    """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
     kept = cache.branches.evict(node, keep)
     cache.counts.add("evictions" if cache.branches.pager is None else "paged_out")
     return kept
@@ -146,7 +146,8 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
             return False
         if not free_sequences(cache, 1 + (len(pages) > 1), above):
             return False
-        # What goes for it may be what the pages began after: then there are more of them.
+        # Evicting for this branch may drop the prefix that its pages follow; then it needs more
+        # pages.
         if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
             return False
     return True
@@ -159,7 +160,7 @@ def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> boo
         return True
     if not branches.sharing or _needs_holes(context):
         return False
-    # Leases may have cells of their own for what others have decoded as well.
+    # Leases may have separate cells for tokens that others have decoded too.
     most = branches.tree.held_tokens + n
     for each in cache.leases:
         most += len(each.ledger.tokens) + (each.promised if each is not lease else 0)
@@ -220,7 +221,8 @@ def _free(
             return False
         held = branches.tree.held_tokens
         evict(cache, node)
-        # A look at the cells costs more than counting what went; one at the end makes sure.
+        # Reading the cells costs more than counting evicted tokens, so they are read once at the
+        # end.
         short -= held - branches.tree.held_tokens
         if short <= 0 or not branches.sharing:
             short = shortage(cache, n, lease)

@@ -35,18 +35,18 @@ Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 class Generation:
     """The text that continues a prompt. `Batcher.submit` creates it.
 
-    Iterating steps the batcher, and thereby all its generations, until this one has more text.
+    Iteration runs steps of the batcher, for all its generations, until this one has more text.
     ``finish_reason`` is None while the generation runs, then "end" (end-of-generation token),
     "stop" (stop string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
     """
 
     def __init__(self, batcher: Batcher, asked: Request) -> None:
         self.prompt = asked.prompt
-        #: The tokens that were chosen, the one that ended it left out.
+        #: The generated tokens, without the end token.
         self.tokens: list[int] = []
         self.finish_reason: Reason | None = None
         self.error: Exception | None = None
-        #: How many of the prompt's tokens the cache had; None while it waits.
+        #: Number of prompt tokens found in the cache; None while the prompt waits.
         self.cached: int | None = None
         self.max_tokens = asked.max_tokens
         self.groups = asked.groups
@@ -58,17 +58,17 @@ class Generation:
         self._piece = model.piece if model.info.has_vocab else None
         self._is_eog = model.is_eog if model.info.has_vocab and asked.stop_at_end else None
         self._text = IncrementalDetokenizer()
-        #: The text of tokens that are known to be ASCII, and no end.
+        #: Text of tokens that are ASCII and do not end a generation.
         self._known = batcher.known
         self._stops = StopStrings(asked.stop) if asked.stop else None
         self._parts: list[str] = []
-        # What the batcher needs, while it has a lease.
+        # State of the batcher, while the generation has a lease.
         self.lease: Lease | None = None
         self.sequence: Sequence
         self.ledger: Ledger
-        #: What the sequence has to hold: what it has, then what is to be decoded.
+        #: All tokens of the sequence: the decoded ones, then those to decode.
         self.all_tokens: list[int] = []
-        #: When it was fed last.
+        #: Number of the last step that decoded its tokens.
         self.last_step = 0
 
     @property
@@ -108,7 +108,7 @@ class Generation:
         state = self.finish_reason or ("waits" if self.lease is None else "runs")
         return f"<Generation of {len(self.prompt)} + {len(self.tokens)} tokens, {state}>"
 
-    # What the batcher asks for...
+    # The interface for the batcher.
 
     def begin(self, lease: Lease, steps: int) -> None:
         """Accept a lease; ``step`` is the present step."""
@@ -155,7 +155,8 @@ class Generation:
             return ""
         piece = self._piece(token)
         if piece.isascii() and self._is_eog is not None:
-            # Read once: these tokens do not end a generation, and their bytes are complete text.
+            # Cache the text: the token does not end a generation, and its bytes are complete
+            # characters.
             self._known[token] = piece.decode("ascii")
         return self._text.feed(piece)
 
@@ -191,7 +192,7 @@ class Generation:
 
 
 def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None:
-    """Begin a generation's stream with the tokens that its sequence holds now.
+    """Start the token list of a generation with the tokens of its sequence.
 
     ``have`` is how many tokens of the stream were decoded before; ``again`` are decoded next.
     """
@@ -207,7 +208,7 @@ def record_step(those: Iterable[Generation], step: int) -> None:
 def make_room(one: Generation, n: int) -> bool:
     """Free cells for ``n`` tokens; return False if others must be decoded again first.
 
-    ``one.stream`` follows what the lease discards. Raises NoKVSlot when there is no room.
+    ``one.stream`` follows what the lease discards. Raises NoKVSlot if not enough cells are free.
     """
     ledger, lease = one.ledger, one.lease
     have = len(ledger.tokens)
@@ -319,13 +320,13 @@ class StopStrings:
         self._stop = stop
         self._longest = max(map(len, stop))
         self._held = ""
-        #: The stop string that ended the text.
+        #: The stop string that was found.
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
         """Return the text that can be emitted. `found` reports a complete stop string."""
         data = self._held + text
-        # The one that is complete first: wherever pieces are cut, the text is the same.
+        # The stop string that ends first, so that the result does not depend on the pieces.
         first = min(
             ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
             default=None,

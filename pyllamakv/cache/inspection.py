@@ -59,7 +59,7 @@ def check_ledgers(context: Context) -> None:
         snapshot = context.kv.try_snapshot()
         for number, ledger in enumerate(context.ledgers):
             last = context.native.seq_pos_max(context.handle, number)
-            # Of a state after its first token some releases say that there is none.
+            # Some releases report a recurrent state of one token as empty.
             unclear = context.info.memory == MemoryType.RECURRENT and len(ledger) == 1
             if len(ledger) and context.info.memory != MemoryType.SWA and not unclear:
                 _agree(last == ledger.next - 1, f"sequence {number} ends at {last} in the library")

@@ -75,8 +75,8 @@ class Cache(Protocol):
         """Remove the positions begin <= p < end (None: to the end) and shift later ones down.
 
         Raises SharedCells if the shifted tokens are in cells that another sequence shares;
-        ``unshare`` copies them first. Raises Unsupported, and KVCacheFull if the copies have no
-        room.
+        ``unshare`` copies them first. Raises Unsupported, and KVCacheFull if there are no cells for
+        the copies.
         """
 
     def close(self) -> None:

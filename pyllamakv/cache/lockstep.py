@@ -1,6 +1,7 @@
 """Keep several caches in lockstep, for a draft and its target model: all or none change.
 
-The caches need not be of one model or release; each holds the same tokens at the same positions.
+The caches may belong to different models and releases; each has the same tokens at the same
+positions.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LockstepCache:
         except BaseException:
             for step in reversed(undo):
                 step.run()
-            # Where states are kept a failure empties those that were not in the batch as well.
+            # In a memory with states, a failure also empties sequences outside of the batch.
             for number in range(self.max_sequences):
                 self._align(number)
             raise
@@ -139,12 +140,12 @@ class LockstepCache:
 
     @contextmanager
     def _in_step(self, number: int, low: int) -> Iterator[None]:
-        """Cut a sequence at ``low`` in every cache where a block that changes it breaks off."""
+        """Truncate a sequence to ``low`` in every cache if the block raises an exception."""
         before = self._contents(number)
         try:
             yield
         except BaseException as error:
-            # Ctrl-C may have come when a library had done it, and no ledger knew yet.
+            # Ctrl-C may arrive after the library has copied and before the ledger is updated.
             if not isinstance(error, KvError) or self._contents(number) != before:
                 self._cut(number, low)
             raise

@@ -145,7 +145,7 @@ class FilePager:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix="prefixes-", dir=folder))
         except OSError as error:
-            msg = f"cannot store pages in {folder}: {error.strerror}; name a writable folder"
+            msg = f"cannot store pages in {folder}: {error.strerror}; name a writable directory"
             raise PagingError(msg, folder) from error
 
     def write(self, saved: bytes, start: int, end: int) -> Page:

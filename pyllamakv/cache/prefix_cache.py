@@ -36,7 +36,7 @@ class PrefixCache:
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
     the only one). ``budget`` limits the bytes of resident and paged branches. ``paging`` is the
-    storage of branches without room, "memory" or a directory; None drops them.
+    storage of evicted branches: "memory" or a directory; None drops them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PrefixCache:
         self.context = context
         self.branches = Branches(context, entries or most, pager(paging))
         self.budget = budget
-        #: How many tokens a sequence may have, None where there is no limit.
+        #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
         self.pins: dict[str, Node] = {}
         self._emptied = context.emptied
@@ -117,7 +117,7 @@ class PrefixCache:
         for lease in self.leases:
             lease.sync_node()
         if self.context.emptied is not self._emptied:
-            # A decode that is broken off may take the states of sequences that had no part in it.
+            # A cancelled decode may destroy the states of sequences outside of the batch.
             self._emptied = self.context.emptied
             self.branches.forget_emptied()
             self.forget_pins()
@@ -317,7 +317,7 @@ class PrefixCache:
 #: Number of tokens for which cells are reserved at a time if that evicts nothing.
 LOOKAHEAD_TOKENS = 64
 
-#: States of memories that cannot go back are kept so many tokens apart.
+#: Number of tokens between saved states, for memories that cannot return to a position.
 STATE_INTERVAL = 2048
 
 
@@ -332,10 +332,10 @@ class PrefixLease:
         self.cached = cached
         self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
         self._key = key
-        #: How long the sequence may become before room has to be made again, and how long it was
-        #: asked for to become; what is between them was granted ahead and may be taken back.
+        #: Reserved length of the sequence, and the length that was requested. The difference is
+        #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
-        #: How much of the prompt the tree has, where a state may be missing.
+        #: Length of the prompt's prefix in the tree; its state may be missing.
         self._known = known
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
@@ -354,7 +354,7 @@ class PrefixLease:
 
     @property
     def promised(self) -> int:
-        """Return how many tokens may still be decoded without asking for room."""
+        """Return how many tokens can be decoded without another `make_room`."""
         return max(0, self.granted - len(self.ledger))
 
     def prefill(self, *, logits: bool = True) -> None:
@@ -429,7 +429,7 @@ class PrefixLease:
         if seen == self._seen:
             return
         self._seen = seen
-        # Tokens that were shifted, or have a gap, are no beginning of any prompt.
+        # Shifted tokens, or tokens with a gap, are not a prefix of a prompt.
         self._whole = self.sequence.open and ledger.next == count and not ledger.moved
         before = self.node
         self.node = branches.tree.insert(
@@ -450,7 +450,7 @@ class PrefixLease:
         branches, node = cache.branches, self.node
         cache.leases.remove(self)
         branches.unlease(node, self)
-        # Others may have decoded the same; what is longer holds this as well.
+        # Another branch may have decoded the same tokens; a longer one contains these too.
         known = node.ref_count if branches.can_trim else node.entry is not None
         if node.parent is None or not self._whole or known:
             branches.close(self.sequence)
@@ -473,7 +473,7 @@ class PrefixLease:
         return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
 
 
-#: What is counted as it happens.
+#: Counters that change with each event.
 COUNTED = (
     *("hits", "misses", "reused_tokens", "prompt_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
@@ -481,7 +481,7 @@ COUNTED = (
 
 
 class PrefixCounts(dict[str, int]):
-    """The totals of a prefix cache, by the names in `COUNTER_NAMES`."""
+    """The totals of a prefix cache, by the names in `COUNTED`."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(COUNTED, 0))

@@ -48,7 +48,7 @@ def _find(
 ) -> tuple[Node, int]:
     """Return the node in which the usable prefix ends, and the prefix's length.
 
-    ``exact``: the prefix must end at a node with an entry of its own.
+    ``exact``: the prefix must end at a node that has an entry.
     """
     pages = True
     while True:
@@ -116,7 +116,7 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
     """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
     branches = cache.branches
     while True:
-        # What was evicted may have joined nodes: look again each time.
+        # An eviction may merge nodes, so search the tree again.
         node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
         alone = node.entry is not None and not node.pins and not node.children
         if length and alone and node.end == length and (branches.can_trim or not branches.vacant):

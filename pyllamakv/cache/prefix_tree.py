@@ -1,8 +1,7 @@
 """A prefix tree of token sequences, with a search for the longest prefix.
 
 A run of tokens is a byte string with four bytes per token, so that two runs are compared at once.
-The tree knows no cache: a node has an ``entry`` and a ``page``, which belong to its owner, and
-``leases``.
+The tree is independent of caches: the owner of a node sets its ``entry``, ``page`` and ``leases``.
 
 A node is *held* while an entry or a lease is at it or below it; the tokens of its run are then in
 the cache. A page contains the run of a node that is not held, and may contain the runs of several.
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-#: The bytes of a token.
+#: Bytes per token.
 TOKEN_BYTES = 4
 
 
@@ -35,7 +34,7 @@ def common(a: bytes, b: bytes, at: int = 0) -> int:
     low, high = 0, min(len(a), len(b) - at) // TOKEN_BYTES
     if high > 0 and b.startswith(a[: high * TOKEN_BYTES], at):
         return high
-    # Halves are compared as memory; together they are as long as the run.
+    # Bisect: each comparison of halves is a comparison of bytes.
     while low < high - 1:
         middle = (low + high) // 2
         if (
@@ -75,9 +74,9 @@ class Node:
         self.page: Any = None
         self.leases: list[Any] = []
         self.pins: set[str] = set()
-        #: How many entries and leases are here and below.
+        #: Number of entries and leases at this node and below.
         self.ref_count = 0
-        #: When it was last used, by the tree's clock.
+        #: Time of the last use, by the tree's clock.
         self.last_used = 0
 
     def __len__(self) -> int:
@@ -169,7 +168,7 @@ class PrefixTree:
     def split(self, node: Node, at: int) -> Node:
         """Divide a node at a position inside of it; return the new upper one.
 
-        The lower one keeps what it had. A page that is not whole is of use for both.
+        The lower node keeps entry, page and leases. Both nodes use a partial page.
         """
         parent, cut = node.parent, (at - node.start) * TOKEN_BYTES
         if parent is None or not node.start < at < node.end:
@@ -249,7 +248,7 @@ class PrefixTree:
                 self.held_tokens -= len(each)
 
     def set_page(self, node: Node, page: Any) -> Any:
-        """Set the page of a node (None: none); return the one that no node needs any more."""
+        """Set the page of a node (None: none); return the one that no node uses any longer."""
         old, node.page = node.page, page
         if page is not None:
             page.add_ref()

@@ -92,7 +92,7 @@ class SlotCache:
         except BaseException:
             self.close()
             raise
-        #: Whether a slot may find that others have the cells that it needs.
+        #: Whether the slots together can need more cells than the context has.
         self.overcommits = context.partitions == 1 and (
             n * self.size > cells or n < context.info.n_seq_max
         )
@@ -117,8 +117,8 @@ class SlotCache:
             raise UsageError(msg)
         if len(prompt) > self.size:
             msg = (
-                f"the prompt has {len(prompt)} tokens and a slot {self.size}: shorten it "
-                "(truncate does, on request), or create the cache with larger slots"
+                f"the prompt has {len(prompt)} tokens, a slot holds {self.size}: shorten it "
+                "(truncate), or create the cache with larger slots"
             )
             raise UsageError(msg)
         largest = min(self.context.info.n_batch, self.size - 1)
@@ -184,7 +184,7 @@ class SlotCache:
     def __repr__(self) -> str:
         return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"
 
-    # What leases ask for...
+    # The interface for leases.
 
     def release_slot(self, slot: Slot) -> None:
         """Release a slot, for `SlotLease.release`."""
@@ -196,7 +196,7 @@ class SlotCache:
         if not slot.sequence.open:
             slot.sequence = self.context.sequence()
         elif slot.sequence.next_pos != len(slot.sequence):
-            # Its holder took tokens out of the middle: no prompt begins with what is left.
+            # Tokens were removed from the middle, so the rest is not a prefix of a prompt.
             slot.sequence.remove()
         _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
 
@@ -235,7 +235,7 @@ class SlotCache:
     def reserve(self, n: int, slot: Slot) -> None:
         """Ensure ``n`` free cells: evict histories of free slots, least recently used first."""
         ledgers = self.context.ledgers
-        # What all of them had without sharing is quick to add up, and mostly enough.
+        # The sum without sharing is cheap, and usually small enough.
         if sum(len(each.tokens) for each in ledgers) + n <= self._cells:
             return
         free = [each for each in self._slots if each.lease is None and each is not slot]
@@ -255,7 +255,7 @@ class SlotCache:
                 self._counts.evictions += len(each.sequence) > 0
                 each.trim(0)
 
-    # Underneath...
+    # Helpers.
 
     def _kept(self, prompt: list[int], keep: int | None) -> int:
         wanted, info = self.keep if keep is None else keep, self.context.model.info
@@ -267,8 +267,8 @@ class SlotCache:
         common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
         exact = slot.sequence.ledger.first_moved
         if exact is not None:
-            # What follows was evaluated behind tokens that a shift has discarded since: it is no
-            # prefix of a prompt that says the same.
+            # Later tokens were evaluated after tokens that a shift has discarded since, so they
+            # cannot be reused as a prefix.
             common = min(common, exact)
         if self.context.info.can_remove_partly is False and not common == length < len(prompt):
             common = 0
@@ -359,8 +359,7 @@ class SlotLease:
         self.cached = cached
         self.rest = prompt[cached:]
         self._prompt = prompt
-        #: What the sequence is to have again before anything else is decoded, after a shift that
-        #: was not done in place.
+        #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
         self._cache = cache
@@ -464,7 +463,7 @@ class SlotLease:
         self._cache.discard(slot, keep, discard)
 
 
-#: How much of a slot's beginning and end a line of `draw` shows.
+#: Number of tokens at the start and end of a slot that `draw` shows.
 SHOWN = 24
 
 

@@ -45,7 +45,7 @@ class SlotChoice:
     slot: int
     common: int
     source: int | None = None
-    #: Whether a history is thrown away.
+    #: Whether cached tokens are discarded.
     evicts: bool = False
 
 
@@ -92,6 +92,6 @@ def _reusable_slot(slots: Sequence[Candidate], free: list[int], policy: Policy) 
         return 2 * each.common >= each.length
 
     fitting = [n for n in free if slots[n].common and belongs(slots[n])]
-    # Of equals the one that loses least, then the one that was used longest ago.
+    # Among equals, the slot that discards the fewest tokens, then the least recently used one.
     order = [(-slots[n].common, slots[n].discards, slots[n].last_used, n) for n in fitting]
     return min(order)[3] if order else None

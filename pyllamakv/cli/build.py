@@ -21,7 +21,7 @@ def command(
     release: ReleaseOrVariant = "",
     *,
     series: Series = "",
-    stock: Annotated[bool, typer.Option("--stock", help="Build only without patches.")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="Build stock only.")] = False,
     backend: Backend = "cpu",
     portable: Portable = False,
     jobs: Annotated[
@@ -58,7 +58,7 @@ def _specs(release: str, series: str, *, stock: bool) -> list[Spec]:
     spec = parse(release)
     named = spec.release != release.strip()
     if named and (stock or series):
-        raise UsageError(f"{release!r} names its series already; leave out the option")
+        raise UsageError(f"{release!r} already names a series: omit --series and --stock")
     if named:
         return [spec]
     if stock:

@@ -109,6 +109,6 @@ def _answer(question: Any) -> CheckResult:
     except KvError:
         raise
     except Exception as error:
-        # Git bisect must not take a fault of ours for a bad release.
+        # `git bisect` must not treat an internal error as a bad release.
         msg = f"internal error: {type(error).__name__}: {error}"
         raise HarnessError(msg) from error

@@ -40,9 +40,9 @@ app = typer.Typer(add_completion=False)
 Eras = Annotated[
     list[str] | None, typer.Option("--era", help="Only this era of `upstream list`; repeatable.")
 ]
-Each = Annotated[bool, typer.Option("--each", help="Also verify each patch alone.")]
+Each = Annotated[bool, typer.Option("--each", help="Include each patch alone.")]
 Sample = Annotated[
-    bool, typer.Option("--sample", help="Verify one release (default or newest) per era.")
+    bool, typer.Option("--sample", help="Use one release (default or newest) per era.")
 ]
 Scheduler = Annotated[str, typer.Option("--scheduler", help="Address of a Dask scheduler to use.")]
 Merge = Annotated[
@@ -50,7 +50,8 @@ Merge = Annotated[
     typer.Option("--merge", help="Use `matrix run --json` results instead; repeatable."),
 ]
 Expected = Annotated[
-    Path | None, typer.Option("--expected", help="File of accepted verdicts; default: shipped.")
+    Path | None,
+    typer.Option("--expected", help="Accepted verdicts; default: shipped and local file."),
 ]
 Branch = Annotated[str, typer.Option("--branch", help="Name of a release's branch; empty: none.")]
 ReportFolder = Annotated[

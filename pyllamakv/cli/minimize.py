@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Json, Model, PlayedOn
+from pyllamakv.cli.options import FailingOn, Json, Model
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -17,13 +17,13 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Failing trace or script.")],
-    variant: PlayedOn = "",
+    variant: FailingOn = "",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Output file; default: NAME.min.jsonl beside it.",
+            help="Output file; default: NAME.min.jsonl in its directory.",
         ),
     ] = None,
     model: Model = "",
@@ -42,7 +42,7 @@ def command(
     file = traces.model_file(head, model)
     spec, *others = variant_selection.specs(head, [variant])
     if others:
-        raise UsageError("--variant takes one build: minimize uses one build")
+        raise UsageError("minimize accepts one build in --variant")
     folder = variant_selection.variant_folder(spec, head)
     target = output or trace.with_name(f"{trace.name.removesuffix('.jsonl')}.min.jsonl")
     traces.check(target)

@@ -84,6 +84,12 @@ PatchNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="PATCH", help="Patch names; default: all.", autocompletion=patch_names),
 ]
+RebasedNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PATCH", help="Patch names; required with --onto.", autocompletion=patch_names
+    ),
+]
 Base = Annotated[
     str, typer.Argument(metavar="BASE", help="Base release of a port, or a patch file.")
 ]
@@ -104,7 +110,7 @@ Isolate = Annotated[
     str,
     typer.Option(
         "--isolate",
-        help="Verify this shipped patch alone.",
+        help="Verify this shipped patch and its requirements.",
         autocompletion=patch_names,
     ),
 ]
@@ -112,7 +118,7 @@ Isolates = Annotated[
     list[str] | None,
     typer.Option(
         "--isolate",
-        help="Verify this patch, not the series; repeatable.",
+        help="Use this patch and its requirements; repeatable.",
         autocompletion=patch_names,
     ),
 ]
@@ -122,9 +128,7 @@ Patches = Annotated[
 ]
 BaseOption = Annotated[
     str | None,
-    typer.Option(
-        "--base", help="Base release of the port; default: all.", autocompletion=release_names
-    ),
+    typer.Option("--base", help="Base release of the port.", autocompletion=release_names),
 ]
 
 # How to verify.
@@ -134,7 +138,7 @@ Scenarios = Annotated[
 ]
 VerifyingScenarios = Annotated[
     list[str] | None,
-    typer.Option("--scenario", help="Scenario that verifies the patch; repeatable; default: all."),
+    typer.Option("--scenario", help="Scenario that verifies the patch; default: fixes, guards."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore the result cache.")]
 
@@ -152,6 +156,9 @@ VariantName = Annotated[
 PlayedOn = Annotated[
     str,
     typer.Option("--variant", help="Build to play on; default: as recorded, or newest verified."),
+]
+FailingOn = Annotated[
+    str, typer.Option("--variant", help="Build that fails; default: as recorded.")
 ]
 Variants = Annotated[
     list[str] | None,

@@ -18,6 +18,7 @@ from pyllamakv.cli.options import (
     Patch,
     Patches,
     PatchNames,
+    RebasedNames,
     ReleaseName,
     Releases,
     To,
@@ -227,7 +228,7 @@ def show(
 
 @app.command()
 def rebase(
-    names: PatchNames = None,
+    names: RebasedNames = None,
     *,
     onto: Annotated[
         str | None,
@@ -330,7 +331,7 @@ def _waiting(names: list[str], patches: Path | None) -> str:
         raise errors.UsageError(f"Name one patch whose rebase is in progress: {', '.join(there)}.")
     found = names[0] if names else there[0] if there else ""
     if found not in there:
-        what = f"No rebase of {found} waits." if found else "No rebase waits."
+        what = f"No rebase of {found} is in progress." if found else "No rebase is in progress."
         raise errors.UsageError(what)
     session = rebase_session.load(store, found)
     if patches is not None and session is not None and str(patches.resolve()) != session.patches:
@@ -428,7 +429,7 @@ def obsolete(
     words = {True: "yes", False: "no", None: "unknown"}
     for one in found:
         result = "obsolete" if one.obsolete else f"{one.votes} of 3 signs"
-        meant = "" if one.meant else ", and not meant for this release"
+        meant = "" if one.meant else ", not in its releases"
         write_lines([f"{one.id} on {one.release}: {result}{meant}"])
         write_lines(f"  {sign.name}: {words[sign.obsolete]} ({sign.why})" for sign in one.signs)
     return None
@@ -441,7 +442,7 @@ def import_patch(
         typer.Argument(metavar="PATH", help="Patch file, directory, or git:REPOSITORY@FROM..TO."),
     ] = None,
     *,
-    id_: Annotated[str, typer.Option("--id", help="Patch name.")],
+    id_: Annotated[str, typer.Option("--id", help="Id of the imported patch.")],
     until: Annotated[
         str | None,
         typer.Option(help="Last release of the patch; without PATH, change that of --id."),

@@ -300,7 +300,7 @@ def _moved_or_failing(hunks: Sequence[HunkDrift]) -> Iterator[str]:
         elif file not in gone:
             gone.add(file)
             count = sum(other.placement.file == file for other in hunks)
-            said = [f"{file}, {_count(count, 'hunk')}: the file is not there", *_went(hunk)]
+            said = [f"{file}, {_count(count, 'hunk')}: the file does not exist", *_went(hunk)]
             yield ", ".join(said)
 
 
@@ -316,9 +316,11 @@ def _drifted(hunk: HunkDrift) -> str:
     if place.state in ("function", "already"):
         said.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
     elif not place.good:
-        said.append(f"would need fuzz {hunk.fuzz}" if hunk.fuzz is not None else "no fuzz helps")
+        said.append(
+            f"requires fuzz {hunk.fuzz}" if hunk.fuzz is not None else "fails with any fuzz"
+        )
         if hunk.whitespace_only:
-            said.append("only blanks differ")
+            said.append("only whitespace differs")
     if not place.good:
         said += _went(hunk)
     return ", ".join(said)
@@ -327,6 +329,6 @@ def _drifted(hunk: HunkDrift) -> str:
 def _went(hunk: HunkDrift) -> Iterator[str]:
     if hunk.moved:
         there = hunk.moved[0]
-        yield f"perhaps gone to {there.path} ({there.similarity:.0%} alike)"
+        yield f"similar lines are in {there.path} ({there.similarity:.0%})"
     if hunk.changed_in:
         yield changed_text(hunk.changed_after, hunk.changed_in)

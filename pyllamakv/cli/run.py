@@ -18,7 +18,7 @@ from pyllamakv.traces import variant_selection
 if TYPE_CHECKING:
     from pyllamakv.traces.script import Line
 
-#: Options that a script knows nothing of.
+#: Options that apply to --prompt only.
 _OF_PROMPTS = ("max_tokens", "n_ctx", "threads", "flash_attn", "temperature", "seed")
 
 app = typer.Typer(add_completion=False)

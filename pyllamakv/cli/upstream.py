@@ -25,7 +25,7 @@ def list_releases(
     *,
     new: Annotated[
         bool,
-        typer.Option("--new", help="List versions on the indexes that are not pinned."),
+        typer.Option("--new", help="List newer versions on the package indexes."),
     ] = False,
     every: OlderReleases = False,
     as_json: Json = False,
@@ -73,7 +73,7 @@ def fetch(
             try:
                 fetching.fetch(release, progress=progress, keep=keep)
             except errors.KvError as error:
-                # One release that cannot be had must not keep the others away.
+                # A release that cannot be fetched does not stop the others.
                 failed.append(error)
                 done.append(_facts(release) | {"error": f"{type(error).__name__}: {error}"})
                 continue

@@ -136,7 +136,7 @@ def _stale(store: Store, vendored: Vendored) -> str:
         return ""
     release = fetch.fetch(spec_resolver.resolve(vendored.release))
     tree = store.tree_of(_commit(store, release, vendored.series))
-    return "" if tree == vendored.tree else f"stale: upstream + patches is tree {tree} now"
+    return "" if tree == vendored.tree else f"outdated: the patches now produce tree {tree}"
 
 
 def _facts(vendored: Vendored) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _check(timeline: Path | None, svg: Path | None, png: Path | None) -> None:
         raise UsageError(f"--timeline takes a file that ends in .svg or .png, not {timeline.name}")
     for folder in (svg, png):
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file; --svg and --png take a folder")
+            raise UsageError(f"{folder} is a file; --svg and --png take a directory")
     if png is not None or (timeline is not None and timeline.suffix == ".png"):
         from pyllamakv.view import raster
 

@@ -92,7 +92,7 @@ def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
         steps=plan.steps,
         skipped=plan.skipped,
     )
-    # a ref, so that no clean-up of the store ever takes the commit away
+    # The ref protects the commit from git's garbage collection.
     store.update_ref(f"refs/patched/{commit}", commit)
     return patched
 

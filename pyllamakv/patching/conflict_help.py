@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pyllamakv.source.store import Store
 
 _ADVICE = {
-    "content": "solve the marked places",
+    "content": "resolve the marked places",
     "gone": "{onto} has no such file; carry its change over{where}, then delete it",
     "kept": "the patch deletes it, {onto} changed it; delete it, or `git add` it to keep it",
-    "both": "both sides add it; solve the marked places",
+    "both": "both sides add it; resolve the marked places",
 }
 
 

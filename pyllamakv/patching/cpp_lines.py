@@ -38,7 +38,7 @@ _KINDS = (
 
 
 def normalize(line: bytes) -> str:
-    """Return a line without comments, its blanks made one."""
+    """Return a line without comments, with single spaces."""
     text = line.decode("utf-8", "replace")
     if not text.lstrip().startswith("#"):
         text = _NOTE.sub("", text)
@@ -73,7 +73,7 @@ def calls(lines: Iterable[bytes]) -> Counter[str]:
 
 
 def names(lines: Iterable[bytes]) -> Counter[str]:
-    """Count the names in lines, keywords and words of fewer than four letters left out."""
+    """Count the names in lines, without keywords and words of fewer than four letters."""
     found: Counter[str] = Counter()
     for line in lines:
         text = _QUOTED.sub('""', normalize(line))

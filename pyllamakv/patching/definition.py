@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TRAILER = re.compile(rb"^(Patch|Base|Requires): (.+?)\r?$", re.MULTILINE)
 _SUBJECT = re.compile(rb"^Subject: (?:\[PATCH[^\]]*\] )?(.+?)\r?$", re.MULTILINE)
-#: What an id may be; it names a folder.
+#: A valid id, which is also the name of a directory.
 ID: Final = re.compile(r"(?=.{1,60}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 _NOT_ID = re.compile(r"[^a-z0-9]+")
 
@@ -126,7 +126,7 @@ class Port:
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of the change itself; the words around it do not count."""
+        """Return the sha256 of the changes, without header and message."""
         body = b"".join(file.data for file in self.patch.files)
         return hashlib.sha256(self.id.encode() + b"\0" + body).hexdigest()
 
@@ -206,7 +206,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
     table = strict_toml.load(path, _KEYS, schema=1)
     id_ = table.string("id")
     if id_ != folder.name or not ID.fullmatch(id_):
-        raise table.wrong(f"id is {id_!r}; expected the folder's name, of a-z, 0-9 and -")
+        raise table.wrong(f"id is {id_!r}; expected the directory's name, of a-z, 0-9 and -")
     releases = table.string("releases", "")
     try:
         SpecifierSet(releases)

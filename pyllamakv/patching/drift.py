@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from pyllamakv.source.release_chain import ChainLink
     from pyllamakv.source.releases import Release
 
-#: One hunk says less than a whole file: where less of it than this is alike it went nowhere.
+#: Minimum similarity of a file that the lines of one hunk may have moved to.
 _LIKE = 0.25
 
-#: A place that needs at least this many lines of context ignored; None: there is none at all.
+#: Minimum number of context lines to ignore at a place; None: no place fits.
 Fuzz = int | None
 
 
@@ -67,7 +67,7 @@ class HunkDrift:
         if self.changed_in:
             said.append(changed_text(self.changed_after, self.changed_in))
         if self.moved:
-            said.append(f"perhaps gone to {self.moved[0].path}")
+            said.append(f"similar lines are in {self.moved[0].path}")
         if place.expected.strip():
             said.append(f"expected `{place.expected.strip()}`, found `{place.found.strip()}`")
         return "; ".join(said)
@@ -178,7 +178,7 @@ def _one(one: status.PatchStatus, release: Release, series: Series, store: Store
 
 
 def _ground(port: Port, release: Release, series: Series, store: Store) -> trees.StoreTree:
-    # lines that a required patch brings are part of the ground, where that patch applies at all
+    # The tree to compare with contains the lines of required patches, if these apply.
     try:
         _, tree = apply.apply_requirements(series, port.requires, release, store=store)
     except (PatchConflict, NoPortApplies):
@@ -220,7 +220,7 @@ def _hunk(
         needed,
         blanks,
         tuple(there for there in went if entry is None or there.similarity >= _LIKE),
-        # lines that are there, at a place that is refused, changed nowhere
+        # Lines that exist at a refused place did not change.
         *(("", "") if stands else changed(port, file, hunk, release, line, store)),
     )
 
@@ -239,7 +239,7 @@ def fuzz(hunk: Hunk, index: hunk_locator.LineIndex) -> Fuzz:
         return None
     longest = max(before, after)
     for count in range(longest + 1):
-        # the longer side gives way first, as in `patch`
+        # Like `patch`, ignore lines of the longer side first.
         head = max(0, count + before - longest)
         tail = max(0, count + after - longest)
         block = hunk.old[head : len(hunk.old) - tail]

@@ -134,7 +134,7 @@ def _quilt(path: Path) -> list[str]:
     names = [words[0] for words in lines if words]
     for name in map(PurePosixPath, names):
         if name.is_absolute() or ".." in name.parts:
-            msg = f"{path} lists {name}, outside of its folder; list files in it"
+            msg = f"{path} lists {name}, outside of its directory; list files in it"
             raise PatchFormatError(msg, str(path))
     return names
 

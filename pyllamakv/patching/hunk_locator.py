@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """Cut content into lines as git does: at line feeds only, the ends kept."""
+    """Split content into lines as git does, at line feeds only; the line ends are kept."""
     cut = [line + b"\n" for line in data.split(b"\n")]
     last = cut.pop()[:-1]
     return [*cut, last] if last else cut
 
 
 def start_of(hunk: Hunk) -> int:
-    """Return the index of the hunk's first old line; where it has none, of the line after it."""
+    """Return the index of the hunk's first old line, or of the line after it if it has none."""
     return hunk.old_start - 1 if hunk.old_count else hunk.old_start
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAIL = re.compile(rb"^From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?$", re.MULTILINE)
 _Ranges = tuple[int, int, int, int]
 
-#: Python makes no number of a text without end, and no file has as many lines as nine digits say.
+#: Line numbers have at most nine digits: Python does not convert numbers of thousands of digits.
 _RANGE = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
 _ESCAPES = {
     b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
@@ -48,12 +48,12 @@ class Hunk:
 
     @property
     def old(self) -> tuple[bytes, ...]:
-        """Return the lines that must be there, with their line ends."""
+        """Return the context and removed lines, with their line ends."""
         return _side(self.lines, b"-")
 
     @property
     def new(self) -> tuple[bytes, ...]:
-        """Return the lines that will be there, with their line ends."""
+        """Return the context and added lines, with their line ends."""
         return _side(self.lines, b"+")
 
     @property
@@ -209,7 +209,7 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     if len(_MAIL.findall(data)) > 1:
         raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
     patch = Patch(header, _without_directories(files), lead)
-    if patch.data != data:  # the promise of this module: checked, not assumed
+    if patch.data != data:  # Check that the output equals the input.
         raise PatchFormatError(f"{name} cannot be stored byte for byte.", name)
     return patch
 
@@ -317,7 +317,7 @@ class _PatchReader:
         return self.peek().startswith(b"diff --git ") or self.at_names(strict=True)
 
     def at_names(self, *, strict: bool = False) -> bool:
-        """Return whether the two lines with the names stand here; strictly: and a hunk follows."""
+        """Return whether the two lines with file names are here; ``strict``: before a hunk."""
         names = self.peek().startswith(b"--- ") and self.peek(1).startswith(b"+++ ")
         return names and (not strict or _RANGE.match(self.peek(2)) is not None)
 
@@ -428,7 +428,7 @@ def _hunk(reader: _PatchReader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
             left_new -= 1
         elif mark != b"\\":
             what = f"{line!r}" if line else "the end of the patch"
-            raise reader.wrong(f"by the hunk's counts, more lines follow, found {what}.")
+            raise reader.wrong(f"the hunk's counts require more lines, found {what}.")
         if left_old < 0 or left_new < 0:
             raise reader.wrong("the lines of the hunk do not match its counts.")
         reader.at += 1
@@ -498,7 +498,7 @@ def _name(reader: _PatchReader, raw: bytes, *, whole: bool) -> str:
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
     if not path:
         raise reader.wrong("expected the name of a file.")
-    # Only in this place, and written in full, does it mean no file.
+    # Only as the complete name, this means that there is no file.
     if path == _NOTHING:
         return path
     return _checked(reader, path if whole else _PREFIX.sub("", path))

@@ -81,7 +81,7 @@ def _files(found: Series, folder: Path) -> Iterator[LintFinding]:
         unlisted = path.is_dir() and path.name not in (*found.order, shared_files.FOLDER)
         if unlisted and any(file.is_file() for file in path.rglob("*")):
             yield LintFinding(
-                path.name, 0, "series", "the folder is not in the order of series.toml"
+                path.name, 0, "series", "the directory is not in the order of series.toml"
             )
     for definition in found:
         for path in sorted((folder / definition.id).rglob("*")):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: A name in more files than this does not identify a file.
 _FEW = 4
 _WORD = re.compile(rb"[A-Za-z_]\w{3,}")
-#: From this part on names count: of those hooked into, gone; of those brought, there.
+#: Minimum fraction of names for a sign: hooked names that are gone, or added names that exist.
 _GONE, _THERE = 1 / 3, 1 / 2
 
 
@@ -51,7 +51,7 @@ class Obsolescence:
     release: str
     id: str
     signs: tuple[Sign, ...]
-    #: Whether the patch names this release, and has a text that looks like its tree.
+    #: Whether the patch covers this release, and the markers of a port match its tree.
     meant: bool = True
 
     @property
@@ -195,8 +195,8 @@ def symbols_sign(texts: Sequence[Port], release: Release, store: Store) -> Sign:
 def hooks(patch: Patch, base: trees.StoreTree, places: set[str]) -> tuple[set[str], set[str]]:
     """Return the names that a patch hooks into, and those that it brings.
 
-    It hooks into names of its old lines that few files of the base have: the others are everyone's.
-    It brings names of functions that no file of the base has.
+    It hooks into names of its old lines that occur in few files of the base, because other names
+    are too common. It brings names of functions that no file of the base has.
     """
     parts = [file for file in patch.files if file.old is not None]
     old = [line for file in parts for hunk in file.hunks for line in hunk.removed]

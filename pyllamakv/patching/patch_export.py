@@ -41,7 +41,7 @@ FLAGS = (
     "--unified=3",
 )
 
-#: The list of the mails in their order, which quilt reads; its first line says that it is ours.
+#: The list of the mails in their order, which quilt reads; its first line identifies it.
 SERIES_FILE = "series"
 _OURS = "# llama.cpp"
 
@@ -78,7 +78,7 @@ class _Ground:
 def select_ports(
     series: Series, ids: Sequence[str] = (), base: str | None = None
 ) -> tuple[tuple[Definition, Port], ...]:
-    """Return the texts of these patches (of all, without names), for one base or for every one."""
+    """Return the ports of the named patches (default: all), for one base or for all."""
     definitions = [series.definition(id_) for id_ in ids] or list(series)
     pairs = [(d, t) for d in definitions for t in d.ports if base in (None, t.base)]
     if base is not None and not pairs:
@@ -92,7 +92,7 @@ def check(
     *,
     store: Store | None = None,
 ) -> tuple[ExportCheck, ...]:
-    """Export texts again and compare with their files; bases are fetched when they are absent."""
+    """Export ports again and compare with their files; bases are fetched when they are absent."""
     store = store or open_store()
     found = []
     for definition, text in select_ports(series) if pairs is None else pairs:
@@ -151,7 +151,7 @@ def _holds(path: Path, data: bytes) -> bool:
 def export_port(
     series: Series, definition: Definition, text: Port, *, store: Store | None = None
 ) -> bytes:
-    """Return the file of a text as it is exported from its commit on its base release."""
+    """Return the file of a port, exported from its commit on its base release."""
     ground = _ground(series, text, store or open_store())
     draft = TreeOverlay(trees.StoreTree(ground.store, ground.tree))
     draft.apply(text.patch, text.name)
@@ -166,13 +166,13 @@ def from_folder(
     *,
     store: Store | None = None,
 ) -> bytes:
-    """Return the file of a text whose changes were made by hand in a folder.
+    """Return the file of a port whose changes were made in a directory.
 
-    The folder is compared with the base release plus the patches that the text requires. Raises
+    The folder is compared with the base release plus the patches that the port requires. Raises
     UsageError when nothing differs.
     """
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {folder}.")
+        raise UsageError(f"There is no directory {folder}.")
     text = definition.port(base)
     ground = _ground(series, text, store or open_store())
     keep = (*folders.GENERATED_FILES, ".git")
@@ -216,7 +216,7 @@ def _formatted(ground: _Ground, definition: Definition, text: Port, draft: TreeO
 
 
 def export_tree(store: Store, parent: str, tree: str, definition: Definition, text: Port) -> bytes:
-    """Return the file of a text that makes ``tree`` of a commit.
+    """Return the file of a port that changes the tree of a commit to ``tree``.
 
     The header comes from the definition; a foreign patch, which has none, keeps its own words.
     """
@@ -274,9 +274,9 @@ class Mail:
 
 
 def mail_series(store: Store, base: str, patched: PatchedRelease) -> tuple[Mail, ...]:
-    """Return the mails that make a patched release of its base commit, the same bytes anywhere.
+    """Return the mails that patch the base commit of a release; the same bytes on any machine.
 
-    Raises UsageError for a release that no patch is meant for.
+    Raises UsageError for a release that no patch changes.
     """
     if not patched.ports:
         reasons = "; ".join(f"{skip.id}: {skip.reason}" for skip in patched.skipped)
@@ -311,7 +311,7 @@ def write_mails(
         path.unlink()
     for mail in found:
         write_bytes_atomic(folder / mail.name, mail.data)
-    # Last, so that a list never names a mail that is not there.
+    # Written last, so that every listed mail exists.
     write_bytes_atomic(folder / SERIES_FILE, listing(found, base, release).encode())
     return tuple(folder / mail.name for mail in found)
 

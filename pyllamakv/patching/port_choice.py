@@ -273,7 +273,7 @@ def _attempt(
 
 
 def named(series: Series, names: Sequence[str | Port]) -> list[Definition]:
-    """Return the definitions that names mean: ids, files, folders or patch texts."""
+    """Return the definitions that names mean: ids, files, directories or ports."""
     found: list[Definition] = []
     for name in names:
         if isinstance(name, Port):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
-#: How long a line must be to serve as a marker.
+#: Minimum length of a line that is used as a marker.
 _LENGTH = range(16, 96)
 
 
@@ -43,7 +43,7 @@ def check_writable(series: Series, definition: Definition, release: Release) -> 
             f"with --to"
         )
     elif not os.access(definition.folder, os.W_OK):
-        msg = f"{definition.folder} cannot be written to; name a folder with --to"
+        msg = f"{definition.folder} cannot be written to; name a directory with --to"
     else:
         return
     raise UsageError(msg)
@@ -70,14 +70,14 @@ def write_port(
         more = [id_ for id_ in text.requires if id_ not in definition.requires]
         table = port_table(text.base, era, more, found)
         write_text_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
-        notes.append(f"look at the markers proposed for {text.base} in {file}")
+        notes.append(f"review the proposed markers of port {text.base} in {file}")
     if not definition.covers_release(text.base):
-        notes.append(f"`releases` in {file} is {definition.releases!r}: it leaves {text.base} out")
+        notes.append(f"`releases` in {file} is {definition.releases!r}: this excludes {text.base}")
     return path, tuple(notes)
 
 
 def _others(definition: Definition, store: Store) -> list[trees.StoreTree]:
-    """Return the trees of the bases that the patch has texts for."""
+    """Return the trees of the bases that the patch has ports for."""
     known = lockfile.known()
     found = []
     for text in definition.ports:

@@ -1,8 +1,8 @@
 """Rebase a patch onto another release: commit it where it applies, and cherry-pick the commit.
 
-`git am -3` needs blobs that exist nowhere. A commit on the nearest release on which a port applies
-strictly gives git a common ancestor. The merge happens in a work tree of the store, in the data
-directory, outside of any checkout.
+`git am -3` needs blobs that no repository has. A commit on the nearest release on which a port
+applies strictly gives git a common ancestor. The merge happens in a work tree of the store, in the
+data directory, outside of any checkout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-#: "applies": a text serves the release as it is; "empty": the target has the change already;
+#: "applies": an existing port applies to the release; "empty": the target has the change already;
 #: "clean": git merged it; "resolved": a person did; "skipped": left out.
 State = Literal["applies", "empty", "clean", "resolved", "skipped"]
 
@@ -154,7 +154,7 @@ def _start(
         there = rebase_session.load(store, id_)
         if there is not None and there.phase == "waiting":
             raise conflict_help.conflict_error(
-                store, there, f"A rebase of {id_} onto {there.onto} waits already"
+                store, there, f"A rebase of {id_} onto {there.onto} is already in progress"
             )
         rebase_session.clear(store, id_)  # what a killed process left
         found = None if force else _served(series, definition, release, store)
@@ -201,11 +201,11 @@ def _start(
 
 
 def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
-    """Export the merged tree, check that the text gives it back, and put it in its place."""
+    """Export the merged tree as a port, check that the port reproduces it, and write the port."""
     said = Rebased(session.id, session.onto, state, session.base, session.picked_from)
     before = store.tree_of(session.parent)
     if tree == before:
-        note = f"{session.onto} has every change of it already: see `pyllamakv patch obsolete`"
+        note = f"{session.onto} already contains all changes: see `pyllamakv patch obsolete`"
         return replace(said, state="empty", notes=(note,))
     series = _series(Path(session.patches) if session.patches else None)
     definition = series.definition(session.id)
@@ -276,5 +276,5 @@ def _refuse_unmerged(store: Store, session: Session) -> None:
 
 
 def _open(folder: Path, clash: worktree.UnmergedFile) -> bool:
-    # the person decides by deleting the file, or by telling git that it shall stay
+    # The user deletes the file, or keeps it with `git add`.
     return (folder / clash.path).exists() == (clash.kind == "gone")

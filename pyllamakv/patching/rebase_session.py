@@ -64,7 +64,7 @@ def place(store: Store, id_: str) -> Path:
 
 
 def load(store: Store, id_: str) -> Session | None:
-    """Return the rebase of a patch that waits or was cut short, or None.
+    """Return the unfinished or interrupted rebase of a patch, or None.
 
     Raises PatchError when its state cannot be read.
     """
@@ -105,5 +105,5 @@ def clear(store: Store, id_: str) -> bool:
 
 
 def ref(id_: str) -> str:
-    """Return the ref that keeps the picked commit while a rebase waits."""
+    """Return the ref that protects the picked commit during a rebase."""
     return f"refs/rebase/{id_}"

@@ -20,7 +20,7 @@ _KINDS = (
     {".metal"},
     {".py"},
 )
-#: Less likeness than this is chance: every C++ file shares some lines and names with another.
+#: Minimum similarity: any two C++ files share some lines and names.
 _LEAST = 0.2
 
 

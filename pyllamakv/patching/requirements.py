@@ -52,7 +52,7 @@ def dropped(definition: Definition, session: Session) -> tuple[str, ...]:
     """Return the patches that a rebased port no longer requires."""
     needed = next((port.requires for port in definition.ports if port.base == session.base), ())
     return tuple(
-        f"it requires {id_} no more, which is not meant for {session.onto}"
+        f"it no longer requires {id_}, which does not cover {session.onto}"
         for id_ in needed
         if id_ not in session.requires
     )

@@ -1,4 +1,4 @@
-"""Report which patches apply to which releases, hunk by hunk; a failure hides nothing behind it."""
+"""Report which patches apply to which releases, hunk by hunk, also after a failure."""
 
 from __future__ import annotations
 

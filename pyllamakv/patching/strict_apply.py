@@ -248,7 +248,7 @@ def place(data: bytes, file: FilePatch) -> tuple[list[Placement], bytes]:
     placements: list[Placement] = []
     out: list[bytes] = []
     done = 0
-    straight = True  # every hunk so far stood exactly where it was expected
+    straight = True  # Every hunk so far was at its expected position.
     for number, hunk in enumerate(file.hunks, 1):
         placement = found.place(number, done, straight=straight)
         placements.append(placement)

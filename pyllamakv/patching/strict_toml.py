@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-#: More than any line has. Python's reader keeps all beginnings of a key, with the square of its
-#: parts: a hundred thousand dots would take forty gigabytes.
+#: Maximum number of dots in a line. The memory of Python's reader grows with the square of the
+#: parts of a key: a hundred thousand dots would take forty gigabytes.
 _DOTS = 100
 
 
@@ -82,7 +82,7 @@ def load(path: Path, keys: Collection[str], *, schema: int) -> Table:
         data = tomllib.loads(text)
     except OSError as error:
         raise PatchFormatError(f"{path} cannot be read: {error.strerror}", str(path)) from error
-    except (ValueError, RecursionError) as error:  # also of numbers without end
+    except (ValueError, RecursionError) as error:  # also raised for numbers of thousands of digits
         raise PatchFormatError(f"{path}: {error}", str(path)) from error
     table = Table(data, str(path))
     table.reject_unknown_keys(keys)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.store import Store
 
-#: Upstream splits and renames files with much rewriting: less likeness than git's half is proof
-#: enough where a person looks at what does not merge.
+#: Minimum similarity of a renamed file, lower than git's 50 %: upstream rewrites much of a file
+#: when it splits or renames it, and a user reviews the conflicts.
 _LIKENESS = "-Xfind-renames=30%"
 
 _NO_LINKS = ("-c", "core.symlinks=false")
 
 _MARK = re.compile(rb"^(<{7}|\|{7}|>{7}) ", re.MULTILINE)
-#: What editors and merge tools leave behind.
+#: Files that editors and merge tools create.
 _LITTER = tuple(f":(exclude,glob)**/{name}" for name in ("*.orig", "*.rej", "*~", ".*.swp"))
 
 
@@ -58,7 +58,7 @@ def make(store: Store, folder: Path, commit: str) -> None:
 
 
 def remove(store: Store, folder: Path) -> None:
-    """Remove a work tree, however much of it there is, and what the store knows of it."""
+    """Remove a work tree, complete or not, and its entry in the store."""
     if folder.parent.is_dir():
         with _busy(folder):
             if folder.exists():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KeepName = Literal["fresh"]
 
-#: How much of a model file its identity looks at, in pieces spread over all of it.
+#: Number and size of the blocks of a model file that its identity includes.
 _PIECES: Final = 256
 _PIECE: Final = 4096
 
@@ -115,7 +115,7 @@ def choose(
         return BackingChoice(Backing.ANONYMOUS, huge=huge)
     path = Path(backing).absolute()
     if keep and path.is_dir():
-        msg = f"{path} is a folder; name a file in it to keep the cache"
+        msg = f"{path} is a directory; name a file in it to keep the cache"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
     return BackingChoice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
@@ -135,7 +135,7 @@ def identity(model: Model) -> str:
 
 def read(context: Context) -> KVMemory:
     """Return the memory of the cache. The caller holds the context's lock."""
-    # The environment may have chosen otherwise.
+    # The environment may have selected another backing.
     try:
         raw = context.native.mapping(context.handle)
     except Unsupported:
@@ -166,12 +166,12 @@ class KVFile:
     def __init__(self, native: Native, ledgers: tuple[Ledger, ...]) -> None:
         self._native = native
         self._ledgers = ledgers
-        #: False where closing must leave the file as it is.
+        #: False if `close` must not change the file.
         self.flushes = True
 
     def flush(self, handle: ContextHandle) -> None:
         """Write everything to the file. No other thread may use the context meanwhile."""
-        # What is pending may move cells; the tokens must be those of the cells as they are written.
+        # Pending operations may move cells, and the written tokens must match the cells.
         self._native.update(handle)
         parts = [_tokens(raw, self._ledgers) for raw in _cells(self._native, handle)]
         self._native.mapping_flush(handle, np.concatenate(parts))

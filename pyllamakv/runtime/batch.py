@@ -132,7 +132,7 @@ class Batch:
 
 
 def as_int32(values: Any, what: str) -> NDArray[np.int32]:
-    """Return a flat int32 array, without a copy where it is one; UsageError when it cannot be.
+    """Return a flat int32 array, without a copy if it is one already; raises UsageError.
 
     Accepts arrays of integers and iterables of whole numbers, but no bool, float, text or bytes.
     """
@@ -157,7 +157,7 @@ def as_int32(values: Any, what: str) -> NDArray[np.int32]:
 def _numbers(values: Any, what: str) -> NDArray[Any]:
     """Return the whole numbers of an iterable as an array."""
     if isinstance(values, range):
-        # The ends have to fit, or the array of what is between them would fill the memory.
+        # Check the ends first: a huge range would need an array that fills the memory.
         ends = (values[0], values[-1]) if values else ()
         if any(not -(2**31) <= end < 2**31 for end in ends) or len(values) > arguments.MAX_ITEMS:
             msg = (
@@ -231,7 +231,7 @@ def _from_feeds(feeds: list[Feed]) -> BatchArrays:
             flags[at + length - 1] = 1
         at += length
     if len(feeds) == 1:
-        # A prompt, or a piece of one: its tokens are used where they lie.
+        # A prompt, or a piece of one: its tokens are not copied.
         only, start, n = feeds[0], starts[0], lengths[0]
         pos = np.arange(start, start + n, dtype=np.int32)
         return BatchArrays(only.tokens, pos, None, np.full(n, only.sequence.id, np.int32), flags)
@@ -295,7 +295,7 @@ def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True)
 
 def first_out_of_range(values: NDArray[np.int32], end: int) -> int | None:
     """Return a value that is not in 0 <= value < end, None when all are."""
-    # A negative number is a large one without its sign: one pass finds both.
+    # A negative number is a large unsigned one, so one pass checks both bounds.
     if np.maximum.reduce(values.view(np.uint32)) < end:
         return None
     low = int(values.min())

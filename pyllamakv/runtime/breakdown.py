@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.snapshot import Snapshot
 
-#: Bytes by which the log's number of a buffer may differ, half of 0.01 MiB, and a little more.
+#: Maximum rounding error of a buffer size in the log: half of 0.01 MiB, and a little more.
 ROUNDING = 2**20 // 180
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Work = Feed | Batch | Iterable[Feed]
 
-#: Steps in one call of C, which needs room for the tokens of all of them.
+#: Maximum number of steps in one C call, whose output has the tokens of all steps.
 _STEPS = 1 << 14
 
 #: The types of the items of a list that needs no conversion.
@@ -57,7 +57,8 @@ _INTEGERS = {int}
 class StepGroup:
     """Sequences that step together.
 
-    Raises UsageError for what is no sequence of the context, for none or too many, and one twice.
+    Raises UsageError for an object that is not a sequence of the context, for no or too many
+    sequences, and for a duplicate.
     """
 
     __slots__ = ("ids", "ledgers", "sequences")
@@ -66,7 +67,7 @@ class StepGroup:
         for each in sequences:
             arguments.instance("an item of sequences", each, Sequence, "a Sequence")
             each.check(context)
-        #: A tuple, so that identity shows that it is unchanged.
+        #: A tuple, so that comparing identities detects a change.
         self.ids = tuple(each.id for each in sequences)
         if not 0 < len(self.ids) <= context.info.n_batch or len(set(self.ids)) != len(self.ids):
             msg = (
@@ -137,23 +138,23 @@ class Context:
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         self.kv_file = KVFile(native, self.ledgers) if params.kv_keep else None
         free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
-        #: The thread that holds it uses the context. A second thread gets Busy.
+        #: Held by the thread that uses the context. A second thread gets Busy.
         self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
         n_streams = self.info.n_streams
-        #: Whether each sequence has a stream of cells of its own, as llama.cpp made the context:
-        #: LLAMA_SET_ROWS=0 makes it share the cells whatever was asked for (0.3.15 and 0.3.16).
+        #: Whether each sequence has its own stream of cells in the created context. On 0.3.15 and
+        #: 0.3.16, LLAMA_SET_ROWS=0 overrides the request, and sequences share the cells.
         self.stream_per_sequence = n_streams > 1
-        #: Whether a fork may have cells or a state in common with its source. A state is common to
-        #: both until one of them decodes, also where their cells are not.
+        #: Whether a fork may share cells or a state with its source. A state is shared until one of
+        #: them decodes, even if their cells are separate.
         self.shares = not self.stream_per_sequence or self.info.memory.keeps_states
-        #: Into how many equal parts the cells are divided; at worst one for each sequence.
+        #: Number of equal parts of the cells; if unknown, one per sequence.
         self.partitions = self.info.n_seq_max if n_streams < 0 else max(1, n_streams)
         self.decode_one = native.decode_one  # bound once: for every token
         self._taken: set[int] = set()
         self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back
         self._marks = 0
-        #: How often `cancel` was called.
+        #: Number of calls of `cancel`.
         self.cancels = 0
         self.outputs = Outputs()
         self.defrag_policy = DefragPolicy(self, "never")
@@ -349,7 +350,7 @@ class Context:
                     code = int(DecodeStatus.ABORTED)
                 self.epoch += 1
                 self.outputs.n = 0
-                # Having moved cells helps once; the next failure must have decoded something first.
+                # Moving cells again helps only if something was decoded since.
                 if (
                     code != 1
                     or (defragged and not rows)
@@ -417,7 +418,7 @@ class Context:
         self.lock.interrupt(self.native.cancel)
         self.cancels += 1
 
-    # What the last decode left...
+    # Results of the last decode.
 
     def logits(self, index: int = -1) -> Logits:
         """Return a view of the logits of one row of the last batch; negative: from the end.
@@ -503,9 +504,9 @@ class Context:
             self.emptied = roll_back(self, batch.seq.tolist(), halfway=code != 1)
         return code
 
-    # One token of each of several sequences: plain lists, no numpy, and nothing looked up twice.
-    # Between two decodes the processor's caches hold the model, so every line here costs several
-    # times what it costs in a loop of its own.
+    # One token of each of several sequences. This code uses plain lists and no numpy: between two
+    # decodes, the CPU caches contain the model, so each line costs several times more than in
+    # isolation.
 
     def _group_of(self, sequences: Iterable[Sequence]) -> StepGroup:
         """Return the group of these sequences, reusing the last one if it is the same."""
@@ -523,7 +524,7 @@ class Context:
         return made
 
     def _check_token(self, token: int) -> None:
-        """Raise UsageError for a token that the vocabulary lacks."""
+        """Raise UsageError for a token that is not in the vocabulary."""
         if not 0 <= token < self.n_vocab and (self.guard or abs(token) > arguments.INT32):
             msg = (
                 f"token {arguments.shown(token)} is out of range: this model has tokens "
@@ -558,7 +559,7 @@ class Context:
         record_step(group.ledgers, tokens, mark, self.epoch)
         outputs.n, outputs.every = n, True
 
-    # Decodes that fail...
+    # Failed decodes.
 
     def _failed(self, code: int, ids: tuple[int, ...]) -> KvError:
         """Roll back a step that returned ``code``, and return the error for it."""
@@ -574,8 +575,8 @@ class Context:
             self.emptied = roll_back(self, ids, halfway=True)
             raise DecodeError(str(error), code=error.code, log=error.log) from error
         if not isinstance(error, KvError):
-            # Ctrl-C, or what another signal's handler raised. Python raises it when C has returned:
-            # the decode may well have succeeded, and its tokens are not recorded.
+            # Ctrl-C, or an exception of another signal handler. Python raises it after C has
+            # returned: the decode may have succeeded, but its tokens are not in the ledger.
             with suppress(KvError):
                 self.native.cancel(self.handle)  # a worker may still be decoding
             self.emptied = roll_back(self, ids, halfway=True)
@@ -606,7 +607,7 @@ class Context:
                 self.step(sequence, token)
                 text = stream.feed(model.piece(token))
                 left = None if left is None else left - 1
-                # The next token is chosen before the caller gets this one, and may decode others.
+                # Sample the next token before the caller gets this one and possibly decodes others.
                 token = picker.sample(self) if left is None or left else -1
                 if text:
                     yield text

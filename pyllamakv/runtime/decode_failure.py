@@ -73,7 +73,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
     )
     full = stats.free < n
     if context.stream_per_sequence:
-        # Each sequence has cells of its own; the stream of a sequence has its number.
+        # Each sequence has its own cells; the number of its stream is its id.
         free = {each.stream: each.stats.free for each in snapshot.streams if not each.swa}
         full = any(free.get(each, k) < k for each, k in counts.items())
     if full:
@@ -96,7 +96,7 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
 def roll_back(
     context: Context, sequences: Iterable[int], *, halfway: bool = False
 ) -> tuple[int, ...]:
-    """Remove what a failed decode left, so that cache and ledgers agree.
+    """Remove the remaining tokens of a failed decode, so that cache and ledgers agree.
 
     The shim undoes failed decodes; this removes positions that no ledger has. Returns the
     sequences that had to be emptied: a state cannot go back, nor a window whose cells were reused.
@@ -125,7 +125,7 @@ def _empty_all(context: Context) -> tuple[int, ...]:
     """Empty a whole context, and return the sequences that had anything."""
     emptied = [number for number, ledger in enumerate(context.ledgers) if len(ledger)]
     with suppress(WorkerDied):
-        # Not one by one: some releases begin no state where another was removed.
+        # Not one by one, because some releases cannot start a state in place of a removed one.
         context.native.clear(context.handle, True)
     for ledger in context.ledgers:
         ledger.clear()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RestoreDefragReport:
-    """Count what one repacking did: bytes of states written back, and how many rounds it took."""
+    """The work of one defragmentation: restored bytes of states, and number of rounds."""
 
     bytes: int
     rounds: int
@@ -31,9 +31,9 @@ def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
     """Move all used cells together by saving and restoring sequences.
 
     The caller holds the context's lock. ``before``: its cells now. Raises Unsupported with nothing
-    changed, or StateError if the library refuses a state of its own; ``saved`` of that error has
-    the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences were
-    restored.
+    changed, or StateError if the library refuses a state that it has written; ``saved`` of that
+    error has the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences
+    were restored.
     """
     _check(context, before)
     held: dict[int, bytes] = {}
@@ -107,11 +107,12 @@ def _check_whole(before: Snapshot, number: int, raw: bytes) -> None:
     try:
         sections = state_parser.parse(raw).sections
     except StateError:
-        # Other memory writes more than cells; the cells that can be seen are compared afterwards.
+        # States of other memories contain more than cells; the visible cells are compared
+        # afterwards.
         return
     kept = sum(len(section.pos) for section in sections)
     there = sum(int(each.has(number).sum()) for each in before.streams)
-    # Hybrid memory keeps a state beside its cells.
+    # A hybrid memory has a state in addition to its cells.
     if kept < there:
         raise _refusal(
             f"the state of sequence {number} keeps {kept} of its {there} cells: the others are "
@@ -147,7 +148,7 @@ def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> boo
     native, handle = context.native, context.handle
     try:
         if alone:
-            # Only an empty cache is filled from its first cell on in every release.
+            # Only an empty cache is filled starting at its first cell in every release.
             native.clear(handle, False)
         else:
             for number in states:
@@ -160,7 +161,7 @@ def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> boo
 
 
 def _failure(context: Context, held: dict[int, bytes]) -> StateError:
-    """Return the error that holds the states from now on; the cache does not have them."""
+    """Return the error with the saved states, which the cache no longer has."""
     saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in held.items()}
     for number in saved:
         context.native.seq_rm(context.handle, number, -1, -1)
@@ -168,9 +169,9 @@ def _failure(context: Context, held: dict[int, bytes]) -> StateError:
         context.ledgers[number].clear()
     held.clear()
     msg = (
-        "the library refused a state of its own; sequences "
-        f"{', '.join(map(str, saved))} are empty now, and `saved` of this error holds each of "
-        "them for Sequence.restore()"
+        "the library refused a state that it had written; sequences "
+        f"{', '.join(map(str, saved))} are empty now: pass `saved` of this error to "
+        "Sequence.restore()"
     )
     return StateError(msg, saved=saved)
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 PolicyName = Literal["never", "on_failure", "threshold", "always"]
 
-#: Attention runs over a multiple of so many cells.
+#: llama.cpp pads the cells that attention visits to a multiple of this.
 ATTENTION_PADDING = 256
 
-#: How much more it costs to save and restore a byte than to move it.
+#: Cost of saving and restoring a byte, relative to moving it.
 RESTORE_COST_FACTOR = 4.0
 
 #: Decodes between two reads of the cells. A read takes about as long as a decode of a tiny model.
@@ -61,8 +61,8 @@ class DefragCosts:
             object.__setattr__(self, name, value)
 
 
-#: By `measure_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64 values, f16, and
-#: 4096 and 8192 cells. Flash attention skips what its mask hides, and pays little for it.
+#: Measured by `measure_defrag_costs` on one core of an AMD EPYC, with 16 layers of 8 heads of 64
+#: values, f16, and 4096 and 8192 cells. Flash attention skips masked cells at little cost.
 FLASH_ATTN_COSTS = DefragCosts(attend=0.013e-9, move=0.19e-9)
 STANDARD_COSTS = DefragCosts(attend=0.23e-9, move=0.6e-9)
 
@@ -82,7 +82,7 @@ class DefragPolicy:
         trims: bool = False,
     ) -> None:
         self.policy: PolicyName = policy
-        #: Whether a defragmentation gives back the memory that it has freed.
+        #: Whether a defragmentation releases the freed memory.
         self.trims = trims
         self.costs = costs or (STANDARD_COSTS if context.info.v_transposed else FLASH_ATTN_COSTS)
         #: Whether cells may have been freed since the cache was last seen to be compact.
@@ -124,7 +124,7 @@ class DefragPolicy:
         self._next_look = LOOK_INTERVAL
         seen = self._context.kv.try_snapshot()
         if seen is None:
-            # Nothing can be weighed where cells cannot be seen.
+            # Without readable cells, no cost can be computed.
             self._watches = False
             self._rest()
             return

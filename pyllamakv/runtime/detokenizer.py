@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
     __slots__ = ("held",)
 
     def __init__(self) -> None:
-        #: The bytes that wait for what completes them.
+        #: Bytes of an incomplete character.
         self.held = b""
 
     def feed(self, piece: bytes) -> str:

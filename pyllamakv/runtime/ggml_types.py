@@ -57,7 +57,7 @@ TYPES = _read()
 _BY_NAME = {kind.name: kind for kind in TYPES}
 _BY_NUMBER = {kind.number: kind for kind in TYPES}
 
-#: The types that llama.cpp takes for a K or V cache.
+#: The types that llama.cpp accepts for a K or V cache.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 

@@ -18,7 +18,7 @@ _MAGIC = b"GGUF"
 _U32, _STRING, _ARRAY = 4, 8, 9
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST = 1 << 32
-#: What tensors begin at multiples of: a power of two, as ggml demands, which else ends the process.
+#: Alignment of tensors and its default. ggml aborts unless it is a power of two.
 _ALIGNMENT, _USUAL = "general.alignment", 32
 
 
@@ -92,7 +92,7 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
     file = Path(path)
     try:
         if file.is_dir():
-            msg = f"{file} is a folder; expected a GGUF file"
+            msg = f"{file} is a directory; expected a GGUF file"
             raise ModelError(msg)
         with file.open("rb") as opened:
             start = opened.read(8)
@@ -175,7 +175,7 @@ def _tensor_bytes(kind: int, shape: list[int]) -> int:
     try:
         size = number_type(kind).row_bytes(shape[0]) if shape else 0
     except UsageError:
-        # A type of a later llama.cpp: its size is that library's to check.
+        # A type of a later llama.cpp, which checks the size itself.
         return 0
     for n in shape[1:]:
         size *= n

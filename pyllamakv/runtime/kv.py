@@ -29,8 +29,8 @@ class DefragReport:
     """The result of one defragmentation: runs, cells and bytes moved, batches of moves, graphs.
 
     A field is None if the build cannot report it. ``seconds`` is wall time, and ``plan_seconds``
-    the part for the plan. ``scratch`` is the maximum of bytes that any defragmentation of this
-    context needed beside the cache. If ``restored``, sequences were saved and restored, and
+    the part for the plan. ``scratch`` is the maximum of bytes beyond the cache that any
+    defragmentation of this context needed. If ``restored``, sequences were saved and restored, and
     ``bytes`` is the size of their states.
     """
 
@@ -50,7 +50,7 @@ class KVRows:
     """The rows of one layer of one sequence, ordered by position.
 
     ``pos`` (n,) int32; ``k`` and ``v`` (n, bytes of a row) uint8 as stored (V one row per token,
-    however the cache keeps it); ``v`` has no columns where the memory keeps no V.
+    however the cache keeps it); ``v`` has no columns if the memory has no V.
     """
 
     pos: NDArray[np.int32]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.runtime.batch import BatchArrays
 
-#: Where positions end, as plk.h has it: llama.cpp cannot remove the last ones that an int32 holds.
+#: Limit of positions, as in plk.h: llama.cpp cannot remove the largest positions of an int32.
 POSITION_LIMIT: Final = 1 << 30
 
 
@@ -32,10 +32,10 @@ class Ledger:
         self.positions: list[int] = []
         self.marks: list[int] = []
         self.next = 0
-        #: Entries from here on had their positions changed: a fresh decode of the tokens would give
-        #: other rows. None: there are no such entries.
+        #: Index of the first entry whose position was shifted: a fresh decode of these tokens would
+        #: give other rows. None: no entry was shifted.
         self.first_moved: int | None = None
-        #: Where in the batch of which decode the logits of the last token lie.
+        #: Decode and index in its batch of the logits of the last token.
         self.logits_at = -1
         self.logits_epoch = -1
 
@@ -119,11 +119,11 @@ class Ledger:
         return end - start
 
     def copy_from(self, other: Ledger, p0: int | None, p1: int | None, *, share: bool) -> None:
-        """Copy entries of another sequence; with ``share`` False, into cells of their own."""
+        """Copy entries of another sequence; with ``share`` False, into new cells."""
         start, end = other.span(p0, p1)
         marks = other.marks[start:end] if share else [-1] * (end - start)
         if other.first_moved is not None and other.first_moved < end:
-            # Entries may go between those that are here: then nothing is known of any.
+            # Entries may be inserted between existing ones; then all count as shifted.
             self._touched(max(other.first_moved - start, 0) if not self.positions else 0)
         self.extend(other.tokens[start:end], other.positions[start:end], marks)
 
@@ -152,7 +152,7 @@ class Ledger:
         self._moved(first)
 
     def check_move(self, p0: int | None, p1: int | None, delta: int) -> None:
-        """Refuse a shift whose positions would be negative, too large, or meet those that stay."""
+        """Refuse a shift to positions that are negative, too large, or already in use."""
         start, end = self.span(p0, p1)
         if start == end:
             return
@@ -227,7 +227,7 @@ def record_batch(ledgers: Sequence[Ledger], batch: BatchArrays, mark: int, epoch
                 ledger.append(token, pos, mark + place)
                 ledger.logits_at, ledger.logits_epoch = (place, epoch) if flag else (-1, -1)
     elif len(seq) > 1 and seq.count(seq[0]) == len(seq):
-        # A piece of one prompt: whole lists, where a long one would take its time one by one.
+        # A piece of one prompt is added as a list, because single entries are slow.
         ledger = ledgers[seq[0]]
         ledger.extend(tokens, batch.pos.tolist(), range(mark, end))
         ledger.logits_at, ledger.logits_epoch = (len(seq) - 1, epoch) if flags[-1] else (-1, -1)
@@ -242,7 +242,7 @@ def record_batch(ledgers: Sequence[Ledger], batch: BatchArrays, mark: int, epoch
 
 def record_step(ledgers: Sequence[Ledger], tokens: Iterable[int], mark: int, epoch: int) -> None:
     """Add one decoded token with logits to each ledger; their marks start at ``mark``."""
-    # Every line costs: this runs between two decodes.
+    # This runs between two decodes, so it must be fast.
     for place, (ledger, token) in enumerate(zip(ledgers, tokens, strict=True)):
         pos = ledger.next
         ledger.tokens.append(token)

@@ -45,7 +45,7 @@ class _View(NDArrayOperatorsMixin):
         return self._values.dtype
 
     def copy(self) -> NDArray[np.float32]:
-        """Return an array of its own, to keep."""
+        """Return an independent array."""
         return self._read().copy()
 
     def __len__(self) -> int:

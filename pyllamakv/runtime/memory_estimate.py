@@ -102,7 +102,7 @@ def _machine() -> int | None:
 
 
 def _cgroup() -> int | None:
-    """Return the smallest room of this process's control groups, of either version."""
+    """Return the smallest memory limit of this process's control groups (v1 or v2)."""
     try:
         lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -118,7 +118,7 @@ def _cgroup() -> int | None:
         else:
             continue
         folder = root / path.strip("/")
-        # A limit may stand on any group above; inside a container the path may not be visible.
+        # Any parent group may have a limit; in a container, the path may be invisible.
         for each in {folder, *folder.parents, root}:
             if each == root or root in each.parents:
                 room = _room(each, *names)
@@ -135,7 +135,7 @@ def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
         return None
     if limit >= 1 << 60:
         return None
-    # Pages of files are given back under pressure.
+    # The kernel releases cached file pages under memory pressure.
     freeable = sum(
         int(line.split()[1])
         for line in stat.splitlines()

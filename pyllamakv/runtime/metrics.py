@@ -24,7 +24,7 @@ __all__ = [
     "prometheus", "rows", "text", "to_json",
 ]  # fmt: skip
 
-#: What every metric's name begins with.
+#: Prefix of every metric name.
 PREFIX = "pyllamakv"
 
 
@@ -104,7 +104,7 @@ def prometheus(
 ) -> str:
     """Return the metrics as Prometheus reads them; every sample gets ``labels`` as well.
 
-    Raises UsageError for a label that Prometheus, or a metric of ours, would not have.
+    Raises UsageError for an invalid or reserved label.
     """
     return expose(metrics(stats, counters, managers), labels)
 
@@ -201,7 +201,7 @@ _CELLS: tuple[tuple[str, str, Callable[[CellStats], float]], ...] = (
      lambda s: s.fragmentation),
 )  # fmt: skip
 
-#: Field of `Counters`, name after `PREFIX`, unit (how many of the field's are one), and help.
+#: Field of `Counters`, name after `PREFIX`, divisor for the unit, and help.
 _COUNTS = (
     ("slot_searches", "kv_slot_searches_total", 1, "Searches for the cells of a micro-batch."),
     ("slot_failures", "kv_slot_failures_total", 1, "Searches that found no cells."),
@@ -218,7 +218,7 @@ _COUNTS = (
 )  # fmt: skip
 
 
-#: What cache managers count up; their other numbers are levels.
+#: Counters of cache managers; their other numbers are gauges.
 COUNTER_FIELDS = frozenset(
     {
         *("prompts", "hits", "misses", "prompt_tokens", "reused_tokens"),
@@ -272,7 +272,7 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
 
 
 def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
-    """Return the fields of a manager's stats that are numbers, one that is absent left out."""
+    """Return the numeric fields of a manager's stats, without those that are None."""
     return [
         (key, value) for key, value in stats.to_json().items() if isinstance(value, int | float)
     ]
@@ -319,10 +319,10 @@ def _scaled(counters: Counters, field: str, unit: float) -> float:
     return value if unit == 1 else value / unit
 
 
-#: The content type under which an HTTP server hands the exposition out.
+#: The content type of the exposition for an HTTP server.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Labels that samples have of their own, whatever is exposed.
+#: Labels that the metrics set themselves.
 RESERVED_LABELS = ("sequence", "manager")
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -364,7 +364,7 @@ def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> 
 
 
 def check(labels: Iterable[str], own: Iterable[str] = ()) -> None:
-    """Raise UsageError for what cannot be a label beside those that samples have of their own."""
+    """Raise UsageError for an invalid label, or one that a metric sets itself."""
     ours = {*RESERVED_LABELS, *own}
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith("__") or label in ours:

@@ -277,10 +277,10 @@ def load(
     return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
 
 
-#: Numbers in plk.h are places here.
+#: The numbers in plk.h are the indexes of these values.
 Plan = Literal["fewest", "ordered"]
 Mover = Literal["auto", "host", "gather", "graph", "staged"]
-#: True and "on", False and "off", None and "auto" are the same.
+#: True equals "on", False equals "off", and None equals "auto".
 FlashAttn = bool | Literal["auto", "on", "off"] | None
 
 

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 
-#: A level that no record has.
+#: A log level that no record has.
 _SILENT = 5
 
-#: Address space that llama.cpp maps for its graphs, hardly uses, and aborts without: some releases
-#: count with 65536 nodes (406 MiB), and threads have arenas. And what a batch takes here and there.
+#: Address space that llama.cpp maps for its graphs, and without which it aborts: some releases
+#: reserve 65536 nodes (406 MiB), and threads have arenas. Then the small allocations of a batch.
 GRAPHS, SLACK = 640 << 20, 8 << 20
 
 
 def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) -> None:
-    """Raise NotEnoughMemory where a limit of address space would end the process in C.
+    """Raise NotEnoughMemory if the limit of address space would make llama.cpp abort.
 
     The arguments are those of `Model.context`.
     """
@@ -86,7 +86,7 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
 
 
 def work_bytes(context: Context) -> int:
-    """Return how much a micro-batch over the whole cache needs beside the graph's own buffers.
+    """Return the bytes that a micro-batch over the whole cache needs beyond the graph's buffers.
 
     Without flash attention, weights of attention become 16 bits wide before they meet the values.
     """
@@ -138,8 +138,8 @@ def _piece(context: Context) -> int:
 
 
 def _allocate(context: Context, batch: Batch) -> None:
-    # A decode allocates before it computes. States are computed all the same: in some releases a
-    # cancelled one ends the process with the decode that follows.
+    # A decode allocates before it computes, so it is cancelled at once. With states, it is not
+    # cancelled: in some releases, the next decode would end the process.
     native = context.native
     if not context.info.memory.keeps_states:
         native.cancel_after(context.handle, 0)

@@ -1,4 +1,4 @@
-"""Choose the next token from the logits, in C where the build can, else with numpy."""
+"""Choose the next token from the logits, in C if the build supports it, else with numpy."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Sampler:
         self._uses_penalties = uses_penalties(params)
         self._native = model.native
         with model.life as raw:
-            #: Who holds this is choosing.
+            #: Held by the thread that samples.
             self.life: Handle[Any] = Handle(
                 self._native.sampler_new(raw, params),
                 partial(free_quietly, self._native.sampler_free),
@@ -199,7 +199,7 @@ class NumpySampler:
         if params.min_p > 0:
             order = order[chances >= params.min_p * chances[0]]
         wide = logits[order].astype(np.float64)
-        # The highest becomes 0 first: divided by a tiny temperature it would not be finite.
+        # Subtract the maximum first: dividing by a tiny temperature could overflow.
         with np.errstate(over="ignore"):
             chances = _softmax((wide - wide.max()) / params.temperature)
         return int(self._random.choice(order, p=chances))

@@ -236,7 +236,7 @@ class Sequence:
             self.open = False
             return
         with context.lock:
-            # With its worker gone there is nothing left to remove.
+            # If the worker has ended, there is nothing to remove.
             with suppress(WorkerDied):
                 context.native.seq_rm(context.handle, self.id, -1, -1)
             context.defrag_policy.freed()
@@ -282,20 +282,19 @@ class Sequence:
         if others and self.context.stream_per_sequence:
             msg = (
                 f"sequence {self.id} may share its state with sequence {names}, which would move "
-                "too, unlike its cells; restore a save of it into itself to get a state "
-                "of its own"
+                "too, unlike its cells; restore its own save() to copy the state"
             )
             raise SharedCells(msg, others)
         if others:
             msg = (
                 f"sequence {self.id} shares these cells with sequence {names}, where positions "
-                "would change too; restore a save of it into itself to get cells of its own, "
-                "or give allow_shared=True"
+                "would change too; restore its own save() to copy the cells, or pass "
+                "allow_shared=True"
             )
             raise SharedCells(msg, others)
 
     def _move(self, p0: int | None, p1: int | None, change: Callable[[int], int]) -> None:
-        # llama.cpp moves a whole cell: every sequence that shares it moves along.
+        # llama.cpp changes the position of a whole cell, for every sequence that shares it.
         marks = self.ledger.marks_in(p0, p1)
         for i in self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1):
             self.context.ledgers[i].follow(marks, change)
@@ -349,8 +348,8 @@ def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None
         if cut is None or context.partitions == 1:
             native.seq_cp(context.handle, source.id, other.id, -1, -1 if cut is None else cut)
         else:
-            # Between streams, or where there may be some, llama.cpp asserts that whole sequences
-            # are copied.
+            # If there are or may be several streams, llama.cpp asserts that whole sequences are
+            # copied.
             native.seq_cp(context.handle, source.id, other.id, -1, -1)
             native.update(context.handle)
             if not native.seq_rm(context.handle, other.id, cut, -1):

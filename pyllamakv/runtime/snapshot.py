@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: For each value of a byte, how many of its bits are set.
+#: Number of set bits of each byte value.
 _ONES = ((np.arange(256)[:, None] >> np.arange(8)) & 1).sum(axis=1).astype(np.uint8)
 
 
@@ -208,7 +208,7 @@ class Snapshot:
 
     @cached_property
     def stats(self) -> KVStats:
-        """Count the cells, of the full cache where there is a sliding-window one beside it."""
+        """Return the statistics of the cells (of the full cache in a sliding-window memory)."""
         return _statistics(self._main)
 
     @property

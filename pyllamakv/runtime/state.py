@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<8sII")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSequence:
-    """An unpacked save: what it fits, tokens and positions (n,) int32, the library's bytes.
+    """An unpacked save: model and shape, tokens and positions (n,) int32, the library's bytes.
 
     ``exact`` is as in a `Ledger`.
     """
@@ -126,7 +126,7 @@ def restore(sequence: Sequence, saved: bytes) -> None:
 def _load(sequence: Sequence, content: SavedSequence) -> None:
     context, native = sequence.context, sequence.context.native
     snapshot = context.kv.try_snapshot()
-    # A recurrent memory has no cells per token, and always room for a state of each sequence.
+    # A recurrent memory has no cells per token, and always a place for the state of each sequence.
     counts = snapshot is not None and snapshot.streams
     needed = _cells(content) if counts else 0
     room = _room(snapshot, sequence.id) if snapshot is not None and needed else None
@@ -171,7 +171,7 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
 
 
 def _put_back(sequence: Sequence, backup: bytes) -> bool:
-    """Restore the previous content of the sequence, in cells of its own."""
+    """Restore the previous content of the sequence into new cells."""
     if not _try(sequence, backup):
         return False
     sequence.ledger.renew_marks(sequence.context.new_marks(len(sequence.ledger)))
@@ -181,7 +181,7 @@ def _put_back(sequence: Sequence, backup: bytes) -> bool:
 def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
     """Load a state; False when the library refuses it. ``together``: there is a hole for it."""
     context = sequence.context
-    # A state goes into one hole in most releases: make one where none is large enough.
+    # Most releases restore a state into one hole: defragment if no hole is large enough.
     scattered = context.info.contiguous_slots is False or not context.info.defrag
     if (together or scattered) and _try(sequence, raw):
         return True
@@ -221,7 +221,7 @@ def _cells(content: SavedSequence) -> int:
 
 
 def _positions(context: Context, number: int) -> list[int]:
-    """Return the positions of a sequence as the cells have them, but for those of windows."""
+    """Return the positions of a sequence in the cells, except those outside a window."""
     snapshot = context.kv.try_snapshot()
     streams = () if snapshot is None else (each for each in snapshot.streams if not each.swa)
     return sorted(pos for each in streams for pos in each.pos[each.has(number)].tolist())

@@ -21,10 +21,10 @@ from pyllamakv.runtime.ggml_types import NumberType, number_type
 
 Rows = NDArray[np.uint8]
 
-#: What later releases begin a sequence state with, before the sequence's number.
+#: Start of a sequence state in later releases, before the sequence id.
 MAGIC = 0xAF143CD8
 
-#: More caches than any memory has, one after the other in a state: a window's, and states.
+#: Maximum number of consecutive caches in a state, more than any memory has.
 MOST = 4
 
 
@@ -61,8 +61,8 @@ class Section:
     """The rows of a sequence in one stream of one cache: ``pos`` (cells,), and its layers.
 
     ``cache`` counts the caches of the memory: 1 is the sliding-window one of a pair. A recurrent
-    section behind them has one row per layer, the state after ``pos``: ``k`` are the columns of the
-    convolution, ``v`` is the state.
+    section follows them. It has one row per layer, the state after ``pos``: ``k`` are the columns
+    of the convolution, ``v`` is the state.
     """
 
     pos: NDArray[np.int32]
@@ -202,8 +202,8 @@ def _recurrent(reader: _Reader, cache: int) -> list[Section]:
 
 
 def _positions(reader: _Reader, layout: Layout, cells: int) -> NDArray[np.int32]:
-    # A cell is its position, the number of its sequences (0 or 1 in the state of one sequence),
-    # perhaps a place in an image, perhaps the sequence.
+    # A cell has its position, the number of its sequences (0 or 1 in the state of one sequence),
+    # and optionally a place in an image and the sequence.
     if cells == 0:
         return np.empty(0, dtype=np.int32)
     start = reader.at

@@ -58,7 +58,7 @@ def reusable_cells(cells: CellMap, window: int) -> int:
 def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
     """Return how a sliding-window cache is too full for ``n`` tokens; nothing where none is.
 
-    ``counts`` are the tokens of each sequence, which has cells of its own in caches of streams.
+    ``counts`` are the tokens of each sequence. In streams, each sequence has its own cells.
     """
     for cells in snapshot.streams:
         wanted = counts.get(cells.stream, 0) if context.stream_per_sequence else n
@@ -72,7 +72,7 @@ def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int],
 
 
 def check(context: Context, number: int, positions: Positions[int], what: str) -> None:
-    """Raise PartialRemovalRefused when a sequence of these positions would lack a part."""
+    """Raise PartialRemovalRefused if a sequence of these positions would be incomplete."""
     lost = first_missing_position(context, number, positions) if context.guard else None
     if lost is not None:
         msg = (
@@ -100,7 +100,7 @@ def check_shared(context: Context, ids: Iterable[int]) -> None:
     if len(set(ends.values())) > 1:
         parts = ", ".join(f"{a}..{b} of sequence {each}" for each, (a, b) in ends.items())
         msg = (
-            "sequences that share a token must begin and end alike in the sliding-window cache, "
-            f"which has positions {parts} (-1: none); decode the token once for each of them"
+            "sequences that share a token must have the same first and last position in the "
+            f"sliding-window cache, but have {parts} (-1: none); decode the token once for each"
         )
         raise UsageError(msg)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def count_abort_polls(player: Player, feeds: Feeds) -> int:
-    """Return how often a decode polls whether it shall end, and take its tokens back."""
+    """Return how often a decode polls the abort callback; the decoded tokens are removed again."""
     feed = player.feed(feeds)
     starts = {owners[0]: player.ledger.next(owners[0]) for owners in feed.owners}
     player.decode(feed)
@@ -25,8 +25,8 @@ def count_abort_polls(player: Player, feeds: Feeds) -> int:
         player.remove(seq, start)
     if polls < 8:
         msg = (
-            f"this backend polls only {polls} times in a decode: it cannot be aborted during a "
-            f"decode"
+            f"this backend polls the abort callback only {polls} times in a decode, expected 8 or "
+            f"more: a decode cannot be aborted halfway"
         )
         raise Untestable(msg)
     return polls

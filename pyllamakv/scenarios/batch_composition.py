@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextHandle, Native
     from pyllamakv.scenarios.ledger import CellLedger
 
-#: What a batch is asked to hold: per sequence, or per tuple of sequences that share the cells, how
-#: many tokens, or which.
-#: Keys are sequences or tuples of them; a Mapping's key type is invariant, so it says Any.
+#: The contents of a batch. A key is a sequence, or a tuple of sequences that share the cells; its
+#: value is the number of tokens, or the tokens. The key type of a Mapping is invariant, hence Any.
 Feeds = Mapping[Any, int | Sequence[int]]
 
 
@@ -69,7 +68,7 @@ def compose(
 
 
 def filler_token(seq: int, pos: int, n_vocab: int) -> int:
-    """Return the token that stands at a position of a sequence when none is given."""
+    """Return the generated token for a position of a sequence."""
     mixed = (seq * 0x9E3779B1 + pos * 0x85EBCA77 + 0xC2B2AE3D) & 0xFFFFFFFF
     mixed ^= mixed >> 15
     mixed = (mixed * 0x2C1B3C6D) & 0xFFFFFFFF

@@ -36,7 +36,7 @@ def owners(cells: CellMap) -> NDArray[np.int64]:
 class Picture:
     """The cells of a cache at one moment: per cell its owner, `FREE` or `SHARED`.
 
-    ``streams`` are the lengths of the streams that lie one after the other, empty for one.
+    ``streams`` are the lengths of the concatenated streams, empty for one stream.
     """
 
     label: str

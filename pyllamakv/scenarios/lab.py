@@ -61,8 +61,8 @@ class Lab:
     def player(self, n_ctx: int = 256, **options: Any) -> Player:
         """Create a context in this run's setting; ``options`` are those of `ContextParams`.
 
-        Flash attention pads the cache to multiples of 256 cells: ``n_ctx`` is such a multiple, or
-        the cache of some settings is larger than the scenario thinks.
+        Flash attention pads the cache to multiples of 256 cells: ``n_ctx`` must be such a
+        multiple, so that all settings have caches of equal size.
         """
         if n_ctx % 256:
             msg = f"n_ctx must be a multiple of 256, found {n_ctx}"
@@ -80,9 +80,9 @@ class Lab:
             player = self.player_type(self.native, self.model, params)
         except (ContextError, Unsupported) as error:
             if isinstance(error, Unsupported) and "kv_backing" in options and self.place.host:
-                # Only a device keeps a cache out of mapped memory; here the library lacks it.
+                # In host memory, this means that the library has no mapped memory.
                 raise
-            msg = f"no context with {self.setting.name} here: {error}"
+            msg = f"cannot create a context with {self.setting.name}: {error}"
             raise Untestable(msg) from error
         return self.adopt(player)
 

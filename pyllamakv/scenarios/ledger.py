@@ -1,8 +1,8 @@
 """Track the expected content of a cache in plain Python, independent of cell indexes.
 
-The ledger knows cells by content, never by place: a cell has one position and one or several
-sequences, as in a unified cache of llama.cpp. Where each sequence has a stream of its own, a copy
-has cells of its own.
+The ledger identifies cells by content, not by index: a cell has one position and one or several
+sequences, as in a unified cache of llama.cpp. If each sequence has its own stream, a copy has its
+own cells.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Content = tuple[int, tuple[int, ...]]
 
 @dataclass
 class Cell:
-    """One token's place: position and owners."""
+    """The cell of one token: its position and its owners."""
 
     pos: int
     seqs: set[int]
@@ -35,7 +35,7 @@ class CellLedger:
     streams: bool = False
 
     def add(self, tokens: Iterable[int], pos: Iterable[int], seqs: Iterable[Iterable[int]]) -> None:
-        """Enter the tokens of a batch that was decoded."""
+        """Add the tokens of a decoded batch."""
         for token, at, owners in zip(tokens, pos, seqs, strict=True):
             self.cells.append(Cell(int(at), set(owners), int(token)))
 
@@ -64,7 +64,7 @@ class CellLedger:
         self._drop()
 
     def shift(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions by ``delta``; cells that fall below zero are free afterwards."""
+        """Move positions by ``delta``; cells whose position becomes negative are freed."""
         for cell in self._range(p0, p1):
             if seq in cell.seqs:
                 cell.pos += delta

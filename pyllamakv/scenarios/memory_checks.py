@@ -1,7 +1,7 @@
 """Run every operation on a memory, and check it after each one.
 
-Some memories refuse some of it; then nothing may have changed. Scenarios run this once for each
-kind of memory that llama.cpp has had.
+A memory may refuse an operation, but must then be unchanged. Each memory type of llama.cpp has a
+scenario that runs this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: Bytes that are no state.
+#: Bytes that are not a state.
 GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 
 
@@ -62,7 +62,7 @@ def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
             done["defragmented"] = supported(player.defrag)
     verify_memory(lab, player, window)
     if player.ledger.streams:
-        # What llama.cpp keeps then is what the stream has; the other streams are left alone.
+        # llama.cpp's `keep` affects one stream only, so remove the other sequences one by one.
         for seq in player.ledger.sequences:
             if seq != 3:
                 player.remove(seq)
@@ -83,10 +83,10 @@ def verify_memory(lab: Lab, player: Player, window: int = 0) -> None:
         expected = [pos for pos, _ in player.ledger.of(seq)]
         for section in state.sections:
             found = np.sort(section.pos).tolist()
-            # A window has its end, a state is that after the last token.
+            # A window contains the last positions, a recurrent state only the last one.
             some = section.cache == 1 or not player.info.n_caches
             right = found == expected[len(expected) - len(found) :] if some else found == expected
-            lab.expect(right, f"the rows of sequence {seq} are of {found}, expected {expected}")
+            lab.expect(right, f"sequence {seq} has rows of positions {found}, expected {expected}")
     lab.verify(player)
 
 
@@ -123,17 +123,17 @@ def check_invalid_calls(player: Player) -> None:
             raise
         except (NativeError, Unsupported, PartialRemovalRefused):
             continue
-        # A state that llama.cpp itself reads is refused by reading nothing.
+        # For an invalid state, llama.cpp returns 0: it read no bytes.
         if not isinstance(answer, int) or answer > 0:
-            msg = f"wrong input {number} was accepted with {answer!r}"
+            msg = f"invalid call {number} returned {answer!r}, expected an error"
             raise NativeError(msg)
 
 
 def require_deterministic(lab: Lab, player: Player, tokens: int = 40) -> None:
     """Raise Untestable if two sequences of equal tokens have different logits.
 
-    A reference on the same library would be wrong too. Also records whether a new sequence in the
-    place of a removed one starts clean; `exercise_memory` avoids that otherwise.
+    A reference on the same library would be wrong too. The note ``clean`` records whether a
+    sequence that replaces a removed one starts empty; if not, `exercise_memory` avoids that.
     """
     same = [number % player.n_vocab for number in range(tokens)]
     player.decode({0: same})
@@ -143,7 +143,7 @@ def require_deterministic(lab: Lab, player: Player, tokens: int = 40) -> None:
     one, other, *more = (next(iter(step.logits.values())) for step in player.steps if step.logits)
     found = distance(one, other)
     if found > lab.tolerance.exact:
-        msg = f"this release confuses the states of its sequences: logits differ by {found:.3g}"
+        msg = f"logits of two sequences of equal tokens differ by {found:.3g} on this release"
         raise Untestable(msg)
     lab.note(clean=clean and distance(one, more[0]) <= lab.tolerance.exact)
     player.clear()

@@ -21,7 +21,7 @@ from pyllamakv.errors import (
 Kind = Literal["fix", "guard", "feature"]
 Status = Literal["pass", "fail", "absent", "skip", "fault"]
 
-#: What a run can do worse than not keeping its claim.
+#: Failure classes that are worse than a claim that does not hold.
 HARM = ("data", "crash", "hang", "lost")
 FAILURES = (*HARM, "claim")
 
@@ -55,7 +55,7 @@ def classify(error: Exception) -> Outcome:
         case Untestable():
             return Outcome("skip", error.failure, text)
         case WorkerTimeout():
-            # Without the advice on the argument of a library: a check has --timeout.
+            # Omit the hint: it names an argument of the library, and `check` has --timeout.
             return Outcome("fail", "hang", text.partition("; ")[0])
         case WorkerDied():
             return Outcome("fail", "crash", text)

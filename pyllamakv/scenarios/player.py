@@ -285,7 +285,7 @@ class Player:
                 raise ScenarioFailed(msg, failure="lost")
 
     def ambiguous(self, found: int, expected: int) -> bool:
-        """Return whether a position 0 passes for none: so it does in states of earlier releases."""
+        """Return whether a reported -1 can mean 0, as in recurrent states of some releases."""
         return found == -1 and expected == 0 and self.info.memory is MemoryType.RECURRENT
 
     def _step(self, op: str, *arguments: Any) -> None:

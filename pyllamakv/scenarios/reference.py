@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.player import Player, Step
 
-#: A reference with more cells than this is a fault of the scenario.
+#: Maximum number of cells of a reference; a scenario that exceeds it is an internal error.
 LIMIT = 1 << 17
 
 

@@ -86,7 +86,7 @@ class Scenario:
     A *fix* scenario must fail on stock and pass on patched, a *guard* must pass on patched, and a
     *feature* is absent on stock. ``issue`` is the public issue that reports the failure.
     ``model`` is a name in `synthetic_models.SHAPES`. ``record_frames`` keeps the cells after every
-    operation of the first run, for the report. `discover` fills in ``source``.
+    operation of the first run, for the report. `verification.discovery` sets ``source``.
     """
 
     id: str

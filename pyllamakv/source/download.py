@@ -1,4 +1,4 @@
-"""Download one file: to a ``.part`` beside its place, resumed, checked, then moved there."""
+"""Download a file to a ``.part`` file in the same directory, check it, and rename it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
 TRIES = 4
-#: A try that got this much further does not count as a failed one.
+#: An attempt that received this many bytes does not count as a failure.
 _PROGRESS = 1 << 20
 _PAUSE = 0.5
 
@@ -71,13 +71,13 @@ def _download(
             return found
         part.unlink()
         if have:
-            # The beginning may have come from another file; only a fresh one can be blamed.
+            # The first part may be from another file, so only a new download proves a wrong hash.
             problem = "the resumed file had another hash"
             failed += 1
             continue
         msg = f"{place.name} has SHA-256 {found}, expected {sha256}; the file was deleted"
         raise HashMismatch(msg, sha256, found)
-    kept = " What arrived is kept; the next try resumes it." if part.is_file() else ""
+    kept = " The received part is kept; the next attempt resumes it." if part.is_file() else ""
     msg = f"cannot download {place.name} from {redacted(url)}: {problem}.{kept}"
     raise FetchError(msg)
 
@@ -115,7 +115,7 @@ def _transfer(session: Any, url: str, part: Path, name: str, tell: Progress) -> 
         msg = f"{type(error).__name__}: {error}"
         raise _Broken(msg) from error
     except OSError:
-        # What is left is the disk's fault, and trying again would not help.
+        # Other errors come from the disk, and a retry would not help.
         raise
     # The HTTP clients of unearth's versions share no base class for what they raise.
     except Exception as error:

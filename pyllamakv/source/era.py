@@ -44,5 +44,5 @@ def detect(store: Store, what: Release | str) -> str:
         return "memory"
     if "defrag_prepare" not in cache:
         return "split"
-    # First the context drove the planner; then the cache class did, and the context only asked.
+    # The context ran the planner at first; later the cache class did, on request of the context.
     return "context" if "defrag_prepare" in text[_CONTEXT] else "unified"

@@ -69,7 +69,7 @@ def ensure(spec: str, *, progress: Progress | None = None) -> Release:
 def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release:
     """Return a version that no lock has, fetched, without adding it to one.
 
-    One that an earlier call fetched is in the store, and not downloaded again.
+    A version that an earlier call fetched is not downloaded again.
     """
     store = open_store()
     with store.lock(f"add-{version}"):
@@ -160,7 +160,7 @@ def archive(release: Release, progress: Progress | None = None) -> Path:
 
 
 def _offered(index: PackageIndex, version: str, sha256: str | None) -> IndexFile:
-    """Return the index's file of a version, one with the wanted hash before others."""
+    """Return the index's file of a version; one with the expected hash is preferred."""
     everything = index.sdists()
     files = [file for file in everything if file.version == version]
     if not files:
@@ -188,7 +188,7 @@ def _import(store: Store, release: Release, file: Path, progress: Progress | Non
     (progress or no_progress)(f"import {release.name}", 0, None)
     found = find_package(release.package or "")
     if not found:
-        msg = f"the lock file has no package of a known source for {release.name}"
+        msg = f"the lock file names no known package for {release.name}: edit or remove its entry"
         raise FetchError(msg)
     _import_archive(store, *found, file, commit=release.commit, tree=release.tree)
     store.update_ref(f"refs/upstream/{release.key}", release.commit)
@@ -228,7 +228,7 @@ def _same(wanted: Release, found: Release) -> Release:
     return wanted
 
 
-# --- what no lock has yet ---------------------------------------------------------------------
+# --- releases that no lock has --------------------------------------------------------------------
 
 
 def _add_version(

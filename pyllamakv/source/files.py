@@ -17,7 +17,7 @@ from pyllamakv.errors import DiskFailed, DiskFull, GitError, Locked, SourceError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Only a process that hangs holds a lock longer than this; waiting without a limit would hide it.
+#: Timeout of a lock in seconds: only a hanging process holds one longer.
 LOCK_SECONDS = 900
 
 
@@ -63,7 +63,7 @@ def write_text_atomic(file: Path, text: str) -> None:
 def write_bytes_atomic(file: Path, data: bytes) -> None:
     """Write a file under a temporary name and rename it; the old content remains until then.
 
-    The temporary name is fixed, so that the next write replaces what a killed process left.
+    The temporary name is fixed, so that the next write replaces the file of a killed process.
     """
     part = file.with_name(f".{file.name}.part")
     with translate_disk_errors(file):
@@ -147,12 +147,12 @@ def translate_permission_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_disk_errors(place: Path) -> Iterator[None]:
-    """Turn a full or failing disk below ``place``, as Python or git meet it, into our errors."""
+    """Translate disk errors of Python and git below ``place`` to DiskFull or DiskFailed."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            msg = f"no room left at {place}: {error.strerror}; make room or set PYLLAMAKV_HOME"
+            msg = f"the disk is full at {place}: {error.strerror}; free space or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
         if error.errno in (errno.EIO, errno.EROFS):
             msg = f"cannot write {place}: {error.strerror}; see the system log"
@@ -160,6 +160,6 @@ def translate_disk_errors(place: Path) -> Iterator[None]:
         raise
     except GitError as error:
         if "No space left" in error.output or "quota exceeded" in error.output:
-            msg = f"no room left at {place}; make room or set PYLLAMAKV_HOME"
+            msg = f"the disk is full at {place}; free space or set PYLLAMAKV_HOME"
             raise DiskFull(msg) from error
         raise

@@ -3,8 +3,8 @@
 Every git command of the package is started here, through GitPython's `git.cmd.Git.execute`.
 Settings of the user, the system and surrounding repositories are disabled: variables,
 config files, hooks, attributes, signing, paging and prompts. Identity and date are fixed, and git
-never climbs above the folder it is started in: inside another work tree `git apply` would exit 0
-and do nothing.
+does not search parent directories for a repository: inside another work tree `git apply` would exit
+0 and do nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS = 1795132800
 
 #: Exit status reported when git itself cannot be started, as a shell does.
 _NOT_FOUND = 127
-#: And when it was ended for taking too long, as by `timeout`.
+#: Exit status reported after a timeout, as by `timeout`.
 TIMED_OUT = 124
 
 _SETTINGS = {
@@ -62,7 +62,7 @@ _SETTINGS = {
     "safe.directory": "*",
 }
 
-#: What a fetch from a named URL keeps: a user's credentials, proxies and certificates.
+#: Variables that a fetch from a URL keeps: credentials, proxies and certificates of the user.
 _NETWORK_VARIABLES = ("GIT_SSH", "GIT_SSH_COMMAND", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
 
 #: Maximum number of bytes kept of what a streaming git writes to stderr.
@@ -70,11 +70,11 @@ _STDERR_BYTES = 64 << 10
 
 
 def environment(*, network: bool = False) -> dict[str, str]:
-    """Return the environment for git: nothing of the caller's ``GIT_*``, fixed identity and date.
+    """Return the environment for git: fixed identity and date, without the caller's ``GIT_*``.
 
-    With ``network`` the user's own git config and certificates stay in force, because a private
-    URL cannot be reached without them; hooks, signing and conversions stay off. Without it git
-    reaches no other repository at all.
+    With ``network``, the user's git config and certificates are used, because private URLs require
+    them; hooks, signing and conversions stay disabled. Without it git reaches no other repository
+    at all.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     if network:
@@ -86,7 +86,7 @@ def environment(*, network: bool = False) -> dict[str, str]:
         env["GIT_CONFIG_GLOBAL"] = os.devnull
         env["GIT_CONFIG_NOSYSTEM"] = "1"
     env |= {
-        # A folder's own .git/config may name a program that "brings" objects that are missing.
+        # The .git/config of a source may name a program that fetches missing objects.
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_NO_REPLACE_OBJECTS": "1",
@@ -143,7 +143,7 @@ def run(
             out, said = process.communicate(data, timeout)
         except subprocess.TimeoutExpired as error:
             _kill(process)
-            words = f"it was not done within {timeout:g} s; is there a pipe among its files?"
+            words = f"it did not end within {timeout:g} s; check for pipes among its files"
             raise GitError(["git", *args], TIMED_OUT, words) from error
         except BaseException:
             process.kill()
@@ -183,8 +183,8 @@ def stream(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a group of its own, and the group."""
-    with suppress(ProcessLookupError, PermissionError):  # it is gone just now
+    """Kill a process and its process group."""
+    with suppress(ProcessLookupError, PermissionError):  # it has just ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -208,7 +208,9 @@ def _start(
     command = ["git", *args]
     place = folder.resolve()
     if not place.is_dir():
-        problem = f"{place} is not a folder" if place.exists() else f"there is no folder {place}"
+        problem = (
+            f"{place} is not a directory" if place.exists() else f"there is no directory {place}"
+        )
         raise GitError(command, _NOT_FOUND, problem)
     program = which("git")
     if program is None:
@@ -216,7 +218,7 @@ def _start(
     full = environment(network=network)
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})
-    # GitPython runs a command in its own folder where the given one cannot be entered; -C fails.
+    # GitPython uses the current directory if the given one cannot be entered; with -C, git fails.
     words = ("-C", str(place), *args)
     line = [program, *words]
     if bounded:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: The largest object, packed or loose: no file of a source tree comes near it.
 MAX_OBJECT_BYTES = 256 << 20
-#: The address space of a git that unpacks: an object, its base, what makes one of the other, packs.
+#: Maximum address space of git while it unpacks: an object, its base, the delta, packs.
 MAX_MEMORY_BYTES = 2 << 30
 #: The largest pack: a release with its whole history has a third of this.
 MAX_FILE_BYTES = 1 << 30
@@ -31,13 +31,13 @@ MAX_CPU_SECONDS = 600
 #: tree or pack needs a few minutes on a slow disk.
 MAX_SECONDS = 600.0
 
-#: Large files pass in pieces; threads and whole packs would take address space for nothing.
+#: Stream large files; threads and whole packs would need more address space.
 _SETTINGS = (
     "core.bigFileThreshold=64m",
     "core.packedGitWindowSize=16m",
     "core.packedGitLimit=256m",
     "pack.threads=1",
-    # Few objects would be unpacked into a file each, and so many more bytes than one may have.
+    # Keep small packs as packs: as separate files, objects could exceed the limit of one file.
     "fetch.unpackLimit=1",
 )
 _WORDS = ("over limit", "Out of memory", "Cannot allocate memory", "File too large")
@@ -62,8 +62,8 @@ os.execv(sys.argv[4], ["git", *sys.argv[5:]])
 def command(program: str, args: Sequence[str], *, memory: bool = True) -> list[str]:
     """Return the command that runs ``program``, the path of git, with ``args`` within the limits.
 
-    Without ``memory`` its address space has none: what a user's git starts to reach a URL, as
-    a helper for credentials, may reserve more than it uses.
+    Without ``memory``, the address space is unlimited: programs that git starts to reach a URL,
+    such as credential helpers, may reserve more than they use.
     """
     settings = [word for each in _SETTINGS for word in ("-c", each)]
     limits = [str(MAX_MEMORY_BYTES if memory else 0), str(MAX_FILE_BYTES), str(MAX_CPU_SECONDS)]

@@ -30,15 +30,15 @@ class IndexFile:
     name: str
     version: str
     url: str
-    #: What the index says; None when it says nothing.
+    #: The hash on the index; None if there is none.
     sha256: str | None
     yanked: bool = False
-    #: When it was uploaded, ISO 8601 in UTC; empty if the index does not say.
+    #: Time of the upload, ISO 8601 in UTC; empty if the index has none.
     uploaded: str = ""
 
     @property
     def order(self) -> Version:
-        """Return the version as something that sorts."""
+        """Return the version as a sorting key."""
         return Version(self.version)
 
 
@@ -54,7 +54,7 @@ class PackageIndex:
         self.settings = settings or pipconfig.read()
         self.project = project
         self._session: Any = None
-        #: What went wrong with the sources that did not answer the last question.
+        #: Errors of the sources that did not answer the last request.
         self.unreachable: list[str] = []
 
     def __enter__(self) -> PackageIndex:
@@ -182,7 +182,7 @@ def _bounded(response: Any) -> None:
 
 
 def is_version(text: str) -> bool:
-    """Return whether a text is a version that sorts."""
+    """Return whether a text is a comparable version."""
     try:
         Version(text)
     except (InvalidVersion, ValueError):  # Python converts no number of thousands of digits
@@ -225,7 +225,7 @@ def _certificates(cert: str | None) -> ssl.SSLContext | bool:
 
 @contextlib.contextmanager
 def _warnings(into: list[str]) -> Iterator[None]:
-    """Collect what unearth logs about pages it could not read; they belong in our message."""
+    """Collect the log messages of unearth about unreadable pages, for the error message."""
 
     class _Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -30,7 +30,7 @@ _HEAD = (
 )
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
-#: What was read from each file, and the state that the file was in before.
+#: Parsed releases of each file, with the state of the file when it was read.
 _KEPT: dict[Path, tuple[tuple[int, ...], list[Release]]] = {}
 _ORDER = [f.name for f in fields(Release)]
 _REQUIRED = ("name", "kind", "commit", "tree", "era", "date")
@@ -110,8 +110,8 @@ def _document(path: Path) -> tomlkit.TOMLDocument:
     if version != _VERSION:
         # TOML can hold numbers of more digits than Python writes.
         known = version is None or (isinstance(version, int) and 0 <= version < 1 << 32)
-        found = version if known else "that is none"
-        msg = f"{path} has version {found}; this program reads version {_VERSION}"
+        found = f"version {version}" if known else "an invalid version"
+        msg = f"{path} has {found}; this program reads version {_VERSION}"
         raise LockFileError(msg)
     tables = document.get("release", [])
     if not isinstance(tables, list):

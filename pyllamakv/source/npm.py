@@ -34,7 +34,7 @@ _ABOUT = "package/llama/llama.cpp.info.json"
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]*")
 #: Timeouts of npm in seconds: for a package of 40 MB, and for the list of versions.
 _SECONDS, _LIST_SECONDS = 900, 120
-#: The package has one reference in its bundle, and 200 bytes about it.
+#: Limits of references in a bundle and of its description; the package has one, and 200 bytes.
 _REFERENCES, _ABOUT_BYTES = 1000, 64 << 10
 
 
@@ -144,7 +144,7 @@ def import_package(
                 if place is not None:
                     copy_member(tar, member, place)
         if _BUNDLE in wanted:
-            msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it from 3.0 on"
+            msg = f"{archive.name} has no {_BUNDLE}; {PROJECT} ships it since 3.0"
             raise ArchiveError(msg)
         pack = held.folder / "pack"
         head, tag = _head(bundle, archive, pack), _tag(about)
@@ -188,7 +188,7 @@ def _head(bundle: Path, archive: Path, pack: Path) -> str:
 
 
 def _tag(about: Path) -> str:
-    """Return upstream's tag as the package has it, or nothing where it has none that is usable."""
+    """Return upstream's tag in the package, or nothing if it has no usable one."""
     try:
         with about.open("rb") as source:
             text = source.read(_ABOUT_BYTES).decode("utf-8")

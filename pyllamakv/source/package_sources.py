@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.releases import Kind
 
-#: The longest version that is accepted: files are named after it.
+#: Maximum length of a version, which is part of file names.
 _LONGEST = 100
 _PREFIXED = re.compile(r"[0-9][\w.+-]*", re.ASCII)
 _PLAIN = re.compile(r"[0-9]+(\.[0-9]+)+[\w.+-]*", re.ASCII)
@@ -25,12 +25,12 @@ class PackageSource:
 
     kind: Kind
     project: str
-    #: What is between project and version in the name of a package.
+    #: Separator of project and version in the name of a package.
     separator: str
     suffix: str
     #: The first version whose archive contains llama.cpp completely, if older ones exist.
     since: Version | None = None
-    #: Whether `upstream add` also takes a version without the project.
+    #: Whether `upstream add` also accepts a version without the project.
     plain: bool = False
 
     def package(self, version: str) -> str:

@@ -60,7 +60,7 @@ def read() -> PipSettings:
 
 
 def files() -> list[Path]:
-    """Return pip's config files that exist, the one that wins last."""
+    """Return pip's existing config files, the one with the highest precedence last."""
     named = os.environ.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         return []

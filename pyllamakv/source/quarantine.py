@@ -1,7 +1,7 @@
 """Check untrusted git objects in a separate directory before they enter the store.
 
-Nothing of a truncated, hostile or merely wrong archive reaches the store: git recomputes the id of
-every object, the wanted commit is checked to be whole, and its ids are compared with the lock's.
+No object of a truncated, hostile or wrong archive enters the store: git recomputes the id of every
+object, the commit must be complete, and its ids must match the lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.store import Store
 
-#: Where llama.cpp has its public header; every release has one of these files.
+#: Paths of llama.cpp's public header; every release has one of them.
 API_HEADERS = ("include/llama.h", "llama.h")
 
 
@@ -44,7 +44,7 @@ class Quarantine:
     def git(self, *args: str, input: bytes | str | Path | None = None) -> str:
         """Run git on the store, within limits, with new objects going into quarantine.
 
-        Raises ArchiveError when a limit is met, GitError for whatever else fails.
+        Raises ArchiveError if a limit is reached, and GitError for other failures.
         """
         with translate_disk_errors(self.store.path):
             try:
@@ -113,7 +113,7 @@ class Quarantine:
         if not self.git("ls-tree", "--name-only", tree, *API_HEADERS):
             msg = f"the archive has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
             raise ArchiveError(msg)
-        # Who takes the release asks for both, when its objects are in the store already.
+        # The caller needs date and parents, so a commit without them must not enter the store.
         commit_date(said)
         commit_parents(said)
         move(self.objects, self.store)
@@ -122,7 +122,7 @@ class Quarantine:
 
 def move(objects: Path, store: Store) -> None:
     """Move packs and loose objects into the store, and nothing else that git may have written."""
-    # An index that is seen before its pack would name objects that are not there.
+    # Packs are moved before their indexes, which would otherwise name missing objects.
     order = {".pack": 0, ".rev": 1, ".idx": 2}
     files = [file for file in objects.rglob("*") if file.is_file() and file.parent.name != "info"]
     with translate_disk_errors(store.path):

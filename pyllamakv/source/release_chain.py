@@ -32,7 +32,7 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Chain
     """Create the release chain, ordered by date, and return it; refs are ``refs/line/NAME``.
 
     Without ``releases`` it holds every release from an archive that the store has. Refs of
-    releases that are in the line no more are dropped.
+    releases that are no longer in the chain are removed.
     """
     if releases is None:
         known = lockfile.known().values()
@@ -43,7 +43,7 @@ def chain(store: Store, releases: Iterable[Release] | None = None) -> list[Chain
         parents = [line[-1].commit] if line else []
         tree = store.tree_of(release)
         line.append(ChainLink(release, store.commit_tree(tree, parents, message, release.date)))
-    # Bisect wants a HEAD that exists; the store's own names this branch.
+    # `git bisect` requires an existing HEAD; the store's HEAD names this branch.
     wanted: dict[str, str] = {"refs/heads/main": line[-1].commit} if line else {}
     wanted |= {CHAIN_REFS + link.release.key: link.commit for link in line}
     there = store.refs(CHAIN_REFS) | store.refs("refs/heads/main")

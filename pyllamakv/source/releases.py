@@ -16,7 +16,8 @@ Kind = Literal["sdist", "npm", "xllamacpp", "git", "path"]
 #: Kinds of releases that come as archives of a package index and are named by tag or version.
 ARCHIVE_KINDS: Final = ("sdist", "npm", "xllamacpp")
 
-#: The release of `make check` and `make test`: the last one whose decode fails by default.
+#: The release of `make check` and `make test`: the last one on which stock fails with default
+#: settings.
 TEST_RELEASE = "0.3.9"
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -28,7 +29,7 @@ class Release:
 
     name: str
     kind: Kind
-    #: The upstream commit; a synthetic one where the source holds no git history.
+    #: The upstream commit; a synthetic one if the source has no git history.
     commit: str
     tree: str
     era: str

@@ -1,8 +1,8 @@
 """Extract the git objects of llama.cpp from an sdist without running its code.
 
-Members are picked by their whole name and written under names of our own, so links, odd paths,
-configs and hooks of the archive never reach the disk. An sdist without the embedded clone is read
-as a plain tree instead.
+Members are selected by their full names and written under generated names, so links, unusual paths,
+configs and hooks of the archive are never written. An sdist without the embedded clone is read as a
+plain tree instead.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def import_files(
         out.write(b"done\n")
     if not count:
         return ""
-    # A repository of its own: a killed import must leave no ref to what is thrown away.
+    # A separate repository, so that a killed import leaves no ref in the store.
     own = held.folder / "import"
     own.mkdir()
     env = {"GIT_OBJECT_DIRECTORY": str(held.objects)}

@@ -29,7 +29,7 @@ _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
 _PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _INCOMING = "refs/incoming/x"
-#: Folders and files of a plain folder that are no source.
+#: Directories and files that are not part of the source.
 _SKIPPED = (".git", "__pycache__")
 
 
@@ -137,7 +137,7 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
     aborted.
     """
     near = place.startswith(("/", "file:"))
-    # A bundle holds what it holds: git cannot cut its history.
+    # git cannot fetch a bundle with a limited depth.
     depth = [] if place.startswith("/") and Path(place).is_file() else ["--depth=1"]
     words = ["--quiet", "--no-tags", "--no-write-fetch-head", "--force", *depth]
     fetch = ("fetch", *words, "--", place, f"+{ref}:{_INCOMING}")
@@ -145,7 +145,7 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         git_command.git(held.path, "init", "-q", "--bare", ".")
         (held.path / "objects" / "info" / "alternates").write_text(f"{store.path}/objects\n")
         with suppress(FileNotFoundError):
-            # Without it git would look for parents that the store does not have either.
+            # Without this file, git would look for parents that the store does not have.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
         bound = git_limits.MAX_SECONDS if near else None
         git_command.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
@@ -183,7 +183,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     if not (folder / ".git").exists():
         return None
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    # Of the words for a commit this one heeds no setting that starts a program.
+    # Unlike `git log`, this command obeys no setting that starts a program.
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
         listed = git_command.git(folder, *listing, timeout=git_limits.MAX_SECONDS)
@@ -193,7 +193,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     except GitError as error:
         if error.code == git_command.TIMED_OUT:
             raise
-        # An unpacked sdist has a link to a repository that is not there.
+        # An unpacked sdist has a link to a missing repository.
         return None
     date = output.rpartition("\n")[2]
     return [path for path in listed.split("\0") if path], date if _DATE.fullmatch(date) else ""
@@ -217,7 +217,7 @@ def _date_of_twin(store: Store, tree: str) -> str:
 
 
 def _write_tree(store: Store, folder: Path, paths: list[str]) -> str:
-    # The index is kept, so that the next time only files whose time changed are read.
+    # The index is kept, so that later calls read changed files only.
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     index = store.path.parent / "indexes" / name
     with translate_disk_errors(store.path), store.lock(f"index-{name}"):

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from pyllamakv.source.tree_export import Difference, Exported
 
 
-#: The largest number of parents of a commit: more than any merge has; each is looked for here.
+#: Maximum number of parents of a commit, more than any merge has; each is looked up.
 PARENTS = 64
 
 _PREFIX = "tmp-"
-#: Contents of this many files are in memory at once while objects are verified.
+#: Maximum number of files in memory while objects are verified.
 _BATCH = 256
 
 
@@ -80,10 +80,10 @@ def _taken(folder: Path, how: int) -> int:
     return handle
 
 
-#: Lock files of git. A killed git leaves them, and they would block every later write.
+#: Lock files of git. A killed git leaves them, which blocks every later write.
 _LOCKS = ("HEAD.lock", "config.lock", "packed-refs.lock", "shallow.lock")
 
-#: Content is stored and compared byte by byte, whatever a tree's own .gitattributes ask for.
+#: Content is stored and compared byte by byte, regardless of a tree's .gitattributes.
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding -export-ignore -export-subst\n"
 
 
@@ -163,8 +163,8 @@ class Store:
     def read_many(self, what: Release | str, paths: Sequence[str]) -> dict[str, bytes | None]:
         """Return the contents of several files of a tree; None for those it has not."""
         tree = self.tree_of(what)
-        # git is asked line by line, and takes a line's last carriage return for its end: such names
-        # have to be asked for by their blobs.
+        # git reads requests line by line and strips a final carriage return, so such names are
+        # looked up by their blobs.
         odd = {path for path in paths if "\n" in path or path.endswith("\r")}
         blobs = {entry.path: entry.blob for entry in self.entries(tree)} if odd else {}
         names = [blobs.get(path, tree) if path in odd else f"{tree}:{path}" for path in paths]
@@ -380,7 +380,7 @@ def open_store(path: Path | None = None) -> Store:
 
 
 def _whole(path: Path) -> bool:
-    # The attributes are written last, so their presence says that nothing is missing.
+    # The attributes are written last, so their presence proves that the store is complete.
     return (path / "HEAD").is_file() and (path / "info" / "attributes").is_file()
 
 

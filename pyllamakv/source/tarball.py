@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: The largest member: more than any pack of a release.
+#: Maximum size of a member, more than any pack of a release.
 FILE = 1 << 30
-#: All that says something about one member; a path and its attributes take a few hundred bytes.
+#: Maximum size of the headers of a member; a path and its attributes take a few hundred bytes.
 HEADER = 64 << 10
 #: All headers together: those of `tree_limits.MAX_FILES` members of 512 bytes each.
 HEADERS = 128 << 20
-#: Attributes that hold for all members; git writes one.
+#: Maximum number of attributes for all members; git writes one.
 _SHARED = 16
 _CHUNK = 1 << 20
 
@@ -54,7 +54,7 @@ def open_tar(archive: Path) -> Iterator[tarfile.TarFile]:
 
 def is_plain(member: tarfile.TarInfo) -> bool:
     """Return whether a member is a file with all of its content in the archive."""
-    # A sparse member is larger than what the archive holds of it.
+    # A sparse member is larger than its data in the archive.
     return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
 
 
@@ -64,7 +64,7 @@ def content(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int = FILE) ->
 
 
 def copy_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> Path:
-    """Copy a plain member to a file of our own naming."""
+    """Copy a plain member to a file with a generated name."""
     source = _open(tar, member, FILE)
     with translate_disk_errors(file), file.open("xb") as out:
         while chunk := source.read(_CHUNK):
@@ -91,13 +91,13 @@ class _Tar(tarfile.TarFile):
         self.members.clear()
         if self.firstmember is not None:  # it was read when the archive was opened
             return super().next()
-        # What is left of the member before is no part of the header.
+        # Skip the rest of the previous member.
         self.fileobj.seek(max(self.fileobj.tell(), self.offset - 1))
         try:
             with self.fileobj.header():
                 member = super().next()
         except (ValueError, LookupError, OverflowError, RecursionError) as error:
-            # Fields of headers that are no numbers, or none that there may be.
+            # A header field is not a number, or out of range.
             msg = f"a header cannot be read: {type(error).__name__}"
             raise tarfile.ReadError(msg) from error
         if len(self.pax_headers) > _SHARED:
@@ -154,7 +154,7 @@ class _Stream:
 
     @contextmanager
     def header(self) -> Iterator[None]:
-        """Count the bytes read in the block as text of one header."""
+        """Count the bytes that the block reads as one header."""
         self._text = HEADER
         try:
             yield

@@ -32,15 +32,15 @@ GENERATED_FILES = ("common/build-info.cpp",)
 #: The stamp is inside the directory, so that it is moved and removed with it.
 STAMP = ".pyllamakv-tree"
 
-#: What a file, and the stamp, is called until all of it is written. Both lie at the top, where no
-#: tree may have them: so a tree's own files are as long as a name may be.
+#: Temporary names of a file and of the stamp. Both are in the root directory, where no tree may
+#: have them, so that they do not limit the length of names in the tree.
 _PART = ".pyllamakv-part"
 _STAMP_PART = f".{STAMP}.part"
 _LINK = "120000"
 _BATCH = 256
-#: More folders within each other than any release has; they are walked by recursion.
+#: Maximum depth of directories, which are walked recursively.
 _DEPTH = 200
-#: The longest name, in bytes: few file systems take more.
+#: Maximum length of a name in bytes; few file systems support more.
 _NAME = 255
 
 
@@ -96,7 +96,7 @@ def export(
             return Exported(tree, 0, 0)
         _stamp(folder, tree, complete=False)
         for path in stray:
-            # What a killed export left of its stamp is gone already.
+            # The temporary stamp of a killed export was removed before.
             (folder / path).unlink(missing_ok=True)
         _prune(folder, wanted, keep)
         for start in range(0, len(stale), _BATCH):
@@ -146,7 +146,7 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
     """Refuse a folder with files that no export put there: they would all be removed."""
     if (folder / STAMP).is_file():
         return
-    # An export that was killed early has not even its stamp.
+    # An export that was killed early has no stamp.
     tops = {name.split("/")[0] for name in keep}
     foreign = sorted(
         path.name
@@ -154,7 +154,7 @@ def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
         if path.name not in tops and not (path.name == _STAMP_PART and _is_plain(path))
     )
     if foreign:
-        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new folder"
+        msg = f"{folder} holds other files ({foreign[0]}); name an empty or a new directory"
         raise UsageError(msg)
 
 
@@ -163,7 +163,7 @@ def _is_plain(file: Path) -> bool:
 
 
 def _refuse_unsafe(entries: Iterable[TreeEntry]) -> None:
-    """Refuse a tree with a path that leads out, is ours, or cannot be written."""
+    """Refuse a tree with a path that leads out, is reserved, or cannot be written."""
     for path in (entry.path for entry in entries):
         parts = path.split("/")
         bad = any(part.lower() in ("", ".", "..", ".git") for part in parts)
@@ -240,7 +240,7 @@ def _prune(folder: Path, wanted: dict[str, TreeEntry], keep: Sequence[str]) -> N
             try:
                 Path(place).rmdir()
             except OSError:
-                # It still holds something that is kept.
+                # The directory still contains kept files.
                 continue
 
 
@@ -307,7 +307,7 @@ def _leads_out(path: str, target: str) -> bool:
     inside = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
     if target.startswith("/") or inside.split("/")[0] == "..":
         return True
-    # `up/..` is where the text says only if `up` is no link itself, so `..` may stand first alone.
+    # `up/..` can lead elsewhere if `up` is a link, so `..` may occur at the start only.
     words = [word for word in target.split("/") if word not in ("", ".")]
     down = next((at for at, word in enumerate(words) if word != ".."), len(words))
     return ".." in words[down:]

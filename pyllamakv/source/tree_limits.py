@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-#: More than any release has, fetched or written out: llama.cpp has two thousand files, 100 MB.
+#: Limits of a tree; llama.cpp has two thousand files of 100 MB in total.
 MAX_FILES, MAX_BYTES = 200_000, 4 << 30
-#: The longest path of a file, or target of a link, in bytes: some file systems take no more.
+#: Maximum bytes of a path or of a link target; some file systems support no more.
 MAX_PATH_BYTES = 512
-#: How long their names may be together, each with its folders.
+#: Maximum total length of all paths.
 MAX_NAMES_BYTES = 256 << 20
 #: Maximum size of an unpacked index page: a hundred thousand files. Parsing it needs many times as
 #: much memory.

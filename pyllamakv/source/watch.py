@@ -36,7 +36,7 @@ class NewVersion:
 
 @dataclass(frozen=True)
 class NewVersions:
-    """List what the indexes of all sources offer and no lock has."""
+    """List the versions on all indexes that no lock has."""
 
     #: Versions that are newer than every pinned one of their source, newest upload first. Of a
     #: source without a pin: those that were uploaded after the newest pinned release.
@@ -50,7 +50,7 @@ class NewVersions:
 
 
 class _Offers(NamedTuple):
-    """What the index of one source offers."""
+    """The versions on the index of one source."""
 
     #: The versions that are not yanked.
     versions: list[NewVersion]

@@ -1,4 +1,4 @@
-"""Name what is under test, build it when it is not there, and open it."""
+"""Define the build under test, build it if it is missing, and open it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
 
 @dataclass(frozen=True)
 class BuildUnderTest:
-    """A release with a series, on a backend; ``patches`` are files that are not ours."""
+    """A release with a series, on a backend; ``patches`` are foreign files."""
 
     spec: str
     backend: str = "cpu"
@@ -102,7 +102,7 @@ def _subject(release: str, series: str, backend: str) -> BuildUnderTest:
     if files and len(files) == len(words):
         missing = next((file for file in files if not file.exists()), None)
         if missing is not None:
-            raise UsageError(f"--llama-series: there is no patch file or folder {missing}")
+            raise UsageError(f"--llama-series: there is no patch file or directory {missing}")
         return BuildUnderTest(release, backend, tuple(file.resolve() for file in files))
     if files or not words:
         raise UsageError(
@@ -119,7 +119,7 @@ def _is_path(word: str) -> bool:
 
 @contextmanager
 def context(library: DeviceLibrary, asked: Mapping[str, Any]) -> Iterator[Context]:
-    """Create a context as a marker asks for it.
+    """Create a context with the arguments of a marker.
 
     ``model`` is a path, or the name of a model that `pyllamakv.scenarios.synthetic_models`
     generates. On a GPU, the variant of that model with wide rows is used.

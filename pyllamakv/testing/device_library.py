@@ -26,7 +26,7 @@ class DeviceModel(Model):
     def context(self, *args: Any, **options: Any) -> Context:
         """Create a context as `Model.context` does; raises Untestable for a cache in host memory.
 
-        What a test itself keeps there (``n_gpu_layers=0``, ``offload_kqv=False``) may be there.
+        A test may request that with ``n_gpu_layers=0`` or ``offload_kqv=False``.
         """
         made = super().context(*args, **options)
         if not self.on_host and options.get("offload_kqv", True):
@@ -69,7 +69,7 @@ class DeviceLibrary(OpenLibrary):
     def load_model(self, path: str | os.PathLike[str], **options: Any) -> Model:
         """Load a model as `OpenLibrary.load_model` does, all of it onto the device.
 
-        ``n_gpu_layers`` and ``rpc_servers`` of the caller stand.
+        ``n_gpu_layers`` and ``rpc_servers`` of the caller have priority.
         """
         if not options.keys() & {"n_gpu_layers", "rpc_servers"}:
             params = self.place.params(self._endpoint())

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pyllamakv.testing.build_under_test import BuildUnderTest
     from pyllamakv.testing.device_library import DeviceLibrary
 
-#: Seconds that one call into a worker may take, unless a test says otherwise.
+#: Default timeout of one call into a worker in seconds.
 TIMEOUT = 120.0
 
 _MARKERS = (
-    "kv(model, env, timeout, **options): how kv_context and kv_worker are made; "
+    "kv(model, env, timeout, **options): arguments of kv_context and kv_worker; "
     "options are those of pyllamakv.Model.context",
     "kv_fix: the test fails on stock llama.cpp and passes on a patched one",
 )
@@ -40,13 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--llama-series",
         action="append",
         metavar="SERIES",
-        help="patched (default), stock, PATCH,PATCH, or patch files or a folder; repeatable",
+        help="patched (default), stock, PATCH,PATCH, or patch files or directories; repeatable",
     )
     group.addoption(
         "--llama-backend",
         default="cpu",
         metavar="BACKEND",
-        help="where caches lie: cpu (default), rpc, cuda, metal or vulkan",
+        help="device of models and caches: cpu (default), rpc, cuda, metal or vulkan",
     )
 
 

@@ -48,7 +48,7 @@ class ScriptSession:
     loaded: dict[str, Any] = field(default_factory=dict)
 
     def play_leniently(self) -> None:
-        """Accept every result of decodes and restores from now on."""
+        """Accept every result of later decodes and restores."""
         self.lenient = True
 
     def check_expectation(self, line: Line) -> None:

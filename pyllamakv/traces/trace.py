@@ -49,9 +49,7 @@ def check(path: Path) -> None:
 
 
 def _refused(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{path} cannot be written: {error.strerror}; name a file in a folder of yours"
-    )
+    return UsageError(f"{path} cannot be written: {error.strerror}; choose a writable directory")
 
 
 def _opened(path: Path) -> int:
@@ -120,7 +118,7 @@ class TraceFile:
 
     def _full(self, error: OSError) -> DiskFull:
         return DiskFull(
-            f"no room left for the trace {self.path}: {error.strerror}; it ends with the last "
+            f"the disk is full for the trace {self.path}: {error.strerror}; it ends with the last "
             "rows that fitted, and what was recorded goes on unrecorded; make room and record again"
         )
 

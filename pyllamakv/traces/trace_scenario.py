@@ -92,7 +92,7 @@ def run_trace(head: Head, lines: list[Line], lab: Lab, *, why: str = "") -> None
     try:
         _open(lines, session, lab)
     except (ContextError, Unsupported) as error:
-        msg = f"no context with {lab.setting.name} here: {error}"
+        msg = f"cannot create a context with {lab.setting.name}: {error}"
         raise Untestable(msg) from error
     player = session.player
     assert player is not None

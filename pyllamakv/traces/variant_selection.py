@@ -101,6 +101,8 @@ def _release(head: Head, word: str) -> str:
         raise UsageError(msg)
     if not releases.is_safe_name(release):
         # A lookup would read or fetch a path or URL that the trace contains.
-        msg = f"this trace was recorded on {release!r}, no pinned release: name a variant in full"
+        msg = (
+            f"this trace was recorded on {release!r}, which is not pinned: pass a complete variant"
+        )
         raise UsageError(msg)
     return release

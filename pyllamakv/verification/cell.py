@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 def lock_cell(name: str | None, *, wait: bool) -> Iterator[bool]:
     """Lock the cell of a key among the processes of this data directory.
 
-    False, where another process has it and ``wait`` is not set. A killed process has nothing.
+    Yields False if another process holds the lock and ``wait`` is False. A killed process holds no
+    lock.
     """
     if name is None:
         yield True
@@ -328,7 +329,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
 
 
 def _told(patched: Outcome, stock: Outcome) -> bool:
-    """Return whether to report a run that patched did not pass; both may lack a capability."""
+    """Return whether to report a run that patched did not pass, unless both lack a capability."""
     return patched.failed or (patched.status == "absent" and stock.status != "absent")
 
 

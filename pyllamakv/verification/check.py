@@ -305,7 +305,8 @@ def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
     if not asked:
         return None
     own = {name for patch in asked for name in shipped.definition(patch).scenarios}
-    # What no patch names is the caller's own, and asked for by name it is meant for these patches.
+    # A scenario that no patch names is the caller's own. If requested by name, it is for these
+    # patches.
     claimed = {name for patch in shipped for name in patch.scenarios}
     return own | (set(question.scenarios) - claimed)
 

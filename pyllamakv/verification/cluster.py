@@ -1,4 +1,4 @@
-"""Use the machines of a dask scheduler as an executor that knows the needs of a cell.
+"""Use the machines of a dask scheduler as an executor that places each cell on a suitable worker.
 
 A worker with a device declares it at its start: ``dask worker ADDRESS --resources CUDA=1``. Each
 worker has its own data directory, into which it fetches and builds.
@@ -15,7 +15,7 @@ from pyllamakv.errors import ToolMissing, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-#: How often a cell is given to another worker when its own is lost.
+#: Maximum number of retries of a cell after its worker is lost.
 _RETRIES = 2
 #: Seconds to wait for the scheduler.
 _PATIENCE = 30
@@ -37,7 +37,7 @@ class Cluster(Executor):
         if backend not in self._executors:
             needs = _resources(backend)
             wants = {"resources": needs} if needs else {}
-            # Not pure: --fresh must run again, and the memory is ours.
+            # Not pure: --fresh must run again, and this package caches results itself.
             self._executors[backend] = self._client.get_executor(
                 pure=False, retries=_RETRIES, **wants
             )

@@ -34,7 +34,7 @@ def discover(folders: Iterable[Path] = ()) -> dict[str, Scenario]:
     found: dict[str, Scenario] = {}
     for folder in (_PACKAGE, *folders, *outside):
         if not folder.is_dir():
-            msg = f"expected a folder of scenarios at {folder}"
+            msg = f"expected a directory of scenarios at {folder}"
             raise UsageError(msg)
         for path in sorted(path for kind in ("*.py", "*.jsonl") for path in folder.glob(kind)):
             if path.name.startswith("_"):
@@ -69,7 +69,7 @@ def select(scenarios: dict[str, Scenario], names: Sequence[str] = ()) -> list[Sc
 
 
 def read(path: Path) -> Scenario:
-    """Return the scenario that a file is; raises UsageError or ScriptError where it is none."""
+    """Return the scenario in a file; raises UsageError or ScriptError if there is none."""
     if not path.is_file():
         msg = f"there is no scenario file {path}"
         raise UsageError(msg)

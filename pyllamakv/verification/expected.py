@@ -124,7 +124,7 @@ def _worse(result: CellResult, accepted: Accepted | None) -> str:
     if rank(result.verdict) > bound:
         return result.reason
     for row in result.scenarios:
-        # A scenario that has no patched side, or skips itself, is no scenario that broke.
+        # A scenario without a patched side, or one that is skipped, is not worse.
         if row.verdict == Verdict.UNTESTABLE:
             continue
         allowed = accepted.bad.get(row.id) if accepted else None

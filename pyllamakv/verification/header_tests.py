@@ -33,9 +33,9 @@ _COMPILE_TIMEOUT = 300.0
 class Header:
     """The path of a patch's header, and the name of the program that tests it.
 
-    The program's first argument is the name of a test group; with ``in_folder``, the second is a
-    directory that a group leaves empty. ``needs`` are other headers of the patch that it includes;
-    stubs of llama.cpp's headers are in ``tests/native/stubs``.
+    The program's first argument is the name of a test group. With ``needs_directory``, the second
+    is a directory, which a group leaves empty. ``needs`` are other headers of the patch that it
+    includes; stubs of llama.cpp's headers are in ``tests/native/stubs``.
     """
 
     patch: str
@@ -112,7 +112,7 @@ class HeaderResult:
 
     @property
     def problem(self) -> str:
-        """Return what is wrong in one line, or an empty text."""
+        """Return the failure in one line, or an empty text."""
         if self.error:
             return f"{self.path}: its tests do not compile: {self.error}"
         if self.failed:

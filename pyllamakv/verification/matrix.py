@@ -24,7 +24,7 @@ from pyllamakv.verification.cell import CellResult, CellSpec
 if TYPE_CHECKING:
     from pyllamakv.source.progress import Progress
 
-#: Judges a cell from JSON to JSON; a function of a module, so that it can be sent anywhere.
+#: Verifies a cell from JSON to JSON; a module-level function, so that it can be pickled.
 VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 
@@ -52,8 +52,8 @@ class MatrixSelection:
 def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
     """Return the cells of a matrix, oldest release first; releases of one commit are one.
 
-    Raises UsageError or UnknownRelease for names that do not exist, PatchFormatError where the
-    series cannot be read: none of these is a matter of one cell.
+    Raises UsageError or UnknownRelease for names that do not exist, and PatchFormatError if the
+    series cannot be read, because these affect all cells.
     """
     choice = choice or MatrixSelection()
     series = shipped.load()
@@ -149,8 +149,8 @@ def run(
 
     Every result is stored at once, so that a run after a kill continues. Two concurrent runs share
     the cells: those that the other one verifies come last, and its results are used. ``where``
-    names the machine type for the cache; the default without an executor is "here". ``each`` is
-    called with each result, as soon as it is known.
+    names the kind of machine in the cache of results (default without an executor: "here").
+    ``each`` is called with each result, as soon as it is known.
     """
     place = where or ("here" if executor is None else "elsewhere")
     keys = {spec: result_cache.key(spec, place) for spec in specs}
@@ -190,7 +190,7 @@ def run(
 def _in_turn(
     specs: Sequence[CellSpec], found: Mapping[CellSpec, CellResult]
 ) -> Iterator[tuple[CellSpec, bool]]:
-    """Yield each cell, and once more, to wait for it, where that led to no result."""
+    """Yield each cell; yield those without a result again at the end, to wait for them."""
     for wait in (False, True):
         for spec in specs:
             if spec not in found:
@@ -228,7 +228,7 @@ def _of(spec: CellSpec, future: Future[dict[str, Any]]) -> CellResult:
     try:
         return CellResult.from_json(future.result())
     except Exception as error:
-        # The worker is gone, or sent what is no result: that says nothing about the release.
+        # The worker was lost, or sent an invalid result, which is no verdict on the release.
         return cells.untestable(spec, f"a worker was lost: {type(error).__name__}: {error}")
 
 

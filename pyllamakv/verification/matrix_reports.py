@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).with_name("matrix.schema.json")
 
-#: So many names still fit into a column.
+#: Maximum number of names in a column.
 FEW = 2
 #: Rows of a table above the fold.
 RECENT = 5
@@ -53,7 +53,7 @@ def document(results: Sequence[CellResult], compared: Sequence[Comparison]) -> d
 def merge(files: Iterable[Path]) -> tuple[CellResult, ...]:
     """Return the results in documents of several machines; the last of a cell counts.
 
-    Raises UsageError, naming the file, for one that is no matrix.
+    Raises UsageError with the path for a file that is not a matrix.
     """
     found: dict[CellSpec, CellResult] = {}
     for file in files:
@@ -112,7 +112,7 @@ def _fixed(result: CellResult) -> str:
 def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
     """Return a JUnit document: a suite per cell, a case per scenario, and one for the verdict.
 
-    Only regressions are failures. An accepted verdict is none, however bad.
+    Only regressions are failures. An accepted verdict is not a regression, even a bad one.
     """
     root = ET.Element("testsuites", name="pyllamakv matrix")
     for result, one in zip(results, compared, strict=True):
@@ -184,5 +184,5 @@ def _escaped(text: str) -> str:
 
 
 def _xml(text: str) -> str:
-    # What a crashing worker says may hold characters that XML cannot.
+    # The output of a crashed worker may contain characters that XML cannot represent.
     return printable(text, keep="\n\t")

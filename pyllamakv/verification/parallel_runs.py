@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario, Setting
     from pyllamakv.source.progress import Progress
 
-#: Packages and modules that decide a result, beside the library and the scenario.
+#: Packages and modules that affect a result, besides the library and the scenario.
 _CODE = (
     "scenarios/*.py",
     "traces/*.py",
@@ -43,7 +43,7 @@ _CODE = (
     "verification/parallel_runs.py",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Modules of these packages that decide none: a changed word there runs no scenario again.
+#: Modules of these packages that do not affect results: changes there keep the cache.
 _NO_INPUT = ("traces/completion.py", "traces/playback.py")
 
 #: Failures that are not cached: a hang may be caused by a busy machine, and a run that was not made
@@ -194,7 +194,7 @@ def _stopped(task: RunTask) -> Run:
 def check_loadable(library: Path, opener: Opener | None, place: DevicePlacement) -> None:
     """Open a library once in a worker, as runs do, and close it; raises CannotLoad.
 
-    A library that cannot be loaded here has nothing to say about any scenario.
+    Such a library has no result for any scenario.
     """
     try:
         (opener or runner.open_worker)(library, place.environment).close()

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 _SCHEMA = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Modules that turn runs into results, beside those that decide the runs.
+#: Modules that compute verdicts from runs, besides those that affect the runs.
 _DECIDING_MODULES = ("cell.py", "check.py", "verdict.py", "check_report.py", "header_tests.py")
 
-#: Verdicts that say more about this machine at this moment than about the release.
+#: Verdicts that depend on the state of this machine more than on the release.
 _TRANSIENT = (Verdict.UNTESTABLE, Verdict.BROKEN_BUILD, Verdict.BROKEN_CARRY)
 
 
@@ -108,7 +108,7 @@ def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
 
 
 def stock(release: str) -> dict[str, str]:
-    """Return the outcome of each scenario on a stock release, as far as it is known."""
+    """Return the known outcomes of scenarios on a stock release."""
     found = latest_result(CellSpec(release))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 

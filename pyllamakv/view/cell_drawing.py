@@ -102,5 +102,5 @@ def paint(picture: Picture, columns: int = 64, side: int = 10, *, caption: bool 
 
 
 def svg(picture: Picture, columns: int = 64, side: int = 10) -> str:
-    """Return a picture as one SVG element that needs nothing from outside."""
+    """Return a picture as one self-contained SVG element."""
     return drawing.svg(paint(picture, columns, side))

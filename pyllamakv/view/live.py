@@ -1,4 +1,4 @@
-"""Watch a context while a script of yours uses it: its cells, live in the terminal."""
+"""Show the cells of a context in the terminal while a program uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.cell_samples import CellSample
 
-#: Calls that decode: with the context first, or behind a sampler.
+#: Calls that decode: with the context as the first argument, or after a sampler.
 _DECODES = {"decode": "batch", "decode_one": "step", "decode_each": "batch"}
 #: Calls that change the cells otherwise, as traces name them.
 _CHANGES = {

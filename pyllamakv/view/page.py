@@ -1,4 +1,4 @@
-"""Write the matrix as one HTML page that needs nothing from outside."""
+"""Write the matrix as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -179,5 +179,5 @@ def _words(hunk: dict[str, Any]) -> str:
     if hunk["changed_in"]:
         said.append(changed_text(hunk.get("changed_after") or "", hunk["changed_in"]))
     for moved in hunk["moved_to"]:
-        said.append(f"perhaps gone to {moved['file']} ({moved['likeness']:.0%} alike)")
+        said.append(f"similar lines are in {moved['file']} ({moved['likeness']:.0%})")
     return ", ".join(said)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.frames import Frame
 
-#: Pictures in which moving cells are shown on their way, and seconds that each may take at most.
+#: Number of intermediate pictures of moving cells, and maximum seconds for each.
 _STEPS, _TICK = 12, 0.06
 #: Operations that stay readable below the cells.
 _LINES = 4
-#: How a cell looks that has just arrived: against the terminal's paper, dark or light.
+#: Style of a cell that has just moved, on a dark or light terminal.
 _ARRIVED = "bold reverse"
 #: Columns beside the cells, and lines above and below them.
 _BESIDE, _AROUND = 8, 9
@@ -156,7 +156,7 @@ def legend(picture: Picture) -> Text:
 def on_the_way(
     before: Picture, moves: tuple[tuple[int, int, int], ...]
 ) -> tuple[Picture, list[int]]:
-    """Return the cells with some moves done, and those that have arrived."""
+    """Return the cells during an animation, and the cells that have reached their new place."""
     owner = list(before.owner)
     for source, _, length in moves:
         owner[source : source + length] = [FREE] * length

@@ -21,7 +21,7 @@ from pyllamakv.scenarios.frames import Frame, Timeline
 from pyllamakv.view import palette
 from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
 
-#: Room around the cells: on the left for their numbers, on the right, above for the marks.
+#: Margins around the cells: on the left for numbers, on the right, and above for marks.
 LEFT, RIGHT, TOP = 60.0, 20.0, 88.0
 #: Width of the plot, and of a column in it.
 _NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
@@ -35,9 +35,9 @@ _BIN = 8.0
 _COLUMNS = 400
 #: Height of the numbers below the cells.
 _STRIP = 48.0
-#: As many operations still have their names below them.
+#: Maximum number of operations with names below them.
 _NAMED = 32
-#: Letters of one size are about so wide, in sizes.
+#: Approximate width of a letter, in font sizes.
 _LETTER = 0.55
 
 
@@ -49,7 +49,7 @@ class Column:
 
     @property
     def picture(self) -> Picture:
-        """Return the cells as the last of the frames left them."""
+        """Return the cells after the last frame."""
         return self.frames[-1].picture
 
     @property
@@ -91,7 +91,7 @@ class Plot:
 
     @property
     def pitch(self) -> float:
-        """Return how far it is from one column to the next."""
+        """Return the distance between two columns."""
         return (self.width + self.gap) / len(self.columns)
 
     @property
@@ -122,7 +122,7 @@ class Plot:
 
 
 def paint(timeline: Timeline, title: str = "") -> Drawing:
-    """Return the timeline of a timeline as a drawing. Raises UsageError when it has no cells."""
+    """Return a timeline as a drawing. Raises UsageError when it has no cells."""
     if not timeline.cells:
         msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
         raise UsageError(msg)
@@ -269,7 +269,7 @@ def _grid(plot: Plot) -> Iterator[Segment | Text]:
 
 
 def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Text]:
-    """Yield how much is free, and of it the largest hole, column by column."""
+    """Yield the free cells and the largest hole of each column."""
     free, together = [], []
     bottom = top + _STRIP
     for number, column in enumerate(plot.columns):
@@ -382,7 +382,7 @@ def ticks(cells: int, most: int = 5) -> list[int]:
 
 
 def round_step(width: float) -> int:
-    """Return the round number of lines, each ``width`` wide, after which a label has room."""
+    """Return a round number of lines, each ``width`` wide, between two labels."""
     steps: Iterator[int] = (times * 10**power for power in count() for times in (1, 2, 5))
     return next(step for step in steps if step * width >= 44)
 

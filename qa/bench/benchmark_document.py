@@ -12,7 +12,7 @@ HEAD = """# Benchmarks
 
 Written by `python -m qa bench --write qa/results/benchmarks.md`. Every ratio was measured side by
 side in one run; brackets are the 95 % confidence interval of a median over interleaved pairs.
-Absolute times drift with the machine: read the ratios. A figure that missed its target says so.
+Absolute times depend on the load of the machine; compare the ratios.
 """
 
 #: Columns of a table of figures without columns of their own.

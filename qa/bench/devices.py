@@ -170,7 +170,7 @@ def _measure(stand: DeviceBenchmark, cache: CacheShape, pattern: str, among: int
 class Rounds:
     """Run all movers alternately until the time is up.
 
-    The first two rounds only need some time left.
+    The first two rounds start if any time is left.
     """
 
     def __init__(self, stand: DeviceBenchmark, begin: float, until: float) -> None:

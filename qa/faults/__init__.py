@@ -2,8 +2,8 @@
 
 One operation of the product at a time (`steps`) runs in a child process in which the n-th change of
 a file fails (`preload`, `attempt`). The order of n is random, and usually the time limit ends the
-run first (`trial`); an entry reports the number of tried and possible faults. Killed workers and
-servers are in `lost`. Only faults that had an effect are counted.
+run before all n were used (`fault_injection`); an entry reports the number of tested and possible
+faults. `process_kill` kills workers and servers. Only faults that had an effect are counted.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _SHARE: Final = 0.08
 _WORDS: Final = {
     "kill": "kills of everything",
     "one": "kills of one process",
-    "full": "disks full from there on",
-    "once": "writes without room",
+    "full": "disks full since a change",
+    "once": "writes to a full disk",
     "eio": "I/O errors",
-    "stop": "second runs beside a stopped one",
+    "stop": "second runs during a stopped one",
     "clock": "jumps",
-    "room": "disks with little room",
-    "fsize": "limits of a file's size",
+    "room": "disks with little space",
+    "fsize": "limits of the file size",
     "memory": "limits of memory",
     "lost": "lost",
 }
@@ -92,11 +92,11 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         tried = {r.kind for r in mine if r.tried}
         lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
         entry = _entry(name, mine, effort)
-        made.append(replace(entry, skip_reason=f"not tried: {lack}" if lack else ""))
+        made.append(replace(entry, skip_reason=f"skipped: {lack}" if lack else ""))
     for name in _KILLED_PROCESSES:
         made.append(_entry(name, [r for r in records if r.step == name], effort))
     shown = [each for each in made if not _empty(each) or effort.wants(each.name)]
-    late = "the time was over; give it more with --seconds"
+    late = "the time limit was reached: increase --seconds"
     return [
         skipped_entry("faults", each.name, lacks.get(each.name, late)) if _empty(each) else each
         for each in shown
@@ -114,12 +114,12 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
     build = f"run: pyllamakv build {TEST_RELEASE}"
     if patched is None:
         return dict.fromkeys(
-            (*_NATIVE, *_JUDGED, *_KILLED_PROCESSES), f"{SPEC} is not built here; {build}"
+            (*_NATIVE, *_JUDGED, *_KILLED_PROCESSES), f"{SPEC} is not built; {build}"
         )
     if stock is None:
-        return dict.fromkeys(_JUDGED, f"{STOCK} is not built here; {build}")
+        return dict.fromkeys(_JUDGED, f"{STOCK} is not built; {build}")
     if not open_store().has(spec_resolver.resolve(TEST_RELEASE)):
-        return dict.fromkeys(_JUDGED, f"the sources of {TEST_RELEASE} are not here; {build}")
+        return dict.fromkeys(_JUDGED, f"{TEST_RELEASE} is not fetched; {build}")
     return {}
 
 
@@ -164,7 +164,7 @@ def _lost(effort: StressOptions, folder: Path | None, tick: Tick) -> list[Inject
 
 
 def _entry(name: str, records: Sequence[InjectionRecord], effort: StressOptions) -> Entry:
-    """Return the line of a family."""
+    """Return the row of a family of faults."""
     places = sum(record.places for record in records)
     tried = sum(record.tried for record in records)
     struck = sum(record.struck for record in records)

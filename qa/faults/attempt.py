@@ -101,7 +101,7 @@ class Child:
                 said += piece
         os.close(self._said)
         if not in_time:
-            return AttemptResult("hung", error=f"it had not ended after {seconds:.0f} s")
+            return AttemptResult("hung", error=f"no end after {seconds:.0f} s")
         if self._status == 0 and said:
             return AttemptResult(**json.loads(said))
         return AttemptResult("killed", error=f"status {self._status}")
@@ -128,7 +128,7 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         try:
             said = {"ending": "done", "result": work()}
         except BaseException as error:
-            _unlimited()  # to tell it takes memory as well
+            _unlimited()  # Reporting the error needs memory as well.
             typed = isinstance(error, KvError | MemoryError)
             if fault.kind == "memory":
                 # Without memory, the interpreter ends an import with its own message.

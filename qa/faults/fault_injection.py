@@ -1,4 +1,4 @@
-"""Try faults on a step, one by one; after each, a repeat must succeed."""
+"""Inject faults into a step, one by one; after each, a repeat must succeed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class FaultInjector:
             record = self._record(kind)
             record.places = len(self._all(kind))
             if not record.places:
-                record.defects.append(f"{self.step.name}, {kind}: no change of a file was seen")
+                record.defects.append(f"{self.step.name}, {kind}: the step changed no file")
         for fault in self.faults(kinds, seed):
             if time.monotonic() >= until and any(each.tried for each in self.records.values()):
                 break
@@ -134,7 +134,7 @@ class FaultInjector:
         if repeat.ending != "done":
             problems.append(f"the repeat failed: {repeat.error}")
         elif repeat.result != self.expected.result:
-            problems.append(f"the repeat came to {_short(repeat.result)}")
+            problems.append(f"the repeat returned {_short(repeat.result)}")
         else:
             record.repeated += struck
         left = sorted(self.step.files(self.place) - self.files)
@@ -155,10 +155,10 @@ class FaultInjector:
         if ending.ending == "hung":
             yield ending.error
         if ending.ending == "done" and self._otherwise(ending):
-            yield f"disturbed it came to {_short(ending.result)}"
+            yield f"with the fault it returned {_short(ending.result)}"
         if ending.ending == "error":
             if not ending.typed:
-                yield f"no error of ours: {ending.error}"
+                yield f"not an error of pyllamakv.errors: {ending.error}"
             elif fault.kind == "clock" or (
                 fault.kind == "stop"
                 and not ending.error.startswith(self.step.allowed_errors or "-")

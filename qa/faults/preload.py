@@ -26,7 +26,7 @@ def compiled(folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         hint = "install a C compiler, or name one in CC"
-        raise ToolMissing(f"{compiler} cannot be started: {error}; {hint}", "cc", hint) from error
+        raise ToolMissing(f"cannot start {compiler}: {error}; {hint}", "cc", hint) from error
     if done.returncode:
         hint = "use a compiler for this machine, with glibc's headers"
         raise ToolMissing(f"{source.name} does not compile: {done.stderr}; {hint}", "cc", hint)

@@ -1,4 +1,4 @@
-"""Try faults on steps in a process that has preload.c loaded; started with `-m` by `conduct`.
+"""Inject faults into steps in a process that has preload.c loaded; `run_injections` starts it.
 
 It has no threads and opens no native library, so that every attempt can be a fork of it. It writes
 one JSON line per tried fault to stdout, and at the end a record per step and kind.
@@ -94,7 +94,7 @@ def _listen(
     if stage.returncode:
         said.seek(0)
         last = said.read()[-2000:]
-        msg = f"the stage of the faults ended with status {stage.returncode}: {last}"
+        msg = f"the process that injects faults ended with status {stage.returncode}: {last}"
         raise HarnessError(msg)
     return records
 

@@ -97,13 +97,13 @@ def _lose(
                     # The previous worker was killed; this is its repeat.
                     record.repeated += 1
                 else:
-                    record.defects.append(f"{about}: what came before left other logits")
+                    record.defects.append(f"{about}: logits differ from those before the kill")
                 problem = _strike(model, pid, number, delay, signals[number], record)
         except Exception as error:
             problem = f"closing or opening raised {type(error).__name__}: {error}"
         left = children() - before
         if left:
-            problem += f" processes are left behind: {sorted(left)}"
+            problem += f" processes still run: {sorted(left)}"
         if problem:
             record.defects.append(f"{about}: {problem.strip()}")
         record.tried += 1
@@ -112,7 +112,7 @@ def _lose(
             if expected is not None and (_logits(ctx) == expected).all():
                 record.repeated += 1
             else:
-                record.defects.append(f"{record.step}: the last repeat came to other logits")
+                record.defects.append(f"{record.step}: the last repeat returned other logits")
     except KvError as error:
         record.defects.append(f"{record.step}: the last repeat failed: {error}")
     record.seconds = time.monotonic() - begin
@@ -143,14 +143,14 @@ def _strike(
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             _work(ctx)
-        return "nothing was raised"
+        return "no exception was raised"
     except expected as error:
         record.struck += 1
         record.errors[type(error).__name__] += 1
         # All later requests raise the same error.
         with contextlib.suppress(expected):
             model.context(n_ctx=256)
-            return f"after {type(error).__name__} a context could be made"
+            return f"a context was created after {type(error).__name__}"
         return ""
     except Exception as error:
         return f"{type(error).__name__} instead of {expected.__name__}: {error}"

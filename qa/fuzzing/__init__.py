@@ -1,7 +1,8 @@
 """Fuzz everything that reads foreign bytes or arguments.
 
-`readers` are those in Python, `live` restores states and files into contexts, `calls` are the entry
-points of plk.h, and `header` is the C++ code that reads a cache file. Each target runs in a process
+`python_targets` reads files and messages in Python, `native_targets` restores states and files into
+contexts, `entry_point_calls` calls the functions of plk.h, and `libfuzzer` tests the C++ code that
+reads a cache file. Each target runs in a process
 of its own. A crash, a hang, or any result except success and this package's errors is a finding.
 """
 

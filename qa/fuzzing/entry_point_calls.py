@@ -98,7 +98,7 @@ class CallRunner:
             raise WrongAnswer(f"after {entry.name} gave {status}: {what}")
         failed = entry.result == "int" and status < 0
         if failed and entry.name not in _MOVING and now != lain:
-            raise WrongAnswer(f"{entry.name} refused with {status} and moved cells")
+            raise WrongAnswer(f"{entry.name} failed with {status} and moved cells")
         negative = isinstance(status, int) and status < 0
         return entry.name, min(status, 3), re.sub(r"-?\d+", "N", said) if negative else ""
 
@@ -149,7 +149,7 @@ class CallRunner:
         else:
             allowed = known or result >= -1 or name in _NEEDING
         if not allowed:
-            raise WrongAnswer(f"{name} returned {result}, which plk.h does not name")
+            raise WrongAnswer(f"{name} returned {result}, which plk.h does not list")
 
     # the ledger
     def _enter(self, name: str, status: int, given: Mapping[str, Any], words: Any) -> None:
@@ -200,7 +200,7 @@ class CallRunner:
         _, held = self.world.picture()
         found = [pos for (pos, owners), n in held.items() if owners == (seq,) for _ in range(n)]
         if status == 0 and found:
-            raise WrongAnswer("a state was refused, and some of it is there")
+            raise WrongAnswer("a state was refused, but changed the cells")
         ledger.cells.extend(Cell(pos, {seq}) for pos in found)
 
     def _works(self) -> None:
@@ -218,9 +218,7 @@ class CallRunner:
             if code == 0:
                 ledger.add([1], [pos], [[0]])
             elif code != 1 or again or ledger.used < 64:
-                raise WrongAnswer(
-                    f"the context does not decode any more: {code} {self.world.error()}"
-                )
+                raise WrongAnswer(f"the context no longer decodes: {code} {self.world.error()}")
             lost, ghosts, what = cell_differences(ledger.contents(), self.world.picture()[1])
             if lost or ghosts:
                 raise WrongAnswer(f"after a decode at the end: {what}")

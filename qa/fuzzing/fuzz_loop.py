@@ -26,7 +26,7 @@ PATIENCE, _MORE = 2.0, 10.0
 MOST = 12
 #: Attempts to minimize a finding, and their time limit in seconds.
 _MINIMIZE_RUNS, _SHRINKING = 400, 3.0
-_REFUSED = "Broken: a valid input is refused"
+_REFUSED = "WrongAnswer: a valid input is refused"
 
 
 class InputTimeout(BaseException):
@@ -138,7 +138,7 @@ class FuzzLoop:
             self._refusal = f"{type(error).__name__}: {error}"
             return None
         except WrongAnswer as error:
-            return FuzzFinding(f"Broken: {error}", _skeleton(str(error)), data)
+            return FuzzFinding(f"WrongAnswer: {error}", _skeleton(str(error)), data)
         except InputTimeout:
             return FuzzFinding(f"Hung: more than {patience:g} s", "", data)
         except (Exception, RecursionError) as error:

@@ -45,7 +45,7 @@ def known(name: str) -> list[Path]:
 
 
 def entry(name: str, outcome: FuzzResult, seed: int, unit: str = "lines") -> Entry:
-    """Return the line of a target, and save its findings in the data directory."""
+    """Return the row of a target, and save its findings in the data directory."""
     again, defects = [_place(name, path.name) for path in known(name)], []
     for finding in outcome.findings.values():
         path = home() / "fuzzing" / name / hashlib.sha256(finding.data).hexdigest()[:12]
@@ -59,7 +59,7 @@ def entry(name: str, outcome: FuzzResult, seed: int, unit: str = "lines") -> Ent
 
 
 def _place(name: str, file: str) -> str:
-    return f"the input is fuzzing/{name}/{file} in the home"
+    return f"the input is fuzzing/{name}/{file} in the data directory"
 
 
 def seeds(entry: Entry) -> list[int | None]:
@@ -88,7 +88,7 @@ def added(before: Entry, now: Entry) -> Entry:
     stay = [said for said in before.defects if not any(place in said for place in again)]
     defects = tuple(dict.fromkeys((*stay, *now.defects)))
     earlier = len(data["seeds"]) - 1
-    measured = f"{now.measured} and {earlier} before it, from {data['since']} on"
+    measured = f"{now.measured} and {earlier} earlier runs since {data['since']}"
     return replace(now, row=_row(data), defects=defects, data=data, measured=measured)
 
 

@@ -73,7 +73,7 @@ class FuzzState:
             out = ffi.new(f"{kind} **")
             code = getattr(self.lib, name)(self._model, self._struct(f"{kind}_params", words), out)
             if code:
-                raise WrongAnswer(f"{name} of {words} gives {code}: {self.error()}")
+                raise WrongAnswer(f"{name} of {words} returned {code}: {self.error()}")
             self.handles[f"struct {kind}"] = [out[0]]
         self.ledger = CellLedger()
         self.n_seq_max = asked["n_seq_max"]
@@ -91,7 +91,7 @@ class FuzzState:
         """Return the cells, and their content independent of the place."""
         info = self._struct("plk_cells_info", {})
         if self.lib.plk_cells_info_read(self.context, 0, info):
-            raise WrongAnswer(f"the cells cannot be seen: {self.error()}")
+            raise WrongAnswer(f"the cells cannot be listed: {self.error()}")
         n = info.n_cells
         pos, shift = np.full(n, -1, np.int32), np.zeros(n, np.int32)
         seqs = np.zeros(n, np.uint64)

@@ -32,7 +32,7 @@ def compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise Untestable("no clang here: libFuzzer is its part; install clang and libclang-rt-dev")
+    raise Untestable("found no clang, which contains libFuzzer: install clang and libclang-rt-dev")
 
 
 def header_text() -> str:
@@ -57,7 +57,9 @@ def build(folder: Path, text: str | None = None) -> Path:
     made = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if made.returncode:
         said = made.stderr.strip().splitlines()
-        raise Untestable(f"{command[0]} builds no fuzzer here: {said[0] if said else 'no reason'}")
+        raise Untestable(
+            f"{command[0]} cannot build the fuzzer: {said[0] if said else 'no error message'}"
+        )
     return program
 
 
@@ -128,7 +130,7 @@ def _finding(folder: Path, log: Path, code: int) -> FuzzFinding:
     marks = re.findall(r"^(?:CHECK .*|.*runtime error: .*|.*ERROR: \w+: .*)$", said, re.MULTILINE)
     inputs = [path for path in folder.glob("*-*") if path.is_file()]
     if not inputs:
-        raise HarnessError(f"the fuzzer ended with {code}: {said[-1000:]}")
+        raise HarnessError(f"the fuzzer ended with status {code}: {said[-1000:]}")
     data = inputs[0].read_bytes()
     for path in inputs:
         path.unlink()

@@ -93,12 +93,12 @@ def _restore(context: Context, own: Sequence, other: Sequence, saved: bytes) -> 
         agrees(context)
         now = [(each.tokens, each.positions) for each in (own, other)]
         if now != before and "is empty now" not in str(error):
-            raise WrongAnswer("a state was refused, and the sequences changed") from error
+            raise WrongAnswer("a state was refused, but the sequences changed") from error
         goes_on(context, own.feed([1]))
         raise
     agrees(context)
     if (other.tokens, other.positions) != before[1]:
-        raise WrongAnswer("a state was restored, and another sequence changed")
+        raise WrongAnswer("a restore changed another sequence")
     goes_on(context, own.feed([1]))
     return [len(own.tokens)]
 
@@ -121,14 +121,14 @@ def kept(folder: Path) -> Target:
             context = make()
         except KVFileError:
             if path.read_bytes() != data:
-                raise WrongAnswer("a file was refused and changed") from None
+                raise WrongAnswer("a file was refused, but changed") from None
             raise
         with needed(), context:
             mark = data[
                 kv_file_checksums.STATE : kv_file_checksums.STATE + len(kv_file_checksums.SCRATCH)
             ]
             if data and mark != kv_file_checksums.SCRATCH and not context.kv.memory.resumed:
-                raise WrongAnswer("a kept cache was begun anew, and nobody asked for that")
+                raise WrongAnswer("the contents of a kept cache were discarded without a request")
             agrees(context)
             own = context.sequence(0)
             goes_on(context, own.feed([1]))
@@ -164,16 +164,16 @@ class _Front:
 
 @contextmanager
 def needed() -> Iterator[None]:
-    """Raise Broken for an unexpected error, which would otherwise count as a refused input."""
+    """Raise WrongAnswer for an unexpected error, which would otherwise count as a refused input."""
     try:
         yield
     except KvError as error:
         what = f"{type(error).__name__}: {error}"
-        raise WrongAnswer(f"the context does not work any more: {what}") from error
+        raise WrongAnswer(f"the context no longer works: {what}") from error
 
 
 def goes_on(context: Context, *feeds: Feed) -> None:
-    """Decode more tokens, and compare cells and ledgers; raise Broken if the decode is refused.
+    """Decode more tokens, and compare cells and ledgers; raise WrongAnswer if it fails.
 
     Only a full cache, or one without further positions, may refuse it.
     """
@@ -190,7 +190,7 @@ def goes_on(context: Context, *feeds: Feed) -> None:
 
 
 def agrees(context: Context) -> None:
-    """Raise Broken if cells and ledgers of a context differ."""
+    """Raise WrongAnswer if cells and ledgers of a context differ."""
     with needed():
         (stream,) = context.kv.snapshot().streams
     owned = np.zeros(len(stream.pos), bool)
@@ -198,6 +198,6 @@ def agrees(context: Context) -> None:
         has = stream.has(number) & (stream.pos >= 0)
         owned |= has
         if sorted(stream.pos[has].tolist()) != sorted(ledger.positions):
-            raise WrongAnswer(f"sequence {number} has other positions than its ledger")
+            raise WrongAnswer(f"the positions of sequence {number} differ from its ledger")
     if (owned != (stream.pos >= 0)).any():
-        raise WrongAnswer("cells are taken that no sequence owns")
+        raise WrongAnswer("cells are used that no sequence owns")

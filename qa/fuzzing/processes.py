@@ -33,7 +33,7 @@ class Processes:
         """Start a process that writes into a log. Raises HarnessError after the end."""
         with self._lock, log.open("wb") as out:
             if self._over:
-                raise HarnessError("no process is started any more: the fuzzing was ended")
+                raise HarnessError("cannot start a process: the fuzzing has ended")
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 env={**os.environ, **env}, start_new_session=True,

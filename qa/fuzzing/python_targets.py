@@ -72,7 +72,7 @@ def states(_folder: Path) -> Target:
     def run(data: bytes) -> Iterable[Hashable]:
         found = state.unpack(data)
         if len(found.tokens) != len(found.positions):
-            raise WrongAnswer("a save has a number of positions that is not that of its tokens")
+            raise WrongAnswer("a saved sequence has different numbers of positions and tokens")
         return [len(found.tokens) > 0, found.exact is None]
 
     return Target(
@@ -101,7 +101,7 @@ def rows(_folder: Path) -> Target:
         for section in found.sections:
             for layer in section.layers:
                 if len(layer.k) != len(section.pos):
-                    raise WrongAnswer("a layer has a number of rows that is not that of its cells")
+                    raise WrongAnswer("a layer has different numbers of rows and cells")
         return [(found.layout, len(found.sections), found.cells > 0)]
 
     seeds = tuple(_state(layout, magic) for layout in state_parser.LAYOUTS for magic in (0, 1))
@@ -193,7 +193,7 @@ def patches(_folder: Path) -> Target:
             author, message = mail_header.author_and_message(Port.of(found, Path("a.patch")))
             said = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
             if b"\0" in said:
-                raise WrongAnswer("git would be told of a zero byte")
+                raise WrongAnswer("a zero byte would be passed to git")
             for file in found.files:
                 for number, hunk in enumerate(file.hunks, 1):
                     _ = (hunk.old, hunk.new, hunk.added, hunk.removed, hunk.context)

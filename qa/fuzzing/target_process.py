@@ -103,9 +103,9 @@ class _Child:
         self.outcome.accepted += accepted
         self.outcome.refused += refused
         if not inputs:
-            raise HarnessError(f"a target cannot begin (status {code}): {self._said()[-2000:]}")
+            raise HarnessError(f"a target cannot start (status {code}): {self._said()[-2000:]}")
         if hung:
-            return FuzzFinding(f"hung: no answer for {self.silence:g} s", "", data)
+            return FuzzFinding(f"hung: no new input for {self.silence:g} s", "", data)
         return FuzzFinding(f"died: status {code}", self._said(1), data)
 
     def _ended(self) -> bool:

@@ -1,8 +1,8 @@
 """Repeat an operation many times, and check that memory, descriptors and threads do not grow.
 
-Each workload runs in its own process (`churn`), where Python and C share one malloc, so that its
-count of allocated bytes includes everything but mappings; those are counted in the resident
-anonymous memory, or, if shared or backed by a file, only by their number. All are sampled a hundred
+Each workload runs in its own process (`leak_workloads`). Python and C share one malloc there, whose
+count of allocated bytes includes everything but mappings. Anonymous mappings are counted by their
+resident memory, shared mappings and mapped files only by their number. All are sampled a hundred
 times, after a garbage collection and `malloc_trim`. There is no leak if the slope over the second
 half is below a bound per operation (`Slope`, `Kind.most`), and if mappings, descriptors and threads
 at the end equal those after the first tenth.
@@ -47,7 +47,7 @@ _MORE: Final = {"maps": 4, "fds": 0, "threads": 0}
 
 @dataclass(frozen=True)
 class LeakWorkload:
-    """One workload: its function in `churn`, and the number of operations of a long run.
+    """One workload: its function in `leak_workloads`, and the number of operations of a long run.
 
     ``bound`` is the allowed growth in bytes per operation, by pages and by fragments: about five
     times the growth seen in ten seconds on two loaded cores.
@@ -180,7 +180,7 @@ def run_workload(kind: LeakWorkload, variant: Path, seconds: float) -> list[dict
 def evaluate(
     name: str, kind: LeakWorkload, samples: Sequence[Mapping[str, int]], seed: int
 ) -> Entry:
-    """Return the line of a workload from its samples."""
+    """Return the row of a workload from its samples."""
     counts = [sample["count"] for sample in samples]
     last = samples[-1]
     early = next(sample for sample in samples if sample["count"] >= last["count"] / 10)
@@ -190,7 +190,7 @@ def evaluate(
     defects = []
     data: dict[str, Any] = {"samples": len(samples), "early": dict(early), "last": dict(last)}
     if len(second) < 3:
-        defects.append(f"{name}: too few samples in the time there was")
+        defects.append(f"{name}: too few samples within the time limit")
     for what in ("heap", "resident") if len(second) >= 3 else ():
         slope = Slope.of([each["count"] for each in second], [each[what] for each in second])
         row[f"{what} per operation"] = str(slope)
@@ -198,7 +198,9 @@ def evaluate(
         most = kind.most(what, second[-1]["count"] - second[0]["count"])
         row[f"{what} bound"] = f"{_bytes(most)} B"
         if slope.exceeds(most):
-            defects.append(f"{name}: {what} memory grows by {slope} each, not {_bytes(most)}")
+            defects.append(
+                f"{name}: {what} memory grows by {slope} per operation, allowed {_bytes(most)}"
+            )
     for what, more in _MORE.items():
         row[what] = f"{early[what]} to {last[what]}"
         if last[what] > early[what] + more:

@@ -72,10 +72,10 @@ def refused(variant: Path, folder: Path) -> Iterator[int]:
         while True:
             with contextlib.suppress(kv.KvError):
                 model.context(**_SHAPE, kv_backing=path, kv_keep=True)
-                raise AssertionError("a file that is no cache was taken")
+                raise AssertionError("a file that is not a cache was accepted")
             with contextlib.suppress(kv.KvError):
                 library.load_model(path)
-                raise AssertionError("a file that is no model was taken")
+                raise AssertionError("a file that is not a model was accepted")
             yield 2
 
 
@@ -133,7 +133,7 @@ def failing(variant: Path, folder: Path) -> Iterator[int]:
             for _ in range(20):
                 with contextlib.suppress(kv.NoKVSlot):
                     ctx.decode(other.feed(_TOKENS))
-                    raise AssertionError("a full cache took tokens")
+                    raise AssertionError("a full cache accepted tokens")
             yield 20
 
 

@@ -1,4 +1,4 @@
-"""Mutation testing of the shipped patches: a scenario or test must fail on each mutant.
+"""Mutation testing of the shipped patches: a scenario or header test must detect each mutant.
 
 Mutants of every patch of a series are built and tested one after another, in random order, until
 the time is up; results are stored in the data directory. A mutant that passes everything is a
@@ -52,7 +52,7 @@ SIZED = 4
 #: Minimum seconds of each patch, however long its preparation took.
 _LEAST = 15.0
 
-#: The entry that checks whether the accepted mutants still exist.
+#: The entry that checks whether the mutants listed as equivalent still exist.
 ACCEPTED = "accepted"
 
 
@@ -85,7 +85,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         with prepare_release(name, shipped, effort.jobs) as prepared:
             given = prepared.patched.patches
             if effort.only:
-                none = f"{name} is not given this patch"
+                none = f"the series does not have this patch on {name}"
                 lack = [f"{name} {patch}" for patch in patches if patch not in given]
                 found += [skipped_entry(mutation_run.SECTION, each, none) for each in lack]
             patches = [patch for patch in patches if patch in given]
@@ -114,7 +114,9 @@ def _about(tick: Tick, what: str, about: str) -> None:
 
 def _accepted(known: tuple[equivalent_mutants.EquivalentMutant, ...], shipped: Series) -> Entry:
     stale = equivalent_mutants.stale(known, shipped)
-    defects = tuple(f"{each} is accepted, and is no mutant of any patch" for each in stale)
+    defects = tuple(
+        f"{each} is listed as equivalent, but no patch has this mutant" for each in stale
+    )
     return Entry(mutation_run.SECTION, ACCEPTED, {"equivalent": str(len(known))}, defects)
 
 
@@ -150,7 +152,7 @@ def prepare_release(name: str, shipped: Series, jobs: int = 1) -> Iterator[Mutat
     release, store = spec_resolver.resolve(name), open_store()
     patched = apply.apply(release, series=shipped, store=store)
     if built.manifest.patched_tree != patched.tree:
-        msg = f"{built.id} is of another tree than the patches make now: build {name} again"
+        msg = f"{built.id} was built from other patches: run pyllamakv build {spec}"
         raise HarnessError(msg)
     tree = trees.StoreTree(store, patched.tree)
     parent = home() / "objects"

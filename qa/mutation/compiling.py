@@ -48,8 +48,8 @@ def refusal(text: str) -> bool:
 def run(words: Sequence[str], folder: Path) -> None:
     """Run a tool in a directory.
 
-    Raises Refused for an error in its input, BuildError for a full disk, and Broken for any other
-    failure: a timeout, a signal, an internal error.
+    Raises CompileError for an error in its input, BuildError for a full disk, and CompilerCrash for
+    any other failure: a timeout, a signal, an internal error.
     """
     try:
         done = subprocess.run(
@@ -70,10 +70,10 @@ def run(words: Sequence[str], folder: Path) -> None:
         return
     output = done.stdout + done.stderr
     if "No space left on device" in output:
-        msg = f"no room left in {folder}: free some space, and run the same command again"
+        msg = f"the disk is full at {folder}: free some space, and run the same command again"
         raise BuildError(msg)
     said = cmake.first_error(output) or output.strip()[-400:]
     if done.returncode > 0 and refusal(output):
         raise CompileError(said, output)
-    msg = f"{Path(words[0]).name} ended with {done.returncode}, not for its input: {said}"
+    msg = f"{Path(words[0]).name} crashed with status {done.returncode}: {said}"
     raise CompilerCrash(msg, output)

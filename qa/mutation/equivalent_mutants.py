@@ -65,7 +65,7 @@ def load(path: Path | None = None) -> tuple[EquivalentMutant, ...]:
     names = [f"{each.above}, {each}" for each in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise PatchFormatError(f"{path}: {twice} stands there twice.", str(path))
+        raise PatchFormatError(f"{path}: {twice} is listed twice.", str(path))
     return found
 
 

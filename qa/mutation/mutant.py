@@ -124,7 +124,7 @@ def _without_hunks(
         for number, hunk in enumerate(file.hunks, 1):
             if not hunk.added:
                 # The hunk only deletes: without it, an unused declaration remains.
-                reasons["hunk adds nothing"] += 1
+                reasons["hunk adds no lines"] += 1
                 continue
             texts = [
                 each.without(file.path, number) if each is port else each for each in patched.ports
@@ -132,7 +132,7 @@ def _without_hunks(
             try:
                 plan = port_choice.choose_for_release(release, texts, store=store)
             except (PatchConflict, PatchError):
-                reasons["hunk that others rest on"] += 1
+                reasons["other hunks require it"] += 1
                 continue
             changed = plan.draft.changes
             files: dict[str, bytes | None] = {}

@@ -79,8 +79,8 @@ class MutantBuilder:
 
         ``all_of_it`` compiles all readers of these files; otherwise only callers of the patches'
         code: the sources that they change, and the shim. For a change within a function, which no
-        other source sees, the result is the same in a tenth of the time. Raises Broken if a tool
-        fails for another reason than its input.
+        other source sees, the result is the same in a tenth of the time. Raises CompilerCrash if a
+        tool fails for another reason than its input.
         """
         units = [
             unit
@@ -195,7 +195,7 @@ class MutantBuilder:
         return library
 
     def _archive_of(self, output: str) -> str:
-        """Return the archive that contains an object: the nearest one above it."""
+        """Return the archive that contains an object: that of the nearest parent directory."""
         found = [word for word in self.link if word.endswith(".a")]
         for folder in (self.base / output).parents:
             here = [word for word in found if Path(word).parent == folder]

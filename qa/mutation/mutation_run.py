@@ -50,14 +50,14 @@ class MutationResult:
         }
         survivors = [mutant for mutant, answer in self.answers if answer.outcome == "survivor"]
         data = {**counts, "left out": self.made.left_out, "catchers": dict(catchers)}
-        defects = tuple(f"nobody catches {each}" for each in survivors) + tuple(
-            f"{mutant} could not be judged: {answer.message}"
+        defects = tuple(f"no test detects {each}" for each in survivors) + tuple(
+            f"{mutant} has no result: {answer.message}"
             for mutant, answer in self.answers
             if answer.outcome == NOT_EVALUATED
         )
         if not tried and len(self.made.mutants) > self.equivalent:
             # An entry without tests cannot find a defect.
-            none = f"none of {len(self.made.mutants)} mutants was tried: give it more time"
+            none = f"none of {len(self.made.mutants)} mutants was tested: increase --seconds"
             defects = defects or (none,)
         return Entry(SECTION, name, row, defects, seed, data)
 

@@ -119,7 +119,7 @@ def _turned(code: str, whole: bool) -> Iterator[Change]:
     if opposite is None and (" && " in _blind(value) or " || " in _blind(value)):
         opposite = f"!({value})"
     if opposite is not None:
-        yield Change("return turned around", f"{space}return {opposite};")
+        yield Change("return negated", f"{space}return {opposite};")
 
 
 def _removed(code: str, whole: bool) -> Iterator[Change]:
@@ -137,11 +137,11 @@ def _removed(code: str, whole: bool) -> Iterator[Change]:
 OPERATORS: Sequence[Operator] = (
     _tokens("bound", _BINARY, lambda found: _BOUNDS.get(found, found)),
     _tokens("off by one", _STEP, lambda found: ""),
-    _tokens("least and most", _END, lambda found: "std::" + _ENDS[found[5:]]),
-    _tokens("comparison turned", _BINARY, lambda found: _NEGATIONS.get(found, found)),
-    _tokens("and for or", _BINARY, lambda found: _JOINTS.get(found, found)),
+    _tokens("minimum, maximum", _END, lambda found: "std::" + _ENDS[found[5:]]),
+    _tokens("comparison negated", _BINARY, lambda found: _NEGATIONS.get(found, found)),
+    _tokens("&& and || swapped", _BINARY, lambda found: _JOINTS.get(found, found)),
     _tokens("K and V swapped", _WORD, lambda found: _SWAPS[found]),
-    _tokens("V laid out otherwise", _LAYOUT, lambda found: f"!{found}"),
+    _tokens("layout of V negated", _LAYOUT, lambda found: f"!{found}"),
     _negated,
     _turned,
     _removed,

@@ -22,7 +22,9 @@ app = typer.Typer(add_completion=False)
 def peer(
     names: Annotated[list[str] | None, typer.Argument(metavar="[RELEASE]…")] = None,
     *,
-    sample: Annotated[bool, typer.Option("--sample", help="One release per era as well.")] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Test one release per era as well.")
+    ] = False,
     backend: Annotated[str, typer.Option("--backend", help="cpu (default), cuda, ….")] = "cpu",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table of docs/drop-in.md.")
@@ -31,7 +33,7 @@ def peer(
 ) -> None:
     """Run llama-cpp-python's own tests on stock and patched, and a decode into scattered cells.
 
-    Exit status 1 if a test passes on stock only, or patched finds no slot.
+    Exits with 1 if a test passes on stock only, or patched finds no slot.
     """
     from pyllamakv.cli import progress_bar
     from qa.peer import peer_comparison

@@ -43,7 +43,7 @@ class Slots:
         if self.placed:
             return "placed"
         if self.code:
-            return f"{'no slot: ' if self.code == 1 else ''}`llama_decode` gives {self.code}"
+            return f"{'no slot: ' if self.code == 1 else ''}`llama_decode` returns {self.code}"
         return f"wrong logits, off by {self.difference}"
 
 
@@ -64,7 +64,7 @@ def ask(python: Path, variant: Variant, model: Path) -> Slots:
         check=False,
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
         msg = f"llama-cpp-python on {variant.id} failed: {lines[-1]}"
         raise Untestable(msg)
     facts = json.loads(done.stdout.strip().splitlines()[-1])

@@ -101,11 +101,11 @@ def run(peer: LlamaCppPythonEnv, variant: Variant, *, seconds: float = SECONDS) 
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            return Suite(crash=f"it hung for {seconds:.0f} s")
+            return Suite(crash=f"no end after {seconds:.0f} s")
         if not report.is_file():
             lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
             said = f": {lines[-1]}" if lines else ""
-            return Suite(crash=f"it ended with {done.returncode}{said}")
+            return Suite(crash=f"it ended with status {done.returncode}{said}")
         return Suite(read(report.read_bytes()))
 
 

@@ -68,7 +68,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     missing = [name for name, each in found.items() if each is None]
     if missing:
         build = " && ".join(f"pyllamakv build {name}" for name in missing)
-        msg = f"schedules need {', '.join(missing)}, patched: {build}"
+        msg = f"random operations need a patched build of {', '.join(missing)}: {build}"
         raise NotBuilt(msg)
     share = effort.shared(len(found))
     return [
@@ -138,10 +138,10 @@ def run_cases(
                 played = hand.play(task)
             tally.add(combination, played)
             if played.failed is not None:
-                tick(f"{name}: shortening a failure ({combination})")
+                tick(f"{name}: minimizing a failure ({combination})")
                 trace = home() / "random_operations" / name / f"{effort.seed}-{number}.jsonl"
                 _find(hand, replace(task, trace=trace), played.failed, tally)
-    msg = "walks have no end"
+    msg = "the list of combinations has no end"
     raise AssertionError(msg)
 
 
@@ -151,11 +151,11 @@ def _fainted(name: str, tally: CaseCounts, stock: Variant | None, make: Make) ->
         if stock is None:
             if name not in FAILING_DEVICES:
                 ask = f"pyllamakv build {name}+stock"
-                yield f"{why}, at a first batch; whether stock does so too is not known: {ask}"
+                yield f"{why}, at the first batch; build stock to compare: {ask}"
             continue
         with CaseProcess(stock.folder, met.environment, make) as hand:
             if _has(hand, met.plain):
-                yield f"{why}, at a first batch, which stock computes"
+                yield f"{why}, at the first batch, which stock computes"
 
 
 def _lacking(folder: Path, tally: CaseCounts, stock: Variant | None, make: Make) -> Iterator[str]:
@@ -165,10 +165,10 @@ def _lacking(folder: Path, tally: CaseCounts, stock: Variant | None, make: Make)
     usual = Combination().environment
     with CaseProcess(folder, usual, make) as ours, CaseProcess(stock.folder, usual, make) as theirs:
         for (why, *_), met in tally.lacking.items():
-            # Some memories cannot be kept; `Tally.never` checks that each backing was used.
+            # Some memories cannot be kept; `CaseCounts.never` checks that each backing was used.
             backed = met.backing != "heap" and _has(ours, replace(met, backing="heap"))
             if not backed and _has(theirs, met.plain):
-                yield f"absent with {met}, which stock has: {why}"
+                yield f"cannot be opened, but stock can: {met}: {why}"
 
 
 def _has(hand: CaseProcess, combination: Combination) -> bool:
@@ -194,11 +194,11 @@ def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: Case
     )
     task.trace.parent.mkdir(parents=True, exist_ok=True)
     again = hand.play(replace(task, operations=short)).failed
-    where = f"its trace is {task.trace.relative_to(home())} in the home"
+    where = f"its trace is {task.trace.relative_to(home())} in the data directory"
     if not task.trace.is_file():
-        where = "it could not be traced"
+        where = "it has no trace"
     elif again is None:
-        where += ", where it did not fail once more"
+        where += ", whose replay did not fail"
     names = " ".join(f"{each.name}:{each.number}" for each in short)
     tally.told[kind] = (
         f"{failed.failure} with {task.combination}: {_text(failed)}, "
@@ -207,4 +207,4 @@ def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: Case
 
 
 def _text(failed: ScenarioFailed) -> str:
-    return strip_directories(next(iter(str(failed).strip().splitlines()), "without a word"))
+    return strip_directories(next(iter(str(failed).strip().splitlines()), "no message"))

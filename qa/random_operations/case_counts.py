@@ -83,7 +83,7 @@ class CaseCounts:
         played = {*self.values["backing"], *self.values["device"], *self.values["streams"]}
         for value, times in self.missing.items():
             if value in can and value not in played and times >= _OFTEN:
-                yield f"{value} was never played, although this build can: absent {times} times"
+                yield f"{value} is supported, but was never tested: unavailable {times} times"
 
     def entry(self, name: str, seed: int, seconds: float, more: Iterable[str] = ()) -> Entry:
         """Return the line of a release; ``more`` are defects without a failing case."""
@@ -116,7 +116,7 @@ class CaseCounts:
     def _defects(self) -> Iterator[str]:
         if not self.operations:
             why = "; ".join(self.absent)
-            yield f"nothing was tried{': ' if why else ''}{why}"
+            yield f"nothing was tested{': ' if why else ''}{why}"
         for kind, text in self.told.items():
             times = self.kinds[kind]
             yield text if times == 1 else f"{text} ({times} times)"

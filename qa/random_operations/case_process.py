@@ -40,7 +40,7 @@ class CaseProcess:
             if pipe.poll(self._patience):
                 played: Played = pipe.recv()
                 return played
-            kind, why = "hang", f"it said nothing for {self._patience:g} seconds"
+            kind, why = "hang", f"no reply within {self._patience:g} seconds"
         except (EOFError, OSError):
             kind, why = "crash", f"the process of the library ended with {self._ended()}"
         self.close()

@@ -29,7 +29,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "streams": ("shared", "shared", "separate"),
 }
 
-#: The models of `synthetic.SHAPES` with each memory.
+#: The models of `synthetic_models.SHAPES` with each memory.
 MODELS = {
     "attention": "grouped",
     "window": "sliding",

@@ -126,7 +126,7 @@ class ContentCheck:
             pos = int(feed.pos[0])
             msg = (
                 f"logits at position {pos} of sequence {seq} differ by {found:.3g} from those "
-                f"behind its restored state, allowed {bound:g}"
+                f"after its restored state, allowed {bound:g}"
             )
             raise ScenarioFailed(msg, failure="data", evidence={"sequence": seq, "position": pos})
         self.logits += 1

@@ -70,7 +70,7 @@ def _begin(context: Context, task: CaseTask) -> RowWriter:
     assert task.trace is not None
     variant, model = context.native.about.variant, context.model.path
     head = trace.current_head(variant, model, task.combination.environment)
-    head = replace(head, claim=f"A random schedule passes ({task.combination}).")
+    head = replace(head, claim=f"Random operations pass ({task.combination}).")
     return RowWriter(task.trace, head, recording.rows(context, head.model), pictures=True)
 
 

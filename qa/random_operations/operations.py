@@ -281,8 +281,8 @@ class Operations(OperationBase):
     def _reopen(self) -> None:
         """Close a context with a cache file, and continue with its content."""
         assert self._again is not None
-        self._say("note", text="closed, and opened again")
-        with self.proof.unchanged("closing and opening again"):
+        self._say("note", text="closed and reopened")
+        with self.proof.unchanged("a reopen"):
             self.subject.reopen(self._again)
 
     # Operations that move cells...
@@ -301,12 +301,12 @@ class Operations(OperationBase):
                 )
         # The default plan moves the fewest cells.
         if self.subject.params.defrag_plan and self._order() != before:
-            self._fail("a plan that keeps the order of cells has changed it")
+            self._fail("the plan `ordered` changed the order of cells")
 
     def _release(self) -> None:
         """Trim mapped memory after the last used cell."""
-        self._say("note", text="gave memory back")
-        with self.proof.unchanged("giving memory back"):
+        self._say("note", text="trimmed")
+        with self.proof.unchanged("a trim"):
             self.subject.runtime.kv.trim()
 
     def _verify(self) -> None:

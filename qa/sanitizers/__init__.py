@@ -69,7 +69,7 @@ class SanitizerRun:
         """Add the reports of a program, and its failure."""
         self.add(ended.found)
         if ended.code:
-            self.wrong.append(f"{what} ends with {ended.code}: {ended.said}")
+            self.wrong.append(f"{what} ended with status {ended.code}: {ended.said}")
 
 
 def names() -> tuple[str, ...]:
@@ -98,11 +98,11 @@ def _entry(name: str, scope: str, part: Part, work: SanitizerBuilds) -> Entry:
     try:
         part(work, trial)
     except KvError as error:
-        trial.wrong.append(f"it could not be tried: {error}")
+        trial.wrong.append(f"it could not run: {error}")
     spent = time.monotonic() - start - (work.building - built)
     ours, theirs = reports.split(trial.found)
     if not trial.ran and not trial.wrong:
-        trial.wrong.append("nothing was run")
+        trial.wrong.append("no test ran")
     row = {
         "scope": scope,
         "ran": f"{trial.ran} {trial.of}",
@@ -151,7 +151,7 @@ class SanitizerBuilds:
 
     def plant(self, trial: SanitizerRun, kind: str) -> None:
         """Load the library with each planted fault: one that is not reported is a defect."""
-        trial.of = "faults planted and seen"
+        trial.of = "planted faults reported"
         library = self.library("patched", kind).library
         for fault in PLANTED[kind]:
             self.tick(f"planted {fault}")
@@ -159,18 +159,18 @@ class SanitizerBuilds:
             if any(SAYS[fault] in report.what for report in seen):
                 trial.ran += 1
             else:
-                trial.wrong.append(f"the sanitizer is blind: it does not see a planted {fault}")
+                trial.wrong.append(f"the sanitizer does not report a planted {fault}")
         clean = sanitized_process.planted(kind, library, "nothing")
         trial.add(clean)
 
     def drive(self, trial: SanitizerRun) -> None:
         """Run the tests of the patches' headers, without llama.cpp."""
-        trial.of = "groups of tests"
+        trial.of = "test groups"
         for name, group, ended in sanitizer_targets.headers(self.tick):
             trial.ran += bool(group)
             trial.take(f"{name} {group}".strip(), ended)
             if not group and not ended.out.split():
-                trial.wrong.append(f"{name} lists no groups of tests")
+                trial.wrong.append(f"{name} lists no test groups")
 
     def smoke(self, trial: SanitizerRun) -> None:
         """Run the C program with both libraries."""
@@ -198,7 +198,7 @@ class SanitizerBuilds:
         folder = self.library("patched", "thread").folder
         seen = sanitizer_targets.worker(folder, 1, self.tick, fault="race")
         if not any(SAYS["race"] in report.what for report in seen.found):
-            trial.wrong.append("the sanitizer is blind: it does not see a planted race in a worker")
+            trial.wrong.append("the sanitizer does not report a planted race in a worker")
         trial.ran += rounds
         trial.take("the driver", sanitizer_targets.worker(folder, rounds, self.tick))
 
@@ -211,8 +211,7 @@ class SanitizerBuilds:
             trial.ran += outcome.status not in ("skip", "absent")
             # An assertion of the C++ library that ends a worker is only in its last output.
             trial.add([*found, *reports.parse(outcome.message)])
-            # Stock may fail scenarios of fixes; that stock cannot run says nothing about the
-            # library.
+            # Stock may fail fix scenarios, and may be unable to start a run.
             if outcome.status == "fault" or (side == "patched" and outcome.failed):
                 trial.wrong.append(f"{name} [{setting}]: {outcome.failure} {outcome.message}")
 
@@ -225,7 +224,7 @@ class SanitizerBuilds:
 
 
 Part = Callable[[SanitizerBuilds, SanitizerRun], None]
-#: The parts by the name of their entry, with the kind of library: none, or one of `Work.scope`.
+#: The parts by the name of their entry, with the kind of library (`SanitizerBuilds.scope`), if any.
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
     "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),

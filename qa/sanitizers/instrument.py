@@ -34,7 +34,7 @@ FLAGS = {
     "thread": ("-fsanitize=thread",),
 }
 _ALWAYS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", "-w")
-#: Runs `planted.h` when the object is loaded: is the object instrumented?
+#: Runs `planted.h` when the object is loaded, to check that it is instrumented.
 PLANTED = "llama-kv-cache.cpp"
 #: Sources that the patches change; the shim is always included.
 _CORE = ("llama-kv", "llama-context", "llama-batch", "llama-io", "llama-memory")
@@ -77,7 +77,7 @@ def runtimes(kind: str) -> tuple[Path, ...]:
     """
     found = shutil.which("g++")
     if found is None:
-        msg = "expected gcc with its sanitizers, found no g++: install g++"
+        msg = "found no g++: install g++ with its sanitizers"
         raise Untestable(msg)
     names = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}[kind]
     paths = []
@@ -202,7 +202,7 @@ def _compiler(commands: list[Command]) -> str:
     words = next(each.words for each in commands if each.source.suffix == ".cpp")
     found = next(word for word in words if Path(word).name not in ("ccache", "sccache"))
     if "clang" in Path(found).name:
-        msg = f"expected gcc, this build is {found}'s: set CC=gcc CXX=g++ and build again"
+        msg = f"the build was compiled by {found}, expected gcc: set CC=gcc CXX=g++ and build again"
         raise Untestable(msg)
     return found
 

@@ -101,7 +101,7 @@ def run(
         )
         code, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired:
-        code, out, err = HUNG, "", f"it hangs: no end within {PATIENCE:g} seconds"
+        code, out, err = HUNG, "", f"no end within {PATIENCE:g} seconds"
     found = reports.collect(folder)
     known = {report.key for report in found}
     found += [report for report in reports.parse(out + err) if report.key not in known]
@@ -137,6 +137,6 @@ def planted(kind: str, library: Path, fault: str) -> list[Report]:
             env={"PLK_PLANTED": fault},
         )
     if ended.code != 0 and not ended.found:
-        msg = f"a process under the {kind} sanitizer ends with {ended.code}: {ended.said}"
+        msg = f"a process under the {kind} sanitizer ended with status {ended.code}: {ended.said}"
         raise Untestable(msg)
     return ended.found

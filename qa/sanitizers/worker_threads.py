@@ -1,4 +1,4 @@
-"""Use a worker from several threads at once; started with `-m`, by `drivers.worker`.
+"""Use a worker from several threads at once; started with `-m` by `sanitizer_targets.worker`.
 
 The worker is under the thread sanitizer, this process is not: reports are about the worker's
 threads, one for requests and one for cancels.
@@ -121,13 +121,13 @@ class Thread(threading.Thread):
         """Wait for the end."""
         self.join(sanitized_process.PATIENCE)
         if self.is_alive():
-            raise TimeoutError("a thread hangs")
+            raise TimeoutError("a thread does not end")
         if self._error is not None:
             raise self._error
 
 
 def main(arguments: list[str]) -> None:
-    """Run as many rounds as the command line says, with its library and model."""
+    """Run the number of rounds on the command line, with its library and model."""
     folder, file, rounds, logs = arguments
     opener = sanitized_process.opener("thread", Path(logs))
     ended: Counter[int] = Counter()
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> None:
         finally:
             library.close()
     if not (ended[DecodeStatus.OK] and ended[DecodeStatus.ABORTED]):
-        raise HarnessError(f"expected decodes that end and decodes that are cancelled: {ended}")
+        raise HarnessError(f"expected completed and cancelled decodes, found {ended}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def patched_files(patched: PatchedRelease, patch: str) -> dict[str, bytes]:
     tree = trees.StoreTree(open_store(), patched.tree)
     port = next((each for each in patched.ports if each.id == patch), None)
     if port is None:
-        msg = f"{patched.release} does not take {patch}: correct the releases of its slips"
+        msg = f"{patch} does not apply to {patched.release}: correct the releases of its slips"
         raise HarnessError(msg)
     entries = {path: tree.entry(path) for path in port.patch.paths}
     return {path: entry.data for path, entry in entries.items() if entry is not None}

@@ -136,7 +136,7 @@ def test_facts_hold_arrays() -> None:
 def test_what_cannot_cross_is_refused() -> None:
     """There is no pickle: an unknown class is an error on the sender's side."""
     for value in (object(), {1, 2}, np.zeros(2, np.complex64)):
-        with pytest.raises(TypeError, match="cannot cross"):
+        with pytest.raises(TypeError, match="cannot be sent"):
             pack(value, [])
 
 

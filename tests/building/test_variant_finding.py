@@ -116,7 +116,7 @@ def test_what_is_not_built_names_the_command(
     no_compiler(shop, monkeypatch)
     assert open_variant.find_built(shop.spec) == open_variant.find_built(made.id) == made.folder
     monkeypatch.setattr(variant, "shim_digest", lambda: "changed")
-    with pytest.raises(NotBuilt, match=f"{made.id}, of other patches"):
+    with pytest.raises(NotBuilt, match=f"other patches, shim or settings: {made.id}"):
         open_variant.find_built(shop.spec)
 
 

@@ -36,7 +36,7 @@ def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
         "length", "failed", "failed", "length",
     ]  # fmt: skip
     assert isinstance(long.error, UsageError)
-    with pytest.raises(UsageError, match="65 tokens and a slot 64"):
+    with pytest.raises(UsageError, match="65 tokens, a slot holds 64"):
         long.result()
     with pytest.raises(IndexError):
         broken.result()

@@ -106,5 +106,5 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     """Name a file as the folder."""
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(PagingError, match="writable folder"):
+    with pytest.raises(PagingError, match="writable directory"):
         paging.pager(tmp_path / "file")

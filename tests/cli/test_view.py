@@ -114,7 +114,7 @@ def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch)
 def test_what_cannot_be_written_is_refused_first(opened, capsys, words) -> None:
     """A usage error has a remedy."""
     code, _, err = cli(capsys, "view", EXAMPLE, *words)
-    assert code == 2 and ("folder" in err or ".svg" in err)
+    assert code == 2 and ("directory" in err or ".svg" in err)
     assert not opened
 
 

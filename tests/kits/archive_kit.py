@@ -1,4 +1,4 @@
-"""Make archives for the tests that have them refused."""
+"""Create archives that must be refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sdist(folder: Path, members: dict[str, Any]) -> Path:
 
 
 def refused(store: Store, file: Path, words: str) -> None:
-    """Check that an archive is refused, and that the store is as it was."""
+    """Check that an archive is refused, and that the store is unchanged."""
     before = objects(store)
     with pytest.raises(ArchiveError, match=words):
         import_sdist(store, file)
@@ -40,7 +40,7 @@ def refused(store: Store, file: Path, words: str) -> None:
 
 
 def not_fetched(spec: str, words: str) -> None:
-    """Check that a source is refused, and that the store is as it was."""
+    """Check that a source is refused, and that the store is unchanged."""
     store = open_store()
     before = objects(store)
     with pytest.raises(ArchiveError, match=words):

@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class Fixed:
-    """Pick tokens from a list."""
+    """Sample tokens from a list."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = list(tokens)
 
     def sample(self, context: Context, index: int = -1) -> int:
-        """Return the next of the list, once the logits may be read."""
+        """Return the next token of the list; requires readable logits."""
         context.logits(index)
         return self.tokens.pop(0)
 
 
 def said(data: bytes) -> Fixed:
-    """Return a sampler that says these bytes, and then ends."""
+    """Return a sampler that generates these bytes, then an end token."""
     return Fixed([*(byte + 3 for byte in data), 2])
 
 
 def alone(folder: Path, prompt: str | list[int], n: int, **native: Any) -> str:
-    """Return what a prompt gives in a context of its own, by the runtime's own loop."""
+    """Return the text that the runtime generates for a prompt in a separate context."""
     ctx = kit.context(folder, native, n_ctx=256)
     sequence = ctx.sequence()
     ctx.prefill(sequence, ctx.model.tokenize(prompt) if isinstance(prompt, str) else prompt)

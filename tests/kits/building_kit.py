@@ -14,7 +14,8 @@ from qa.faults.steps.building import script as script
 if TYPE_CHECKING:
     import pytest
 
-#: Makes a library of the tree's one source, and the drop-in beside it, and says so as ninja does.
+#: Creates a library from the tree's only source, and the drop-in, and prints the same lines as
+#: ninja.
 NINJA = r"""
 while [ $# -gt 0 ]; do
     case $1 in
@@ -91,7 +92,7 @@ class BuildSandbox:
 
 
 def manifest(**changed: object) -> Manifest:
-    """Return a manifest with plausible values, but for those that are named."""
+    """Return a manifest with plausible values, except for the given ones."""
     values: dict[str, object] = {
         "variant": "0.3.9-stock-cpu-0123456789abcdef",
         "release": "0.3.9",

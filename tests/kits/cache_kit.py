@@ -31,7 +31,7 @@ def forward(cache: Any, sequence: int, tokens: Any) -> None:
 
 
 def picture(cache: ContextCache) -> list[Any]:
-    """Return all that a refusal must leave alone: tokens, positions, cells, checkpoints."""
+    """Return all that a refusal must not change: tokens, positions, cells, checkpoints."""
     ledgers = [(each.tokens.copy(), each.positions.copy()) for each in cache.context.ledgers]
     seen = cache.context.kv.try_snapshot()
     cells = [(each.pos.tolist(), each.seqs.tolist()) for each in seen.streams] if seen else []
@@ -47,5 +47,5 @@ def fresh(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
 
 
 def some(n: int, seed: int = 1) -> list[int]:
-    """Return tokens that the smallest vocabulary has, not periodic."""
+    """Return tokens of the smallest vocabulary, without a period."""
     return np.random.default_rng(seed).integers(1, 60, n).tolist()

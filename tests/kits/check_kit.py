@@ -1,4 +1,4 @@
-"""A world in which check finds what a test put there: sources, builds, workers."""
+"""Simulated sources, builds and workers for `check`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOME = ("fragmented", "fork-then-defrag")
 
 @dataclass
 class CheckSandbox:
-    """Hold what the checked world does; fields that are errors are raised."""
+    """The simulated results; fields that are exceptions are raised."""
 
     build_stock: object = None
     build_patched: object = None
@@ -33,7 +33,7 @@ class CheckSandbox:
     calls: list = field(default_factory=list)
 
     def variant(self, side: str, trouble: object) -> object:
-        """Build a side, or fail as given."""
+        """Build a side, or raise the given error."""
         self.calls.append(side)
         if isinstance(trouble, Exception):
             raise trouble
@@ -43,7 +43,7 @@ class CheckSandbox:
 
 
 def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
-    """Put a new world in the place of what check builds, applies, fetches and opens."""
+    """Replace everything that `check` builds, applies, fetches and opens."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(home))
     monkeypatch.delenv("PYLLAMAKV_TEST_MODEL", raising=False)
     world = CheckSandbox()
@@ -85,5 +85,5 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
 
 
 def ask(**words) -> checking.CheckResult:
-    """Ask for the test release and some scenarios."""
+    """Return a request for the test release and some scenarios."""
     return check(CheckRequest("0.3.9", scenarios=words.pop("scenarios", SOME), **words))

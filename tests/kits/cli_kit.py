@@ -1,4 +1,4 @@
-"""Help the tests that run verbs: an opened library, and what a verb prints."""
+"""Helpers for tests of verbs: an opened library, and the output of a verb."""
 
 from __future__ import annotations
 

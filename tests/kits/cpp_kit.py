@@ -22,8 +22,8 @@ Done = subprocess.CompletedProcess[str]
 class Header:
     """Name a shared file, the patch that adds it, and the program that tests it.
 
-    ``places`` says that each group of its tests wants a folder as well; ``needs`` are the other
-    headers of the patch that it includes.
+    ``places``: each group of its tests needs a directory; ``needs`` are the other headers of the
+    patch that it includes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Header:
         return run(program, group, *([str(folder)] if self.places else []))
 
     def check_faults(self, folder: Path, faults: dict[str, tuple[str, str]]) -> None:
-        """Put a fault into the header for each group of tests, and see the group notice it."""
+        """Insert a fault for each test group, and check that the group detects it."""
         text = self.text()
         for group, (right, wrong) in faults.items():
             assert text.count(right) >= 1, right
@@ -85,7 +85,7 @@ def compiled(source: Path, folder: Path, *flags: str) -> Done:
 
 
 def sanitizers(folder: Path) -> tuple[str, ...]:
-    """Return the flags for sanitizers, where this toolchain can build and run a program so."""
+    """Return the sanitizer flags, if this toolchain can build and run a program with them."""
     probe = folder / "probe.cpp"
     probe.write_text("int main() { return 0; }\n", encoding="utf-8")
     works = (

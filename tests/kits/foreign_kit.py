@@ -1,4 +1,4 @@
-"""Make the patches that strangers would hand over, from the shipped text and one fault.
+"""Create foreign patches from a shipped port with one fault.
 
 A whole patch of theirs has the size of ours; stored, it would be stale with the next change of the
 shipped text. Only the fault is stored (`data/foreign`), or found in the text (the lost hunk).
@@ -26,12 +26,12 @@ Subject: [PATCH %d/%d] %s
 
 
 def shipped() -> Port:
-    """Return the shipped text of full-defrag."""
+    """Return the shipped port of full-defrag."""
     return series.load().definition("full-defrag").port(RELEASE)
 
 
 def change(text: Port) -> bytes:
-    """Return the change alone: a plain diff without a header."""
+    """Return the changes only: a plain diff without a header."""
     return b"".join(file.data for file in text.patch.files)
 
 
@@ -41,7 +41,7 @@ def mail(change: bytes, subject: bytes, number: int = 1, of: int = 1) -> bytes:
 
 
 def without_retry() -> Port:
-    """Return the shipped text without the hunk that defragments when a decode finds no slot."""
+    """Return the shipped port without the hunk that defragments if a decode finds no slot."""
     text = shipped()
     hunks = text.patch.file("src/llama-context.cpp").hunks
     retry = [n for n, hunk in enumerate(hunks, 1) if b"defrag_sched_slot(" in b"".join(hunk.added)]

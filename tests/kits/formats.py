@@ -1,4 +1,4 @@
-"""Write one file of each kind that outlives a process: trace, lock, kept cache, saved sequence.
+"""Write one file of each persistent format: trace, lock, kept cache, saved sequence.
 
 ``python tests/kits/formats.py FOLDER`` wrote what is in `tests/data/formats`. The current code must
 read it, or refuse it with an error that states the reason. Write it again only when a format

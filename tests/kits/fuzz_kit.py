@@ -1,4 +1,4 @@
-"""Targets with faults, which the fuzzer must find: each is run in a process of its own."""
+"""Targets with faults that the fuzzer must find, each in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qa.fuzzing.target import Target
 
 
 def key_error(_folder: Path) -> Target:
-    """Return a reader that does not know every type, behind two checks."""
+    """Return a reader with a KeyError after two checks."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         return [_typed(data)]
@@ -53,7 +53,7 @@ def dying(_folder: Path) -> Target:
 
 
 def silent(_folder: Path) -> Target:
-    """Return a reader that waits for ever, as C would: nothing interrupts it."""
+    """Return a reader that waits forever in C, without interruption."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         while len(data) > 3:
@@ -64,7 +64,7 @@ def silent(_folder: Path) -> Target:
 
 
 def busy(_folder: Path) -> Target:
-    """Return a reader that computes for ever."""
+    """Return a reader that computes forever."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         while len(data) > 3:
@@ -75,7 +75,7 @@ def busy(_folder: Path) -> Target:
 
 
 def greedy(_folder: Path) -> Target:
-    """Return a reader that believes a length."""
+    """Return a reader that allocates an unchecked length."""
 
     def run(data: bytes) -> Iterable[Hashable]:
         return [len(bytes(int.from_bytes(data[:4], "little")))]
@@ -84,7 +84,7 @@ def greedy(_folder: Path) -> Target:
 
 
 class Faulty:
-    """Wrap a library, and do one of its calls wrongly."""
+    """Wrap a library with one faulty call."""
 
     def __init__(self, lib: Any, name: str, wrong: Any) -> None:
         self._lib, self._name, self._wrong = lib, name, wrong

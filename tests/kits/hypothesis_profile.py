@@ -1,4 +1,4 @@
-"""Make hypothesis independent of the machine: no deadlines, no data base in the work folder."""
+"""Make hypothesis independent of the machine: no deadlines, and no database of examples."""
 
 from __future__ import annotations
 

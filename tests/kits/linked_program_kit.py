@@ -1,4 +1,4 @@
-"""Help the tests that look into a built library with a program of their own."""
+"""Compile and run a C++ test program against a built library."""
 
 from __future__ import annotations
 

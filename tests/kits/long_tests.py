@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add the marker, and what records durations where they arrive: not in xdist's workers."""
+    """Add the marker, and record durations, except in workers of xdist."""
     config.addinivalue_line("markers", f"long: takes {LONG:g} seconds or more ({FILE.name})")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Summary(config), "long-tests-summary")
@@ -77,7 +77,7 @@ LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 class Summary:
-    """Count durations, and list at the end what was left out."""
+    """Collect durations, and list the omitted tests at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -89,11 +89,11 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take over what a worker of xdist left out: the controller collects nothing."""
+        """Add the omitted tests of an xdist worker, because the controller collects none."""
         self.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("long", [])
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """List what was left out, the longest first, and write durations if asked."""
+        """List the omitted tests, the longest first, and write durations if requested."""
         left_out = self.config.stash.get(LEFT_OUT, [])
         if left_out:
             known = durations()

@@ -1,4 +1,4 @@
-"""Help the tests of mapped memory: builds that have it, tokens, sequences and logits."""
+"""Helpers for tests of mapped memory: builds with it, tokens, sequences and logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def three(ctx: kv.Context) -> list[kv.Sequence]:
 
 
 def context_options() -> dict[str, Any]:
-    """Return what both sides make their contexts with."""
+    """Return the context options of both sides."""
     return {"n_ctx": 1024, "n_batch": 512, "n_seq_max": 4, "flash_attn": True}
 
 

@@ -13,7 +13,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def parse(exposition: str) -> tuple[dict[str, str], Samples]:
-    """Return the kind of each metric and the value of each sample; refuse what is not strict."""
+    """Return the kind of each metric and the value of each sample; refuse anything else."""
     kinds: dict[str, str] = {}
     samples: Samples = {}
     helped: list[str] = []

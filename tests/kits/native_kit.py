@@ -1,4 +1,4 @@
-"""Help the tests that need a build: find it, or skip."""
+"""Find the build that a test needs, or skip the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEST_RELEASE = "0.3.9"
 
 
 def built(spec: str) -> Variant:
-    """Return a built variant, or skip; of the test release fail where it has to be there."""
+    """Return a built variant, or skip; fail if the test release is required and missing."""
     from pyllamakv.building import variant
 
     found = variant.find(spec)

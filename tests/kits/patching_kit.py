@@ -48,12 +48,12 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def git(folder: Path, *args: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder that is a repository of its own."""
+    """Run git in a directory that is a separate repository."""
     return git_command.run(folder, *args, input=input)
 
 
 def repository(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Make a throw-away repository that holds these files."""
+    """Create a temporary repository with these files."""
     folder.mkdir(parents=True, exist_ok=True)
     git_command.git(folder, "init", "-q", ".")
     fill(folder, files)
@@ -63,7 +63,7 @@ def repository(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def diff(old: Mapping[str, bytes], new: Mapping[str, bytes], *options: str) -> bytes:
-    """Let git write the patch that makes one set of files of another."""
+    """Return git's patch between two sets of files."""
     with tempfile.TemporaryDirectory() as name:
         folder = repository(Path(name) / "r", old)
         for path in set(old) - set(new):

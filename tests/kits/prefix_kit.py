@@ -1,4 +1,4 @@
-"""Drive a prefix cache with random traffic, and look at it after each operation."""
+"""Run random operations on a prefix cache, and check it after each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYSTEM = [10 + i % 40 for i in range(20)]
 
 
 def make(folder: Path, **options: Any) -> PrefixCache:
-    """Make a cache; what a context takes goes to the context."""
+    """Create a cache; context options are passed to the context."""
     names = ("n_ctx", "n_seq_max", "n_batch", "native")
     context = {name: options.pop(name) for name in names if name in options}
     return PrefixCache(kit.context(folder, **{"n_ctx": 128, **context}), **options)
@@ -83,7 +83,7 @@ class Traffic:
         self.errors: Counter[str] = Counter()
 
     def run(self, steps: int) -> None:
-        """Do so many operations, then release what is left."""
+        """Run this number of operations, then release all leases."""
         for _ in range(steps):
             before = leaves(self.cache)
             try:

@@ -1,8 +1,7 @@
-"""Gather what later changes must keep, and write it below `tests/data/records`.
+"""Write the records in `tests/data/records`, which later changes must keep.
 
-``python tests/kits/records.py [NAME…]`` writes the records again. Change one on purpose only, and
-state the reason in the commit. Records of trees hold for every release that is fetched; those of
-other releases stay as they are.
+``python tests/kits/records.py [NAME…]`` writes the records again. Change a record only on purpose,
+and state the reason in the commit. The records of trees are updated for fetched releases only.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def read(name: str) -> Any:
-    """Return a record as it is kept."""
+    """Return a stored record."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -260,7 +259,7 @@ RECORDS = {one.__name__: one for one in (trees, api, cli, exit_codes, schemas, t
 
 
 def write(name: str) -> None:
-    """Write a record; releases that are not fetched keep what was recorded of them."""
+    """Write a record; releases that are not fetched keep their records."""
     made = RECORDS[name]()
     path = FOLDER / f"{name}.json"
     if name == "trees" and path.is_file():

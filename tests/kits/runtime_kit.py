@@ -1,4 +1,4 @@
-"""Help the tests of the runtime: a simulated library, its model and contexts, without a build."""
+"""Helpers for tests of the runtime without a build: a simulated library, a model, contexts."""
 
 from __future__ import annotations
 

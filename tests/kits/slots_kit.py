@@ -1,4 +1,4 @@
-"""Help the tests of the slots: fill one, and decode the same in a context of its own."""
+"""Helpers for tests of slots: fill a slot, and decode the same tokens in a separate context."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def fill(cache: SlotCache, tokens: Any) -> int:
-    """Decode a prompt in a slot, give it back, and return the id of its sequence."""
+    """Decode a prompt in a slot, release it, and return the id of its sequence."""
     with cache.acquire(tokens) as lease:
         lease.decode()
         return lease.sequence.id
 
 
 def fresh(tmp_path: Path, tokens: list[int]) -> np.ndarray:
-    """Return the logits after these tokens in a context of their own."""
+    """Return the logits after these tokens in a separate context."""
     alone = kit.context(tmp_path)
     sequence = alone.sequence()
     alone.prefill(sequence, tokens)

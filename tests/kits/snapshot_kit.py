@@ -1,4 +1,4 @@
-"""Cell maps, drawn by hypothesis and made of lists."""
+"""Cell maps from hypothesis and from lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CELLS = st.lists(CELL, max_size=60)
 
 
 def cell_map(cells: list, words: int = 3, stream: int = 0, swa: bool = False) -> CellMap:
-    """Make a map of a list of cells."""
+    """Create a map from a list of cells."""
     pos = np.array([-1 if cell is None else cell[0] for cell in cells], dtype=np.int32)
     seqs = np.zeros((len(cells), words), dtype=np.uint64)
     for i, cell in enumerate(cells):

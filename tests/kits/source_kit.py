@@ -1,4 +1,4 @@
-"""Tiny upstreams, archives and indexes for the tests of the source layer; all made by code."""
+"""Generated upstreams, archives and indexes for tests of the source layer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEWEST = 1_791_646_182
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test a home, a lock and pip settings of its own; return the home."""
+    """Use a separate data directory, lock and pip configuration; return the data directory."""
     home = folder / "home"
     for name in [n for n in os.environ if n.startswith("PIP_") or n.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
@@ -134,7 +134,7 @@ def sha256(file: Path) -> str:
 
 
 def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tuple[Release, Path]:
-    """Return a release as a lock has it, and its archive, without anything in the home."""
+    """Return a release as in a lock, and its archive, with an empty data directory."""
     file = sdist(folder, version, files)
     other = open_store(folder / "making" / f"store-{version}.git")
     source = folder / "making" / f"upstream-{version}"
@@ -155,7 +155,7 @@ def pinned(folder: Path, version: str, files: Mapping[str, bytes] = TREE) -> tup
 
 
 def imported(store: Store, name: str, files: Mapping[str, bytes], date: str) -> Release:
-    """Put a release straight into a store."""
+    """Add a release to a store without fetching."""
     commit, tree = store.commit(None, files, f"upstream {name}")
     store.update_ref(f"refs/upstream/{name}", commit)
     return Release(name, "sdist", commit, tree, "monolith", date)

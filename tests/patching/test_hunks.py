@@ -83,7 +83,7 @@ def test_only_some_files() -> None:
     ("change", "says"),
     [
         ((b"@@ -7,7 +7,8 @@", b"@@ -7,6 +7,7 @@"), "more lines than its counts|do not fit"),
-        ((b"@@ -7,7 +7,8 @@", b"@@ -7,9 +7,10 @@"), "more lines follow|do not fit"),
+        ((b"@@ -7,7 +7,8 @@", b"@@ -7,9 +7,10 @@"), "require more lines|do not fit"),
         ((b"+++ b/src/b.cpp", b"+++ b/../b.cpp"), "leaves the tree"),
         ((b"+++ b/src/b.cpp", b"+++ b/.git/hooks/x"), "leaves the tree"),
         ((b"@@ -7,7 +7,8 @@", b"@@ what @@"), "expected `@@"),

@@ -66,7 +66,7 @@ def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "b.patch").write_bytes(ONE)
     (tmp_path / "theirs" / "sub").mkdir(parents=True)
     (tmp_path / "theirs" / "series").write_text(name.format(folder=tmp_path))
-    with pytest.raises(PatchFormatError, match="outside of its folder"):
+    with pytest.raises(PatchFormatError, match="outside of its directory"):
         foreign_series.load(tmp_path / "theirs")
 
 

@@ -36,7 +36,7 @@ def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
     document.write(path, lacking)
     kill, disk = document.read(path)
     assert (kill, disk.ran) == (entry("kill", "10"), False)
-    assert "| disk |  | not tried: no clang |" in path.read_text()
+    assert "| disk |  | skipped: no clang |" in path.read_text()
     assert path.read_text().count("Measured") == 1
     document.write(path, [entry("disk", "4")])
     assert document.read(path)[1] == entry("disk", "4")
@@ -45,7 +45,7 @@ def test_what_could_not_be_tried_replaces_nothing(tmp_path: Path) -> None:
 def test_defects_stand_in_the_table() -> None:
     """A row lists its defects, or "nothing"; bars and line breaks do not end it."""
     text = document.render([entry("kill", "10"), entry("disk", "4", "half|a\nstate")])
-    assert "| kill | 10 | nothing |" in text
+    assert "| kill | 10 | none |" in text
     assert "| disk | 4 | half\\|a state |" in text
     assert "Measured today: kill, disk." in text
 

@@ -46,8 +46,8 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     code, out, said = cli(capsys, "stress", "leaks", "--write", path)
     assert code == 1
     assert "| bad | it leaks |" in out
-    assert "leaks: 2 tried in 0 s, 1 lost or wrong\n" in said
-    assert said.endswith("lost or wrong: 1\n  leaks, bad: it leaks\n")
+    assert "leaks: ran 2 in 0 s, defects: 1\n" in said
+    assert said.endswith("defects: 1\n  leaks, bad: it leaks\n")
     assert [entry.passed for entry in document.read(path)] == [True, False]
 
 
@@ -84,12 +84,15 @@ def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:
     """A section or a name that there is not is refused with the closest, and nothing printed."""
     for words, said in (
         (("leeks",), "there is no section 'leeks'"),
-        (("leaks", "--only", "goood"), "--only 'goood' names nothing of leaks: did you mean good?"),
-        (("leaks", "--only", "x"), "--only 'x' names nothing of leaks: bad, good"),
+        (
+            ("leaks", "--only", "goood"),
+            "--only 'goood' matches nothing in leaks: did you mean good?",
+        ),
+        (("leaks", "--only", "x"), "--only 'x' matches nothing in leaks: bad, good"),
         (("leaks", "fuzzing", "--only", "good", "--only", "gugf"), "leaks, fuzzing: did you mean"),
         (
             ("random_operations", "--only", "0.3.99"),
-            "names nothing of random_operations: did you mean",
+            "matches nothing in random_operations: did you mean",
         ),
     ):
         code, out, error = cli(capsys, "stress", *words)
@@ -123,7 +126,7 @@ def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
     """What has no build, say, does not pass for a trial."""
     monkeypatch.setattr(leaks, "entries", lambda *_: [])
     code, out, said = cli(capsys, "stress", "leaks", "--only", "good")
-    assert code and "nothing was tried" in said and not out
+    assert code and "nothing was tested" in said and not out
 
 
 @pytest.mark.parametrize("error", [NotBuilt("it is not there"), ZeroDivisionError("ours")])
@@ -146,8 +149,8 @@ def test_a_section_that_breaks_takes_nothing_with_it(
     else:
         assert code == 128
         assert "Traceback" in found[2]
-    assert "| fine | nothing |" in found[1] and "| bad | it leaks |" in found[1]
-    assert f"fuzzing: broke off with {type(error).__name__}\n" in found[2]
+    assert "| fine | none |" in found[1] and "| bad | it leaks |" in found[1]
+    assert f"fuzzing: failed with {type(error).__name__}\n" in found[2]
     assert "leaks, bad: it leaks\n" in found[2]
     assert [entry.name for entry in document.read(path)] == ["fine", "bad", "good"]
 
@@ -193,11 +196,11 @@ def test_what_could_not_be_tried_is_told(
     lacks = True
     for more in ((), ("--add", "--seed", "2")):
         code, out, said = cli(capsys, "stress", "fuzzing", "--write", path, *more)
-        assert code == 0 and "not tried: no clang |" in out
-        assert "1 tried in 0 s, nothing lost or wrong; wire not tried: no clang\n" in said
+        assert code == 0 and "skipped: no clang |" in out
+        assert "ran 1 in 0 s, defects: none; wire skipped: no clang\n" in said
         assert [each.row["inputs"] for each in document.read(path)][1] == "9"
     code, _, said = cli(capsys, "stress", "fuzzing", "--only", "wire")
-    assert code and "nothing was tried: wire not tried: no clang" in said
+    assert code and "nothing was tested: wire skipped: no clang" in said
 
 
 def test_fuzzing_adds_up_in_the_document(
@@ -216,8 +219,8 @@ def test_fuzzing_adds_up_in_the_document(
     assert cli(capsys, *more, 2, "--only", "wire")[0] == 0
     assert [each.row["inputs"] for each in document.read(path)] == ["100", "200"]
     code, _, said = cli(capsys, *more, 2)
-    assert code and "seed 2 was tried before on wire: choose another" in said
+    assert code and "seed 2 was already used for wire: choose another" in said
     assert cli(capsys, *more, 2, "--only", "lock")[0] == 0
     assert [each.row["seed"] for each in document.read(path)] == ["1, 2", "1, 2"]
     code, _, said = cli(capsys, "stress", "--add", "--write", path)
-    assert code and "--add is for fuzzing" in said
+    assert code and "--add requires fuzzing" in said

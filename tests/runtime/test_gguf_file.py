@@ -103,7 +103,7 @@ def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
     for name in ("x\0", "x" * 300):
         with pytest.raises(ModelError, match="cannot be read"):
             check_file(name)
-    with pytest.raises(ModelError, match="is a folder"):
+    with pytest.raises(ModelError, match="is a directory"):
         check_file(tmp_path)
 
 

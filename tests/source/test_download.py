@@ -158,7 +158,7 @@ class _Full:
 def test_a_full_disk(tmp_path: Path) -> None:
     """A full disk is DiskFull, not a matter of the network; the old file stays."""
     (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(DiskFull, match="no room left"):
+    with pytest.raises(DiskFull, match="the disk is full"):
         download(_Full(errno.ENOSPC), "http://x/f", tmp_path / "f", sha256=SHA)
     with pytest.raises(FetchError, match="cannot write"):
         download(_Full(errno.EROFS), "http://x/f", tmp_path / "f", sha256=SHA)

@@ -94,10 +94,10 @@ def test_failure_shows_command_and_words(tmp_path: Path) -> None:
 
 def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a missing folder and a missing git have different errors."""
-    with pytest.raises(GitError, match="no folder"):
+    with pytest.raises(GitError, match="no directory"):
         git_command.git(tmp_path / "absent", "version")
     (tmp_path / "file").write_text("")
-    with pytest.raises(GitError, match="not a folder"):
+    with pytest.raises(GitError, match="not a directory"):
         git_command.git(tmp_path / "file", "version")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GitError, match="install git"):

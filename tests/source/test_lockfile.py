@@ -125,8 +125,8 @@ def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
     [
         ("version = [", "cannot read"),
         ("version = 9\n", "version 9"),
-        ("version = 0x" + "f" * 5000, "version that is none"),
-        ("version = -128\n", "version that is none"),
+        ("version = 0x" + "f" * 5000, "has an invalid version"),
+        ("version = -128\n", "has an invalid version"),
         ("", "version None"),
         ("version = 1\nrelease = 3\n", "list of tables"),
         ("version = 1\nrelease = [1]\n", "list of tables"),

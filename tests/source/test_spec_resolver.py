@@ -228,10 +228,10 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
     (up / where).unlink(missing_ok=True)
     os.mkfifo(up / where)
     monkeypatch.setattr(git_limits, "MAX_SECONDS", 1.0)
-    with pytest.raises(SourceError, match="not done within 1 s"):
+    with pytest.raises(SourceError, match="did not end within 1 s"):
         resolve(f"path:{up}")
     if where.startswith(".git/"):
-        with pytest.raises(FetchError, match="not done within 1 s"):
+        with pytest.raises(FetchError, match="did not end within 1 s"):
             resolve(f"git:{up}@main")
 
 

@@ -267,7 +267,7 @@ def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
 
 def test_no_room_is_told_apart(tmp_path: Path) -> None:
     """A full disk is DiskFull, from Python or from git; other errors stay what they are."""
-    with pytest.raises(DiskFull, match="no room left"), translate_disk_errors(tmp_path):
+    with pytest.raises(DiskFull, match="the disk is full"), translate_disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DiskFull), translate_disk_errors(tmp_path):
         raise GitError(["git"], 128, "fatal: write error: No space left on device")

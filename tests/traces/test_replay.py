@@ -132,7 +132,7 @@ def test_variants_are_named_in_words(story) -> None:
 def test_words_are_no_leave_to_read_or_fetch(release: str) -> None:
     """What a trace says that it was recorded on is not looked for outside of what is built."""
     head = trace.Head("git-0123456789ab-stock-cpu-0123456789abcdef", spec=f"{release}+stock")
-    with pytest.raises(UsageError, match="name a variant in full"):
+    with pytest.raises(UsageError, match="pass a complete variant"):
         variant_selection.specs(head, ["patched"])
 
 

@@ -85,6 +85,6 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch, number, expec
 def test_the_system_s_own_word_for_full() -> None:
     """A device that is always full is a full disk."""
     file = TraceFile(Path("/dev/full"))
-    with pytest.raises(DiskFull, match="no room left"):
+    with pytest.raises(DiskFull, match="the disk is full"):
         file.write(["row"])
     file.close()

@@ -85,7 +85,7 @@ def test_everything_is_there(html: str) -> None:
     for word in ("0.3.9", "ineffective", "untestable", "native", "holds", "fork-then-defrag"):
         assert word in html
     assert "moved by +12 lines" in html
-    assert "changed in 0.3.10, perhaps gone to src/llama-memory.cpp (60% alike)" in html
+    assert "changed in 0.3.10, similar lines are in src/llama-memory.cpp (60%)" in html
     assert "1 of 2 hunks found" in html
     assert html.count("<svg") == (2 + 1) * 3
     assert "stock: nothing moved, and operation 2 ended with no-slot" in html

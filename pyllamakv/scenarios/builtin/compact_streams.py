@@ -52,8 +52,9 @@ def _after_the_moved_cells(lab: Lab) -> None:
     for cells in snapshot.streams if snapshot is not None else ():
         lab.expect(
             cells.stats.used_max_p1 == cells.stats.used,
-            f"tokens after a defragmentation end at cell {cells.stats.used_max_p1} of stream "
-            f"{cells.info.stream}, {cells.stats.used} cells are used",
+            f"after a defragmentation and a decode, {cells.stats.used} cells of stream "
+            f"{cells.info.stream} are used, but not the first ones: up to cell "
+            f"{cells.stats.used_max_p1 - 1}",
         )
 
 
@@ -69,8 +70,8 @@ def _at_a_threshold(lab: Lab, sparse: int) -> None:
     after = player.snapshot()
     lab.expect(
         after is None or attended(after) == needed(after),
-        f"attention runs over {attended(after) if after else []} cells after the threshold "
-        f"of stream {sparse}",
+        f"after an automatic compaction of stream {sparse}, attention visits "
+        f"{attended(after) if after else []} cells, expected {needed(after) if after else []}",
     )
     player.remove(1 - sparse, 2040)  # `verify` decodes a token of each
     lab.verify(player)

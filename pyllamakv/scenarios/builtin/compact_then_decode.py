@@ -45,17 +45,19 @@ def _at_a_threshold(lab: Lab) -> None:
     after = player.snapshot()
     lab.expect(
         after is None or attended(after) == needed(after),
-        f"attention runs over {attended(after) if after else []} cells after the threshold",
+        f"attention visits {attended(after) if after else []} cells after an automatic compaction, "
+        f"expected {needed(after) if after else []}",
     )
     lab.verify(player)
     if player.native.about.probes.get("defrag") != "compact":
-        return  # upstream's own threshold, which counts otherwise in each era
+        return  # upstream's own threshold, which has another meaning in each era
     # 256 of 2,048 visited cells are needed, so seven eighths are unnecessary. 0 is no threshold.
     for threshold in (0.875, 0.0):
         after = _sparse(lab, threshold).snapshot()
         lab.expect(
             after is None or attended(after) == [2048],
-            f"attention runs over {attended(after) if after else []} cells at {threshold:g}",
+            f"attention visits {attended(after) if after else []} cells at threshold "
+            f"{threshold:g}, expected [2048]: no compaction",
         )
 
 

@@ -23,7 +23,7 @@ def run(lab: Lab) -> None:
     with player.unchanged("the decode"):
         player.decode({0: 16})
     lines = lab.logs()
-    lab.expect(not lines, f"a decode that found its cells logged: {lines[0] if lines else ''}")
+    lab.expect(not lines, f"a successful decode logged: {lines[0] if lines else ''}")
     lab.picture(player, "after")
     # Use all free cells but one, which `verify` needs, in one call.
     player.decode({2: 111})
@@ -59,8 +59,8 @@ def _after_the_moved_cells(lab: Lab) -> None:
         stats = snapshot.stats
         lab.expect(
             stats.used_max_p1 == stats.used,
-            f"tokens after a defragmentation end at cell {stats.used_max_p1}, "
-            f"{stats.used} cells are used",
+            f"after a defragmentation and a decode, {stats.used} cells are used, but not the "
+            f"first ones: up to cell {stats.used_max_p1 - 1}",
         )
     lab.verify(player)
 

@@ -161,7 +161,7 @@ def _defragmented(lab: Lab, player: Player) -> Player:
 
 
 def _damage(lab: Lab, player: Player) -> None:
-    """Change a byte of the header, of the cell table, of a key. Closes the player."""
+    """Change a byte of the header, of the cell table and of a key. Closes the player."""
     player.close()
     file = Path(str(player.params.kv_path))
     whole = file.read_bytes()
@@ -174,7 +174,7 @@ def _damage(lab: Lab, player: Player) -> None:
 
 
 def _discard(lab: Lab, options: dict[str, Any]) -> None:
-    """Discard the content of a file on request; leave no empty file behind."""
+    """Discard the content of a file on request; a context without tokens leaves no file."""
     anew = lab.player(512, **{**options, "kv_keep": FRESH})
     _expect(lab, anew, resumed=False, generation=0)
     anew.decode({0: 16})

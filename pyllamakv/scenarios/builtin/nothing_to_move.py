@@ -1,4 +1,4 @@
-"""A hundred decodes into a full, compact cache do no growing work and log nothing."""
+"""A hundred decodes into a full, compact cache do no additional work and log nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _repeat(player: Player, *, fits: bool) -> Counters | None:
 SCENARIO = Scenario(
     id="nothing-to-move",
     kind="guard",
-    claim="If no cell needs to move, decodes do no growing work and log nothing of their own.",
+    claim="If no cell needs to move, decodes do no additional work and log nothing.",
     issue="ggml-org/llama.cpp#11707",
     run=run,
     settings=PLAIN,

@@ -116,7 +116,7 @@ class SyncAndClean(FaultTarget):
     def check_completed(self, folder: Path) -> list[str]:
         """Check that no file of the tree remains."""
         left = sorted((folder / "home" / "trees").glob("*"))
-        return [*super().check_completed(folder), *(f"{path.name} is still there" for path in left)]
+        return [*super().check_completed(folder), *(f"{path.name} still exists" for path in left)]
 
 
 class Compile(FaultTarget):

@@ -76,9 +76,9 @@ class RecordRun(NativeStep):
         try:
             rows = self._rows(path)
         except KvError as error:
-            return [f"what is left of the trace cannot be read: {error}"]
+            return [f"the incomplete trace cannot be read: {error}"]
         right = rows == expected[: len(rows)]
-        return [] if right else ["what is left of the trace differs from what was recorded"]
+        return [] if right else ["the incomplete trace differs from the recorded run"]
 
 
 class Paging(NativeStep):
@@ -124,7 +124,7 @@ class Paging(NativeStep):
         # No process reads the pages of another.
         shutil.rmtree(folder / "home", ignore_errors=True)
         ended = outcome.ending in ("killed", "hung")
-        return [] if ended or not left else [f"pages are left behind: {left[0].name}"]
+        return [] if ended or not left else [f"page files remain: {left[0].name}"]
 
 
 class Keeping(NativeStep):
@@ -145,8 +145,10 @@ class Keeping(NativeStep):
             chat = ctx.sequence(0)
             whole = [*_BEGINNING, *self._MORE]
             there = len(chat.tokens)
-            assert chat.tokens == whole[:there], "a kept cache came back with other tokens"
-            assert there in (0, len(_BEGINNING), len(whole)), "a kept cache was never flushed so"
+            assert chat.tokens == whole[:there], "a kept cache was resumed with other tokens"
+            assert there in (0, len(_BEGINNING), len(whole)), (
+                "a kept cache has contents that were never flushed"
+            )
             if not there:
                 ctx.prefill(chat, _BEGINNING)
                 ctx.kv.flush()

@@ -10,14 +10,14 @@ from typing import Any
 from pyllamakv.errors import UsageError
 from pyllamakv.verification.cell import CellResult, CellSpec, FailedRun, ScenarioRow
 
-#: Verdicts by release that a fake judge gives; everything else is needed.
+#: Verdicts of the fake verifiers by release; all others are needed.
 VERDICTS = {"0.3.6": "ineffective", "b4980": "untestable", "0.3.36": "native"}
-#: A folder in which fake judges leave a file per cell that they judged.
+#: Variable with the folder in which the fake verifiers write a file per verified cell.
 TRACE = "PYLLAMAKV_TEST_TRACE"
 
 
 class Series:
-    """Stand in for the shipped series, whose texts are no matter of the matrix."""
+    """Replace the shipped series, whose ports do not matter here."""
 
     order = ("full-defrag", "kv-counters")
 

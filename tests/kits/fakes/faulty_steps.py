@@ -70,7 +70,7 @@ class Locking(Careful):
         try:
             lock.touch(exist_ok=False)
         except FileExistsError as error:
-            raise SourceError("somebody is at work") from error
+            raise SourceError("another run holds the lock") from error
         (folder / "facts").write_text("x")
         lock.unlink()
         return 1

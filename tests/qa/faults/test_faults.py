@@ -60,15 +60,15 @@ def test_what_is_right_passes_every_fault() -> None:
     ("step", "kind", "words"),
     [
         ("InPlace", "kill", "the repeat failed: JSONDecodeError"),
-        ("InPlace", "full", "no error of ours: OSError"),
-        ("InPlace", "stop", "no error of ours: JSONDecodeError"),
+        ("InPlace", "full", "not an error of pyllamakv.errors: OSError"),
+        ("InPlace", "stop", "not an error of pyllamakv.errors: JSONDecodeError"),
         ("Littering", "kill", "left behind after the repeat: home/tmp"),
         ("Locking", "kill", "the repeat failed: SourceError"),
         ("Locking", "stop", "it failed: SourceError"),
         ("Believing", "clock", "it failed: SourceError: the lock is too old"),
-        ("Silent", "once", "disturbed it came to"),
-        ("Silent", "fsize", "disturbed it came to"),
-        ("Confused", "memory", "no error of ours: ValueError"),
+        ("Silent", "once", "with the fault it returned"),
+        ("Silent", "fsize", "with the fault it returned"),
+        ("Confused", "memory", "not an error of pyllamakv.errors: ValueError"),
     ],
 )
 def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
@@ -131,20 +131,20 @@ def test_what_does_not_strike_is_no_fault() -> None:
     tried = found["fsize"].tried + found["memory"].tried
     assert entry.row["faults"] == entry.row["repeats that worked"] == str(struck)
     assert entry.row["without effect"] == str(tried - struck)
-    assert "4 limits of a file's size" in entry.row["of them"]
+    assert "4 limits of the file size" in entry.row["of them"]
 
 
 def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that no change of a file is seen of is wrong; one that is not built is named."""
+    """A step that changes no file is a defect; one that is not built is named."""
     found = conduct("Starved", "kill", "memory")
-    assert found["kill"].defects == ["starved, kill: no change of a file was seen"]
+    assert found["kill"].defects == ["starved, kill: the step changed no file"]
     assert found["memory"].tried and not found["memory"].defects
     assert not faults._empty(faults._entry("x", [found["kill"]], StressOptions()))
     monkeypatch.setattr(variant, "find", lambda *_: None)
     effort = StressOptions(seconds=1.0, only=("keeping", "matrix", "workers"))
     lacking = faults.entries(effort, lambda _: None)
     assert [entry.name for entry in lacking] == ["keeping", "matrix", "workers"]
-    assert all("not tried: 0.3.9+patched is not built here" in e.skip_reason for e in lacking)
+    assert all("skipped: 0.3.9+patched is not built" in e.skip_reason for e in lacking)
 
 
 def test_a_kind_that_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_kind_that_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(faults, "_lost", lambda *_: [])
     effort = StressOptions(only=("full disks",))
     (entry,) = faults.entries(effort, lambda _: None)
-    assert entry.ran and entry.skip_reason == "not tried: disks with little room"
+    assert entry.ran and entry.skip_reason == "skipped: disks with little space"
     met.append(InjectionRecord("x", "room", tried=1))
     (entry,) = faults.entries(effort, lambda _: None)
     assert not entry.skip_reason
@@ -204,7 +204,7 @@ def test_the_last_repeat_must_come_to_the_same(
     record = InjectionRecord("workers", "lost")
     signals = {signal.SIGKILL: WorkerDied, signal.SIGABRT: WorkerDied}
     process_kill._lose(record, opened, signals, 0.0, 1, lambda _: None)
-    wrong = [] if last == 1.0 else ["workers: the last repeat came to other logits"]
+    wrong = [] if last == 1.0 else ["workers: the last repeat returned other logits"]
     assert (record.defects, record.repeated) == (wrong, 2 - len(wrong))
 
 

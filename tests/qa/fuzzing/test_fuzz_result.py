@@ -30,7 +30,7 @@ def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     """What cannot be tried is named, and is neither a success nor a defect."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (entry,) = fuzzing.entries(StressOptions(seconds=2, only=(fuzzing.HEADER,)), lambda _: None)
-    assert entry.skip_reason.startswith("not tried: no clang") and not entry.ran
+    assert entry.skip_reason.startswith("skipped: found no clang") and not entry.ran
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -148,11 +148,11 @@ def test_runs_of_other_seeds_add_up() -> None:
         "reached": "30 lines", "corpus": "9 inputs, 2 KB", "seed": "5, 8",
     }  # fmt: skip
     assert both.defects == ("it died",) and fuzz_result.seeds(both) == [5, 8]
-    assert both.measured.endswith(f"`two` and 1 before it, from {first.measured[:10]} on")
+    assert both.measured.endswith(f"`two` and 1 earlier runs since {first.measured[:10]}")
     other = fuzz_result.entry("lock", fuzz_result.FuzzResult(10, 1.0, 1.0, 20, 120, 7, 1024), 9)
     third = fuzz_result.added(both, other.dated("three"))
     assert third.row["reached"] == "20 lines" and third.row["seed"] == "5, 8, 9"
-    assert f"and 2 before it, from {first.measured[:10]} on" in third.measured
+    assert f"and 2 earlier runs since {first.measured[:10]}" in third.measured
     old = replace(first, data={k: v for k, v in first.data.items() if k not in OLDER_LACK})
     new = fuzz_result.entry(
         "lock", fuzz_result.FuzzResult(100, 1.0, 1.0, accepted=5, refused=15), 9

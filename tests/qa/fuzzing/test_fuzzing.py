@@ -160,7 +160,7 @@ def test_a_context_that_decodes_no_more_is_found(
         patch.setattr(Context, "decode", fail)
         finding = loop.run_input(seed)
     assert finding is not None
-    assert finding.what.startswith("Broken: the context does not work any more: DecodeError")
+    assert finding.what.startswith("WrongAnswer: the context no longer works: DecodeError")
     assert loop.run_input(seed) is None and not loop._refusal
 
 
@@ -219,7 +219,7 @@ def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
 
 def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
     """A fault of the harness is reported as such."""
-    with pytest.raises(HarnessError, match="cannot begin"):
+    with pytest.raises(HarnessError, match="cannot start"):
         target_process.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_a_valid_input_must_be_taken(timer: None) -> None:
     loop = FuzzLoop(Target(run, (b"seed", b"not")))
     loop.run(0, (b"not", b"kept"))
     (finding,) = loop.findings.values()
-    what = "Broken: a valid input is refused: StateError: no 7"
+    what = "WrongAnswer: a valid input is refused: StateError: no 7"
     assert finding == FuzzFinding(what, "seed 1", b"not")
     assert (loop.inputs, loop.accepted, loop.refused) == (4, 2, 1)
 
@@ -311,8 +311,8 @@ def test_buffers_end_where_nothing_may_be_written() -> None:
     ("name", "what"),
     [
         ("entry_dies", "died: status -6"),
-        ("entry_lies", "Broken: after plk_seq_cp gave -1001"),
-        ("entry_unknown", "Broken: plk_update returned -7"),
+        ("entry_lies", "WrongAnswer: after plk_seq_cp gave -1001"),
+        ("entry_unknown", "WrongAnswer: plk_update returned -7"),
     ],
 )
 def test_planted_faults_of_entry_points_are_found(name: str, what: str, tmp_path: Path) -> None:

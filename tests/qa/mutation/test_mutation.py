@@ -127,7 +127,7 @@ def test_a_survivor_is_a_defect() -> None:
     found = mutation_run.run(made, [known], [judge], seed=1, deadline=time.monotonic() + 60)  # type: ignore[list-item]
     assert sorted(judge.asked) == sorted(answers)
     entry = found.entry("0.3.9 p", 1)
-    assert entry.defects == ("nobody catches f.h:3: bound: `x` became `b`",)
+    assert entry.defects == ("no test detects f.h:3: bound: `x` became `b`",)
     assert entry.row["caught"] == "2 of 3" and entry.row["caught most"] == "story 1"
     assert (entry.row["mutants"], entry.row["tried"], entry.row["equivalent"]) == ("6", "4", "1")
 
@@ -188,7 +188,7 @@ def test_a_catch_is_what_check_counts(
     assert entry.passed is (comes_of_it == "scenario")
     if comes_of_it == mutant_results.NOT_EVALUATED:
         assert entry.row["tried"] == "0"
-        assert entry.defects[0].endswith("could not be judged: story [plain f16] fault: of ours")
+        assert entry.defects[0].endswith("has no result: story [plain f16] fault: of ours")
 
 
 def test_a_fault_is_tried_once_more(monkeypatch) -> None:
@@ -211,7 +211,7 @@ def test_time_is_kept_and_chance_is_seeded() -> None:
     assert judge.asked == [] and len(found.answers) == 2
     nothing = mutation_run.run(made, [], [Says(answers)], seed=1, deadline=time.monotonic() - 1)  # type: ignore[list-item]
     assert nothing.entry("0.3.9 p", 1).defects == (
-        "none of 30 mutants was tried: give it more time",
+        "none of 30 mutants was tested: increase --seconds",
     )
     orders = []
     for seed in (1, 1, 2):
@@ -258,7 +258,7 @@ def test_a_patch_that_a_release_is_not_given_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mutants, "prepare_release", lambda *_: contextlib.nullcontext(prepared))
     (entry,) = mutants.entries(StressOptions(only=("0.3.36 full-defrag",)), lambda about: None)
     assert not entry.ran
-    assert entry.skip_reason == "not tried: 0.3.36 is not given this patch"
+    assert entry.skip_reason == "skipped: the series does not have this patch on 0.3.36"
 
 
 def test_an_acceptance_names_its_place() -> None:

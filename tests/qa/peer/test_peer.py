@@ -204,9 +204,9 @@ def test_a_suite_that_dies_or_hangs_is_a_result(tmp_path: Path) -> None:
     """The last words of a crash are kept, and a hang ends."""
     found = variant(tmp_path / "v")
     dead = suite.run(peer_with(tmp_path / "dead", "echo boom >&2; exit 7\n"), found)
-    assert dead.crash == "it ended with 7: boom" and not dead.outcomes
+    assert dead.crash == "it ended with status 7: boom" and not dead.outcomes
     slow = suite.run(peer_with(tmp_path / "slow", "exec sleep 600\n"), found, seconds=0.5)
-    assert "hung" in slow.crash
+    assert "no end after" in slow.crash
 
 
 def test_the_hub_is_not_asked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +247,8 @@ def answering(folder: Path, library: Path, code: str, difference: str) -> Path:
     ("code", "difference", "placed", "said"),
     [
         ("0", "0.001", True, "placed"),
-        ("1", "null", False, "no slot: `llama_decode` gives 1"),
-        ("-3", "null", False, "`llama_decode` gives -3"),
+        ("1", "null", False, "no slot: `llama_decode` returns 1"),
+        ("-3", "null", False, "`llama_decode` returns -3"),
         ("0", "0.5", False, "wrong logits, off by 0.5"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_trial_names_what_is_wrong() -> None:
     table = peer_comparison.markdown([good, bad]).splitlines()
     assert len(table) == 4
     assert (
-        "| 1 passed, 1 failed | the same | no slot: `llama_decode` gives 1 | placed |" in table[2]
+        "| 1 passed, 1 failed | the same | no slot: `llama_decode` returns 1 | placed |" in table[2]
     )
     assert json.dumps(bad.to_json())
 

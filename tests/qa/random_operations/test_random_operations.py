@@ -130,7 +130,7 @@ def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -
     entry, _ = try_out(folder, FarBroken)
     assert entry.data["absent"]
     assert all("rpc" in each for each in entry.data["absent"])
-    assert "nothing was tried" in entry.defects[0]
+    assert "nothing was tested" in entry.defects[0]
     entry, _ = try_out(folder, FarVanishing)
     assert not entry.data["absent"]
     assert entry.defects
@@ -145,11 +145,11 @@ def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
             name, folder, StressOptions(600.0, seed=3), print, make, 2, stock=stock
         )
         assert made.row["absent"] == "2"
-        return [each for each in made.defects if "at a first batch" in each]
+        return [each for each in made.defects if "at the first batch" in each]
 
     assert "which stock computes" in lost("x", FarBrokenByPatches, True)[0]
     assert not lost("x", FarBroken, True)
-    assert "not known: pyllamakv build x+stock" in lost("x", FarBroken, False)[0]
+    assert "to compare: pyllamakv build x+stock" in lost("x", FarBroken, False)[0]
     assert not lost("0.3.5", FarBroken, False)
 
 
@@ -160,7 +160,7 @@ def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
         made = trial.run_cases(
             "x", folder, StressOptions(600.0, seed=3), print, make, 12, stock=stock
         )
-        return [each for each in made.defects if "which stock has" in each]
+        return [each for each in made.defects if "but stock can" in each]
 
     stock = SimpleNamespace(folder=folder / "stock")
     defects = lost(Unquantized, stock)
@@ -217,7 +217,7 @@ def test_a_fault_is_found_and_its_trace_replays_to_it(
     assert not entry.passed
     defect = next(each for each in entry.defects if word in each)
     assert defect.startswith(f"{kind} with ")
-    name = defect.split("its trace is ")[1].split(" in the home")[0]
+    name = defect.split("its trace is ")[1].split(" in the data directory")[0]
     head, lines = trace.read(home() / name)
     assert head.complete
     assert lines[-1].op == "verify"
@@ -249,7 +249,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
     (defect,) = entry.defects
     assert defect.startswith("crash with ")
     assert "the process of the library ended with signal 9, after 1 operations (defrag:" in defect
-    assert defect.endswith("in the home")
+    assert defect.endswith("in the data directory")
     assert int(entry.row["schedules"]) == 3
 
 
@@ -259,7 +259,7 @@ def test_a_trace_that_is_not_there_is_not_named(
     """Where the process ends before it records anything."""
     monkeypatch.setattr(combination, "LENGTH", 4)
     entry, _ = try_out(folder, Unopened, 1)
-    assert entry.defects[-1].endswith("; it could not be traced")
+    assert entry.defects[-1].endswith("; it has no trace")
 
 
 def test_a_hang_is_a_finding(folder: Path) -> None:
