@@ -101,6 +101,12 @@ int pending(llama_context *ctx) {
 
 bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 
+void forget_idle_shifts(llama_context *) {}
+
+bool compressed(llama_context *) { return false; }
+
+bool separates_sequences(llama_context *) { return true; }
+
 bool shifts_quantized(llama_context *) { return true; }
 
 bool saves_sequences(llama_context *) { return true; }

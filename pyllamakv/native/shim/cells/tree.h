@@ -25,6 +25,9 @@
 #if __has_include("llama-kv-cache-msa.h")
 #include "llama-kv-cache-msa.h"
 #endif
+#if __has_include("llama-kv-cache-dsv4.h")
+#include "llama-kv-cache-dsv4.h"
+#endif
 
 namespace plk {
 
@@ -38,7 +41,15 @@ struct Stream {
 struct Tree {
     int32_t kind = PLK_MEMORY_NONE;
     std::vector<Stream> caches; // stream 0 of each
+    bool compressed = false;    // see cells::compressed
+    bool separate = true;       // see cells::separates_sequences
 };
+
+// Return whether the compressed rows of one sequence can be cleared; through 0.3.33, all are.
+template <typename State> auto clears_one(State &state, int) -> decltype(state.clear(0, true), true) {
+    return true;
+}
+template <typename State> bool clears_one(State &, long) { return false; }
 
 inline Tree tree_of(llama_context *ctx) {
     Tree tree;
@@ -64,6 +75,15 @@ inline Tree tree_of(llama_context *ctx) {
     } else if (auto *hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
         tree.kind = PLK_MEMORY_HYBRID;
         both(hybrid->get_mem_attn());
+#endif
+#if __has_include("llama-kv-cache-dsv4.h")
+    } else if (auto *memory4 = dynamic_cast<llama_kv_cache_dsv4 *>(memory)) {
+        // Cells of tokens, and rows that summarize several tokens: like a state, these cannot go
+        // back to an earlier token.
+        tree.kind = PLK_MEMORY_HYBRID;
+        tree.compressed = true;
+        tree.separate = clears_one(*memory4->get_csa_state(), 0);
+        both(memory4->get_raw());
 #endif
     } else {
         // Caches with an indexer that has the same cells.
@@ -227,6 +247,20 @@ bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t 
     }
     return true;
 }
+
+void forget_idle_shifts(llama_context *ctx) {
+    for (const Stream &stream : streams_of(ctx)) {
+        const auto &cells = cells_of(*stream.cache, stream.index);
+        if (layers_of(*stream.cache).empty() && cells.get_has_shift()) {
+            using Cells = std::remove_cv_t<std::remove_reference_t<decltype(cells)>>;
+            const_cast<Cells &>(cells).reset_shift();
+        }
+    }
+}
+
+bool compressed(llama_context *ctx) { return tree_of(ctx).compressed; }
+
+bool separates_sequences(llama_context *ctx) { return tree_of(ctx).separate; }
 
 bool shifts_quantized(llama_context *ctx) {
     const Tree tree = tree_of(ctx);
