@@ -284,6 +284,7 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
         return 1; // the state also has multi-dimensional positions per cell
     }
     StateReader reader{data, length, 0, 1, counts_streams, 1, 0};
+    reader.rotations = LLAMA_STATE_SEQ_VERSION >= 4; // b11549
 #ifdef LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
     reader.at = 2 * sizeof(uint32_t); // skip the magic number and the id of the saved sequence
     if (length < reader.at) {
