@@ -113,6 +113,12 @@ void forget_idle_shifts(llama_context *ctx);
 // Return whether the memory stores rows that no cell describes, each computed from several tokens
 // (llama_kv_cache_dsv4).
 bool compressed(llama_context *ctx);
+// Return whether a shift rotates the right values of all keys. It does not in the indexer of
+// llama_kv_cache_dsa, which stores the rotated values first, and multiplied by a matrix.
+bool shifts(llama_context *ctx);
+// Complete the cells of an indexer after a state was restored: b11549 restores the row and column of
+// a token in the cache alone, unless the model has n-gram embeddings.
+void complete_indexer(llama_context *ctx);
 // Return whether removing a sequence leaves the compressed rows of the others.
 bool separates_sequences(llama_context *ctx);
 // Return whether the graph that shifts quantized keys can be built for this cache.

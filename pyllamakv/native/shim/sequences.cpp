@@ -128,7 +128,7 @@ bool plk::can_shift(const plk_context &c) {
         return true; // a state has no keys that a shift would rotate
     }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
-           !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
+           plk::cells::shifts(c.ctx) && !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
            (!ggml_is_quantized(type_k) ||
             (plk::memory::shifts_quantized && plk::cells::shifts_quantized(c.ctx)));
 }

@@ -105,6 +105,10 @@ void forget_idle_shifts(llama_context *) {}
 
 bool compressed(llama_context *) { return false; }
 
+bool shifts(llama_context *) { return true; }
+
+void complete_indexer(llama_context *) {}
+
 bool separates_sequences(llama_context *) { return true; }
 
 bool shifts_quantized(llama_context *) { return true; }

@@ -20,6 +20,8 @@ int plk::cells::pending(llama_context *) { return -1; }
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 void plk::cells::forget_idle_shifts(llama_context *) {}
 bool plk::cells::compressed(llama_context *) { return false; }
+bool plk::cells::shifts(llama_context *) { return true; }
+void plk::cells::complete_indexer(llama_context *) {}
 bool plk::cells::separates_sequences(llama_context *) { return true; }
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
 bool plk::cells::saves_sequences(llama_context *) { return true; }

@@ -28,6 +28,9 @@
 #if __has_include("llama-kv-cache-dsv4.h")
 #include "llama-kv-cache-dsv4.h"
 #endif
+#if __has_include("llama-memory-hybrid-idx.h")
+#include "llama-memory-hybrid-idx.h"
+#endif
 
 namespace plk {
 
@@ -43,6 +46,7 @@ struct Tree {
     std::vector<Stream> caches; // stream 0 of each
     bool compressed = false;    // see cells::compressed
     bool separate = true;       // see cells::separates_sequences
+    bool shifts = true;         // see cells::shifts
 };
 
 // Return whether the compressed rows of one sequence can be cleared; through 0.3.33, all are.
@@ -91,11 +95,13 @@ inline Tree tree_of(llama_context *ctx) {
 #if __has_include("llama-kv-cache-dsa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
             tree.caches = {{indexed->get_mla(), 0, false}};
+            tree.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-dsa-iswa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
             tree.caches = {{indexed->get_dsa()->get_mla(), 0, false}, {indexed->get_swa(), 0, true}};
+            tree.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-msa.h")
@@ -259,6 +265,31 @@ void forget_idle_shifts(llama_context *ctx) {
 }
 
 bool compressed(llama_context *ctx) { return tree_of(ctx).compressed; }
+
+bool shifts(llama_context *ctx) { return tree_of(ctx).shifts; }
+
+// Copy what cells store about their tokens, in releases in which they do.
+template <typename Cells>
+auto copy_extras(const Cells &from, Cells &to, int) -> decltype(to.ext_set(0, from.ext_get(0))) {
+    for (uint32_t i = 0; i < std::min(from.size(), to.size()); ++i) {
+        if (!from.is_empty(i) && !to.is_empty(i)) {
+            to.ext_set(i, from.ext_get(i));
+        }
+    }
+}
+template <typename Cells> void copy_extras(const Cells &, Cells &, long) {}
+
+void complete_indexer([[maybe_unused]] llama_context *ctx) {
+#if __has_include("llama-memory-hybrid-idx.h")
+    auto *hybrid = dynamic_cast<llama_memory_hybrid_idx *>(llama_get_memory(ctx));
+    Cache *mirror = hybrid != nullptr ? hybrid->get_mem_idx() : nullptr;
+    for (uint32_t s = 0; mirror != nullptr && s < n_stream(*mirror); ++s) {
+        const auto &cells = cells_of(*mirror, s);
+        using Cells = std::remove_cv_t<std::remove_reference_t<decltype(cells)>>;
+        copy_extras(cells_of(*hybrid->get_mem_attn(), s), const_cast<Cells &>(cells), 0);
+    }
+#endif
+}
 
 bool separates_sequences(llama_context *ctx) { return tree_of(ctx).separate; }
 
