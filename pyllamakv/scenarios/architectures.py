@@ -230,12 +230,16 @@ def minimax_m3(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     }
     if not layer:
         return found | feed_forward(shape, draw)
-    return found | experts(shape, draw) | {
-        "indexer.q_proj.weight": draw.matrix(shape.n_head_kv * NARROW, width),
-        "indexer.k_proj.weight": draw.matrix(NARROW, width),
-        "indexer.q_norm.weight": ones(NARROW),
-        "indexer.k_norm.weight": ones(NARROW),
-    }
+    return (
+        found
+        | experts(shape, draw)
+        | {
+            "indexer.q_proj.weight": draw.matrix(shape.n_head_kv * NARROW, width),
+            "indexer.k_proj.weight": draw.matrix(NARROW, width),
+            "indexer.q_norm.weight": ones(NARROW),
+            "indexer.k_norm.weight": ones(NARROW),
+        }
+    )
 
 
 #: Residual streams, ranks of their mixers, tokens per compressed row by layer (0: none), compressed
@@ -304,9 +308,7 @@ def deepseek4(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     return found
 
 
-def _compressor(
-    name: str, size: int, ratio: int, shape: Shape, draw: WeightGenerator
-) -> Tensors:
+def _compressor(name: str, size: int, ratio: int, shape: Shape, draw: WeightGenerator) -> Tensors:
     # The shorter blocks overlap: each row is computed from two of them.
     columns = size * (2 if ratio == min(filter(None, RATIOS)) else 1)
     return {
@@ -387,14 +389,18 @@ def qwen4exp(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
         query = heads["attn_q.weight"].reshape(shape.n_head, size, width)
         gate = draw.matrix(shape.n_head, size, width)
         heads["attn_q.weight"] = np.concatenate([query, gate], axis=1).reshape(-1, width)
-        return found | heads | {
-            "attn_q_norm.weight": ones(size),
-            "attn_k_norm.weight": ones(size),
-            "indexer.q_proj.weight": draw.matrix(INDEXERS * INDEXED, width),
-            "indexer.k_proj.weight": draw.matrix(INDEXED, width),
-            "indexer.q_norm.weight": ones(INDEXED),
-            "indexer.k_norm.weight": ones(INDEXED),
-        }
+        return (
+            found
+            | heads
+            | {
+                "attn_q_norm.weight": ones(size),
+                "attn_k_norm.weight": ones(size),
+                "indexer.q_proj.weight": draw.matrix(INDEXERS * INDEXED, width),
+                "indexer.k_proj.weight": draw.matrix(INDEXED, width),
+                "indexer.q_norm.weight": ones(INDEXED),
+                "indexer.k_norm.weight": ones(INDEXED),
+            }
+        )
     return found | {
         "attn_qkv.weight": draw.matrix(4 * SSM_WIDTH, width),
         "attn_gate.weight": draw.matrix(2 * SSM_WIDTH, width),
@@ -613,7 +619,7 @@ _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
 }
 
 #: The tensors after the last layer, of architectures with more than a norm named output_norm.
-_TOPS: dict[str, Callable[["Shape", WeightGenerator], Tensors]] = {
+_TOPS: dict[str, Callable[[Shape, WeightGenerator], Tensors]] = {
     "deepseek4": deepseek4_top,
     "qwen4exp": qwen4exp_top,
     "lfm2": lfm2_top,
