@@ -263,7 +263,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
                                "cannot read quantized ones without flash attention: use type_k "
                                "f16, or flash attention");
         }
-        if (asked.n_seq_max > 1 && !plk::cells::separates_sequences(handle->ctx)) {
+        if (asked.n_seq_max > 1 && !plk::cells::limits(handle->ctx).separates_sequences) {
             llama_free(handle->ctx);
             return plk::refuse(PLK_EUNSUPPORTED,
                                "this release clears the compressed rows of all sequences when one "

@@ -114,9 +114,9 @@ int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor)
     return PLK_OK;
 }
 
-void forget_idle_shifts(const plk_context &c) {
+void repair(const plk_context &c) {
     if (c.guard) {
-        plk::cells::forget_idle_shifts(c.ctx);
+        plk::cells::repair(c.ctx);
     }
 }
 
@@ -128,7 +128,7 @@ bool plk::can_shift(const plk_context &c) {
         return true; // a state has no keys that a shift would rotate
     }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
-           plk::cells::shifts(c.ctx) && !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
+           plk::cells::limits(c.ctx).shifts && !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
            (!ggml_is_quantized(type_k) ||
             (plk::memory::shifts_quantized && plk::cells::shifts_quantized(c.ctx)));
 }
@@ -217,7 +217,7 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
                                from, to);
         }
         copy(*context, from, to, std::max(p0, -1), std::max(p1, -1));
-        if (context->guard && plk::update::present && plk::cells::compressed(context->ctx)) {
+        if (context->guard && plk::update::present && plk::cells::limits(context->ctx).compressed) {
             // Compressed rows are copied by the next update, and a removal clears them at once.
             plk::update::run(context->ctx, true);
         }
@@ -262,7 +262,7 @@ int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
             plk::cells::watch->shifting(context->ctx, seq, p0, p1);
         }
         plk::memory::seq_add(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), delta);
-        forget_idle_shifts(*context);
+        repair(*context);
         return PLK_OK;
     });
 }
@@ -290,7 +290,7 @@ int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         code = plk::memory::seq_div(context->ctx, seq, p0, p1, divisor)
             ? PLK_OK
             : divide(*context, seq, p0, p1, divisor);
-        forget_idle_shifts(*context);
+        repair(*context);
         return code;
     });
 }

@@ -101,7 +101,7 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         const size_t size =
             llama_state_seq_set_data(context->ctx, data, static_cast<size_t>(length), seq);
         if (context->guard) {
-            plk::cells::complete_indexer(context->ctx);
+            plk::cells::repair(context->ctx);
         }
         if (size == 0 && context->guard) {
             // A truncated state leaves some of its cells; those of the sequence are already gone.

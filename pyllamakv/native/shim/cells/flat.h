@@ -101,15 +101,9 @@ int pending(llama_context *ctx) {
 
 bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 
-void forget_idle_shifts(llama_context *) {}
+Limits limits(llama_context *) { return {}; }
 
-bool compressed(llama_context *) { return false; }
-
-bool shifts(llama_context *) { return true; }
-
-void complete_indexer(llama_context *) {}
-
-bool separates_sequences(llama_context *) { return true; }
+void repair(llama_context *) {}
 
 bool shifts_quantized(llama_context *) { return true; }
 

@@ -44,9 +44,7 @@ struct Stream {
 struct Tree {
     int32_t kind = PLK_MEMORY_NONE;
     std::vector<Stream> caches; // stream 0 of each
-    bool compressed = false;    // see cells::compressed
-    bool separate = true;       // see cells::separates_sequences
-    bool shifts = true;         // see cells::shifts
+    cells::Limits limits;
 };
 
 // Return whether the compressed rows of one sequence can be cleared; through 0.3.33, all are.
@@ -85,8 +83,8 @@ inline Tree tree_of(llama_context *ctx) {
         // Cells of tokens, and rows that summarize several tokens: like a state, these cannot go
         // back to an earlier token.
         tree.kind = PLK_MEMORY_HYBRID;
-        tree.compressed = true;
-        tree.separate = clears_one(*memory4->get_csa_state(), 0);
+        tree.limits.compressed = true;
+        tree.limits.separates_sequences = clears_one(*memory4->get_csa_state(), 0);
         both(memory4->get_raw());
 #endif
     } else {
@@ -95,13 +93,13 @@ inline Tree tree_of(llama_context *ctx) {
 #if __has_include("llama-kv-cache-dsa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
             tree.caches = {{indexed->get_mla(), 0, false}};
-            tree.shifts = false;
+            tree.limits.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-dsa-iswa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
             tree.caches = {{indexed->get_dsa()->get_mla(), 0, false}, {indexed->get_swa(), 0, true}};
-            tree.shifts = false;
+            tree.limits.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-msa.h")
@@ -254,19 +252,13 @@ bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t 
     return true;
 }
 
-void forget_idle_shifts(llama_context *ctx) {
-    for (const Stream &stream : streams_of(ctx)) {
-        const auto &cells = cells_of(*stream.cache, stream.index);
-        if (layers_of(*stream.cache).empty() && cells.get_has_shift()) {
-            using Cells = std::remove_cv_t<std::remove_reference_t<decltype(cells)>>;
-            const_cast<Cells &>(cells).reset_shift();
-        }
-    }
+Limits limits(llama_context *ctx) { return tree_of(ctx).limits; }
+
+// Return the cells of a stream, for a change.
+inline auto &changeable(const Stream &stream) {
+    const auto &cells = cells_of(*stream.cache, stream.index);
+    return const_cast<std::remove_cv_t<std::remove_reference_t<decltype(cells)>> &>(cells);
 }
-
-bool compressed(llama_context *ctx) { return tree_of(ctx).compressed; }
-
-bool shifts(llama_context *ctx) { return tree_of(ctx).shifts; }
 
 // Copy what cells store about their tokens, in releases in which they do.
 template <typename Cells>
@@ -279,19 +271,24 @@ auto copy_extras(const Cells &from, Cells &to, int) -> decltype(to.ext_set(0, fr
 }
 template <typename Cells> void copy_extras(const Cells &, Cells &, long) {}
 
-void complete_indexer([[maybe_unused]] llama_context *ctx) {
+void repair(llama_context *ctx) {
+    for (const Stream &stream : streams_of(ctx)) {
+        // A cache without layers has no keys to shift, and llama.cpp aborts when it sets the input
+        // of the empty graph.
+        if (layers_of(*stream.cache).empty() && changeable(stream).get_has_shift()) {
+            changeable(stream).reset_shift();
+        }
 #if __has_include("llama-memory-hybrid-idx.h")
-    auto *hybrid = dynamic_cast<llama_memory_hybrid_idx *>(llama_get_memory(ctx));
-    Cache *mirror = hybrid != nullptr ? hybrid->get_mem_idx() : nullptr;
-    for (uint32_t s = 0; mirror != nullptr && s < n_stream(*mirror); ++s) {
-        const auto &cells = cells_of(*mirror, s);
-        using Cells = std::remove_cv_t<std::remove_reference_t<decltype(cells)>>;
-        copy_extras(cells_of(*hybrid->get_mem_attn(), s), const_cast<Cells &>(cells), 0);
-    }
+        // b11549 restores the row and column of a token in the cache, but in its indexer only if the
+        // model has n-gram embeddings. Both have the same cells.
+        auto *hybrid = dynamic_cast<llama_memory_hybrid_idx *>(llama_get_memory(ctx));
+        if (hybrid != nullptr && hybrid->get_mem_idx() != nullptr) {
+            copy_extras(changeable(stream),
+                        changeable({hybrid->get_mem_idx(), stream.index, false}), 0);
+        }
 #endif
+    }
 }
-
-bool separates_sequences(llama_context *ctx) { return tree_of(ctx).separate; }
 
 bool shifts_quantized(llama_context *ctx) {
     const Tree tree = tree_of(ctx);

@@ -64,7 +64,7 @@ int plk::mapping::failure() {
 int32_t plk::mapping::count(llama_context *ctx) { return llama_kv_mmap_count(ctx); }
 
 int plk::mapping::check(llama_context *ctx, const plk_context_params &asked) {
-    if (llama_kv_mmap_count(ctx) > 0 && plk::cells::compressed(ctx)) {
+    if (llama_kv_mmap_count(ctx) > 0 && plk::cells::limits(ctx).compressed) {
         // The patch trims and copies up to the last used cell, but these rows have no cells. The
         // environment variable maps them too.
         return refuse(PLK_EUNSUPPORTED,
