@@ -280,7 +280,7 @@ def deepseek4_keys(shape: Shape) -> dict[str, Any]:
 def deepseek4(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
     """Return a layer with a window alone, or also with compressed rows."""
     width, size, heads = shape.n_embd, head(shape), shape.n_head
-    mixes, ratio = (2 + STREAMS) * STREAMS, RATIOS[layer % 3]
+    ratio = RATIOS[layer % 3]
     found = {
         "attn_norm.weight": ones(width),
         "attn_sinks.weight": ones(heads, 0.0),
@@ -292,18 +292,26 @@ def deepseek4(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
         "attn_output_a.weight": draw.matrix(RANK, heads * size, scale=2.0),
         "attn_output_b.weight": draw.matrix(width, RANK, scale=2.0 * gain(shape)),
     } | experts(shape, draw)
-    for part in ("attn", "ffn"):
-        found |= {
-            f"hc_{part}_fn.weight": draw.matrix(mixes, STREAMS * width),
-            f"hc_{part}_base.weight": ones(mixes, 0.0),
-            f"hc_{part}_scale.weight": ones(3),
-        }
+    found |= _streams(shape, draw)
     if ratio:
         found |= _compressor("attn", size, ratio, shape, draw)
     if ratio == min(filter(None, RATIOS)):
         found |= _compressor("indexer", INDEXED, ratio, shape, draw) | {
             "indexer.proj.weight": draw.matrix(INDEXERS, width),
             "indexer.attn_q_b.weight": draw.matrix(INDEXERS * INDEXED, RANK),
+        }
+    return found
+
+
+def _streams(shape: Shape, draw: WeightGenerator) -> Tensors:
+    """Return the mixers of the residual streams of a layer."""
+    mixes = (2 + STREAMS) * STREAMS
+    found: Tensors = {}
+    for part in ("attn", "ffn"):
+        found |= {
+            f"hc_{part}_fn.weight": draw.matrix(mixes, STREAMS * shape.n_embd),
+            f"hc_{part}_base.weight": ones(mixes, 0.0),
+            f"hc_{part}_scale.weight": ones(3),
         }
     return found
 
@@ -426,6 +434,73 @@ def _mixer(name: str, shape: Shape, draw: WeightGenerator) -> Tensors:
 def qwen4exp_top(shape: Shape, draw: WeightGenerator) -> Tensors:
     """Return the tensors that join the residual streams; they include the last norm."""
     return _mixer("output_hc", shape, draw)
+
+
+def glm5_next_keys(shape: Shape) -> dict[str, Any]:
+    """Return the keys of linear attention, and of latent attention to pools without positions."""
+    return {
+        "attention.head_count_kv": _hybrid_heads(shape),
+        "attention.key_length": LATENT,
+        "attention.value_length": LATENT,
+        "attention.key_length_mla": PLAIN,
+        "attention.value_length_mla": PLAIN,
+        "attention.q_lora_rank": RANK,
+        "attention.kv_lora_rank": LATENT,
+        "rope.dimension_count": 0,
+        "ssm.conv_kernel": SSM_CONV,
+        "kda.head_dim": SSM_WIDTH,
+        "leading_dense_block_count": shape.n_layer,
+        "expert_feed_forward_length": shape.n_ff,
+        "expert_shared_count": 1,
+        "attention.indexer.head_count": INDEXERS,
+        "attention.indexer.key_length": INDEXED,
+        "attention.indexer.top_k": POOLED,
+        "attention.indexer.kpool": POOL,
+        "attention.indexer.kpool_select_tail": True,
+        "hyper_connection.count": STREAMS,
+        "hyper_connection.sinkhorn_iterations": 4,
+        "hyper_connection.epsilon": 1e-6,
+    }
+
+
+def glm5_next(shape: Shape, draw: WeightGenerator, layer: int) -> Tensors:
+    """Return a layer of linear attention, or of latent attention whose indexer selects pools."""
+    width, heads, inner = shape.n_embd, shape.n_head, SSM_WIDTH * shape.n_head
+    found = {"attn_norm.weight": ones(width)} | feed_forward(shape, draw) | _streams(shape, draw)
+    if _attends(layer):
+        return found | {
+            "attn_q_a.weight": draw.matrix(RANK, width),
+            "attn_q_a_norm.weight": ones(RANK),
+            "attn_q_b.weight": draw.matrix(heads * PLAIN, RANK, scale=1.3),
+            "attn_kv_a_mqa.weight": draw.matrix(LATENT, width, scale=1.3),
+            "attn_kv_a_norm.weight": ones(LATENT),
+            "attn_k_b.weight": draw.matrix(heads, LATENT, PLAIN, scale=1.3),
+            "attn_v_b.weight": draw.matrix(heads, PLAIN, LATENT, scale=2.0),
+            "attn_output.weight": draw.matrix(width, heads * PLAIN, scale=3.0 * gain(shape)),
+            "indexer.k_norm.weight": ones(INDEXED),
+            "indexer.k_norm.bias": ones(INDEXED, 0.0),
+            "indexer.proj.weight": draw.matrix(INDEXERS, width),
+            "indexer.attn_k.weight": draw.matrix(INDEXED, width),
+            "indexer.attn_q_b.weight": draw.matrix(INDEXERS * INDEXED, RANK),
+            "indexer_compressor_gate.weight": draw.matrix(INDEXED, width),
+            "indexer_compressor_ape.weight": draw.matrix(POOL, INDEXED),
+        }
+    for name in "qkv":
+        found |= {
+            f"ssm_conv1d_{name}.weight": draw.matrix(inner, 1, SSM_CONV),
+            f"attn_{name}.weight": draw.matrix(inner, width),
+        }
+    return found | {
+        "ssm_f_a.weight": draw.matrix(SSM_WIDTH, width),
+        "ssm_f_b.weight": draw.matrix(inner, SSM_WIDTH),
+        "ssm_g_a.weight": draw.matrix(SSM_WIDTH, width),
+        "ssm_g_b.weight": draw.matrix(inner, SSM_WIDTH),
+        "ssm_beta.weight": draw.matrix(heads, width),
+        "ssm_a": ones(heads, -1.0),
+        "ssm_dt.bias": ones(inner, -3.0),
+        "ssm_norm.weight": ones(SSM_WIDTH),
+        "attn_output.weight": draw.matrix(width, inner, scale=3.0 * gain(shape)),
+    }
 
 
 def lfm2_keys(shape: Shape) -> dict[str, Any]:
@@ -615,6 +690,7 @@ _ARCHITECTURES: dict[str, tuple[_Keys, _Block]] = {
     "minimax-m3": (minimax_m3_keys, minimax_m3),
     "deepseek4": (deepseek4_keys, deepseek4),
     "qwen4exp": (qwen4exp_keys, qwen4exp),
+    "glm5-next": (glm5_next_keys, glm5_next),
     "lfm2": (lfm2_keys, lfm2),
 }
 

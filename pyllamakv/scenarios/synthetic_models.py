@@ -68,6 +68,14 @@ SHAPES = {
             head=64,
         ),
         Shape("pooled", n_layer=2, n_embd=128, n_head=2, n_head_kv=1, architecture="qwen4exp"),
+        Shape(
+            "pooled-latent",
+            n_layer=2,
+            n_embd=64,
+            n_head=2,
+            n_head_kv=1,
+            architecture="glm5-next",
+        ),
         Shape("hybrid-sliding", n_layer=4, architecture="lfm2", window=32),
     )
 }

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.native, pytest.mark.long]
 
 SPECS = ("0.3.36+patched", "b11549+stock", "b11549+patched")
 #: Models whose sequences have a state beside their cells, with the number of caches.
-STATES = {"compressed": 2, "pooled": 1, "hybrid-sliding": 2}
+STATES = {"compressed": 2, "pooled": 1, "pooled-latent": 1, "hybrid-sliding": 2}
 #: Models with an indexer that mirrors the cells, with the number of caches.
 INDEXED = {"indexed": 1, "blocks": 1, "indexed-sliding": 2}
 #: Largest difference of logits that equal tokens may have in another batch.
@@ -167,7 +167,7 @@ def test_a_shift_is_exact_or_refused(context: Context, model: Any) -> None:
     if not context.info.can_shift:
         with pytest.raises(Unsupported):
             sequence.shift(None, None, 3)
-        assert model.name not in ("hybrid-sliding", "blocks")
+        assert model.name not in ("hybrid-sliding", "blocks", "pooled-latent")
     else:
         sequence.shift(None, None, 3)
     assert equal(after(sequence, MORE), fresh(model, TOKENS + MORE))
@@ -192,7 +192,7 @@ def test_cells_move_or_stay(context: Context, model: Any) -> None:
     after(gone, TOKENS[:60])
     after(sequence, TOKENS[:90])
     gone.remove()
-    if model.name in ("compressed", "pooled"):
+    if model.name in ("compressed", "pooled", "pooled-latent"):
         with pytest.raises(Unsupported):
             context.kv.defrag(fallback=False)
     context.kv.defrag()
