@@ -11,6 +11,7 @@ import readme
 
 import pyllamakv
 from pyllamakv.source import lockfile, verified
+from pyllamakv.source.store import open_store
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
@@ -84,3 +85,23 @@ def test_the_tables_show_what_is_accepted() -> None:
     assert shown == accepted
     pinned = {f"{release.name}+patched cpu" for release in lockfile.load(lockfile.shipped())}
     assert pinned <= set(shown)
+
+
+@pytest.mark.long
+def test_the_memory_classes_of_the_newest_release_are_listed() -> None:
+    """Every class that implements llama_memory_i, also through a base class, has a row."""
+    store = open_store()
+    newest = next((each for each in reversed(lockfile.known().values()) if store.has(each)), None)
+    if newest is None:
+        pytest.skip("no release is fetched here: pyllamakv upstream fetch NAME")
+    headers = [path for path in store.ls(newest, "src") if path.endswith(".h")]
+    text = b"".join(data or b"" for data in store.read_many(newest, headers).values()).decode()
+    bases = dict(re.findall(r"^(?:class|struct) (\w+)(?: final)? *: *public (\w+)", text, re.M))
+    found = {"llama_memory_i"}
+    while more := {name for name, base in bases.items() if base in found} - found:
+        found |= more
+    page = (readme.ROOT / "docs/api.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(llama_\w+)`.* \| `[A-Z]+` \|", page, re.MULTILINE))
+    missing = found - rows - {"llama_memory_i"}
+    assert not missing, f"{newest.name} has memory classes without a row in docs/api.md: {missing}"
+    assert len(found) > 1

@@ -59,7 +59,7 @@ extern "C" {
 #define PLK_MEMORY_ATTENTION 1    /* one key/value cache */
 #define PLK_MEMORY_SWA 2          /* a full cache and a sliding-window cache */
 #define PLK_MEMORY_RECURRENT 3    /* states, no cells per token */
-#define PLK_MEMORY_HYBRID 4       /* attention and recurrent */
+#define PLK_MEMORY_HYBRID 4       /* cells, and states or compressed rows */
 #define PLK_MEMORY_OTHER 5
 
 /* Backings of a cache in host memory, plk_context_params.kv_backing and plk_mapping.kind. */

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, defrag_by_restore, state_parser
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -217,6 +217,9 @@ class KV:
     def _read(self) -> Snapshot:
         context = self._context
         context.native.about.require(Capability.CELLS, "read the cells")
+        if context.info.memory is MemoryType.OTHER and not context.info.n_caches:
+            msg = "the memory of this model has a class whose cells pyllamakv cannot read"
+            raise Unsupported(msg, "CELLS")
         streams = []
         for cache in range(context.info.n_caches):
             raw = context.native.cells(context.handle, cache)

@@ -30,19 +30,28 @@ MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Name one layout: a count of streams in front, bytes of extra data per cell, V or no V."""
+    """Name one layout: a count of streams in front, bytes of extra data per cell, V or no V.
+
+    ``rotations`` means that the sizes of two rotations follow the number of layers.
+    """
 
     name: str
     streams: bool
     extra: int
     values: bool
+    rotations: bool = False
 
 
 LAYOUTS = (
     Layout("plain", False, 0, True),
     Layout("streams", True, 0, True),
     Layout("streams with places", True, 8, True),
+    Layout("streams with places and tokens", True, 12, True),
     Layout("streams without V", True, 0, False),
+    # since b11549
+    Layout("rotations", True, 0, True, rotations=True),
+    Layout("rotations with places and tokens", True, 12, True, rotations=True),
+    Layout("rotations without V", True, 0, False, rotations=True),
 )
 
 
@@ -173,6 +182,8 @@ def _cache(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
 def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
     pos = _positions(reader, layout, cells)
     transposed, n_layer = reader.number("<I"), reader.number("<I")
+    if layout.rotations:
+        reader.take(8)
     if transposed > 1 or not 1 <= n_layer <= 4096:
         raise _WrongLayout
     keys = [_rows(reader, cells) for _ in range(n_layer)]

@@ -6,6 +6,7 @@ scenario that runs this.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,15 @@ if TYPE_CHECKING:
 GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 
 
-def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
-    """Decode, copy, trim, shift, save, restore, defragment; invalid input must be refused."""
+def exercise_memory(
+    lab: Lab, player: Player, *, window: int = 0, rows: bool = True, shifts: bool = True
+) -> None:
+    """Decode, copy, trim, shift, save, restore, defragment; invalid input must be refused.
+
+    With ``rows`` False, rows are not compared, for memory whose states contain more than rows. With
+    ``shifts`` False, nothing is shifted, for memory in which llama.cpp aborts.
+    """
+    verify = partial(verify_memory, lab, player, window, rows=rows)
     done: dict[str, bool] = {}
     snapshot = player.snapshot()
     if snapshot is not None:
@@ -40,27 +48,27 @@ def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
             reported == seen, f"the caches have {seen} streams, but the context reports {reported}"
         )
     player.fill({0: 40, 1: 40}, interleave=True)
-    verify_memory(lab, player, window)
+    verify()
     player.copy(0, 2)
     supported(player.update)
-    verify_memory(lab, player, window)
+    verify()
     done["end removed"] = player.remove(1, 34)
-    verify_memory(lab, player, window)
+    verify()
     done["middle removed"] = player.remove(1, 8, 16)
-    if done["middle removed"] and player.info.can_shift:
+    if done["middle removed"] and player.info.can_shift and shifts:
         done["shifted"] = supported(lambda: player.shift(1, 16, -1, -8))
-    verify_memory(lab, player, window)
+    verify()
     check_invalid_calls(player)
     player.save(2, "kept")
     player.remove(2)
     player.restore(3, "kept")
-    verify_memory(lab, player, window)
+    verify()
     player.fill({0: 24})
     player.remove(1)
     if player.info.defrag:
-        with player.unchanged(window=window):
+        with player.unchanged(window=window) if rows else nullcontext():
             done["defragmented"] = supported(player.defrag)
-    verify_memory(lab, player, window)
+    verify()
     if player.ledger.streams:
         # llama.cpp's `keep` affects one stream only, so remove the other sequences one by one.
         for seq in player.ledger.sequences:
@@ -68,18 +76,18 @@ def exercise_memory(lab: Lab, player: Player, *, window: int = 0) -> None:
                 player.remove(seq)
     else:
         player.keep(3)
-    verify_memory(lab, player, window)
+    verify()
     player.clear()
     player.fill({1: 8})
-    verify_memory(lab, player, window)
+    verify()
     lab.note(memory=player.info.memory.name.lower(), **done)
 
 
-def verify_memory(lab: Lab, player: Player, window: int = 0) -> None:
+def verify_memory(lab: Lab, player: Player, window: int = 0, *, rows: bool = True) -> None:
     """Compare cells, rows and logits with the ledger and the reference."""
     if window:
         player.check_windows(window)
-    for seq, state in player.rows().items():
+    for seq, state in player.rows().items() if rows else ():
         expected = [pos for pos, _ in player.ledger.of(seq)]
         for section in state.sections:
             found = np.sort(section.pos).tolist()

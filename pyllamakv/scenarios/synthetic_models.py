@@ -57,6 +57,26 @@ SHAPES = {
         ),
         Shape("places", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, architecture="qwen2vl"),
         Shape("blocks", n_layer=2, n_embd=128, n_head=4, n_head_kv=2, architecture="minimax-m3"),
+        Shape(
+            "compressed",
+            n_layer=3,
+            n_embd=64,
+            n_head=2,
+            n_head_kv=1,
+            architecture="deepseek4",
+            window=32,
+            head=64,
+        ),
+        Shape("pooled", n_layer=2, n_embd=128, n_head=2, n_head_kv=1, architecture="qwen4exp"),
+        Shape(
+            "pooled-latent",
+            n_layer=2,
+            n_embd=64,
+            n_head=2,
+            n_head_kv=1,
+            architecture="glm5-next",
+        ),
+        Shape("hybrid-sliding", n_layer=4, architecture="lfm2", window=32),
     )
 }
 
@@ -168,8 +188,10 @@ def write(shape: Shape, path: Path) -> None:
     writer.close()
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
-    if isinstance(value, list):
+def _add(writer: gguf.GGUFWriter, key: str, value: float | bool | list[int]) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)

@@ -39,6 +39,8 @@ CASES = [
         ("0.3.36+patched", "sliding", {"flash_attn": False, "kv_unified": False}),
         ("0.3.36+patched", "recurrent", {"flash_attn": False}),
         ("0.3.36+patched", "hybrid", {"flash_attn": False}),
+        ("b11549+patched", "compressed", {"flash_attn": False}),
+        ("b11549+patched", "pooled", {"flash_attn": False}),
     )
 ]
 
@@ -118,6 +120,8 @@ def content_after(cache: ContextCache, position: int, tokens: list[int], rows: n
         ("0.3.36+patched", "recurrent"),
         ("0.3.36+patched", "hybrid"),
         ("0.3.36+patched", "sliding"),
+        ("b11549+patched", "compressed"),
+        ("b11549+patched", "pooled"),
     ],
     ids=lambda each: "-".join(each),
 )

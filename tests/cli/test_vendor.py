@@ -96,7 +96,7 @@ def test_a_release_that_moved_is_stale(home: Path) -> None:
     lockfile.save(
         lockfile.shipped(), [imported(store, "0.3.9", {**TREE, "new": b""}, "2025-01-01")]
     )
-    with pytest.raises(TreeDirty, match="stale"):
+    with pytest.raises(TreeDirty, match="outdated"):
         run("verify", "0.3.9")
     run("sync")
     run("verify")

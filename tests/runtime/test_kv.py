@@ -9,7 +9,7 @@ import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
 
-from pyllamakv.binding.protocol import Capability, RawDefrag
+from pyllamakv.binding.protocol import Capability, MemoryType, RawDefrag
 from pyllamakv.errors import NoKVSlot, PromptTooLong, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -89,6 +89,17 @@ def test_what_a_build_lacks_is_said(tmp_path: Path) -> None:
         with pytest.raises(Unsupported) as caught:
             attempt()
         assert caught.value.capability == name
+
+
+def test_a_memory_of_an_unknown_class_has_no_snapshot(tmp_path: Path) -> None:
+    """It is not taken for one without cells."""
+    ctx = kit.context(tmp_path)
+    for name, value in (("memory", MemoryType.OTHER), ("n_caches", 0)):
+        object.__setattr__(ctx.info, name, value)
+    with pytest.raises(Unsupported, match="class whose cells pyllamakv cannot read") as caught:
+        ctx.kv.snapshot()
+    assert caught.value.capability == "CELLS"
+    assert ctx.kv.try_snapshot() is None
 
 
 def test_rows_need_cells_and_a_layer(tmp_path: Path) -> None:

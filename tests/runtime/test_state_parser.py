@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.errors import StateError
+from pyllamakv.runtime import state_parser
 from pyllamakv.runtime.state_parser import MAGIC, parse
 
 F16, Q8_0 = 1, 8
-LAYOUTS = ["plain", "streams", "streams with places", "streams without V"]
+LAYOUTS = [layout.name for layout in state_parser.LAYOUTS]
 
 
 def section(layout: str, pos: list[int], k: np.ndarray, v: np.ndarray, *, trans: bool) -> bytes:
@@ -26,12 +27,14 @@ def section(layout: str, pos: list[int], k: np.ndarray, v: np.ndarray, *, trans:
         return parts[0]
     for each in pos:
         parts.append(struct.pack("<iI", each, own))
-        parts.append(struct.pack("<ii", 3, 4) if layout == "streams with places" else b"")
+        parts.append(struct.pack("<ii", 3, 4) if "places" in layout else b"")
+        parts.append(struct.pack("<i", 5) if "tokens" in layout else b"")
         parts.append(struct.pack("<i", 2) * own)
     parts.append(struct.pack("<II", int(trans), len(k)))
+    parts.append(struct.pack("<II", 128, 64) if "rotations" in layout else b"")
     for layer in k:
         parts += [struct.pack("<iQ", F16, layer.shape[1]), layer.tobytes()]
-    for layer in v if layout != "streams without V" else ():
+    for layer in v if "without V" not in layout else ():
         cells, width = layer.shape
         if trans:
             columns = layer.reshape(cells, width // 2, 2).transpose(1, 0, 2)
@@ -67,7 +70,7 @@ def test_rows_come_out_as_they_went_in(layout: str, trans: bool, cells: int) -> 
     for i, layer in enumerate(part.layers):
         assert layer.type_k.name == "f16"
         assert (layer.k == k[i]).all()
-        if layout == "streams without V":
+        if "without V" in layout:
             assert layer.v.shape == (cells, 0)
             assert layer.type_v is None
         else:

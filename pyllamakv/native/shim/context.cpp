@@ -263,6 +263,12 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
                                "cannot read quantized ones without flash attention: use type_k "
                                "f16, or flash attention");
         }
+        if (asked.n_seq_max > 1 && !plk::cells::limits(handle->ctx).separates_sequences) {
+            llama_free(handle->ctx);
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this release clears the compressed rows of all sequences when one "
+                               "is removed: use n_seq_max 1, or a later release");
+        }
         handle->n_batch = llama_n_batch(handle->ctx);
         handle->n_ubatch = llama_n_ubatch(handle->ctx);
         const plk::settings::Settings decided = plk::settings::read(handle->ctx);

@@ -107,6 +107,19 @@ extern const bool rounds_up;
 // Return whether each micro-batch must have consecutive sequences; else llama.cpp asserts (hybrid
 // memories with a stream per sequence, 0.3.15 and 0.3.16).
 bool needs_order(llama_context *ctx);
+// Limits of a class of memory.
+struct Limits {
+    // It stores rows that no cell describes, each computed from several tokens (llama_kv_cache_dsv4).
+    bool compressed = false;
+    // Removing a sequence leaves the compressed rows of the others.
+    bool separates_sequences = true;
+    // A shift rotates the right values of all keys. It does not in the indexer of
+    // llama_kv_cache_dsa, which stores the rotated values first, and multiplied by a matrix.
+    bool shifts = true;
+};
+Limits limits(llama_context *ctx);
+// Repair what llama.cpp leaves after a shift or the restore of a state.
+void repair(llama_context *ctx);
 // Return whether the graph that shifts quantized keys can be built for this cache.
 bool shifts_quantized(llama_context *ctx);
 // Return whether saving or restoring the state of a sequence works; else it dereferences NULL.

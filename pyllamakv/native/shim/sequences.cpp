@@ -38,12 +38,15 @@ int32_t seen(plk_context &c, int32_t seq, bool largest) {
     return found.empty() ? -1 : largest ? found.back() : found.front();
 }
 
-// Return whether the memory keeps one state per sequence, with or without cells in addition.
+// Return whether the memory keeps one state per sequence, with or without cells in addition. A
+// memory of an unknown class may: its operations on parts of a sequence may assert.
 bool keeps_states(const plk_context &c) {
     plk_context_info info{};
     plk::cells::describe(c.ctx, info);
+    const bool unknown = (plk::cells::bits & PLK_CAP_CELLS) && info.n_caches == 0 &&
+                         info.memory == PLK_MEMORY_OTHER;
     return c.model->info.is_recurrent || info.memory == PLK_MEMORY_RECURRENT ||
-           info.memory == PLK_MEMORY_HYBRID;
+           info.memory == PLK_MEMORY_HYBRID || unknown;
 }
 
 // Copy a range, except positions whose cells both sequences share already: several releases count
@@ -111,6 +114,12 @@ int divide(plk_context &c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor)
     return PLK_OK;
 }
 
+void repair(const plk_context &c) {
+    if (c.guard) {
+        plk::cells::repair(c.ctx);
+    }
+}
+
 } // namespace
 
 bool plk::can_shift(const plk_context &c) {
@@ -119,7 +128,7 @@ bool plk::can_shift(const plk_context &c) {
         return true; // a state has no keys that a shift would rotate
     }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
-           !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
+           plk::cells::limits(c.ctx).shifts && !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
            (!ggml_is_quantized(type_k) ||
             (plk::memory::shifts_quantized && plk::cells::shifts_quantized(c.ctx)));
 }
@@ -190,6 +199,11 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
                                    from);
             }
             p0 = p1 = -1;
+            if (context->guard && from != to && !context->model->info.is_recurrent) {
+                // The copy replaces the state of `to`: cells of its tokens must not remain. One
+                // memory asserts that no part is copied, as copy() does with shared cells.
+                plk::memory::seq_rm(context->ctx, to, -1, -1);
+            }
         }
         if (!plk::cells::can_copy(context->ctx, from, to, p0, p1) &&
             p0 <= plk_seq_pos_min(context, from) &&
@@ -203,6 +217,10 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
                                from, to);
         }
         copy(*context, from, to, std::max(p0, -1), std::max(p1, -1));
+        if (context->guard && plk::update::present && plk::cells::limits(context->ctx).compressed) {
+            // Compressed rows are copied by the next update, and a removal clears them at once.
+            plk::update::run(context->ctx, true);
+        }
         return PLK_OK;
     });
 }
@@ -244,6 +262,7 @@ int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
             plk::cells::watch->shifting(context->ctx, seq, p0, p1);
         }
         plk::memory::seq_add(context->ctx, seq, std::max(p0, -1), std::max(p1, -1), delta);
+        repair(*context);
         return PLK_OK;
     });
 }
@@ -268,9 +287,11 @@ int plk_seq_div(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32
         }
         p0 = std::max(p0, -1);
         p1 = std::max(p1, -1);
-        return plk::memory::seq_div(context->ctx, seq, p0, p1, divisor)
-                   ? PLK_OK
-                   : divide(*context, seq, p0, p1, divisor);
+        code = plk::memory::seq_div(context->ctx, seq, p0, p1, divisor)
+            ? PLK_OK
+            : divide(*context, seq, p0, p1, divisor);
+        repair(*context);
+        return code;
     });
 }
 

@@ -100,6 +100,9 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         plk::moving::choose(context->asked);
         const size_t size =
             llama_state_seq_set_data(context->ctx, data, static_cast<size_t>(length), seq);
+        if (context->guard) {
+            plk::cells::repair(context->ctx);
+        }
         if (size == 0 && context->guard) {
             // A truncated state leaves some of its cells; those of the sequence are already gone.
             plk::memory::seq_rm(context->ctx, seq, -1, -1);

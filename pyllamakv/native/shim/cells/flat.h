@@ -101,6 +101,10 @@ int pending(llama_context *ctx) {
 
 bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 
+Limits limits(llama_context *) { return {}; }
+
+void repair(llama_context *) {}
+
 bool shifts_quantized(llama_context *) { return true; }
 
 bool saves_sequences(llama_context *) { return true; }

@@ -18,6 +18,8 @@ int plk::cells::read(llama_context *, int32_t, int32_t, int32_t *, int32_t *, ui
 }
 int plk::cells::pending(llama_context *) { return -1; }
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
+plk::cells::Limits plk::cells::limits(llama_context *) { return {}; }
+void plk::cells::repair(llama_context *) {}
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
 bool plk::cells::saves_sequences(llama_context *) { return true; }
 int plk::cells::check_state(llama_context *, const uint8_t *, size_t) { return 1; }

@@ -15,6 +15,7 @@ struct StateReader {
     bool streams;       // whether the state begins with the number of streams
     uint32_t ids;       // sequence ids per cell: 0, in later releases 1
     uint32_t n_values;  // number of layers that have values; other layers write none
+    bool rotations = false; // whether the sizes of two rotations follow the number of layers
     size_t at = 0;
     uint64_t found = 0; // number of cells read
 
@@ -92,7 +93,8 @@ struct StateReader {
         if (count > n_cells) {
             return bad("it has more cells than the cache");
         }
-        return cells(count) && take(v_trans) && take(n_layer) && rows(count, n_layer) &&
+        return cells(count) && take(v_trans) && take(n_layer) &&
+               skip(rotations ? 2 * sizeof(uint32_t) : 0) && rows(count, n_layer) &&
                (v_trans ? columns(count, n_values) : rows(count, n_values));
     }
 

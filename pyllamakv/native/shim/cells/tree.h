@@ -25,6 +25,12 @@
 #if __has_include("llama-kv-cache-msa.h")
 #include "llama-kv-cache-msa.h"
 #endif
+#if __has_include("llama-kv-cache-dsv4.h")
+#include "llama-kv-cache-dsv4.h"
+#endif
+#if __has_include("llama-memory-hybrid-idx.h")
+#include "llama-memory-hybrid-idx.h"
+#endif
 
 namespace plk {
 
@@ -38,7 +44,14 @@ struct Stream {
 struct Tree {
     int32_t kind = PLK_MEMORY_NONE;
     std::vector<Stream> caches; // stream 0 of each
+    cells::Limits limits;
 };
+
+// Return whether the compressed rows of one sequence can be cleared; through 0.3.33, all are.
+template <typename State> auto clears_one(State &state, int) -> decltype(state.clear(0, true), true) {
+    return true;
+}
+template <typename State> bool clears_one(State &, long) { return false; }
 
 inline Tree tree_of(llama_context *ctx) {
     Tree tree;
@@ -65,17 +78,28 @@ inline Tree tree_of(llama_context *ctx) {
         tree.kind = PLK_MEMORY_HYBRID;
         both(hybrid->get_mem_attn());
 #endif
+#if __has_include("llama-kv-cache-dsv4.h")
+    } else if (auto *memory4 = dynamic_cast<llama_kv_cache_dsv4 *>(memory)) {
+        // Cells of tokens, and rows that summarize several tokens: like a state, these cannot go
+        // back to an earlier token.
+        tree.kind = PLK_MEMORY_HYBRID;
+        tree.limits.compressed = true;
+        tree.limits.separates_sequences = clears_one(*memory4->get_csa_state(), 0);
+        both(memory4->get_raw());
+#endif
     } else {
         // Caches with an indexer that has the same cells.
         tree.kind = PLK_MEMORY_OTHER;
 #if __has_include("llama-kv-cache-dsa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa *>(memory)) {
             tree.caches = {{indexed->get_mla(), 0, false}};
+            tree.limits.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-dsa-iswa.h")
         if (auto *indexed = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
             tree.caches = {{indexed->get_dsa()->get_mla(), 0, false}, {indexed->get_swa(), 0, true}};
+            tree.limits.shifts = false;
         }
 #endif
 #if __has_include("llama-kv-cache-msa.h")
@@ -228,6 +252,44 @@ bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t 
     return true;
 }
 
+Limits limits(llama_context *ctx) { return tree_of(ctx).limits; }
+
+// Return the cells of a stream, for a change.
+inline auto &changeable(const Stream &stream) {
+    const auto &cells = cells_of(*stream.cache, stream.index);
+    return const_cast<std::remove_cv_t<std::remove_reference_t<decltype(cells)>> &>(cells);
+}
+
+// Copy what cells store about their tokens, in releases in which they do.
+template <typename Cells>
+auto copy_extras(const Cells &from, Cells &to, int) -> decltype(to.ext_set(0, from.ext_get(0))) {
+    for (uint32_t i = 0; i < std::min(from.size(), to.size()); ++i) {
+        if (!from.is_empty(i) && !to.is_empty(i)) {
+            to.ext_set(i, from.ext_get(i));
+        }
+    }
+}
+template <typename Cells> void copy_extras(const Cells &, Cells &, long) {}
+
+void repair(llama_context *ctx) {
+    for (const Stream &stream : streams_of(ctx)) {
+        // A cache without layers has no keys to shift, and llama.cpp aborts when it sets the input
+        // of the empty graph.
+        if (layers_of(*stream.cache).empty() && changeable(stream).get_has_shift()) {
+            changeable(stream).reset_shift();
+        }
+#if __has_include("llama-memory-hybrid-idx.h")
+        // b11549 restores the row and column of a token in the cache, but in its indexer only if the
+        // model has n-gram embeddings. Both have the same cells.
+        auto *hybrid = dynamic_cast<llama_memory_hybrid_idx *>(llama_get_memory(ctx));
+        if (hybrid != nullptr && hybrid->get_mem_idx() != nullptr) {
+            copy_extras(changeable(stream),
+                        changeable({hybrid->get_mem_idx(), stream.index, false}), 0);
+        }
+#endif
+    }
+}
+
 bool shifts_quantized(llama_context *ctx) {
     const Tree tree = tree_of(ctx);
     return std::all_of(tree.caches.begin(), tree.caches.end(),
@@ -250,6 +312,7 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
         return 1; // the state also has multi-dimensional positions per cell
     }
     StateReader reader{data, length, 0, 1, counts_streams, 1, 0};
+    reader.rotations = LLAMA_STATE_SEQ_VERSION >= 4; // b11549
 #ifdef LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
     reader.at = 2 * sizeof(uint32_t); // skip the magic number and the id of the saved sequence
     if (length < reader.at) {

@@ -202,6 +202,10 @@ int plk::cells::pending(llama_context *ctx) { return shifts().any(ctx) ? 1 : -1;
 
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 
+plk::cells::Limits plk::cells::limits(llama_context *) { return {}; }
+
+void plk::cells::repair(llama_context *) {}
+
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
 
 bool plk::cells::saves_sequences(llama_context *) { return true; }

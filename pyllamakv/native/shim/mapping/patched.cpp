@@ -64,6 +64,13 @@ int plk::mapping::failure() {
 int32_t plk::mapping::count(llama_context *ctx) { return llama_kv_mmap_count(ctx); }
 
 int plk::mapping::check(llama_context *ctx, const plk_context_params &asked) {
+    if (llama_kv_mmap_count(ctx) > 0 && plk::cells::limits(ctx).compressed) {
+        // The patch trims and copies up to the last used cell, but these rows have no cells. The
+        // environment variable maps them too.
+        return refuse(PLK_EUNSUPPORTED,
+                      "this memory has compressed rows that mapped memory would lose: use the heap "
+                      "(kv_backing, LLAMA_KV_BACKING)");
+    }
     if (asked.kv_backing == PLK_BACKING_HEAP) {
         return PLK_OK;
     }
