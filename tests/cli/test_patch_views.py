@@ -90,7 +90,7 @@ def test_a_file_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, patch("one", "manual", *gone))
     assert lines[2:4] == [
         "  src/llama-kv-cache.cpp: the file does not exist",
-        "    perhaps gone to src/llama-memory.cpp (61% alike)",
+        "    similar lines are in src/llama-memory.cpp (61%)",
     ]
     assert len(lines) == 5
 
