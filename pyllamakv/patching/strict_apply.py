@@ -176,6 +176,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
         expected=bad.expected,
         found=bad.found,
         half_applied=0 < len(present) < len(placements),
+        contained=len(present) == len(placements),
     )
 
 

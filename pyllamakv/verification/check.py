@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import PatchedRelease
+    from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.series import Series
     from pyllamakv.scenarios.outcome import Kind
     from pyllamakv.scenarios.runner import Run
@@ -135,6 +136,8 @@ class PatchedSide:
     tree: str = ""
     #: The release already contains some changes of a patch.
     partly: bool = False
+    #: The release already contains all changes of the only patch.
+    contained: bool = False
     #: The base of the port for each patch that was merged from another release.
     carried: dict[str, str] = field(default_factory=dict)
 
@@ -179,6 +182,9 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
+    claims = _claims(question, own)
+    if made.variant is None and claims == set():
+        tasks = []  # no run of stock decides whether such a patch is still needed
     try:
         results = parallel_runs.run_tasks(
             tasks, fresh=question.fresh, timeout=question.timeout, progress=progress
@@ -199,7 +205,6 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     if faults:
         msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
         raise HarnessError(msg)
-    claims = _claims(question, own)
     pairs = pair_up(chosen, runs, claims)
     made_pairs = [pair for pair in pairs if not _is_stopped(pair)]
     stopped = len(pairs) - len(made_pairs)
@@ -212,6 +217,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         build_error=made.build_error,
         headers=problems,
         partly=made.partly,
+        contained=made.contained,
         carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
     )
     ids = {side: built.id for side, built in sides.items()}
@@ -316,10 +322,14 @@ def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
     A foreign patch claims the scenarios in its header or its series, and those of the request.
     """
     if own is None and question.patches:
-        loaded = [foreign_series.load(_source(path)) for path in question.patches]
-        named = {name for series in loaded for patch in series for name in patch.scenarios}
+        named = {name for patch in _patches(question) for name in patch.scenarios}
         return named | set(question.scenarios)
     return own
+
+
+def _patches(question: CheckRequest) -> list[Definition]:
+    """Return the foreign patches of a request."""
+    return [patch for path in question.patches for patch in foreign_series.load(_source(path))]
 
 
 def _source(path: Path) -> Path | str:
@@ -357,7 +367,11 @@ def _patch(
         why = drift.why(release, names) or first
         if partly:
             why = f"{first} The release already contains a part of the patch."
-        return PatchedSide(conflict=why, partly=partly)
+        whole = bool(conflicts) and all(each.contained for each in conflicts)
+        contained = whole and len(_patches(question)) == 1
+        if contained:
+            why = "The release already contains the whole patch."
+        return PatchedSide(conflict=why, partly=partly, contained=contained)
     skipped = {each.id: each.reason for each in patched.skipped}
     torn = {each.id: each.reason for each in patched.skipped if each.failed}
     conflict = "; ".join(torn.values())

@@ -207,6 +207,23 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
+def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path) -> None:
+    """Without a claim it is native only if the release contains it; no run can show more."""
+    file = _file(tmp_path)
+    world.applied = PatchConflict("hunk 1 does not apply")
+    world.make = lambda side: Rolling(heals=True)
+    answer = ask(patches=(file,), scenarios=())
+    assert str(answer.decision) == "broken-apply: hunk 1 does not apply"
+    assert answer.pairs == ()
+    world.applied = PatchConflict("hunk 1 is already applied", contained=True)
+    answer = ask(patches=(file,), scenarios=())
+    assert str(answer.decision) == "native: The release already contains the whole patch."
+    two = ask(patches=(file, _file(tmp_path, "other.patch")), scenarios=())
+    assert two.decision.verdict is Verdict.BROKEN_APPLY
+    world.applied = PatchConflict("hunk 1 does not apply")
+    assert ask(patches=(file,)).decision.verdict is Verdict.NATIVE
+
+
 def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
     """A foreign series is verified by the scenarios that its patches name; guards must pass."""
     mine = tmp_path / "mine"
@@ -219,8 +236,8 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
 
 
-def _file(folder: Path) -> Path:
-    file = folder / "theirs.patch"
+def _file(folder: Path, name: str = "theirs.patch") -> Path:
+    file = folder / name
     file.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", encoding="utf-8")
     return file
 
