@@ -98,12 +98,13 @@ def _parsed(data: bytes, file: Path) -> list[Port]:
 def _unix_line_ends(data: bytes) -> bytes:
     """Return a file whose every line ends in CRLF with LF, as before a mail program changed it.
 
-    In a patch for files with CRLF, at least the lines that git wrote end in LF.
+    In a patch for files with CRLF, at least the lines that git wrote end in LF. An end that the
+    last line lacks, because an editor removed it, is added.
     """
-    lines = data.split(b"\n")
-    if len(lines) > 1 and all(line.endswith(b"\r") for line in lines if line):
-        return data.replace(b"\r\n", b"\n")
-    return data
+    *lines, last = data.split(b"\n")
+    if lines and all(line.endswith(b"\r") for line in lines):
+        data = data.replace(b"\r\n", b"\n").removesuffix(b"\r")
+    return data + b"\n" if last else data
 
 
 def definition_of(port: Port) -> Definition:

@@ -114,6 +114,10 @@ def test_line_ends_of_a_mail_program(tmp_path: Path) -> None:
     file.write_bytes(data.replace(b"\n", b"\r\n"))
     (text,) = next(iter(foreign_series.load(file))).ports
     assert text.patch.data == data
+    for cut in (data[:-1], data.replace(b"\n", b"\r\n")[:-1], data.replace(b"\n", b"\r\n")[:-2]):
+        file.write_bytes(cut)  # an editor removed the last line end
+        (text,) = next(iter(foreign_series.load(file))).ports
+        assert text.patch.data == data
     mixed = diff({"a": b"one\r\n"}, {"a": b"two\r\n"})
     file.write_bytes(mixed)
     (text,) = next(iter(foreign_series.load(file))).ports
