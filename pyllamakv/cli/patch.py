@@ -118,12 +118,17 @@ def export(
 ) -> None:
     """Regenerate patch files from their commits, or compare with --check."""
     from pyllamakv.patching import patch_export as exporting
+    from pyllamakv.patching import port_choice
     from pyllamakv.patching import series as loading
 
     if folder is not None and (check or base is None or len(names or []) != 1):
         raise errors.UsageError("--from wants one PATCH, --base, and no --check.")
+    if patches is not None and not (patches / "series.toml").is_file():
+        raise errors.UsageError(f"{patches} has no series.toml; export needs a series with ports.")
     series = loading.load(patches, missing_ok=folder is not None)
     chosen = exporting.select_ports(series, names or [], base)
+    if patches is not None:
+        series = port_choice.with_requirements(series, loading.load())
     if not check:
         written = exporting.write(series, chosen, folder)
         return _result({"written": [str(path) for path in written]}, as_json)
@@ -503,13 +508,9 @@ def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
 
 
 def _series_of(patches: Path | None) -> Series:
-    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
-    from pyllamakv.patching import foreign_series, port_choice, series
+    from pyllamakv.patching import port_choice
 
-    shipped = series.load()
-    if patches is None:
-        return shipped
-    return port_choice.with_requirements(foreign_series.load(patches), shipped)
+    return port_choice.load_series(patches)
 
 
 def _release_of(name: str) -> FoundRelease:

@@ -173,7 +173,7 @@ def choose(
     patch.
     """
     if not definition.covers_release(release):
-        return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
+        return Skipped(definition.id, f"is meant for {definition.meant_for}, not for {release}")
     conflicts: list[PatchConflict] = []
     reasons: list[str] = []
     unmarked: list[tuple[str, Marker]] = []
@@ -299,6 +299,12 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
         if not more:
             return series_module.Series(tuple(d for d in known.values() if d.id in wanted))
         wanted |= more
+
+
+def load_series(patches: Path | str | None = None) -> Series:
+    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
+    shipped = series_module.load()
+    return shipped if patches is None else with_requirements(foreign_series.load(patches), shipped)
 
 
 def with_requirements(series: Series, shipped: Series) -> Series:

@@ -72,7 +72,7 @@ def write_port(
         write_text_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
         notes.append(f"look at the markers proposed for {text.base} in {file}")
     if not definition.covers_release(text.base):
-        notes.append(f"`releases` in {file} is {definition.releases!r}: it leaves {text.base} out")
+        notes.append(f"{file} is meant for {definition.meant_for}: that leaves {text.base} out")
     return path, tuple(notes)
 
 

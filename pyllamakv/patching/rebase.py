@@ -16,7 +16,6 @@ from pyllamakv.patching import (
     apply,
     base_choice,
     conflict_help,
-    foreign_series,
     hunks,
     patch_export,
     port_choice,
@@ -27,7 +26,6 @@ from pyllamakv.patching import (
     trees,
     worktree,
 )
-from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command, spec_resolver
@@ -145,7 +143,7 @@ def _start(
     force: bool,
     progress: Progress | None,
 ) -> Rebased:
-    series = _series(patches)
+    series = port_choice.load_series(patches)
     definition = series.definition(id_)
     release = trees.ensure_fetched(store, spec_resolver.resolve(onto), progress)
     if to is None:
@@ -207,7 +205,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     if tree == before:
         note = f"{session.onto} has every change of it already: see `pyllamakv patch obsolete`"
         return replace(said, state="empty", notes=(note,))
-    series = _series(Path(session.patches) if session.patches else None)
+    series = port_choice.load_series(session.patches)
     definition = series.definition(session.id)
     old = _old(store, session)
     text = replace(old, base=session.onto)
@@ -244,10 +242,6 @@ def _served(series: Series, definition: Definition, release: Release, store: Sto
     except (PatchConflict, NoPortApplies):
         return None
     return plan.ports[-1]
-
-
-def _series(patches: Path | None) -> Series:
-    return series_module.load() if patches is None else foreign_series.load(patches)
 
 
 def _waiting(store: Store, id_: str) -> Session:

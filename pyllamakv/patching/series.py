@@ -65,7 +65,8 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
-    before: set[str] = set()
+    # A series of the user may require patches of the shipped one.
+    before = set() if folder == home.data("patches") else set(_shipped()) - set(order)
     for patch in definitions:
         for required in {id_ for port in patch.ports for id_ in port.requires} - before:
             raise PatchFormatError(
@@ -74,3 +75,8 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
             )
         before.add(patch.id)
     return Series(definitions, folder)
+
+
+def _shipped() -> tuple[str, ...]:
+    table = strict_toml.load(home.data("patches") / "series.toml", {"schema", "order"}, schema=1)
+    return table.strings("order", ())

@@ -306,8 +306,8 @@ class _Search:
             return self._bad(number, hunk, "already", gone, "the changed lines")
         bare = hunk_locator.LineIndex([*map(_unix, self.index.lines)])
         if bare.find([*map(_unix, hunk.old)], hunk):
-            expected, found_ends = _line_ends(hunk.old), _line_ends(self.index.lines)
-            return self._bad(number, hunk, "line-ends", expected, found_ends)
+            ends = _line_ends(hunk.old), _line_ends(self.index.lines)
+            return self._bad(number, hunk, "line-ends", *ends)
         nearest, expected, seen = self.index.nearest(hunk.old, start)
         return self._bad(number, hunk, "conflict", _shown(expected), _shown(seen), nearest + 1)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
-from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, UnknownRelease, UsageError
 from pyllamakv.patching import apply, lint, patch_export, patch_import, series, status
 from pyllamakv.patching.definition import Port
-from pyllamakv.source import git_command, spec_resolver
+from pyllamakv.source import git_command, lockfile, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -158,8 +158,12 @@ def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
         patch_import.read(f"git:{repository}@main..main")
 
 
-def test_newer_releases_fail_until_they_are_accepted(bench: SeriesSandbox, tmp_path: Path) -> None:
+def test_newer_releases_fail_until_they_are_accepted(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A release whose markers do not hold is not skipped silently."""
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    bench.add_release("0.2.90", {"src/z.cpp": b"old\n"}, "2024-01-01")
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
     take(bench, file)
@@ -167,15 +171,90 @@ def test_newer_releases_fail_until_they_are_accepted(bench: SeriesSandbox, tmp_p
     def states() -> list[str]:
         loaded = series.load(bench.folder)
         found = status.status(bench.releases.values(), series=loaded, store=bench.store)
-        return [each.state for each in found if each.id == "mine"]
+        return [each.state for each in found if each.id == "mine"][:3]
 
-    assert states() == ["applies", "offset", "fails"]
+    assert states() == ["applies", "offset", "manual"]
     patch_import.accept_until(bench.folder, "mine", "0.3.2")
     assert states() == ["applies", "offset", "not-applicable"]
+    patch_import.accept_until(bench.folder, "mine", "0.3.3")
+    assert states() == ["applies", "offset", "manual"]
     with pytest.raises(UsageError, match="was not imported"):
         patch_import.accept_until(bench.folder, "one", "0.3.2")
-    with pytest.raises(UsageError, match="not a version"):
-        patch_import.accept_until(bench.folder, "mine", "b4980")
+    with pytest.raises(UnknownRelease, match="did you mean"):
+        patch_import.accept_until(bench.folder, "mine", "0.3.99")
+    with pytest.raises(UsageError, match=r"0\.2\.90 is older than 0\.3\.1"):
+        patch_import.accept_until(bench.folder, "mine", "0.2.90")
+
+
+def test_any_release_can_be_the_first_or_last(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is not a version is compared by date."""
+    names = ("b100", "0.3.2", "b300", "0.3.4")
+    dates = {name: f"2025-01-0{day}" for day, name in enumerate(names, 1)}
+    bench.releases.clear()
+    for name, date in dates.items():
+        bench.add_release(name, OLD, date)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+
+    def covered() -> list[str]:
+        mine = series.load(bench.folder).definition("mine")
+        return [name for name in (*dates, "path:/x") if mine.covers_release(name)]
+
+    assert take(bench, file, base="b300").base == "b300"
+    assert covered() == ["b300", "0.3.4", "path:/x"]
+    patch_import.accept_until(bench.folder, "mine", "b300")
+    assert covered() == ["b300", "path:/x"]
+    assert series.load(bench.folder).definition("mine").meant_for == (
+        "b300 and later, releases through b300"
+    )
+    take(bench, file, "other", base="0.3.2", until="b300")
+    text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
+    assert 'releases = ">=0.3.2"\nuntil = "b300"\n' in text
+    patch_import.accept_until(bench.folder, "other", "0.3.4")
+    text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
+    assert 'releases = ">=0.3.2,<=0.3.4"\nscenarios = ' in text
+
+
+def test_the_first_release_of_several_ports_stays(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its name sorts after the others."""
+    bench.add_release("0.3.12", OLD, "2025-02-02")
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    take(bench, file, base="0.3.2")
+    toml = bench.folder / "mine" / "patch.toml"
+    table = toml.read_text("utf-8").partition("[[port]]")[2].replace("0.3.2", "0.3.10")
+    toml.write_text(f"{toml.read_text('utf-8')}\n[[port]]{table}", encoding="utf-8")
+    (toml.parent / "0.3.10.patch").write_bytes((toml.parent / "0.3.2.patch").read_bytes())
+    patch_import.accept_until(bench.folder, "mine", "0.3.12")
+    assert series.load(bench.folder).definition("mine").releases == ">=0.3.2,<=0.3.12"
+
+
+def test_a_required_patch_is_applied_before(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial and the port are made on top of it, and the port requires it."""
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    bench.add_release("0.3.4", {"src/a.cpp": OLD["src/a.cpp"], "src/b.cpp": b"other\n"})
+    after = OLD | {"src/b.cpp": numbered(20, l3="one")}
+    mine = after | {"src/b.cpp": numbered(20, l3="one", l4="mine")}
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL.replace(b"---\n", b"Requires: one\n---\n", 1) + diff(after, mine))
+    done = take(bench, file)
+    assert done.applies == ("0.3.1", "0.3.2", "0.3.3")
+    assert "one (0.3.1) does not apply to src/b.cpp" in str(done.trials[-1].conflict)
+    loaded = series.load(bench.folder)
+    assert loaded.definition("mine").ports[0].requires == ("one",)
+    assert {each.kind for each in patch_export.check(loaded, store=bench.store)} == {"same"}
+    release = bench.releases[done.base]
+    patched = apply.apply(release, ["mine"], series=loaded, store=bench.store)
+    assert patched.patches == ("one", "mine")
+    assert bench.store.read(patched.tree, "src/b.cpp") == mine["src/b.cpp"]
 
 
 def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
