@@ -179,7 +179,7 @@ def choose(
     unmarked: list[tuple[str, Marker]] = []
     for port in candidates(definition, release):
         missed = port.failed_markers(stock)
-        if missed:
+        if missed and not _is_begun(port, stock):
             unmarked.append((port.base, missed[0]))
             continue
         lacking = [id_ for id_ in port.requires if id_ not in applied]
@@ -189,7 +189,10 @@ def choose(
         try:
             return AppliedPort(port, draft.apply(port.patch, port.name))
         except PatchConflict as error:
-            conflicts.append(error)
+            if missed and error.contained:
+                unmarked.append((port.base, missed[0]))
+            else:
+                conflicts.append(error)
     if conflicts:
         reasons = [str(error) for error in conflicts]
     elif unmarked and not reasons:
@@ -202,6 +205,23 @@ def choose(
         manual = found
         reasons += [f"cannot be carried from {each.base}: {each.reason}" for each in manual]
     return Skipped(definition.id, "; ".join(reasons) or "has no port", tuple(conflicts), manual)
+
+
+def _is_begun(port: Port, stock: Tree) -> bool:
+    """Return whether a tree has files that the port adds, and no other marker excludes it.
+
+    Somebody copied them: the port is not skipped silently, but reported as partly applied.
+    """
+    added = {
+        file.path: b"".join(line for hunk in file.hunks for line in hunk.new)
+        for file in port.patch.files
+        if file.old is None
+    }
+    for marker in port.failed_markers(stock):
+        entry = stock.entry(marker.file)
+        if entry is None or marker.exists is not False or entry.data != added.get(marker.file):
+            return False
+    return True
 
 
 def _skipped(unmarked: Sequence[tuple[str, Marker]], tree: Tree) -> str:
@@ -247,7 +267,7 @@ def _attempt(
     for id_, definition in definitions.items():
         if id_ not in wanted:
             continue
-        meant = [t for t in candidates(definition, release) if not t.failed_markers(tree)]
+        meant = [t for t in candidates(definition, release) if _is_begun(t, tree)]
         if meant and meant[0].base == release:
             # the port for this release states what it requires here
             meant = meant[:1]
