@@ -5,7 +5,9 @@ Foreign patches are applied like the shipped ones: strictly, with a report for e
 
 from __future__ import annotations
 
+import base64
 import os
+import quopri
 import re
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +20,9 @@ from pyllamakv.source import git_command, lockfile
 
 _ENDINGS = (".patch", ".diff")
 _SCENARIO = re.compile(rb"^Scenario: (\S+)\r?$", re.MULTILINE)
+_ENCODING = re.compile(
+    rb"^Content-Transfer-Encoding: *(quoted-printable|base64) *$", re.IGNORECASE | re.MULTILINE
+)
 #: Prefix of commits in a repository.
 GIT = "git:"
 
@@ -88,11 +93,27 @@ def _ports(file: Path) -> list[Port]:
 
 
 def _parsed(data: bytes, file: Path) -> list[Port]:
-    pieces = hunks.split(_unix_line_ends(data))
+    pieces = [_decoded(piece, file) for piece in hunks.split(_unix_line_ends(data))]
     if len(pieces) < 2:
         return [Port.of(hunks.parse(pieces[0], file.name), file)]
     named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
     return [Port.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
+
+
+def _decoded(mail: bytes, file: Path) -> bytes:
+    """Return a mail without the transfer encoding that a mail program chose."""
+    header, blank, body = mail.partition(b"\n\n")
+    found = _ENCODING.search(header)
+    if found is None:
+        return mail
+    try:
+        decode = quopri.decodestring if found[1][:1] in b"qQ" else base64.b64decode
+        body = _unix_line_ends(decode(body))
+    except ValueError as error:
+        raise PatchFormatError(
+            f"{file.name} is not {found[1].decode()}: {error}", file.name
+        ) from error
+    return header[: found.start(1)] + b"8bit" + header[found.end(1) :] + blank + body
 
 
 def _unix_line_ends(data: bytes) -> bytes:

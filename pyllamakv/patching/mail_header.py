@@ -94,6 +94,7 @@ def parse(data: bytes) -> MailHeader:
         taken += 1
     if not found:
         return MailHeader(body=_body(text))
+    taken += _in_body(lines[taken:], found)
     name, email = _author(_decoded(found.get("From", "")))
     return MailHeader(
         name=name,
@@ -102,6 +103,22 @@ def parse(data: bytes) -> MailHeader:
         subject=_TAG.sub("", _decoded(found.get("Subject", ""))),
         body=_body("\n".join(lines[taken:])),
     )
+
+
+def _in_body(lines: list[str], found: dict[str, str]) -> int:
+    """Read the header at the start of a body, which has precedence, and return its length.
+
+    Git writes it if another person than the author sends the mail.
+    """
+    start = next((at for at, line in enumerate(lines) if line.strip()), len(lines))
+    end, said = start, {}
+    while end < len(lines) and (match := _FIELD.match(lines[end])):
+        said[match[1]] = match[2]
+        end += 1
+    if not said or (end < len(lines) and lines[end].strip()):
+        return 0
+    found.update(said)
+    return end
 
 
 def author_and_message(port: Port) -> tuple[dict[str, str], str]:
