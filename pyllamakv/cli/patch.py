@@ -326,7 +326,7 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
 
 def _waiting(names: list[str], patches: Path | None) -> str:
     """Return the patch whose rebase is in progress; ``patches`` must be its series."""
-    from pyllamakv.patching import rebase_session
+    from pyllamakv.patching import foreign_series, rebase_session
     from pyllamakv.source.store import open_store
 
     store = open_store()
@@ -338,7 +338,8 @@ def _waiting(names: list[str], patches: Path | None) -> str:
         what = f"No rebase of {found} waits." if found else "No rebase waits."
         raise errors.UsageError(what)
     session = rebase_session.load(store, found)
-    if patches is not None and session is not None and str(patches.resolve()) != session.patches:
+    given = None if patches is None else foreign_series.absolute(patches)
+    if given is not None and session is not None and given != session.patches:
         used = session.patches or "the shipped series"
         raise errors.UsageError(f"the rebase of {found} was started with {used}, not {patches}")
     return found
@@ -350,7 +351,8 @@ def _rebased(one: Rebased) -> None:
     for text in one.notes:
         note(text)
     for loss in one.comparison.missing if one.comparison else ():
-        note(f"missing in comparison with port {one.base}: {loss}")
+        old = f"port {one.base}" if one.base else "the patch"
+        note(f"missing in comparison with {old}: {loss}")
 
 
 @app.command()

@@ -53,10 +53,18 @@ def load(path: Path | str) -> Series:
     return Series(_distinct([port for file in files for port in _ports(file)]), path)
 
 
+def absolute(path: Path | str) -> str:
+    """Return patches of the user by a name that means the same in every working directory."""
+    if not str(path).startswith(GIT):
+        return str(Path(path).resolve())
+    place, at, revisions = str(path).removeprefix(GIT).rpartition("@")
+    return f"{GIT}{Path(place).expanduser().resolve()}{at}{revisions}"
+
+
 def _commits(source: str) -> list[Port]:
     """Read commits of a user's repository as mails; it is not changed, and none of it runs."""
     place, _, revisions = source.removeprefix(GIT).rpartition("@")
-    folder = Path(place)
+    folder = Path(place).expanduser()
     if not place or not revisions or revisions.startswith("-") or not folder.is_dir():
         raise UsageError(f"{source} is not {GIT}REPOSITORY@FROM..TO with a local repository.")
     if ".." not in revisions:

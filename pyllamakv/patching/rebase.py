@@ -16,6 +16,7 @@ from pyllamakv.patching import (
     apply,
     base_choice,
     conflict_help,
+    foreign_series,
     hunks,
     patch_export,
     port_choice,
@@ -179,7 +180,7 @@ def _start(
             base=found_at.port.base,
             picked_commit=found_at.commit,
             requires=kept,
-            patches=str(patches.resolve()) if patches else None,
+            patches=foreign_series.absolute(patches) if patches else None,
             to=str(to.resolve()) if to else None,
             remaining=then,
         ).write(store, phase="starting")

@@ -287,15 +287,11 @@ def _names(question: CheckRequest) -> list[str] | None:
     if question.isolate:
         return [question.isolate]
     if question.patches:
-        found = [str(path) for path in question.patches]
         for path in question.patches:
             if not str(path).startswith(foreign_series.GIT) and not path.exists():
                 msg = f"there is no patch file or directory {path}"
                 raise UsageError(msg)
-        return [
-            name if name.startswith(foreign_series.GIT) else str(Path(name).resolve())
-            for name in found
-        ]
+        return [foreign_series.absolute(path) for path in question.patches]
     return list(question.series) or None
 
 

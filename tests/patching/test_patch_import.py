@@ -8,7 +8,15 @@ import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UnknownRelease, UsageError
-from pyllamakv.patching import apply, lint, patch_export, patch_import, series, status
+from pyllamakv.patching import (
+    apply,
+    foreign_series,
+    lint,
+    patch_export,
+    patch_import,
+    series,
+    status,
+)
 from pyllamakv.patching.definition import Port
 from pyllamakv.source import git_command, lockfile, spec_resolver
 from pyllamakv.source.store import open_store
@@ -126,7 +134,9 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
         take(bench, box, "more", title="Both")
 
 
-def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
+def test_commits_of_a_branch(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A range, or a branch since the newest known release that it has; nothing of it runs."""
     repository = tmp_path / "llama.cpp"
     repository.mkdir()
@@ -149,6 +159,13 @@ def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert [text.title for text in texts] == ["first", "second"]
     assert take(bench, f"git:{repository}@HEAD~1..main", "top").ids == ("top",)
     assert not (tmp_path / "ran").exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in ("llama.cpp", "~/llama.cpp"):
+        assert patch_import.read(f"git:{place}@HEAD~1..main")[0].title == "second"
+        full = f"git:{repository.resolve()}@HEAD~1..main"
+        assert foreign_series.absolute(f"git:{place}@HEAD~1..main") == full
+    assert foreign_series.absolute("x.patch") == str(tmp_path.resolve() / "x.patch")
     with pytest.raises(UsageError, match="no known release is part of main"):
         patch_import.read(f"git:{repository}@main")
     for wrong in (f"git:{repository}", f"git:{tmp_path}/none@a..b", f"git:{repository}@--help"):
