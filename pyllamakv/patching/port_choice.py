@@ -323,17 +323,23 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
 
 def load_series(patches: Path | str | None = None) -> Series:
     """Return the shipped series, or a foreign one with the shipped patches that it requires."""
-    shipped = series_module.load()
-    return shipped if patches is None else with_requirements(foreign_series.load(patches), shipped)
+    if patches is None:
+        return series_module.load()
+    series = foreign_series.load(patches)
+    return with_requirements(series, series_module.load()) if _needs(series) else series
 
 
 def with_requirements(series: Series, shipped: Series) -> Series:
     """Return a foreign series after the shipped patches that it requires and does not contain."""
-    own = set(series.order)
-    wanted = {need for patch in series for port in patch.ports for need in port.requires} - own
-    found = only(shipped, sorted(wanted & set(shipped.order)))
-    before = tuple(patch for patch in found if patch.id not in own)
+    found = only(shipped, sorted(_needs(series) & set(shipped.order)))
+    before = tuple(patch for patch in found if patch.id not in series.order)
     return replace(series, definitions=(*before, *series)) if before else series
+
+
+def _needs(series: Series) -> set[str]:
+    """Return the ids that the patches of a series require and it does not contain."""
+    wanted = {need for patch in series for port in patch.ports for need in port.requires}
+    return wanted - set(series.order)
 
 
 def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:

@@ -65,10 +65,12 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
-    # A series of the user may require patches of the shipped one.
-    before = set() if folder == home.data("patches") else set(_shipped()) - set(order)
+    before: set[str] = set()
     for patch in definitions:
         for required in {id_ for port in patch.ports for id_ in port.requires} - before:
+            # A series of the user may require patches of the shipped one.
+            if required not in order and folder != home.data("patches") and required in _shipped():
+                continue
             raise PatchFormatError(
                 f"{patch.id} requires {required}, which must come before it in the series.",
                 str(folder / "series.toml"),
