@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from check_kit import SOME, CheckSandbox, ask, make
@@ -25,7 +26,7 @@ from pyllamakv.errors import (
 from pyllamakv.home import data
 from pyllamakv.patching import series
 from pyllamakv.patching.port_choice import Manual, Skipped
-from pyllamakv.verification import discovery
+from pyllamakv.verification import check_report, discovery
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import check_console
 
@@ -234,6 +235,25 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(answer.decision.scenarios) == {*own, SOME[1]}
     both = ask(patches=(mine, _file(tmp_path)), scenarios=("retry-between-ubatches", "many-moves"))
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
+
+
+def test_junit_charges_no_shared_failure(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like the verdict: only failures that a patch claims to fix, or that stock does not have."""
+    some = [discovery.find(name) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: some)
+    world.make = lambda side: Rolling()
+    foreign = ask(patches=(_file(tmp_path),), scenarios=())
+    assert foreign.decision.verdict is Verdict.HARMLESS
+    assert foreign.decision.shared
+    claimed = ask(patches=(_file(tmp_path),), scenarios=("fragmented",))
+    counts = [
+        [suite.get("failures") for suite in ET.fromstring(check_report.junit(answer))]
+        for answer in (foreign, claimed)
+    ]
+    runs = str(len(discovery.find("fragmented").settings))
+    assert counts == [["0", "0", "0"], ["0", runs, "1"]]
 
 
 def _file(folder: Path, name: str = "theirs.patch") -> Path:
