@@ -24,7 +24,7 @@ from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.header_tests import HEADERS, HeaderResult, run_header_tests
 from pyllamakv.verification.parallel_runs import RunTask
-from pyllamakv.verification.verdict import Decision, Pair, decide
+from pyllamakv.verification.verdict import GOOD, Decision, Pair, Verdict, decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.series import Series
-    from pyllamakv.scenarios.outcome import Kind
+    from pyllamakv.scenarios.outcome import Kind, Outcome
     from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.source.progress import Progress
@@ -206,7 +206,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
         raise HarnessError(msg)
     pairs = pair_up(chosen, runs, claims)
-    made_pairs = [pair for pair in pairs if not _is_stopped(pair)]
+    made_pairs = [pair for pair in pairs if not _is_open(pair)]
     stopped = len(pairs) - len(made_pairs)
     headers = _test_headers(question, made, progress)
     # A patch without claims may use the name of a header for one with other functions.
@@ -220,6 +220,9 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         contained=made.contained,
         carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
     )
+    if judgement.verdict in GOOD and any(_was_stopped(pair.patched) for pair in pairs):
+        reason = f"{stopped} runs were not made, because earlier ones hang on stock and patched"
+        judgement = replace(judgement, verdict=Verdict.UNTESTABLE, reason=reason)
     ids = {side: built.id for side, built in sides.items()}
     return CheckResult(
         question,
@@ -246,9 +249,17 @@ def _test_headers(
     return tuple(run_header_tests(files, progress=progress))
 
 
-def _is_stopped(pair: Pair) -> bool:
-    sides = (pair.stock, pair.patched)
-    return any(each is not None and each.failure == parallel_runs.STOPPED for each in sides)
+def _is_open(pair: Pair) -> bool:
+    """Return whether a run was not made, and the other side alone decides nothing.
+
+    A claim that patched fails is broken, whatever stock would do.
+    """
+    broken = pair.claimed and pair.patched is not None and pair.patched.failed
+    return _was_stopped(pair.patched) or (_was_stopped(pair.stock) and not broken)
+
+
+def _was_stopped(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.failure == parallel_runs.STOPPED
 
 
 def pair_up(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -22,11 +23,13 @@ from pyllamakv.errors import (
     ToolMissing,
     UnknownRelease,
     UsageError,
+    WorkerTimeout,
 )
 from pyllamakv.home import data
 from pyllamakv.patching import series
 from pyllamakv.patching.port_choice import Manual, Skipped
-from pyllamakv.verification import check_report, discovery
+from pyllamakv.scenarios.scenario import CACHES
+from pyllamakv.verification import check_report, discovery, parallel_runs
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import check_console
 
@@ -235,6 +238,29 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(answer.decision.scenarios) == {*own, SOME[1]}
     both = ask(patches=(mine, _file(tmp_path)), scenarios=("retry-between-ubatches", "many-moves"))
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
+
+
+def test_runs_that_hangs_prevent_decide_nothing_good(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hangs on both sides leave a patch without claims untested; a broken claim stays broken."""
+
+    class Hanging(Rolling):
+        def decode(self, *_):
+            raise WorkerTimeout("no answer")
+
+    chosen = [replace(discovery.find(name), settings=CACHES) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: chosen)
+    monkeypatch.setattr(parallel_runs, "default_workers", lambda: 1)
+    world.make = lambda side: Hanging()
+    answer = ask(patches=(_file(tmp_path),), scenarios=())
+    assert answer.decision.verdict is Verdict.UNTESTABLE
+    assert f"{answer.stopped} runs were not made" in answer.decision.reason
+    world.make = lambda side: Hanging() if side == "stock" else Rolling()
+    answer = ask(patches=(_file(tmp_path),), scenarios=("fragmented",), fresh=True)
+    assert answer.decision.verdict is Verdict.INEFFECTIVE
+    broken = [pair for pair in answer.pairs if pair.patched and pair.patched.failed]
+    assert len(broken) == len(CACHES)
 
 
 def test_junit_charges_no_shared_failure(
