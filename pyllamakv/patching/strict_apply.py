@@ -302,7 +302,7 @@ class _Search:
             where = "the same lines at " + ", ".join(str(at + 1) for at in found)
             return self._bad(number, hunk, "ambiguous", "one place with these lines", where)
         if hunk.new and self.index.find(hunk.new, hunk):
-            gone = _shown(next(iter(hunk.removed), b""))
+            gone = _shown(hunk.removed[0]) if hunk.removed else "the unchanged lines"
             return self._bad(number, hunk, "already", gone, "the changed lines")
         bare = hunk_locator.LineIndex([*map(_unix, self.index.lines)])
         if bare.find([*map(_unix, hunk.old)], hunk):

@@ -203,6 +203,7 @@ def test_newer_releases_fail_until_they_are_accepted(
         patch_import.accept_until(bench.folder, "mine", "0.2.90")
 
 
+@pytest.mark.long
 def test_any_release_can_be_the_first_or_last(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_any_release_can_be_the_first_or_last(
     assert 'releases = ">=0.3.2,<=0.3.4"\nscenarios = ' in text
 
 
+@pytest.mark.long
 def test_the_first_release_of_several_ports_stays(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_the_first_release_of_several_ports_stays(
     assert series.load(bench.folder).definition("mine").releases == ">=0.3.2,<=0.3.12"
 
 
+@pytest.mark.long
 def test_a_required_patch_is_applied_before(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

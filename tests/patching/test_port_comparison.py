@@ -136,6 +136,7 @@ def test_changed_lines_of_a_function_are_listed() -> None:
     assert not found.lost
 
 
+@pytest.mark.long
 def test_another_order_and_other_removed_lines_are_listed() -> None:
     """A copy before a clear is not a copy after it, and a line that stays is still executed."""
     before = changed(b=b"    clear(k);\n    copy(k);\n")

@@ -43,6 +43,7 @@ def test_requirements_come_before(bench: SeriesSandbox) -> None:
         series.load(bench.folder)
 
 
+@pytest.mark.long
 def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) -> None:
     """They are put before it; an unknown id is still refused."""
     toml = bench.folder / "one" / "patch.toml"

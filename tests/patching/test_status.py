@@ -102,6 +102,7 @@ def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
     assert port_choice.with_requirements(shipped, shipped) is shipped
 
 
+@pytest.mark.long
 def test_a_tree_with_a_file_of_the_patch_is_partly_patched(bench: SeriesSandbox) -> None:
     """Its absence is a marker of the port, which then is not skipped in silence."""
     header = {"src/new.h": b"// new\n"}

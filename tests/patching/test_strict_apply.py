@@ -137,6 +137,11 @@ def test_half_patched_tree_is_named() -> None:
     error = refused({"f": numbered(60, l10="x")}, diff(old, new))
     assert "partly patched" in str(error)
     assert "f#1" in str(error)
+    added = refused(
+        {"f": numbered(9, l4="new\nline 4")},
+        diff({"f": numbered(9)}, {"f": numbered(9, l4="new\nline 4")}),
+    )
+    assert (added.expected, added.found) == ("the unchanged lines", "the changed lines")
 
 
 def test_patched_tree_is_named() -> None:

@@ -211,6 +211,7 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
+@pytest.mark.long
 def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path) -> None:
     """Without a claim it is native only if the release contains it; no run can show more."""
     file = _file(tmp_path)
@@ -240,6 +241,7 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
 
 
+@pytest.mark.long
 def test_runs_that_hangs_prevent_decide_nothing_good(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +265,7 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
     assert len(broken) == len(CACHES)
 
 
+@pytest.mark.long
 def test_junit_charges_no_shared_failure(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
