@@ -126,7 +126,7 @@ Scenarios = Annotated[
 ]
 VerifyingScenarios = Annotated[
     list[str] | None,
-    typer.Option("--scenario", help="Scenario that verifies the patch; repeatable; default: all."),
+    typer.Option("--scenario", help="Scenario that the patch claims to pass; repeatable."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore the result cache.")]
 

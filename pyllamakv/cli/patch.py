@@ -480,7 +480,7 @@ def import_patch(
             list(tried.values()),
             folder=folder,
             until=until,
-            scenarios=scenario or sorted(_scenarios(features=False) or ()),
+            scenarios=scenario or (),
             base=base,
             title=title,
             progress=progress,
@@ -537,17 +537,13 @@ def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> li
     return found
 
 
-def _scenarios(*, features: bool = True) -> frozenset[str] | None:
-    """Return the names of the scenarios, or None if they cannot be imported.
-
-    Feature scenarios need certain patches; ``features`` False leaves them out.
-    """
+def _scenarios() -> frozenset[str] | None:
+    """Return the names of the scenarios, or None if they cannot be imported."""
     try:
         from pyllamakv.verification import discovery
     except ImportError:
         return None
-    found = discovery.discover()
-    return frozenset(name for name, one in found.items() if features or one.kind != "feature")
+    return frozenset(discovery.discover())
 
 
 def _result(facts: dict[str, Any], as_json: bool) -> None:

@@ -152,7 +152,7 @@ def patch(definition: Definition) -> None:
         "upstream": definition.upstream,
         "releases": definition.meant_for or "all",
         "requires": ", ".join(definition.requires) or "nothing",
-        "scenarios": ", ".join(definition.scenarios),
+        "scenarios": ", ".join(definition.scenarios) or "none",
     }
     for key, value in pairs.items():
         console.print(f"{key}: {_safe(value)}")

@@ -239,7 +239,7 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         since=table.string("since", ""),
         until=table.string("until", ""),
         requires=table.strings("requires", ()),
-        scenarios=table.strings("scenarios"),
+        scenarios=table.strings("scenarios", () if table.data.get("author") else None),
         shared=table.strings("shared", ()),
         carry=tuple(_marker(part) for part in table.tables("carry", {*_MARKER}, optional=True)),
         folder=folder,

@@ -42,12 +42,9 @@ class MailHeader:
 def message(definition: Definition, port: Port) -> str:
     """Write the commit message of a port from its patch's description.
 
-    An imported patch gets no statement about its licence.
+    An imported patch gets no statement about its licence, and no line twice.
     """
-    lines = [
-        definition.title,
-        "",
-        *((definition.why, "") if definition.why else ()),
+    facts = [
         f"Patch: {definition.id}",
         f"Base: {port.base}",
         *(f"Requires: {id_}" for id_ in port.requires),
@@ -56,6 +53,9 @@ def message(definition: Definition, port: Port) -> str:
         *(f"Scenario: {name}" for name in definition.scenarios),
         *(() if definition.author else (f"Licence: {LICENCE}",)),
     ]
+    said = definition.why.splitlines() if definition.author else []
+    why = (definition.why, "") if definition.why else ()
+    lines = [definition.title, "", *why, *(line for line in facts if line not in said)]
     return "\n".join(lines) + "\n"
 
 

@@ -100,11 +100,6 @@ class Imported:
         }
 
 
-def read(path: Path | str) -> tuple[Port, ...]:
-    """Read patches of a user: a file, a mailbox, a directory of files, or commits of a branch."""
-    return tuple(port for definition in foreign_series.load(path) for port in definition.ports)
-
-
 def try_releases(
     ports: Sequence[Port],
     releases: Sequence[Release],
@@ -142,7 +137,7 @@ def import_patch(
     releases: Sequence[Release],
     *,
     folder: Path,
-    scenarios: Sequence[str],
+    scenarios: Sequence[str] = (),
     base: str | None = None,
     until: str | None = None,
     title: str | None = None,
@@ -157,17 +152,17 @@ def import_patch(
     ``base`` is the release for which they were written. The default is the release in their header,
     else the one among ``releases`` with the smallest offsets, the newest of several. ``until`` is
     the last release that they are meant for; without it, `patch status` reports newer ones that
-    they do not apply to. Raises PatchConflict if they do not apply to the base, NoPortApplies if
-    they apply nowhere, and UsageError for an existing id; nothing is written then.
+    they do not apply to. Without ``scenarios``, a patch claims those that its header names. Raises
+    PatchConflict if they do not apply to the base, NoPortApplies if they apply nowhere, and
+    UsageError for an existing id; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
         raise UsageError(
             f"{id_!r} is not an id: expected a-z, 0-9 and single hyphens between them."
         )
-    if not scenarios:
-        raise UsageError("A patch needs at least one scenario that verifies it.")
-    ports = read(path)
+    definitions = tuple(foreign_series.load(path))
+    ports = [port for definition in definitions for port in definition.ports]
     series = _requirable(folder)
     ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
     if title and len(ports) > 1:
@@ -188,8 +183,9 @@ def import_patch(
     commit, ground = _ground(ports, chosen, series, store)
     tree = trees.StoreTree(store, ground)
     named = {port.id: each for port, each in zip(ports, ids, strict=True)}
-    for foreign, each, before in zip(ports, ids, ["", *ids], strict=False):
-        shape = replace(_described(foreign, each, path, scenarios, title), **covered)
+    claims = [scenarios or each.scenarios for each in definitions for _ in each.ports]
+    for foreign, each, before, claimed in zip(ports, ids, ["", *ids], claims, strict=False):
+        shape = replace(_described(foreign, each, path, claimed, title), **covered)
         needs = (named.get(id_, id_) for id_ in foreign.requires)
         requires = tuple(dict.fromkeys((*needs, *((before,) if before else ()))))
         port = Port(each, hunks.Patch(b"", ()), chosen.name, title=shape.title, requires=requires)

@@ -307,7 +307,7 @@ def _names(question: CheckRequest) -> list[str] | None:
 
 
 def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
-    """Return the scenarios of the requested patches; None if all are requested.
+    """Return the scenarios of the requested patches; None if all are requested, or none named.
 
     A foreign patch has scenarios only if it is a directory in the layout of the series.
     """
@@ -320,7 +320,7 @@ def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
     own = {name for patch in asked for name in shipped.definition(patch).scenarios}
     # What no patch names is the caller's own, and asked for by name it is meant for these patches.
     claimed = {name for patch in shipped for name in patch.scenarios}
-    return own | (set(question.scenarios) - claimed)
+    return own | (set(question.scenarios) - claimed) if own else None
 
 
 def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
@@ -331,6 +331,8 @@ def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
     if own is None and question.patches:
         named = {name for patch in _patches(question) for name in patch.scenarios}
         return named | set(question.scenarios)
+    if own is None and (question.isolate or question.series):
+        return set(question.scenarios)
     return own
 
 

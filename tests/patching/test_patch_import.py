@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from patching_kit import SeriesSandbox, diff, numbered
@@ -63,6 +63,10 @@ def take(
         store=bench.store,
         **words,  # type: ignore[arg-type]
     )
+
+
+def read(path: str) -> list[Port]:
+    return [port for patch in foreign_series.load(path) for port in patch.ports]
 
 
 def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
@@ -155,24 +159,24 @@ def test_commits_of_a_branch(
         git("add", "-A")
         git("commit", "-q", "-m", message)
     git("config", "diff.external", str(evil))
-    texts = patch_import.read(f"git:{repository}@HEAD~2..main")
+    texts = read(f"git:{repository}@HEAD~2..main")
     assert [text.title for text in texts] == ["first", "second"]
     assert take(bench, f"git:{repository}@HEAD~1..main", "top").ids == ("top",)
     assert not (tmp_path / "ran").exists()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for place in ("llama.cpp", "~/llama.cpp"):
-        assert patch_import.read(f"git:{place}@HEAD~1..main")[0].title == "second"
+        assert read(f"git:{place}@HEAD~1..main")[0].title == "second"
         full = f"git:{repository.resolve()}@HEAD~1..main"
         assert foreign_series.absolute(f"git:{place}@HEAD~1..main") == full
     assert foreign_series.absolute("x.patch") == str(tmp_path.resolve() / "x.patch")
     with pytest.raises(UsageError, match="no known release is part of main"):
-        patch_import.read(f"git:{repository}@main")
+        read(f"git:{repository}@main")
     for wrong in (f"git:{repository}", f"git:{tmp_path}/none@a..b", f"git:{repository}@--help"):
         with pytest.raises(UsageError, match="is not git:REPOSITORY"):
-            patch_import.read(wrong)
+            read(wrong)
     with pytest.raises(UsageError, match="has no commit"):
-        patch_import.read(f"git:{repository}@main..main")
+        read(f"git:{repository}@main..main")
 
 
 def test_newer_releases_fail_until_they_are_accepted(
@@ -275,6 +279,22 @@ def test_a_required_patch_is_applied_before(
     patched = apply.apply(release, ["mine"], series=loaded, store=bench.store)
     assert patched.patches == ("one", "mine")
     assert bench.store.read(patched.tree, "src/b.cpp") == mine["src/b.cpp"]
+
+
+def test_only_its_header_claims_scenarios(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """Nothing is claimed for its author; a claim in the message is not written twice."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    words: dict[str, Any] = {"folder": bench.folder, "store": bench.store}
+    releases = list(bench.releases.values())
+    patch_import.import_patch(file, "mine", releases, **words)
+    file.write_bytes(MAIL.replace(b"---\n", b"Scenario: fragmented\n---\n", 1) + diff(OLD, NEW))
+    patch_import.import_patch(file, "other", releases, **words)
+    loaded = series.load(bench.folder)
+    assert loaded.definition("mine").scenarios == ()
+    assert loaded.definition("other").scenarios == ("fragmented",)
+    assert loaded.definition("other").ports[0].patch.header.count(b"Scenario: fragmented") == 1
+    assert lint.lint(bench.folder) == ()
 
 
 def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:

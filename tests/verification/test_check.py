@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -263,6 +265,28 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
     assert answer.decision.verdict is Verdict.INEFFECTIVE
     broken = [pair for pair in answer.pairs if pair.patched and pair.patched.failed]
     assert len(broken) == len(CACHES)
+
+
+@pytest.mark.long
+def test_a_series_without_claims(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imported patch has the verdict of its file; so does its own check in the series."""
+    some = [discovery.find(name) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: some)
+    world.make = lambda side: Rolling()
+    mine = tmp_path / "mine"
+    shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
+    (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
+    toml = mine / "quant-copy-fix" / "patch.toml"
+    text = re.sub(r"scenarios = \[[^]]*\]", 'author = "A <a@b>"\nscenarios = []', toml.read_text())
+    toml.write_text(text)
+    answer = ask(patches=(mine,), scenarios=())
+    assert answer.decision.verdict is Verdict.HARMLESS
+    monkeypatch.setattr(series, "load", partial(series.load, mine))
+    answer = ask(isolate="quant-copy-fix", scenarios=())
+    assert answer.decision.verdict is Verdict.HARMLESS
+    assert set(answer.decision.scenarios) == set(SOME)
 
 
 @pytest.mark.long
