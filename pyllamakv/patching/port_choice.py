@@ -179,7 +179,7 @@ def choose(
     unmarked: list[tuple[str, Marker]] = []
     for port in candidates(definition, release):
         missed = port.failed_markers(stock)
-        if missed and not _is_begun(port, stock):
+        if missed and not _is_candidate(port, stock):
             unmarked.append((port.base, missed[0]))
             continue
         lacking = [id_ for id_ in port.requires if id_ not in applied]
@@ -207,17 +207,20 @@ def choose(
     return Skipped(definition.id, "; ".join(reasons) or "has no port", tuple(conflicts), manual)
 
 
-def _is_begun(port: Port, stock: Tree) -> bool:
-    """Return whether a tree has files that the port adds, and no other marker excludes it.
+def _is_candidate(port: Port, stock: Tree) -> bool:
+    """Return whether a port is a candidate, apart from files that it adds and the tree has.
 
     Somebody copied them: the port is not skipped silently, but reported as partly applied.
     """
+    failed = port.failed_markers(stock)
+    if not failed:
+        return True
     added = {
         file.path: b"".join(line for hunk in file.hunks for line in hunk.new)
         for file in port.patch.files
         if file.old is None
     }
-    for marker in port.failed_markers(stock):
+    for marker in failed:
         entry = stock.entry(marker.file)
         if entry is None or marker.exists is not False or entry.data != added.get(marker.file):
             return False
@@ -267,7 +270,7 @@ def _attempt(
     for id_, definition in definitions.items():
         if id_ not in wanted:
             continue
-        meant = [t for t in candidates(definition, release) if _is_begun(t, tree)]
+        meant = [t for t in candidates(definition, release) if _is_candidate(t, tree)]
         if meant and meant[0].base == release:
             # the port for this release states what it requires here
             meant = meant[:1]
