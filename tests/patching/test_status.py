@@ -10,6 +10,7 @@ from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import NoPortApplies, PatchConflict
 from pyllamakv.patching import foreign_series, port_choice, series, status
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -22,8 +23,12 @@ THREE = OLD | {"src/b.cpp": numbered(20, l9="three")}
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> SeriesSandbox:
-    """Return three releases, and patches of which the first two fail on the second release."""
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
+    """Return three releases, and patches of which the first two fail on the second release.
+
+    Nothing is carried: no lock has their bases.
+    """
+    monkeypatch.setattr(lockfile, "known", dict)
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60, l41="upstream")})
