@@ -30,15 +30,15 @@ _KEPT = 0.4
 
 
 _VERBS = {
-    "preprocessor": "speak to the preprocessor",
+    "preprocessor": "are preprocessor directives",
     "log": "log",
     "assert": "assert",
     "throw": "throw",
     "return": "return",
     "loop": "loop",
-    "condition": "decide",
+    "condition": "branch",
     "call": "call",
-    "statement": "do anything else",
+    "statement": "are other statements",
 }
 
 
