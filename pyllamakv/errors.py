@@ -250,7 +250,8 @@ class PatchLintError(PatchError):
 class PatchConflict(PatchError):
     """Name the hunk that does not apply: patch, file, line, what was expected and found.
 
-    ``half_applied`` is whether the tree already contains some of the patch's changes.
+    ``half_applied`` is whether the tree already contains some of the patch's changes, and
+    ``contained`` whether it contains all of them.
     """
 
     exit_code = 3
@@ -266,9 +267,11 @@ class PatchConflict(PatchError):
         expected: str = "",
         found: str = "",
         half_applied: bool = False,
+        contained: bool = False,
     ) -> None:
         super().__init__(message)
         self.half_applied = half_applied
+        self.contained = contained
         self.patch = patch
         self.file = file
         self.hunk = hunk

@@ -138,7 +138,7 @@ Scenarios = Annotated[
 ]
 VerifyingScenarios = Annotated[
     list[str] | None,
-    typer.Option("--scenario", help="Scenario that verifies the patch; default: fixes, guards."),
+    typer.Option("--scenario", help="Scenario that the patch claims to pass; repeatable."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore the result cache.")]
 

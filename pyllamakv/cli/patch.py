@@ -119,12 +119,17 @@ def export(
 ) -> None:
     """Regenerate patch files from their commits, or compare with --check."""
     from pyllamakv.patching import patch_export as exporting
+    from pyllamakv.patching import port_choice
     from pyllamakv.patching import series as loading
 
     if folder is not None and (check or base is None or len(names or []) != 1):
         raise errors.UsageError("--from wants one PATCH, --base, and no --check.")
+    if patches is not None and not (patches / "series.toml").is_file():
+        raise errors.UsageError(f"{patches} has no series.toml; export needs a series with ports.")
     series = loading.load(patches, missing_ok=folder is not None)
     chosen = exporting.select_ports(series, names or [], base)
+    if patches is not None:
+        series = port_choice.with_requirements(series, loading.load())
     if not check:
         written = exporting.write(series, chosen, folder)
         return _result({"written": [str(path) for path in written]}, as_json)
@@ -322,7 +327,7 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
 
 def _waiting(names: list[str], patches: Path | None) -> str:
     """Return the patch whose rebase is in progress; ``patches`` must be its series."""
-    from pyllamakv.patching import rebase_session
+    from pyllamakv.patching import foreign_series, rebase_session
     from pyllamakv.source.store import open_store
 
     store = open_store()
@@ -334,7 +339,8 @@ def _waiting(names: list[str], patches: Path | None) -> str:
         what = f"No rebase of {found} is in progress." if found else "No rebase is in progress."
         raise errors.UsageError(what)
     session = rebase_session.load(store, found)
-    if patches is not None and session is not None and str(patches.resolve()) != session.patches:
+    given = None if patches is None else foreign_series.absolute(patches)
+    if given is not None and session is not None and given != session.patches:
         used = session.patches or "the shipped series"
         raise errors.UsageError(f"the rebase of {found} was started with {used}, not {patches}")
     return found
@@ -346,7 +352,8 @@ def _rebased(one: Rebased) -> None:
     for text in one.notes:
         note(text)
     for loss in one.comparison.missing if one.comparison else ():
-        note(f"missing in comparison with port {one.base}: {loss}")
+        old = f"port {one.base}" if one.base else "the patch"
+        note(f"missing in comparison with {old}: {loss}")
 
 
 @app.command()
@@ -475,7 +482,7 @@ def import_patch(
             list(tried.values()),
             folder=folder,
             until=until,
-            scenarios=scenario or sorted(_scenarios(features=False) or ()),
+            scenarios=scenario or (),
             base=base,
             title=title,
             progress=progress,
@@ -505,13 +512,9 @@ def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
 
 
 def _series_of(patches: Path | None) -> Series:
-    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
-    from pyllamakv.patching import foreign_series, port_choice, series
+    from pyllamakv.patching import port_choice
 
-    shipped = series.load()
-    if patches is None:
-        return shipped
-    return port_choice.with_requirements(foreign_series.load(patches), shipped)
+    return port_choice.load_series(patches)
 
 
 def _release_of(name: str) -> FoundRelease:
@@ -536,17 +539,13 @@ def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> li
     return found
 
 
-def _scenarios(*, features: bool = True) -> frozenset[str] | None:
-    """Return the names of the scenarios, or None if they cannot be imported.
-
-    Feature scenarios need certain patches; ``features`` False leaves them out.
-    """
+def _scenarios() -> frozenset[str] | None:
+    """Return the names of the scenarios, or None if they cannot be imported."""
     try:
         from pyllamakv.verification import discovery
     except ImportError:
         return None
-    found = discovery.discover()
-    return frozenset(name for name, one in found.items() if features or one.kind != "feature")
+    return frozenset(discovery.discover())
 
 
 def _result(facts: dict[str, Any], as_json: bool) -> None:

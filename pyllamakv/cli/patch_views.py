@@ -99,7 +99,8 @@ def _summary(one: PatchStatus) -> str:
     if one.state == "carried":
         return one.reason
     if not one.good:
-        return f"{len(best.failed)} of {total} fail (port for {best.base})"
+        port = f" (port for {best.base})" if best.base else ""
+        return f"{len(best.failed)} of {total} fail{port}"
     moved = [place.offset for place in best.placements if place.offset]
     if not moved:
         return f"{total}"
@@ -114,7 +115,7 @@ def facts(patch: Definition) -> dict[str, Any]:
         "why": patch.why,
         "origin": patch.origin,
         "upstream": patch.upstream,
-        "releases": patch.releases,
+        "releases": patch.meant_for,
         "requires": list(patch.requires),
         "scenarios": list(patch.scenarios),
         "ports": [
@@ -149,15 +150,16 @@ def patch(definition: Definition) -> None:
     pairs = {
         "origin": definition.origin,
         "upstream": definition.upstream,
-        "releases": definition.releases or "all",
+        "releases": definition.meant_for or "all",
         "requires": ", ".join(definition.requires) or "nothing",
-        "scenarios": ", ".join(definition.scenarios),
+        "scenarios": ", ".join(definition.scenarios) or "none",
     }
     for key, value in pairs.items():
         console.print(f"{key}: {_safe(value)}")
     for text in definition.ports:
         touched = ", ".join(text.patch.paths)
-        console.print(_safe(f"port {text.base} ({text.era}): {touched}"))
+        port = f"port {text.base} ({text.era})" if text.base else "changes"
+        console.print(_safe(f"{port}: {touched}"))
         for marker in text.markers:
             console.print(f"  where {_safe(str(marker))}")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.patching import apply, foreign_series, port_writer, trees
-from pyllamakv.patching import series as series_module
+from pyllamakv.patching import apply, port_choice, port_writer, trees
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -51,9 +50,10 @@ def accept(
     applying; nothing is written then.
     """
     store = store or open_store()
-    series = series_module.load() if patches is None else foreign_series.load(patches)
+    series = port_choice.load_series(patches)
     made = apply.apply(release, series=series, store=store, progress=progress)
-    ports = [port for port in made.ports if port.carried_from]
+    own = {patch.id for patch in series if patch.folder and patch.folder.parent == series.folder}
+    ports = [port for port in made.ports if port.carried_from and port.id in own]
     for port in ports:
         port_writer.check_writable(series, series.definition(port.id), release)
     stock = trees.StoreTree(store, store.tree_of(release))

@@ -13,6 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import hunks, mail_header, shared_files, strict_toml
+from pyllamakv.source import lockfile
 from pyllamakv.source.releases import is_safe_name, sdist_version
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ class Definition:
     """One patch: identity, reasons and ports (see docs/patches.md for each field).
 
     ``author`` ("Name <email>") and ``date`` (as in a mail) are those of an imported patch, whose
-    mails keep them.
+    mails keep them. ``since`` and ``until`` are the first and last release, compared by date, for
+    bounds that are not versions of llama-cpp-python.
     """
 
     id: str
@@ -155,6 +157,8 @@ class Definition:
     author: str = ""
     date: str = ""
     releases: str = ""
+    since: str = ""
+    until: str = ""
     requires: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
@@ -166,12 +170,23 @@ class Definition:
     def covers_release(self, name: str) -> bool:
         """Return whether the patch is meant for a release of this name.
 
-        Only sdist versions are compared; for other releases the markers of the ports decide.
+        ``releases`` is for sdist versions only; for other releases the markers of the ports decide.
         """
         version = sdist_version(name)
-        if version is None:
+        if version and not SpecifierSet(self.releases).contains(version, prereleases=True):
+            return False
+        known = lockfile.known() if self.since or self.until else {}
+        first, here, last = map(known.get, (self.since, name, self.until))
+        if here is None:
             return True
-        return SpecifierSet(self.releases).contains(version, prereleases=True)
+        return not (first and here.order < first.order) and not (last and here.order > last.order)
+
+    @property
+    def meant_for(self) -> str:
+        """Return the releases that the patch is meant for, in words; empty for all."""
+        since = f"{self.since} and later" if self.since else ""
+        until = f"releases through {self.until}" if self.until else ""
+        return ", ".join(filter(None, (self.releases, since, until)))
 
     def may_be_carried(self, tree: Tree) -> bool:
         """Return whether the patch of a series may be merged into a stock tree without a port.
@@ -194,7 +209,7 @@ class Definition:
 
 
 _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "author", "date", "releases",
-         "requires", "scenarios", "shared", "carry", "port"}  # fmt: skip
+         "since", "until", "requires", "scenarios", "shared", "carry", "port"}  # fmt: skip
 
 
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:
@@ -221,8 +236,10 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         author=table.string("author", ""),
         date=table.string("date", ""),
         releases=releases,
+        since=table.string("since", ""),
+        until=table.string("until", ""),
         requires=table.strings("requires", ()),
-        scenarios=table.strings("scenarios"),
+        scenarios=table.strings("scenarios", () if table.data.get("author") else None),
         shared=table.strings("shared", ()),
         carry=tuple(_marker(part) for part in table.tables("carry", {*_MARKER}, optional=True)),
         folder=folder,

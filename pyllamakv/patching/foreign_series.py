@@ -5,7 +5,9 @@ Foreign patches are applied like the shipped ones: strictly, with a report for e
 
 from __future__ import annotations
 
+import base64
 import os
+import quopri
 import re
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +20,9 @@ from pyllamakv.source import git_command, lockfile
 
 _ENDINGS = (".patch", ".diff")
 _SCENARIO = re.compile(rb"^Scenario: (\S+)\r?$", re.MULTILINE)
+_ENCODING = re.compile(
+    rb"^Content-Transfer-Encoding: *(quoted-printable|base64) *$", re.IGNORECASE | re.MULTILINE
+)
 #: Prefix of commits in a repository.
 GIT = "git:"
 
@@ -48,10 +53,18 @@ def load(path: Path | str) -> Series:
     return Series(_distinct([port for file in files for port in _ports(file)]), path)
 
 
+def absolute(path: Path | str) -> str:
+    """Return patches of the user by a name that means the same in every working directory."""
+    if not str(path).startswith(GIT):
+        return str(Path(path).resolve())
+    place, at, revisions = str(path).removeprefix(GIT).rpartition("@")
+    return f"{GIT}{Path(place).expanduser().resolve()}{at}{revisions}"
+
+
 def _commits(source: str) -> list[Port]:
     """Read commits of a user's repository as mails; it is not changed, and none of it runs."""
     place, _, revisions = source.removeprefix(GIT).rpartition("@")
-    folder = Path(place)
+    folder = Path(place).expanduser()
     if not place or not revisions or revisions.startswith("-") or not folder.is_dir():
         raise UsageError(f"{source} is not {GIT}REPOSITORY@FROM..TO with a local repository.")
     if ".." not in revisions:
@@ -88,22 +101,39 @@ def _ports(file: Path) -> list[Port]:
 
 
 def _parsed(data: bytes, file: Path) -> list[Port]:
-    pieces = hunks.split(_unix_line_ends(data))
+    pieces = [_decoded(piece, file) for piece in hunks.split(_unix_line_ends(data))]
     if len(pieces) < 2:
         return [Port.of(hunks.parse(pieces[0], file.name), file)]
     named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
     return [Port.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
 
 
+def _decoded(mail: bytes, file: Path) -> bytes:
+    """Return a mail without the transfer encoding that a mail program chose."""
+    header, blank, body = mail.partition(b"\n\n")
+    found = _ENCODING.search(header)
+    if found is None:
+        return mail
+    try:
+        decode = quopri.decodestring if found[1][:1] in b"qQ" else base64.b64decode
+        body = _unix_line_ends(decode(body))
+    except ValueError as error:
+        raise PatchFormatError(
+            f"{file.name} is not {found[1].decode()}: {error}", file.name
+        ) from error
+    return header[: found.start(1)] + b"8bit" + header[found.end(1) :] + blank + body
+
+
 def _unix_line_ends(data: bytes) -> bytes:
     """Return a file whose every line ends in CRLF with LF, as before a mail program changed it.
 
-    In a patch for files with CRLF, at least the lines that git wrote end in LF.
+    In a patch for files with CRLF, at least the lines that git wrote end in LF. An end that the
+    last line lacks, because an editor removed it, is added.
     """
-    lines = data.split(b"\n")
-    if len(lines) > 1 and all(line.endswith(b"\r") for line in lines if line):
-        return data.replace(b"\r\n", b"\n")
-    return data
+    *lines, last = data.split(b"\n")
+    if lines and all(line.endswith(b"\r") for line in lines):
+        data = data.replace(b"\r\n", b"\n").removesuffix(b"\r")
+    return data + b"\n" if last else data
 
 
 def definition_of(port: Port) -> Definition:

@@ -92,7 +92,8 @@ class FilePatch:
 
     ``old`` is None for a new file, ``new`` is None for a deleted one. Modes are git's ("100644"),
     or None if the patch does not contain them. ``line`` is where the part starts in the patch.
-    ``plain`` is whether it has no `diff --git` line, as in the output of `diff -ru` and quilt.
+    ``names`` are both names as they are written, if the part has no `diff --git` line, as in the
+    output of `diff -ru` and quilt.
     """
 
     header: bytes
@@ -103,7 +104,7 @@ class FilePatch:
     new_mode: str | None = None
     copied: bool = False
     line: int = 0
-    plain: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -208,35 +209,44 @@ def parse(data: bytes, name: str = "patch") -> Patch:
         )
     if len(_MAIL.findall(data)) > 1:
         raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
-    patch = Patch(header, _without_directories(files), lead)
+    patch = Patch(header, _without_directories(reader, files), lead)
     if patch.data != data:  # Check that the output equals the input.
         raise PatchFormatError(f"{name} cannot be stored byte for byte.", name)
     return patch
 
 
-def _without_directories(files: Sequence[FilePatch]) -> tuple[FilePatch, ...]:
+def _without_directories(reader: _PatchReader, files: Sequence[FilePatch]) -> tuple[FilePatch, ...]:
     """Return plain parts without the two directories that were compared.
 
-    The names of one part show them: ``llama.cpp.orig/src/x`` and ``llama.cpp/src/x``. The names of
-    an added or deleted file need those of another part.
+    The names of one part show them: ``old/llama.cpp/src/x`` and ``new/src/x``. The names of an
+    added or deleted file may need those of another part.
     """
-    seen = {part for file in files if file.plain for part in _compared(file)}
+    found = {place for file in files for place in _compared(file.names) if place}
+    places = sorted(found, key=len, reverse=True)
 
-    def stripped(path: str | None) -> str | None:
+    def stripped(file: FilePatch, path: str | None) -> str | None:
         if path is None:
             return None
-        first, _, rest = path.partition("/")
-        return rest if first in seen and rest else _PREFIX.sub("", path)
+        place = next((each for each in places if path.startswith(f"{each}/")), "")
+        rest = path[len(place) + 1 :] if place else _PREFIX.sub("", path)
+        return _checked(reader, rest, file.line)
 
     return tuple(
-        replace(file, old=stripped(file.old), new=stripped(file.new)) if file.plain else file
+        replace(file, old=stripped(file, file.old), new=stripped(file, file.new))
+        if file.names
+        else file
         for file in files
     )
 
 
-def _compared(file: FilePatch) -> tuple[str, ...]:
-    old, new = (file.old or "").partition("/"), (file.new or "").partition("/")
-    return (old[0], new[0]) if old[0] != new[0] and old[2] == new[2] != "" else ()
+def _compared(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the directories that two names of one file begin with: what differs in them."""
+    if _NOTHING in names or len({name.rpartition("/")[2] for name in names}) != 1:
+        return ()
+    old, new = (name.split("/") for name in names)
+    while old and new and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return "/".join(old), "/".join(new)
 
 
 def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
@@ -247,7 +257,7 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         start = reader.at + 1
         ranges, head, lines = _hunk(reader)
         hunks.append(Hunk(*ranges, head, lines, start))
-    if facts.plain and hunks:
+    if facts.names and hunks:
         # `diff -N` names a file that is not there, with an empty range.
         facts.created |= hunks[0].old_start == hunks[0].old_count == 0
         facts.deleted |= hunks[0].new_start == hunks[0].new_count == 0
@@ -266,7 +276,7 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         new_mode=facts.new_mode,
         copied=facts.copied,
         line=line,
-        plain=facts.plain,
+        names=facts.names,
     )
 
 
@@ -282,8 +292,8 @@ class _FileFacts:
     created: bool = False
     deleted: bool = False
     copied: bool = False
-    #: A part without a `diff --git` line, as `diff -ru` and quilt write it.
-    plain: bool = False
+    #: Both names of a part without a `diff --git` line, as `diff -ru` and quilt write it.
+    names: tuple[str, ...] = ()
 
 
 class _PatchReader:
@@ -307,9 +317,9 @@ class _PatchReader:
         self.at += 1
         return self.lines[self.at - 1]
 
-    def wrong(self, message: str) -> PatchFormatError:
-        """Create the error for the present line."""
-        at = self.at + 1
+    def wrong(self, message: str, line: int = 0) -> PatchFormatError:
+        """Create the error for a line, by default the present one."""
+        at = line or self.at + 1
         return PatchFormatError(f"{self.name}:{at}: {message}", self.name, at)
 
     def at_file(self) -> bool:
@@ -354,17 +364,18 @@ def _file_header(reader: _PatchReader) -> _FileFacts:
     facts = _FileFacts()
     start = reader.at
     named: tuple[str, str] | None = None
-    facts.plain = reader.at_names()
-    if not facts.plain:
+    plain = reader.at_names()
+    if not plain:
         named = _git_names(reader, reader.take())
         while not (reader.at_names() or reader.at_hunk()) and _extended(reader, facts):
             reader.at += 1
     if reader.at_names():
-        old, new = (_name(reader, reader.take()[4:], whole=facts.plain) for _ in range(2))
+        old, new = (_name(reader, reader.take()[4:], whole=plain) for _ in range(2))
         facts.created = facts.created or old == _NOTHING
         facts.deleted = facts.deleted or new == _NOTHING
-        if facts.plain and old == f"{new}.orig":
+        if plain and old == f"{new}.orig":
             old = new
+        facts.names = (old, new) if plain else ()
         facts.old, facts.new = facts.old or old, facts.new or new
     elif facts.old is None or facts.new is None:
         if named is None:
@@ -492,7 +503,7 @@ def _mode(reader: _PatchReader, word: bytes) -> str:
 
 
 def _name(reader: _PatchReader, raw: bytes, *, whole: bool) -> str:
-    """Return a path, without a prefix such as ``a/``, unless ``whole``."""
+    """Return a path, without a prefix such as ``a/``; with ``whole``, as written and unchecked."""
     text = raw.rstrip(b"\r\n")
     quoted = _STRING.match(text)
     path = _unquoted(quoted.group()) if quoted else _decoded(text.split(b"\t", 1)[0])
@@ -501,7 +512,7 @@ def _name(reader: _PatchReader, raw: bytes, *, whole: bool) -> str:
     # Only as the complete name, this means that there is no file.
     if path == _NOTHING:
         return path
-    return _checked(reader, path if whole else _PREFIX.sub("", path))
+    return path if whole else _checked(reader, _PREFIX.sub("", path))
 
 
 def _unquoted(text: bytes) -> str:
@@ -519,12 +530,15 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _checked(reader: _PatchReader, path: str) -> str:
+def _checked(reader: _PatchReader, path: str, line: int = 0) -> str:
+    """Return a path of a file in the tree; ``line`` is its place, by default the present one."""
     parts = path.split("/")
     if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
-        raise reader.wrong(f"the path {path!r} leaves the tree; a patch may touch its files only.")
+        raise reader.wrong(
+            f"the path {path!r} leaves the tree; a patch may touch its files only.", line
+        )
     if len(os.fsencode(path)) > tree_limits.MAX_PATH_BYTES:
         raise reader.wrong(
-            f"the path {path[:60]!r}… is longer than {tree_limits.MAX_PATH_BYTES} bytes."
+            f"the path {path[:60]!r}… is longer than {tree_limits.MAX_PATH_BYTES} bytes.", line
         )
     return path

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv import home
-from pyllamakv.errors import PatchFormatError, PatchLintError
-from pyllamakv.patching import series, shared_files
+from pyllamakv.errors import PatchFormatError, PatchLintError, UsageError
+from pyllamakv.patching import foreign_series, series, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -53,18 +53,26 @@ class LintFinding:
 def lint(
     folder: Path | None = None, *, scenarios: Collection[str] | None = None
 ) -> tuple[LintFinding, ...]:
-    """Return every fault of a series folder; ``scenarios`` are the names that exist, if known."""
+    """Return every fault of a series folder; ``scenarios`` are the names that exist, if known.
+
+    Of foreign patches (see `foreign_series.load`), only the changes are checked.
+    """
     folder = folder or home.data("patches")
     try:
+        if not (folder / "series.toml").is_file():
+            ports = [port for patch in foreign_series.load(folder) for port in patch.ports]
+            return tuple(fault for port in ports for fault in _port(port.id, port))
         found = series.load(folder)
     except PatchFormatError as error:
         path = error.path or str(folder)
         return (LintFinding(_shown(path, folder), error.line, "format", str(error)),)
+    except UsageError as error:
+        return (LintFinding(str(folder), 0, "format", str(error)),)
     findings = [*_files(found, folder), *_shared(found, folder)]
     for definition in found:
         findings += _described(definition, scenarios)
         for port in definition.ports:
-            findings += _port(definition, port)
+            findings += _port(f"{definition.id}/{port.base}.patch", port, definition.shared)
     return tuple(sorted(findings, key=lambda f: (f.path, f.line, f.rule)))
 
 
@@ -119,10 +127,9 @@ def _described(definition: Definition, scenarios: Collection[str] | None) -> Ite
             yield LintFinding(path, 0, "scenario", f"there is no scenario {name!r}")
 
 
-def _port(definition: Definition, port: Port) -> Iterator[LintFinding]:
-    path = f"{definition.id}/{port.base}.patch"
+def _port(path: str, port: Port, shared: Collection[str] = ()) -> Iterator[LintFinding]:
     for file in port.patch.files:
-        if file.path in definition.shared:
+        if file.path in shared:
             continue  # `_shared` reads it once
         if b"\r" in file.data:
             at = file.line + file.data[: file.data.index(b"\r")].count(b"\n")

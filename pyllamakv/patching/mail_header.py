@@ -42,12 +42,9 @@ class MailHeader:
 def message(definition: Definition, port: Port) -> str:
     """Write the commit message of a port from its patch's description.
 
-    An imported patch gets no statement about its licence.
+    An imported patch gets no statement about its licence, and no line twice.
     """
-    lines = [
-        definition.title,
-        "",
-        *((definition.why, "") if definition.why else ()),
+    facts = [
         f"Patch: {definition.id}",
         f"Base: {port.base}",
         *(f"Requires: {id_}" for id_ in port.requires),
@@ -56,6 +53,9 @@ def message(definition: Definition, port: Port) -> str:
         *(f"Scenario: {name}" for name in definition.scenarios),
         *(() if definition.author else (f"Licence: {LICENCE}",)),
     ]
+    said = definition.why.splitlines() if definition.author else []
+    why = (definition.why, "") if definition.why else ()
+    lines = [definition.title, "", *why, *(line for line in facts if line not in said)]
     return "\n".join(lines) + "\n"
 
 
@@ -94,6 +94,7 @@ def parse(data: bytes) -> MailHeader:
         taken += 1
     if not found:
         return MailHeader(body=_body(text))
+    taken += _in_body(lines[taken:], found)
     name, email = _author(_decoded(found.get("From", "")))
     return MailHeader(
         name=name,
@@ -102,6 +103,22 @@ def parse(data: bytes) -> MailHeader:
         subject=_TAG.sub("", _decoded(found.get("Subject", ""))),
         body=_body("\n".join(lines[taken:])),
     )
+
+
+def _in_body(lines: list[str], found: dict[str, str]) -> int:
+    """Read the header at the start of a body, which has precedence, and return its length.
+
+    Git writes it if another person than the author sends the mail.
+    """
+    start = next((at for at, line in enumerate(lines) if line.strip()), len(lines))
+    end, said = start, {}
+    while end < len(lines) and (match := _FIELD.match(lines[end])):
+        said[match[1]] = match[2]
+        end += 1
+    if not said or (end < len(lines) and lines[end].strip()):
+        return 0
+    found.update(said)
+    return end
 
 
 def author_and_message(port: Port) -> tuple[dict[str, str], str]:

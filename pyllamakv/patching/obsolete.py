@@ -130,14 +130,18 @@ def scenario_sign(stock: Mapping[str, str]) -> Sign:
 def reverse_apply_sign(one: PatchStatus, texts: Iterable[Port], tree: Tree) -> Sign:
     """Decide from the text: whether the tree already contains everything the port would write."""
     if one.good:
-        return Sign("text", False, f"port {one.port} applies")
+        return Sign("text", False, f"{_port(one.port)} applies")
     best = 0.0
     for text in texts:
         part = present_fraction(text.patch, tree)
         if part == 1:
-            return Sign("text", True, f"the tree contains everything that port {text.base} adds")
+            return Sign("text", True, f"the tree contains everything that {_port(text.base)} adds")
         best = max(best, part)
     return Sign("text", False, f"{best:.0%} of the lines that a port adds are in the tree")
+
+
+def _port(base: str) -> str:
+    return f"port {base}" if base else "the patch"
 
 
 def present_fraction(patch: Patch, tree: Tree) -> float:

@@ -21,6 +21,7 @@ from pyllamakv.patching import (
     lint,
     mail_header,
     patch_export,
+    port_choice,
     port_writer,
     shared_files,
     trees,
@@ -28,6 +29,7 @@ from pyllamakv.patching import (
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
 from pyllamakv.source.releases import is_safe_name, sdist_version
 from pyllamakv.source.store import Store, open_store
@@ -36,10 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.patching.definition import Marker
+    from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+#: Keys of `patch.toml` for the releases that a patch is meant for.
+_BOUNDS = ("releases", "since", "until")
 
 
 @dataclass(frozen=True)
@@ -95,29 +100,32 @@ class Imported:
         }
 
 
-def read(path: Path | str) -> tuple[Port, ...]:
-    """Read patches of a user: a file, a mailbox, a directory of files, or commits of a branch."""
-    return tuple(port for definition in foreign_series.load(path) for port in definition.ports)
-
-
 def try_releases(
     ports: Sequence[Port],
     releases: Sequence[Release],
     *,
     store: Store,
+    series: Series | None = None,
     progress: Progress | None = None,
 ) -> tuple[ApplyResult, ...]:
-    """Apply ports, one on top of the other, to each release; nothing is written."""
+    """Apply ports, one on top of the other, to each release.
+
+    The patches of ``series`` that they require are applied first. No file is written.
+    """
     found = []
     for number, release in enumerate(releases):
         if progress:
             progress("trying releases", number, len(releases))
         there = trees.ensure_fetched(store, release, progress)
-        tree = trees.StoreTree(store, store.tree_of(there))
         try:
-            moved = _applied(TreeOverlay(tree), ports)
+            _, tree = _ground(ports, there, series, store)
+            moved = _applied(TreeOverlay(trees.StoreTree(store, tree)), ports)
         except PatchConflict as error:
             found.append(ApplyResult(there, conflict=error))
+        except NoPortApplies:
+            needs = ", ".join(sorted({id_ for port in ports for id_ in port.requires}))
+            reason = PatchConflict(f"requires {needs}, which does not apply")
+            found.append(ApplyResult(there, conflict=reason))
         else:
             found.append(ApplyResult(there, moved))
     return tuple(found)
@@ -129,7 +137,7 @@ def import_patch(
     releases: Sequence[Release],
     *,
     folder: Path,
-    scenarios: Sequence[str],
+    scenarios: Sequence[str] = (),
     base: str | None = None,
     until: str | None = None,
     title: str | None = None,
@@ -139,41 +147,47 @@ def import_patch(
     """Copy patches of a user into a series directory, which is created if necessary.
 
     ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``. A single patch gets
-    the id ``id_``; several get ``id_-1``, ``id_-2``, each of which requires the one before.
+    the id ``id_``; several get ``id_-1``, ``id_-2``, each of which requires the one before, and
+    the patches of the series, or of the shipped one, that its header requires.
     ``base`` is the release for which they were written. The default is the release in their header,
     else the one among ``releases`` with the smallest offsets, the newest of several. ``until`` is
     the last release that they are meant for; without it, `patch status` reports newer ones that
-    they do not apply to. Raises PatchConflict if they do not apply to the base, NoPortApplies if
-    they apply nowhere, and UsageError for an existing id; nothing is written then.
+    they do not apply to. Without ``scenarios``, a patch claims those that its header names. Raises
+    PatchConflict if they do not apply to the base, NoPortApplies if they apply nowhere, and
+    UsageError for an existing id; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
         raise UsageError(
             f"{id_!r} is not an id: expected a-z, 0-9 and single hyphens between them."
         )
-    if not scenarios:
-        raise UsageError("A patch needs at least one scenario that verifies it.")
-    ports = read(path)
+    definitions = tuple(foreign_series.load(path))
+    ports = [port for definition in definitions for port in definition.ports]
+    series = _requirable(folder)
     ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
     if title and len(ports) > 1:
         raise UsageError(f"A title is for one patch; {path} contains {len(ports)}.")
     for each in ids:
         if (folder / each).exists():
             raise UsageError(f"{folder / each} exists already; choose another id.")
-    tried = try_releases(ports, releases, store=store, progress=progress)
+    tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
     if not is_safe_name(chosen.name):
         raise UsageError(
             f"{chosen.name} has no archive; a base must be a release in the lock file."
         )
-    covered = _releases(chosen.name, until)
+    covered = _bounds(chosen, until)
     written: dict[Path, str | bytes] = {}
     files = []
-    commit, tree = chosen.commit, trees.StoreTree(store, store.tree_of(chosen))
-    stock = tree
-    for foreign, each, before in zip(ports, ids, ["", *ids], strict=False):
-        shape = replace(_described(foreign, each, path, scenarios, title), releases=covered)
-        requires = (before,) if before else ()
+    stock = trees.StoreTree(store, store.tree_of(chosen))
+    commit, ground = _ground(ports, chosen, series, store)
+    tree = trees.StoreTree(store, ground)
+    named = {port.id: each for port, each in zip(ports, ids, strict=True)}
+    claims = [scenarios or each.scenarios for each in definitions for _ in each.ports]
+    for foreign, each, before, claimed in zip(ports, ids, ["", *ids], claims, strict=False):
+        shape = replace(_described(foreign, each, path, claimed, title), **covered)
+        needs = (named.get(id_, id_) for id_ in foreign.requires)
+        requires = tuple(dict.fromkeys((*needs, *((before,) if before else ()))))
         port = Port(each, hunks.Patch(b"", ()), chosen.name, title=shape.title, requires=requires)
         draft = TreeOverlay(tree)
         draft.apply(foreign.patch, foreign.name)
@@ -205,24 +219,48 @@ def accept_until(folder: Path, id_: str, until: str) -> Path:
     definition = series_module.load(folder).definition(id_)
     if not definition.author:
         raise UsageError(f"{id_} was not imported; edit the releases in its patch.toml.")
+    since = definition.since or definition.releases.partition(",")[0].removeprefix(">=")
     file = folder / id_ / "patch.toml"
-    document = tomlkit.parse(file.read_text("utf-8"))
-    document["releases"] = _releases(min(port.base for port in definition.ports), until)
+    bounds = _bounds(spec_resolver.resolve(since), until)
+    document = tomlkit.document()
+    for key, value in tomlkit.parse(file.read_text("utf-8")).items():
+        if key == "scenarios":
+            document.update(bounds)
+        if key not in _BOUNDS:
+            document.append(key, value)
     write_text_atomic(file, tomlkit.dumps(document))
     return file
 
 
-def _releases(base: str, until: str | None) -> str:
-    """Return the specifier of the covered releases; only versions of sdists can be compared."""
-    if sdist_version(base) is None:
-        if until is not None:
-            raise UsageError(f"--until needs a base with a version, found {base}.")
-        return ""
+def _bounds(first: Release, until: str | None) -> dict[str, Any]:
+    """Return the keys of the covered releases; only versions of sdists fit into a specifier."""
+    found = {"releases": f">={first.name}"} if sdist_version(first.name) else {"since": first.name}
     if until is None:
-        return f">={base}"
-    if sdist_version(until) is None:
-        raise UsageError(f"{until} is not a version such as 0.3.12.")
-    return f">={base},<={until}"
+        return found
+    last = spec_resolver.resolve(until)
+    if last.order < first.order:
+        raise UsageError(f"{last.name} is older than {first.name}, the first release of the patch.")
+    if "releases" in found and sdist_version(last.name):
+        return {"releases": f">={first.name},<={last.name}"}
+    return {**found, "until": last.name}
+
+
+def _requirable(folder: Path) -> Series:
+    """Return the patches that an imported one may require: of the series, and the shipped ones."""
+    if not (folder / "series.toml").is_file():
+        return series_module.load()
+    return port_choice.load_series(folder)
+
+
+def _ground(
+    ports: Sequence[Port], release: Release, series: Series | None, store: Store
+) -> tuple[str, str]:
+    """Return commit and tree of a release with the patches that ports require."""
+    own = {port.id for port in ports}
+    needs = dict.fromkeys(id_ for port in ports for id_ in port.requires if id_ not in own)
+    if series is None or not needs:
+        return release.commit, store.tree_of(release)
+    return apply.apply_requirements(series, tuple(needs), release, store=store)
 
 
 def _applied(draft: TreeOverlay, ports: Sequence[Port]) -> int:
@@ -286,8 +324,9 @@ def _toml(
     document["author"] = shape.author
     if shape.date:
         document["date"] = shape.date
-    if shape.releases:
-        document["releases"] = shape.releases
+    for key in _BOUNDS:
+        if getattr(shape, key):
+            document[key] = getattr(shape, key)
     document["scenarios"] = tomlkit.array()
     document["scenarios"].extend(shape.scenarios)
     document["scenarios"].multiline(True)

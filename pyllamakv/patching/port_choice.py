@@ -173,13 +173,13 @@ def choose(
     patch.
     """
     if not definition.covers_release(release):
-        return Skipped(definition.id, f"is meant for {definition.releases}, not for {release}")
+        return Skipped(definition.id, f"is meant for {definition.meant_for}, not for {release}")
     conflicts: list[PatchConflict] = []
     reasons: list[str] = []
     unmarked: list[tuple[str, Marker]] = []
     for port in candidates(definition, release):
         missed = port.failed_markers(stock)
-        if missed:
+        if missed and not _is_candidate(port, stock):
             unmarked.append((port.base, missed[0]))
             continue
         lacking = [id_ for id_ in port.requires if id_ not in applied]
@@ -189,7 +189,10 @@ def choose(
         try:
             return AppliedPort(port, draft.apply(port.patch, port.name))
         except PatchConflict as error:
-            conflicts.append(error)
+            if missed and error.contained:
+                unmarked.append((port.base, missed[0]))
+            else:
+                conflicts.append(error)
     if conflicts:
         reasons = [str(error) for error in conflicts]
     elif unmarked and not reasons:
@@ -202,6 +205,26 @@ def choose(
         manual = found
         reasons += [f"cannot be carried from {each.base}: {each.reason}" for each in manual]
     return Skipped(definition.id, "; ".join(reasons) or "has no port", tuple(conflicts), manual)
+
+
+def _is_candidate(port: Port, stock: Tree) -> bool:
+    """Return whether a port is a candidate, apart from files that it adds and the tree has.
+
+    Somebody copied them: the port is not skipped silently, but reported as partly applied.
+    """
+    failed = port.failed_markers(stock)
+    if not failed:
+        return True
+    added = {
+        file.path: b"".join(line for hunk in file.hunks for line in hunk.new)
+        for file in port.patch.files
+        if file.old is None
+    }
+    for marker in failed:
+        entry = stock.entry(marker.file)
+        if entry is None or marker.exists is not False or entry.data != added.get(marker.file):
+            return False
+    return True
 
 
 def _skipped(unmarked: Sequence[tuple[str, Marker]], tree: Tree) -> str:
@@ -247,7 +270,7 @@ def _attempt(
     for id_, definition in definitions.items():
         if id_ not in wanted:
             continue
-        meant = [t for t in candidates(definition, release) if not t.failed_markers(tree)]
+        meant = [t for t in candidates(definition, release) if _is_candidate(t, tree)]
         if meant and meant[0].base == release:
             # the port for this release states what it requires here
             meant = meant[:1]
@@ -301,13 +324,25 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
         wanted |= more
 
 
+def load_series(patches: Path | str | None = None) -> Series:
+    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
+    if patches is None:
+        return series_module.load()
+    series = foreign_series.load(patches)
+    return with_requirements(series, series_module.load()) if _needs(series) else series
+
+
 def with_requirements(series: Series, shipped: Series) -> Series:
     """Return a foreign series after the shipped patches that it requires and does not contain."""
-    own = set(series.order)
-    wanted = {need for patch in series for port in patch.ports for need in port.requires} - own
-    found = only(shipped, sorted(wanted & set(shipped.order)))
-    before = tuple(patch for patch in found if patch.id not in own)
+    found = only(shipped, sorted(_needs(series) & set(shipped.order)))
+    before = tuple(patch for patch in found if patch.id not in series.order)
     return replace(series, definitions=(*before, *series)) if before else series
+
+
+def _needs(series: Series) -> set[str]:
+    """Return the ids that the patches of a series require and it does not contain."""
+    wanted = {need for patch in series for port in patch.ports for need in port.requires}
+    return wanted - set(series.order)
 
 
 def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:

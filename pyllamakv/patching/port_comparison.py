@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.patching import cpp_lines, headings
@@ -29,15 +30,15 @@ _KEPT = 0.4
 
 
 _VERBS = {
-    "preprocessor": "speak to the preprocessor",
+    "preprocessor": "are preprocessor directives",
     "log": "log",
     "assert": "assert",
     "throw": "throw",
     "return": "return",
     "loop": "loop",
-    "condition": "decide",
+    "condition": "branch",
     "call": "call",
-    "statement": "do anything else",
+    "statement": "are other statements",
 }
 
 
@@ -132,9 +133,11 @@ def compare(one: Port, other: Port) -> PortComparison:
 
 
 def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
-    """Return the lines that only one of two ports adds, for each function that both change.
+    """Return the lines that only one of two ports changes, for each function that both change.
 
-    Functions are matched by their names without classes, and lines without their spacing.
+    Functions are matched by their names without classes, and lines without their spacing. A removed
+    line begins with ``removed:``. If the lines are the same in another order, those that moved are
+    returned.
     """
     first, second = _by_function(one), _by_function(other)
     found = []
@@ -145,6 +148,13 @@ def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
         gone, new = Counter(old) - Counter(lines), Counter(lines) - Counter(old)
         shown = [f"- {line}" for line in old if gone[line]]
         shown += [f"+ {line}" for line in lines if new[line]]
+        if not shown and old != lines:
+            gone, new = Counter(), Counter()
+            for tag, at, end, to, last in SequenceMatcher(None, old, lines, False).get_opcodes():
+                gone.update(old[at:end] if tag != "equal" else ())
+                new.update(lines[to:last] if tag != "equal" else ())
+            shown = [f"- {line}" for line in gone.elements()]
+            shown += [f"+ {line}" for line in new.elements()]
         if shown:
             found.append(
                 PortDifference(
@@ -155,7 +165,7 @@ def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
 
 
 def _by_function(patch: Patch) -> dict[str, tuple[str, list[str]]]:
-    """Return file and added lines of each function, in the order of the port."""
+    """Return file and changed lines of each function, in the order of the port."""
     found: dict[str, tuple[str, list[str]]] = {}
     for file in patch.files:
         if file.old is None:
@@ -163,8 +173,11 @@ def _by_function(patch: Patch) -> dict[str, tuple[str, list[str]]]:
         for hunk in file.hunks:
             name = heading(hunk).rpartition("::")[2].split(" ")[-1]
             lines = found.setdefault(name, (file.path, []))[1]
+            marks = {b"+": "", b"-": "removed: "}
             lines += [
-                cpp_lines.normalize(line) for line in hunk.added if cpp_lines.is_significant(line)
+                marks[line[:1]] + cpp_lines.normalize(line[1:])
+                for line in hunk.lines
+                if line[:1] in marks and cpp_lines.is_significant(line[1:])
             ]
     return found
 

@@ -72,7 +72,7 @@ def write_port(
         write_text_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
         notes.append(f"review the proposed markers of port {text.base} in {file}")
     if not definition.covers_release(text.base):
-        notes.append(f"`releases` in {file} is {definition.releases!r}: this excludes {text.base}")
+        notes.append(f"{file} is meant for {definition.meant_for}: this excludes {text.base}")
     return path, tuple(notes)
 
 

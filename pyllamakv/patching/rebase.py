@@ -27,7 +27,6 @@ from pyllamakv.patching import (
     trees,
     worktree,
 )
-from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command, spec_resolver
@@ -145,7 +144,7 @@ def _start(
     force: bool,
     progress: Progress | None,
 ) -> Rebased:
-    series = _series(patches)
+    series = port_choice.load_series(patches)
     definition = series.definition(id_)
     release = trees.ensure_fetched(store, spec_resolver.resolve(onto), progress)
     if to is None:
@@ -181,7 +180,7 @@ def _start(
             base=found_at.port.base,
             picked_commit=found_at.commit,
             requires=kept,
-            patches=str(patches.resolve()) if patches else None,
+            patches=foreign_series.absolute(patches) if patches else None,
             to=str(to.resolve()) if to else None,
             remaining=then,
         ).write(store, phase="starting")
@@ -207,7 +206,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     if tree == before:
         note = f"{session.onto} already contains all changes: see `pyllamakv patch obsolete`"
         return replace(said, state="empty", notes=(note,))
-    series = _series(Path(session.patches) if session.patches else None)
+    series = port_choice.load_series(session.patches)
     definition = series.definition(session.id)
     old = _old(store, session)
     text = replace(old, base=session.onto)
@@ -244,10 +243,6 @@ def _served(series: Series, definition: Definition, release: Release, store: Sto
     except (PatchConflict, NoPortApplies):
         return None
     return plan.ports[-1]
-
-
-def _series(patches: Path | None) -> Series:
-    return series_module.load() if patches is None else foreign_series.load(patches)
 
 
 def _waiting(store: Store, id_: str) -> Session:

@@ -68,9 +68,17 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     before: set[str] = set()
     for patch in definitions:
         for required in {id_ for port in patch.ports for id_ in port.requires} - before:
+            # A series of the user may require patches of the shipped one.
+            if required not in order and folder != home.data("patches") and required in _shipped():
+                continue
             raise PatchFormatError(
                 f"{patch.id} requires {required}, which must come before it in the series.",
                 str(folder / "series.toml"),
             )
         before.add(patch.id)
     return Series(definitions, folder)
+
+
+def _shipped() -> tuple[str, ...]:
+    table = strict_toml.load(home.data("patches") / "series.toml", {"schema", "order"}, schema=1)
+    return table.strings("order", ())

@@ -173,7 +173,7 @@ def _one(
             f"`pyllamakv patch import --until`"
         )
         return PatchStatus(release, definition.id, "fails", "", reason, attempts)
-    elif not meant:
+    elif not meant and not chosen.conflicts:
         state = "not-applicable"
     elif lacking and not chosen.conflicts:
         state = "blocked"

@@ -21,12 +21,22 @@ if TYPE_CHECKING:
 FILE = "100644"
 
 State = Literal[
-    "exact", "offset", "conflict", "ambiguous", "already", "function", "missing", "exists", "mode"
+    "exact",
+    "offset",
+    "conflict",
+    "line-ends",
+    "ambiguous",
+    "already",
+    "function",
+    "missing",
+    "exists",
+    "mode",
 ]
 APPLIED_STATES: frozenset[str] = frozenset({"exact", "offset"})
 #: Why a hunk has no place, in words.
 STATE_MESSAGES = {
     "conflict": "the expected lines do not exist; fuzz is not used",
+    "line-ends": "the line ends of the patch and the file differ; convert those of the patch",
     "ambiguous": "the expected lines exist at several places; give the hunk more context",
     "already": "the change is already applied",
     "function": "the expected lines are in another function than the hunk's",
@@ -151,7 +161,9 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
     where = f"{bad.file}, hunk {bad.hunk} (line {bad.line})" if bad.hunk else bad.file
     present = [p for p in placements if p.state == "already"]
     message = f"{name} does not apply to {where}: {STATE_MESSAGES[bad.state]}."
-    if bad.expected or bad.found:
+    if bad.state == "missing":
+        message += f" There is {bad.found}."
+    elif bad.expected or bad.found:
         expected, found = (text or "(an empty line)" for text in (bad.expected, bad.found))
         message += f"\n  expected: {expected}\n  found:    {found}"
     if bad.state == "function":
@@ -176,6 +188,7 @@ def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> Pa
         expected=bad.expected,
         found=bad.found,
         half_applied=0 < len(present) < len(placements),
+        contained=len(present) == len(placements),
     )
 
 
@@ -289,8 +302,12 @@ class _Search:
             where = "the same lines at " + ", ".join(str(at + 1) for at in found)
             return self._bad(number, hunk, "ambiguous", "one place with these lines", where)
         if hunk.new and self.index.find(hunk.new, hunk):
-            gone = _shown(next(iter(hunk.removed), b""))
+            gone = _shown(hunk.removed[0]) if hunk.removed else "the unchanged lines"
             return self._bad(number, hunk, "already", gone, "the changed lines")
+        bare = hunk_locator.LineIndex([*map(_unix, self.index.lines)])
+        if bare.find([*map(_unix, hunk.old)], hunk):
+            ends = _line_ends(hunk.old), _line_ends(self.index.lines)
+            return self._bad(number, hunk, "line-ends", *ends)
         nearest, expected, seen = self.index.nearest(hunk.old, start)
         return self._bad(number, hunk, "conflict", _shown(expected), _shown(seen), nearest + 1)
 
@@ -348,6 +365,16 @@ class _Search:
         self, number: int, hunk: Hunk, state: State, expected: str, found: str, at: int = 0
     ) -> Placement:
         return Placement(self.file.path, number, hunk.old_start, state, None, expected, found, at)
+
+
+def _unix(line: bytes) -> bytes:
+    return line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _line_ends(lines: Iterable[bytes]) -> str:
+    """Return the line ends in use: ``LF``, ``CRLF``, or ``CRLF and LF``."""
+    ends = {"CRLF" if line.endswith(b"\r\n") else "LF" for line in lines}
+    return " and ".join(sorted(ends))
 
 
 def _shown(line: bytes) -> str:

@@ -32,6 +32,8 @@ KeepName = Literal["fresh"]
 #: Number and size of the blocks of a model file that its identity includes.
 _PIECES: Final = 256
 _PIECE: Final = 4096
+#: Bytes of a model's name in its identity.
+_LONGEST_NAME: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ def choose(
 
 
 def identity(model: Model) -> str:
-    """Return an identification of a model: its metadata, and samples of all weights."""
+    """Return an identification of a model: its metadata, and samples of all weights.
+
+    A file keeps at most 127 bytes of it, so the name of the model is cut, never the digest.
+    """
     found = hashlib.sha256(model.fingerprint.encode())
     with model.path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -130,7 +135,8 @@ def identity(model: Model) -> str:
         for i in range(_PIECES):
             file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
             found.update(file.read(_PIECE))
-    return f"{model.path.stem[:40]} {found.hexdigest()[:32]}"
+    name = os.fsencode(model.path.stem)[:_LONGEST_NAME].decode("utf-8", "ignore")
+    return f"{name} {found.hexdigest()[:32]}"
 
 
 def read(context: Context) -> KVMemory:

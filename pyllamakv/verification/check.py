@@ -24,15 +24,16 @@ from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.header_tests import HEADERS, HeaderResult, run_header_tests
 from pyllamakv.verification.parallel_runs import RunTask
-from pyllamakv.verification.verdict import Decision, Pair, decide
+from pyllamakv.verification.verdict import GOOD, Decision, Pair, Verdict, decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import PatchedRelease
+    from pyllamakv.patching.definition import Definition
     from pyllamakv.patching.series import Series
-    from pyllamakv.scenarios.outcome import Kind
+    from pyllamakv.scenarios.outcome import Kind, Outcome
     from pyllamakv.scenarios.runner import Run
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.source.progress import Progress
@@ -135,6 +136,8 @@ class PatchedSide:
     tree: str = ""
     #: The release already contains some changes of a patch.
     partly: bool = False
+    #: The release already contains all changes of the only patch.
+    contained: bool = False
     #: The base of the port for each patch that was merged from another release.
     carried: dict[str, str] = field(default_factory=dict)
 
@@ -179,6 +182,9 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
+    claims = _claims(question, own)
+    if made.variant is None and claims == set():
+        tasks = []  # no run of stock decides whether such a patch is still needed
     try:
         results = parallel_runs.run_tasks(
             tasks, fresh=question.fresh, timeout=question.timeout, progress=progress
@@ -199,9 +205,8 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     if faults:
         msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
         raise HarnessError(msg)
-    claims = _claims(question, own)
     pairs = pair_up(chosen, runs, claims)
-    made_pairs = [pair for pair in pairs if not _is_stopped(pair)]
+    made_pairs = [pair for pair in pairs if not _is_open(pair)]
     stopped = len(pairs) - len(made_pairs)
     headers = _test_headers(question, made, progress)
     # A patch without claims may use the name of a header for one with other functions.
@@ -212,8 +217,12 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         build_error=made.build_error,
         headers=problems,
         partly=made.partly,
+        contained=made.contained,
         carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
     )
+    if judgement.verdict in GOOD and any(_was_stopped(pair.patched) for pair in pairs):
+        reason = f"{stopped} runs were not made, because earlier ones hang on stock and patched"
+        judgement = replace(judgement, verdict=Verdict.UNTESTABLE, reason=reason)
     ids = {side: built.id for side, built in sides.items()}
     return CheckResult(
         question,
@@ -240,9 +249,17 @@ def _test_headers(
     return tuple(run_header_tests(files, progress=progress))
 
 
-def _is_stopped(pair: Pair) -> bool:
-    sides = (pair.stock, pair.patched)
-    return any(each is not None and each.failure == parallel_runs.STOPPED for each in sides)
+def _is_open(pair: Pair) -> bool:
+    """Return whether a run was not made, and the other side alone decides nothing.
+
+    A claim that patched fails is broken, whatever stock would do.
+    """
+    broken = pair.claimed and pair.patched is not None and pair.patched.failed
+    return _was_stopped(pair.patched) or (_was_stopped(pair.stock) and not broken)
+
+
+def _was_stopped(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.failure == parallel_runs.STOPPED
 
 
 def pair_up(
@@ -281,20 +298,16 @@ def _names(question: CheckRequest) -> list[str] | None:
     if question.isolate:
         return [question.isolate]
     if question.patches:
-        found = [str(path) for path in question.patches]
         for path in question.patches:
             if not str(path).startswith(foreign_series.GIT) and not path.exists():
                 msg = f"there is no patch file or directory {path}"
                 raise UsageError(msg)
-        return [
-            name if name.startswith(foreign_series.GIT) else str(Path(name).resolve())
-            for name in found
-        ]
+        return [foreign_series.absolute(path) for path in question.patches]
     return list(question.series) or None
 
 
 def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
-    """Return the scenarios of the requested patches; None if all are requested.
+    """Return the scenarios of the requested patches; None if all are requested, or none named.
 
     A foreign patch has scenarios only if it is a directory in the layout of the series.
     """
@@ -308,7 +321,7 @@ def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
     # A scenario that no patch names is the caller's own. If requested by name, it is for these
     # patches.
     claimed = {name for patch in shipped for name in patch.scenarios}
-    return own | (set(question.scenarios) - claimed)
+    return own | (set(question.scenarios) - claimed) if own else None
 
 
 def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
@@ -317,10 +330,16 @@ def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
     A foreign patch claims the scenarios in its header or its series, and those of the request.
     """
     if own is None and question.patches:
-        loaded = [foreign_series.load(_source(path)) for path in question.patches]
-        named = {name for series in loaded for patch in series for name in patch.scenarios}
+        named = {name for patch in _patches(question) for name in patch.scenarios}
         return named | set(question.scenarios)
+    if own is None and (question.isolate or question.series):
+        return set(question.scenarios)
     return own
+
+
+def _patches(question: CheckRequest) -> list[Definition]:
+    """Return the foreign patches of a request."""
+    return [patch for path in question.patches for patch in foreign_series.load(_source(path))]
 
 
 def _source(path: Path) -> Path | str:
@@ -358,7 +377,11 @@ def _patch(
         why = drift.why(release, names) or first
         if partly:
             why = f"{first} The release already contains a part of the patch."
-        return PatchedSide(conflict=why, partly=partly)
+        whole = bool(conflicts) and all(each.contained for each in conflicts)
+        contained = whole and len(_patches(question)) == 1
+        if contained:
+            why = "The release already contains the whole patch."
+        return PatchedSide(conflict=why, partly=partly, contained=contained)
     skipped = {each.id: each.reason for each in patched.skipped}
     torn = {each.id: each.reason for each in patched.skipped if each.failed}
     conflict = "; ".join(torn.values())

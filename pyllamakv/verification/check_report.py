@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 from pyllamakv.scenarios import cell_picture
 from pyllamakv.scenarios.outcome import Outcome
-from pyllamakv.verification.verdict import GOOD, Verdict
+from pyllamakv.verification.verdict import GOOD, Verdict, is_harmful
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.frames import Timeline
@@ -55,26 +55,25 @@ def summary(outcomes: list[Outcome | None]) -> str:
 def junit(answer: CheckResult) -> str:
     """Return the result as a JUnit document: a suite per side, a case per run.
 
-    Failures on stock are expected and are stored as output. Only failures on patched, and a bad
-    verdict, count.
+    Failures on stock, and those that patched shares without a claim to fix them, are stored as
+    output. Only the other failures on patched, and a bad verdict, count.
     """
+    pairs = {(pair.scenario, pair.setting): pair for pair in answer.pairs}
     root = ET.Element("testsuites", name="pyllamakv check")
     for side, runs in answer.runs.items():
         suite = ET.SubElement(root, "testsuite", name=f"{answer.question.release} {side}")
         failures = 0
         for run in runs:
             case = _case(suite, f"{answer.question.release}.{run.scenario}", run)
-            if run.outcome.failed and side == "patched":
+            pair = pairs.get((run.scenario, run.setting)) if side == "patched" else None
+            ended = pair.patched if pair and pair.patched else run.outcome
+            if pair and ended.failed and (pair.claimed or is_harmful(pair)):
                 failures += 1
-                ET.SubElement(
-                    case, "failure", type=run.outcome.failure, message=run.outcome.message
-                )
-            elif run.outcome.failed:
-                ET.SubElement(
-                    case, "system-out"
-                ).text = f"{run.outcome.failure}: {run.outcome.message}"
-            elif run.outcome.status != "pass":
-                ET.SubElement(case, "skipped", message=run.outcome.message)
+                ET.SubElement(case, "failure", type=ended.failure, message=ended.message)
+            elif ended.failed:
+                ET.SubElement(case, "system-out").text = f"{ended.failure}: {ended.message}"
+            elif ended.status != "pass":
+                ET.SubElement(case, "skipped", message=ended.message)
         suite.set("tests", str(len(runs)))
         suite.set("failures", str(failures))
     suite = ET.SubElement(root, "testsuite", name=f"{answer.question.release} verdict", tests="1")

@@ -54,7 +54,8 @@ RANKS = {
 class Pair:
     """One scenario in one setting on both sides; ``patched`` is None if no port applied.
 
-    A setting that stock can run and patched cannot is a failure of patched. ``claimed`` is whether
+    A setting that stock can run and patched cannot is a failure of patched, and so is a capability
+    that only patched lacks in a run that stock passes. ``claimed`` is whether
     the patch states that it keeps the claim of the scenario: a shipped series does so for all
     scenarios, a patch without a list of scenarios for none.
     """
@@ -70,9 +71,13 @@ class Pair:
         """Count a run that only stock could do as failed by patched."""
         ran = _countable(self.stock) and self.stock.status != "absent"
         if self.patched and self.patched.status == "skip" and ran:
-            message = f"cannot run a setting that stock can: {self.patched.message}"
-            failure = self.patched.failure or "claim"
-            object.__setattr__(self, "patched", Outcome("fail", failure, message))
+            what = "cannot run a setting that stock can"
+        elif self.patched and self.patched.status == "absent" and self.stock.status == "pass":
+            what = "lacks a capability that stock has"
+        else:
+            return
+        failed = Outcome("fail", self.patched.failure or "claim", f"{what}: {self.patched.message}")
+        object.__setattr__(self, "patched", failed)
 
     @property
     def broken(self) -> bool:
@@ -133,6 +138,7 @@ def decide(
     build_error: str = "",
     headers: Sequence[str] = (),
     partly: bool = False,
+    contained: bool = False,
     carried: Sequence[str] = (),
 ) -> Decision:
     """Return the verdict of a release: the worst one of its scenarios.
@@ -141,12 +147,16 @@ def decide(
     not apply strictly (its scenarios have no patched side), and ``build_error`` the first error of
     the patched build. ``headers`` are the failures of header tests: with any, the verdict is at
     best harmful. ``partly`` is whether the release already contains some changes of the patch: the
-    verdict is then broken-apply, never native. ``carried`` are the patches that were merged from a
-    port of another release: if they do not compile, fail a claim or do harm, the verdict is
-    broken-carry, because the same patches passed on that release. Each is empty otherwise.
+    verdict is then broken-apply, never native. ``contained`` is whether it contains all of them: a
+    patch without claims is then native. If such a patch does not apply for another reason, no
+    scenario can show that upstream does its job, and the verdict is broken-apply. ``carried`` are
+    the patches that were merged from a port of another release: if they do not compile, fail a
+    claim or do harm, the verdict is broken-carry, because the same patches passed on that release.
+    Each is empty otherwise.
     """
     merged = f"carried {', '.join(carried)}: " if carried else ""
     names = list(dict.fromkeys(pair.scenario for pair in pairs))
+    unproven = not any(pair.claimed or pair.patched for pair in pairs)
     pairs = [pair for pair in pairs if not _absent_on_both(pair)]
     counted = [pair for pair in pairs if _countable(pair.stock)]
     stock_failed = sum(_stock_fails(pair) for pair in counted)
@@ -157,6 +167,9 @@ def decide(
         return Decision(broken, merged + build_error, len(counted), stock_failed)
     if partly:
         return Decision(Verdict.BROKEN_APPLY, conflict, len(counted), stock_failed)
+    if conflict and unproven:
+        unapplied = Verdict.NATIVE if contained else Verdict.BROKEN_APPLY
+        return Decision(unapplied, conflict, len(counted), stock_failed)
     scenarios = {
         name: decide_scenario([pair for pair in pairs if pair.scenario == name]) for name in names
     }
@@ -255,13 +268,18 @@ def _reason(
         case Verdict.WORKS:
             gained = dict.fromkeys(pair.scenario for pair in pairs if pair.gained)
             return f"adds {', '.join(gained)}, and breaks none of {runs} runs"
-        case Verdict.HARMLESS if stock_failed > patched_failed:
+        case Verdict.HARMLESS if not any(map(_differs, pairs)):
+            return f"no outcome of {runs} runs differs from stock"
+        case Verdict.HARMLESS if all(pair.kind == "guard" for pair in pairs):
             # Guards must hold on patched, whatever stock does: they prove no fix.
             return f"stock fails {stock_failed} of {runs} guard runs, patched {patched_failed}"
         case Verdict.HARMLESS:
-            return f"no outcome of {runs} runs differs from stock"
-        case _:
+            return f"no outcome of {runs} runs is worse than on stock"
+        case _ if all(pair.claimed for pair in pairs):
             return f"stock passes every fix scenario, patched passes all {runs} runs"
+        case _:
+            named = list(dict.fromkeys(pair.scenario for pair in inside if pair.claimed))
+            return f"stock passes {', '.join(named)}, and patched breaks none of {runs} runs"
 
 
 def _harm(pairs: Sequence[Pair], inside: Sequence[Pair]) -> str:
@@ -284,7 +302,7 @@ def _harm(pairs: Sequence[Pair], inside: Sequence[Pair]) -> str:
 def is_reached(pair: Pair, pairs: Sequence[Pair]) -> bool:
     """Return whether a harmful run may reach a defect of stock instead of introducing one.
 
-    Stock fails the scenario in a milder way, and it fails another scenario in the same setting in
+    Stock fails the scenario in another way, and it fails another scenario in the same setting in
     the same class as patched here.
     """
     if not pair.stock.failed:
@@ -346,6 +364,14 @@ def _says(pair: Pair) -> str:
 
 def _countable(outcome: Outcome) -> bool:
     return outcome.status not in ("skip", "fault")
+
+
+def _differs(pair: Pair) -> bool:
+    """Return whether a run that counts ends in another way on patched than on stock."""
+    if pair.patched is None or not _countable(pair.stock):
+        return False
+    one, other = pair.stock, pair.patched
+    return (one.status, one.failure) != (other.status, other.failure)
 
 
 def _absent_on_both(pair: Pair) -> bool:

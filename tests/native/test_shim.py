@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cpp_kit
 import pytest
 
 if TYPE_CHECKING:
@@ -64,6 +65,23 @@ def test_smoke(smoke: Path, tiny_model: Path, settings: tuple[str, ...]) -> None
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "ok\n"
+
+
+@pytest.mark.long
+def test_a_kept_cache_belongs_to_the_whole_name_of_a_release(tmp_path: Path) -> None:
+    """Releases of other packages have hyphens in their names; sources without one have their id."""
+    names = ("0.3.9", "b11549", "v0.5.0", "xllamacpp-2026.7.10068", "x-stock-cpu")
+    releases = {f"{name}-{kind}-0123": name for name in names for kind in ("stock-cpu", "b-cuda")}
+    whole = ("git-012345678901-stock-cpu-0123", "path-012345678901-patched-cpu-0123")
+    releases |= {id_: id_ for id_ in whole}
+    source = tmp_path / "names.cpp"
+    text = '#include "mapping/built_from.h"\n#include <cstdio>\n'
+    text += "int main(int n, char **id) { for (int i = 1; i < n; ++i) "
+    source.write_text(text + "std::puts(plk::mapping::built_from(id[i]).c_str()); }\n")
+    built = cpp_kit.compiled(source, tmp_path, "-std=c++17", f"-I{SHIM}")
+    assert built.returncode == 0, built.stderr
+    found = cpp_kit.run(tmp_path / "names", *releases, "", "a", "-", "--")
+    assert found.stdout.splitlines()[: len(releases)] == [*releases.values()]
 
 
 @pytest.mark.native

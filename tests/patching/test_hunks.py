@@ -174,6 +174,9 @@ def test_plain_diff() -> None:
         ("a", "b"),
         ("llama.cpp.orig", "llama.cpp"),
         ("a", "b2"),
+        ("/tmp/llama.cpp.orig", "/tmp/llama.cpp"),
+        ("vendor/one", "vendor/two"),
+        ("../llama.cpp.orig", "."),
     ],
 )
 def test_directories_of_a_plain_diff_are_left_out(old: str, new: str) -> None:
@@ -198,6 +201,20 @@ diff -ruN {old}/src/x.cpp {new}/src/x.cpp
     names = [(file.old, file.new) for file in patch.files]
     assert names == [("src/x.cpp",) * 2, (None, "src/added.h"), ("src/gone.h", None)]
     assert patch.data == data
+
+
+def test_a_file_that_only_one_directory_has() -> None:
+    """Both names of `diff -N` show the directories, also if nothing else does."""
+    data = b"--- llama.cpp.orig/src/x.h\n+++ llama.cpp/src/x.h\n@@ -0,0 +1 @@\n+a\n"
+    assert hunks.parse(data).paths == ("src/x.h",)
+
+
+@pytest.mark.parametrize("rest", ["../x", ".git/config", "/etc/x", ""])
+def test_a_path_outside_of_the_directories_is_refused(rest: str) -> None:
+    """Checked without the directories, which may be anywhere."""
+    data = f"--- /a/one/{rest}\n+++ /a/two/{rest}\n@@ -1 +1 @@\n-a\n+b\n".encode()
+    with pytest.raises(PatchFormatError, match=r"^patch:1: the path .* leaves the tree"):
+        hunks.parse(data)
 
 
 def test_a_copy_with_orig_is_the_file() -> None:

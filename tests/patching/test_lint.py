@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import SeriesSandbox, numbered
+from patching_kit import SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import PatchLintError
 from pyllamakv.patching import lint
@@ -121,6 +121,16 @@ def test_check_raises_with_everything(bench: SeriesSandbox) -> None:
     with pytest.raises(PatchLintError) as caught:
         lint.check(bench.folder)
     assert len(caught.value.findings) == 2
+
+
+def test_the_changes_of_a_foreign_patch_are_checked(tmp_path: Path) -> None:
+    """A file has no description; its lines count."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(diff({"src/a.cpp": b"a\n"}, {"src/a.cpp": b"b \n"}))
+    assert [(each.path, each.rule) for each in lint.lint(file)] == [("mine", "blanks")]
+    assert lint.lint(tmp_path) == lint.lint(file)
+    file.write_bytes(b"nothing")
+    assert [each.rule for each in lint.lint(file)] == ["format"]
 
 
 def test_a_missing_series_is_a_finding(tmp_path: Path) -> None:

@@ -42,3 +42,18 @@ def test_written_header_is_read_back() -> None:
 def test_foreign_headers(data: bytes, mail: MailHeader) -> None:
     """Folded, encoded, carriage-returned and missing headers are all read."""
     assert mail_header.parse(data) == mail
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "message"),
+    [
+        (b"From: B <b@c>\nDate: Tue\n\nWhy.", "B", "Why."),
+        (b"\nFrom: B <b@c>\n", "B", ""),
+        (b"From: here on it fails.\nAnd more.", "A", "From: here on it fails.\nAnd more."),
+        (b"Why.\n\nFrom: B <b@c>", "A", "Why.\n\nFrom: B <b@c>"),
+    ],
+)
+def test_the_author_in_the_body_has_precedence(body: bytes, name: str, message: str) -> None:
+    """As for `git am`: somebody else sent the mail."""
+    found = mail_header.parse(b"From: A <a@b>\nDate: Mon\nSubject: [PATCH] x\n\n" + body)
+    assert (found.name, found.body, found.subject) == (name, message, "x")

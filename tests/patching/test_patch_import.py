@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
-from pyllamakv.errors import NoPortApplies, PatchConflict, UsageError
-from pyllamakv.patching import apply, lint, patch_export, patch_import, series, status
+from pyllamakv.errors import NoPortApplies, PatchConflict, UnknownRelease, UsageError
+from pyllamakv.patching import (
+    apply,
+    foreign_series,
+    lint,
+    patch_export,
+    patch_import,
+    series,
+    status,
+)
 from pyllamakv.patching.definition import Port
-from pyllamakv.source import git_command, spec_resolver
+from pyllamakv.source import git_command, lockfile, spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -55,6 +63,10 @@ def take(
         store=bench.store,
         **words,  # type: ignore[arg-type]
     )
+
+
+def read(path: str) -> list[Port]:
+    return [port for patch in foreign_series.load(path) for port in patch.ports]
 
 
 def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
@@ -126,7 +138,9 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
         take(bench, box, "more", title="Both")
 
 
-def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
+def test_commits_of_a_branch(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A range, or a branch since the newest known release that it has; nothing of it runs."""
     repository = tmp_path / "llama.cpp"
     repository.mkdir()
@@ -145,21 +159,32 @@ def test_commits_of_a_branch(bench: SeriesSandbox, tmp_path: Path) -> None:
         git("add", "-A")
         git("commit", "-q", "-m", message)
     git("config", "diff.external", str(evil))
-    texts = patch_import.read(f"git:{repository}@HEAD~2..main")
+    texts = read(f"git:{repository}@HEAD~2..main")
     assert [text.title for text in texts] == ["first", "second"]
     assert take(bench, f"git:{repository}@HEAD~1..main", "top").ids == ("top",)
     assert not (tmp_path / "ran").exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for place in ("llama.cpp", "~/llama.cpp"):
+        assert read(f"git:{place}@HEAD~1..main")[0].title == "second"
+        full = f"git:{repository.resolve()}@HEAD~1..main"
+        assert foreign_series.absolute(f"git:{place}@HEAD~1..main") == full
+    assert foreign_series.absolute("x.patch") == str(tmp_path.resolve() / "x.patch")
     with pytest.raises(UsageError, match="no known release is part of main"):
-        patch_import.read(f"git:{repository}@main")
+        read(f"git:{repository}@main")
     for wrong in (f"git:{repository}", f"git:{tmp_path}/none@a..b", f"git:{repository}@--help"):
         with pytest.raises(UsageError, match="is not git:REPOSITORY"):
-            patch_import.read(wrong)
+            read(wrong)
     with pytest.raises(UsageError, match="has no commit"):
-        patch_import.read(f"git:{repository}@main..main")
+        read(f"git:{repository}@main..main")
 
 
-def test_newer_releases_fail_until_they_are_accepted(bench: SeriesSandbox, tmp_path: Path) -> None:
+def test_newer_releases_fail_until_they_are_accepted(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A release whose markers do not hold is not skipped silently."""
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    bench.add_release("0.2.90", {"src/z.cpp": b"old\n"}, "2024-01-01")
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
     take(bench, file)
@@ -167,15 +192,109 @@ def test_newer_releases_fail_until_they_are_accepted(bench: SeriesSandbox, tmp_p
     def states() -> list[str]:
         loaded = series.load(bench.folder)
         found = status.status(bench.releases.values(), series=loaded, store=bench.store)
-        return [each.state for each in found if each.id == "mine"]
+        return [each.state for each in found if each.id == "mine"][:3]
 
-    assert states() == ["applies", "offset", "fails"]
+    assert states() == ["applies", "offset", "manual"]
     patch_import.accept_until(bench.folder, "mine", "0.3.2")
     assert states() == ["applies", "offset", "not-applicable"]
+    patch_import.accept_until(bench.folder, "mine", "0.3.3")
+    assert states() == ["applies", "offset", "manual"]
     with pytest.raises(UsageError, match="was not imported"):
         patch_import.accept_until(bench.folder, "one", "0.3.2")
-    with pytest.raises(UsageError, match="not a version"):
-        patch_import.accept_until(bench.folder, "mine", "b4980")
+    with pytest.raises(UnknownRelease, match="did you mean"):
+        patch_import.accept_until(bench.folder, "mine", "0.3.99")
+    with pytest.raises(UsageError, match=r"0\.2\.90 is older than 0\.3\.1"):
+        patch_import.accept_until(bench.folder, "mine", "0.2.90")
+
+
+@pytest.mark.long
+def test_any_release_can_be_the_first_or_last(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is not a version is compared by date."""
+    names = ("b100", "0.3.2", "b300", "0.3.4")
+    dates = {name: f"2025-01-0{day}" for day, name in enumerate(names, 1)}
+    bench.releases.clear()
+    for name, date in dates.items():
+        bench.add_release(name, OLD, date)
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+
+    def covered() -> list[str]:
+        mine = series.load(bench.folder).definition("mine")
+        return [name for name in (*dates, "path:/x") if mine.covers_release(name)]
+
+    assert take(bench, file, base="b300").base == "b300"
+    assert covered() == ["b300", "0.3.4", "path:/x"]
+    patch_import.accept_until(bench.folder, "mine", "b300")
+    assert covered() == ["b300", "path:/x"]
+    assert series.load(bench.folder).definition("mine").meant_for == (
+        "b300 and later, releases through b300"
+    )
+    take(bench, file, "other", base="0.3.2", until="b300")
+    text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
+    assert 'releases = ">=0.3.2"\nuntil = "b300"\n' in text
+    patch_import.accept_until(bench.folder, "other", "0.3.4")
+    text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
+    assert 'releases = ">=0.3.2,<=0.3.4"\nscenarios = ' in text
+
+
+@pytest.mark.long
+def test_the_first_release_of_several_ports_stays(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its name sorts after the others."""
+    bench.add_release("0.3.12", OLD, "2025-02-02")
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    take(bench, file, base="0.3.2")
+    toml = bench.folder / "mine" / "patch.toml"
+    table = toml.read_text("utf-8").partition("[[port]]")[2].replace("0.3.2", "0.3.10")
+    toml.write_text(f"{toml.read_text('utf-8')}\n[[port]]{table}", encoding="utf-8")
+    (toml.parent / "0.3.10.patch").write_bytes((toml.parent / "0.3.2.patch").read_bytes())
+    patch_import.accept_until(bench.folder, "mine", "0.3.12")
+    assert series.load(bench.folder).definition("mine").releases == ">=0.3.2,<=0.3.12"
+
+
+@pytest.mark.long
+def test_a_required_patch_is_applied_before(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial and the port are made on top of it, and the port requires it."""
+    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    bench.add_release("0.3.4", {"src/a.cpp": OLD["src/a.cpp"], "src/b.cpp": b"other\n"})
+    after = OLD | {"src/b.cpp": numbered(20, l3="one")}
+    mine = after | {"src/b.cpp": numbered(20, l3="one", l4="mine")}
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL.replace(b"---\n", b"Requires: one\n---\n", 1) + diff(after, mine))
+    done = take(bench, file)
+    assert done.applies == ("0.3.1", "0.3.2", "0.3.3")
+    assert "one (0.3.1) does not apply to src/b.cpp" in str(done.trials[-1].conflict)
+    loaded = series.load(bench.folder)
+    assert loaded.definition("mine").ports[0].requires == ("one",)
+    assert {each.kind for each in patch_export.check(loaded, store=bench.store)} == {"same"}
+    release = bench.releases[done.base]
+    patched = apply.apply(release, ["mine"], series=loaded, store=bench.store)
+    assert patched.patches == ("one", "mine")
+    assert bench.store.read(patched.tree, "src/b.cpp") == mine["src/b.cpp"]
+
+
+def test_only_its_header_claims_scenarios(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """Nothing is claimed for its author; a claim in the message is not written twice."""
+    file = tmp_path / "mine.patch"
+    file.write_bytes(MAIL + diff(OLD, NEW))
+    words: dict[str, Any] = {"folder": bench.folder, "store": bench.store}
+    releases = list(bench.releases.values())
+    patch_import.import_patch(file, "mine", releases, **words)
+    file.write_bytes(MAIL.replace(b"---\n", b"Scenario: fragmented\n---\n", 1) + diff(OLD, NEW))
+    patch_import.import_patch(file, "other", releases, **words)
+    loaded = series.load(bench.folder)
+    assert loaded.definition("mine").scenarios == ()
+    assert loaded.definition("other").scenarios == ("fragmented",)
+    assert loaded.definition("other").ports[0].patch.header.count(b"Scenario: fragmented") == 1
+    assert lint.lint(bench.folder) == ()
 
 
 def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import quopri
 from typing import TYPE_CHECKING
 
 import pytest
@@ -114,7 +116,28 @@ def test_line_ends_of_a_mail_program(tmp_path: Path) -> None:
     file.write_bytes(data.replace(b"\n", b"\r\n"))
     (text,) = next(iter(foreign_series.load(file))).ports
     assert text.patch.data == data
+    for cut in (data[:-1], data.replace(b"\n", b"\r\n")[:-1], data.replace(b"\n", b"\r\n")[:-2]):
+        file.write_bytes(cut)  # an editor removed the last line end
+        (text,) = next(iter(foreign_series.load(file))).ports
+        assert text.patch.data == data
     mixed = diff({"a": b"one\r\n"}, {"a": b"two\r\n"})
     file.write_bytes(mixed)
     (text,) = next(iter(foreign_series.load(file))).ports
     assert text.patch.data == mixed
+
+
+@pytest.mark.parametrize("encoding", ["quoted-printable", "Base64"])
+def test_the_transfer_encoding_of_a_mail(tmp_path: Path, encoding: str) -> None:
+    """A mail program may encode the text; broken text is named."""
+    data = diff({"a": b"one = \xc3\xbc\n"}, {"a": b"two = 2\n"})
+    head = f"From: A <a@b>\nSubject: x\nContent-Transfer-Encoding: {encoding}\n\n".encode()
+    encode = quopri.encodestring if encoding[0] == "q" else base64.encodebytes
+    file = tmp_path / "mail.patch"
+    for body in (encode(data), encode(data.replace(b"\n", b"\r\n"))):
+        file.write_bytes(head + body)
+        (text,) = next(iter(foreign_series.load(file))).ports
+        assert text.patch.files[0].data == data
+    if encoding == "Base64":
+        file.write_bytes(head + b"a")
+        with pytest.raises(PatchFormatError, match="is not Base64"):
+            foreign_series.load(file)

@@ -136,6 +136,21 @@ def test_changed_lines_of_a_function_are_listed() -> None:
     assert not found.lost
 
 
+@pytest.mark.long
+def test_another_order_and_other_removed_lines_are_listed() -> None:
+    """A copy before a clear is not a copy after it, and a line that stays is still executed."""
+    before = changed(b=b"    clear(k);\n    copy(k);\n")
+    after = changed(b=b"    copy(k);\n    clear(k);\n")
+    (lines,) = port_comparison.compare(port("0.3.1", before), port("0.3.2", after)).changed
+    assert {line[2:] for line in lines.lines} <= {"clear(k);", "copy(k);"}
+    assert {line[0] for line in lines.lines} == {"-", "+"}
+    kept = {"src/b.cpp": OLD["src/b.cpp"].replace(BODY[20], BODY[20] + b"    done();\n")}
+    gone = {"src/b.cpp": OLD["src/b.cpp"].replace(BODY[20], b"    done();\n")}
+    one, other = (hunks.parse(diff({"src/b.cpp": OLD["src/b.cpp"]}, new)) for new in (gone, kept))
+    (lines,) = port_comparison.compare(port("0.3.1", one), port("0.3.2", other)).changed
+    assert lines.lines == ("- removed: x = 20;",)
+
+
 def test_gains_count_in_the_order_of_the_ports() -> None:
     """What the second port has more of goes up."""
     found = port_comparison.compare(port("0.3.1", changed()), port("0.3.2", changed(RETRY)))

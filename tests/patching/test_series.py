@@ -8,7 +8,7 @@ import pytest
 from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.patching import lint, series
+from pyllamakv.patching import lint, port_choice, series
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -40,6 +40,20 @@ def test_requirements_come_before(bench: SeriesSandbox) -> None:
     """An order that puts a patch before one it requires is refused."""
     (bench.folder / "series.toml").write_text('schema = 1\norder = ["two", "one"]\n')
     with pytest.raises(PatchFormatError, match="two requires one"):
+        series.load(bench.folder)
+
+
+@pytest.mark.long
+def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) -> None:
+    """They are put before it; an unknown id is still refused."""
+    toml = bench.folder / "one" / "patch.toml"
+    text = toml.read_text("utf-8")
+    toml.write_text(text.replace("requires = []", 'requires = ["full-defrag"]'), encoding="utf-8")
+    both = port_choice.load_series(bench.folder)
+    assert both.order[-3:] == ("full-defrag", "one", "two")
+    assert both.folder == bench.folder
+    toml.write_text(text.replace("requires = []", 'requires = ["nowhere"]'), encoding="utf-8")
+    with pytest.raises(PatchFormatError, match="one requires nowhere"):
         series.load(bench.folder)
 
 

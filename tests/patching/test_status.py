@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
+from pyllamakv.errors import NoPortApplies, PatchConflict
 from pyllamakv.patching import foreign_series, port_choice, series, status
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -21,8 +23,12 @@ THREE = OLD | {"src/b.cpp": numbered(20, l9="three")}
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> SeriesSandbox:
-    """Return three releases, and patches of which the first two fail on the second release."""
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
+    """Return three releases, and patches of which the first two fail on the second release.
+
+    Nothing is carried: no lock has their bases.
+    """
+    monkeypatch.setattr(lockfile, "known", dict)
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_release("0.3.2", OLD | {"src/a.cpp": b"+\n+\n" + numbered(60, l41="upstream")})
@@ -99,3 +105,28 @@ def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
     found = status.status([bench.releases["0.3.1"]], series=both, store=bench.store)
     assert [each.state for each in found] == ["applies"] * 3
     assert port_choice.with_requirements(shipped, shipped) is shipped
+
+
+@pytest.mark.long
+def test_a_tree_with_a_file_of_the_patch_is_partly_patched(bench: SeriesSandbox) -> None:
+    """Its absence is a marker of the port, which then is not skipped in silence."""
+    header = {"src/new.h": b"// new\n"}
+    bench.add_patch("four", {"0.3.1": (OLD, THREE | header)})
+    toml = bench.folder / "four" / "patch.toml"
+    marker = '{ file = "src/new.h", exists = false }'
+    text = toml.read_text("utf-8").replace("markers = [", f"markers = [{marker}, ")
+    toml.write_text(text, encoding="utf-8")
+    states = {
+        "0.3.4": (OLD | header, "fails", True),
+        "0.3.5": (THREE | header, "not-applicable", False),
+        "0.3.6": (OLD | {"src/new.h": b"// upstream's\n"}, "not-applicable", False),
+    }
+    loaded = series.load(bench.folder)
+    for name, (files, state, partly) in states.items():
+        release = bench.add_release(name, files)
+        found = status.status([release], series=loaded, store=bench.store)
+        assert [each.state for each in found if each.id == "four"] == [state], name
+        with pytest.raises((PatchConflict, NoPortApplies)) as caught:
+            port_choice.choose_for_release(release, ["four"], series=loaded, store=bench.store)
+        conflicts = getattr(caught.value, "conflicts", [caught.value])
+        assert [each.half_applied for each in conflicts] == [True] * partly, name

@@ -115,12 +115,33 @@ def test_all_or_nothing_over_files() -> None:
     assert error.file == "b"
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_other_line_ends_are_named(every: int) -> None:
+    """A patch with CRLF, or some of it, fails on a file with LF because of that alone."""
+    old = {"f": numbered(20)}
+    lines = diff(old, {"f": numbered(20, l10="x")}).splitlines(keepends=True)
+    ends = [
+        line.replace(b"\n", b"\r\n") if line[:1] in b" +-" and not number % every else line
+        for number, line in enumerate(lines)
+    ]
+    names = next(number for number, line in enumerate(lines) if line.startswith(b"@@"))
+    error = refused(old, b"".join([*lines[:names], *ends[names:]]))
+    assert "the line ends of the patch and the file differ" in str(error)
+    found = {1: "CRLF", 2: "CRLF and LF"}[every]
+    assert (error.expected, error.found) == (found, "LF")
+
+
 def test_half_patched_tree_is_named() -> None:
     """A tree that has one of two hunks already is called partly patched, with the hunk."""
     old, new = {"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")}
     error = refused({"f": numbered(60, l10="x")}, diff(old, new))
     assert "partly patched" in str(error)
     assert "f#1" in str(error)
+    added = refused(
+        {"f": numbered(9, l4="new\nline 4")},
+        diff({"f": numbered(9)}, {"f": numbered(9, l4="new\nline 4")}),
+    )
+    assert (added.expected, added.found) == ("the unchanged lines", "the changed lines")
 
 
 def test_patched_tree_is_named() -> None:

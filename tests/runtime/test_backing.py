@@ -49,6 +49,26 @@ def test_identity_sees_weights(tmp_path: Path) -> None:
     assert len(before.encode()) < 128
 
 
+@pytest.mark.parametrize(
+    "stem",
+    ["模" * 80, "\N{ROLLING ON THE FLOOR LAUGHING}" * 60, "x\udcff"],
+    ids=["wide", "wider", "undecodable"],
+)
+def test_a_long_name_cuts_no_digest(tmp_path: Path, stem: str) -> None:
+    """A file keeps 127 bytes: two models with one such name would be the same otherwise."""
+
+    class Model:
+        fingerprint = "facts"
+        path = tmp_path / f"{stem}.gguf"
+
+    Model.path.write_bytes(bytes(65536))
+    one = backing.identity(cast("Any", Model))
+    Model.path.write_bytes(bytes(65537))
+    other = backing.identity(cast("Any", Model))
+    assert one.encode()[:127] != other.encode()[:127]
+    assert len(one.rpartition(" ")[2]) == 32
+
+
 def test_tokens_of_cells() -> None:
     """Each cell gets the token that a ledger has at its position, shared or not."""
     ledgers = (Ledger(), Ledger())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from check_kit import SOME, CheckSandbox, ask, make
@@ -21,11 +25,13 @@ from pyllamakv.errors import (
     ToolMissing,
     UnknownRelease,
     UsageError,
+    WorkerTimeout,
 )
 from pyllamakv.home import data
 from pyllamakv.patching import series
 from pyllamakv.patching.port_choice import Manual, Skipped
-from pyllamakv.verification import discovery
+from pyllamakv.scenarios.scenario import CACHES
+from pyllamakv.verification import check_report, discovery, parallel_runs
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import check_console
 
@@ -207,6 +213,24 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
+@pytest.mark.long
+def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path) -> None:
+    """Without a claim it is native only if the release contains it; no run can show more."""
+    file = _file(tmp_path)
+    world.applied = PatchConflict("hunk 1 does not apply")
+    world.make = lambda side: Rolling(heals=True)
+    answer = ask(patches=(file,), scenarios=())
+    assert str(answer.decision) == "broken-apply: hunk 1 does not apply"
+    assert answer.pairs == ()
+    world.applied = PatchConflict("hunk 1 is already applied", contained=True)
+    answer = ask(patches=(file,), scenarios=())
+    assert str(answer.decision) == "native: The release already contains the whole patch."
+    two = ask(patches=(file, _file(tmp_path, "other.patch")), scenarios=())
+    assert two.decision.verdict is Verdict.BROKEN_APPLY
+    world.applied = PatchConflict("hunk 1 does not apply")
+    assert ask(patches=(file,)).decision.verdict is Verdict.NATIVE
+
+
 def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
     """A foreign series is verified by the scenarios that its patches name; guards must pass."""
     mine = tmp_path / "mine"
@@ -219,8 +243,74 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
 
 
-def _file(folder: Path) -> Path:
-    file = folder / "theirs.patch"
+@pytest.mark.long
+def test_runs_that_hangs_prevent_decide_nothing_good(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hangs on both sides leave a patch without claims untested; a broken claim stays broken."""
+
+    class Hanging(Rolling):
+        def decode(self, *_):
+            raise WorkerTimeout("no answer")
+
+    chosen = [replace(discovery.find(name), settings=CACHES) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: chosen)
+    monkeypatch.setattr(parallel_runs, "default_workers", lambda: 1)
+    world.make = lambda side: Hanging()
+    answer = ask(patches=(_file(tmp_path),), scenarios=())
+    assert answer.decision.verdict is Verdict.UNTESTABLE
+    assert f"{answer.stopped} runs were not made" in answer.decision.reason
+    world.make = lambda side: Hanging() if side == "stock" else Rolling()
+    answer = ask(patches=(_file(tmp_path),), scenarios=("fragmented",), fresh=True)
+    assert answer.decision.verdict is Verdict.INEFFECTIVE
+    broken = [pair for pair in answer.pairs if pair.patched and pair.patched.failed]
+    assert len(broken) == len(CACHES)
+
+
+@pytest.mark.long
+def test_a_series_without_claims(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imported patch has the verdict of its file; so does its own check in the series."""
+    some = [discovery.find(name) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: some)
+    world.make = lambda side: Rolling()
+    mine = tmp_path / "mine"
+    shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
+    (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
+    toml = mine / "quant-copy-fix" / "patch.toml"
+    text = re.sub(r"scenarios = \[[^]]*\]", 'author = "A <a@b>"\nscenarios = []', toml.read_text())
+    toml.write_text(text)
+    answer = ask(patches=(mine,), scenarios=())
+    assert answer.decision.verdict is Verdict.HARMLESS
+    monkeypatch.setattr(series, "load", partial(series.load, mine))
+    answer = ask(isolate="quant-copy-fix", scenarios=())
+    assert answer.decision.verdict is Verdict.HARMLESS
+    assert set(answer.decision.scenarios) == set(SOME)
+
+
+@pytest.mark.long
+def test_junit_charges_no_shared_failure(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like the verdict: only failures that a patch claims to fix, or that stock does not have."""
+    some = [discovery.find(name) for name in SOME]
+    monkeypatch.setattr(discovery, "select", lambda *_: some)
+    world.make = lambda side: Rolling()
+    foreign = ask(patches=(_file(tmp_path),), scenarios=())
+    assert foreign.decision.verdict is Verdict.HARMLESS
+    assert foreign.decision.shared
+    claimed = ask(patches=(_file(tmp_path),), scenarios=("fragmented",))
+    counts = [
+        [suite.get("failures") for suite in ET.fromstring(check_report.junit(answer))]
+        for answer in (foreign, claimed)
+    ]
+    runs = str(len(discovery.find("fragmented").settings))
+    assert counts == [["0", "0", "0"], ["0", runs, "1"]]
+
+
+def _file(folder: Path, name: str = "theirs.patch") -> Path:
+    file = folder / name
     file.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", encoding="utf-8")
     return file
 

@@ -133,6 +133,45 @@ def test_a_patch_that_changes_no_outcome_is_harmless() -> None:
     assert set(found.scenarios.values()) <= {Verdict.HARMLESS, Verdict.UNTESTABLE}
 
 
+@pytest.mark.parametrize(
+    ("pairs", "verdict", "reason"),
+    [
+        (
+            [pair(PASS, PASS), unclaimed(fail(), fail(), "fix", "two")],
+            Verdict.REDUNDANT,
+            "stock passes one, and patched breaks none of 2 runs",
+        ),
+        (
+            [unclaimed(fail("crash"), fail("claim"))],
+            Verdict.HARMLESS,
+            "no outcome of 1 runs is worse than on stock",
+        ),
+        (
+            [unclaimed(fail(), PASS, "guard"), unclaimed(fail(), fail(), "fix", "two")],
+            Verdict.HARMLESS,
+            "no outcome of 2 runs is worse than on stock",
+        ),
+    ],
+)
+def test_shared_failures_are_in_no_headline(
+    pairs: list[Pair], verdict: Verdict, reason: str
+) -> None:
+    """A good headline claims neither passed runs that fail, nor equal runs that differ."""
+    found = decide(pairs)
+    assert (found.verdict, found.reason) == (verdict, reason)
+
+
+def test_a_patch_without_claims_that_does_not_apply_is_native_only_if_contained() -> None:
+    """Scenarios that stock passes do not show that upstream does the job of an unknown patch."""
+    pairs = [unclaimed(PASS, None), unclaimed(fail(), None, "fix", "two")]
+    for mine in (pairs, pairs[:1], []):
+        found = decide(mine, conflict="src/a.cpp hunk 3")
+        assert str(found) == "broken-apply: src/a.cpp hunk 3"
+        found = decide(mine, conflict="already applied", contained=True)
+        assert str(found) == "native: already applied"
+    assert decide([pair(PASS, None)], conflict="x").verdict is Verdict.NATIVE
+
+
 def test_guards_alone_prove_no_fix() -> None:
     """The reason does not claim that both sides end alike."""
     found = decide([pair(fail(), PASS, "guard"), pair(PASS, PASS, "guard", "two")])
@@ -312,6 +351,46 @@ def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> 
     assert not (found.verdict in GOOD and failed)
     assert not (found.verdict is Verdict.NEEDED and found.stock_failed == 0)
     assert found.exit_code in (0, 1, 125)
+
+
+@given(
+    st.lists(
+        st.builds(
+            pair,
+            OUTCOMES,
+            OUTCOMES,
+            st.sampled_from(["fix", "guard", "feature"]),
+            st.sampled_from(["a", "b", "c"]),
+            st.sampled_from(["plain f16", "flash f16"]),
+            st.booleans(),
+        ),
+        max_size=3,
+    )
+)
+def test_the_headline_contradicts_no_pair(pairs: list[Pair]) -> None:
+    """Each statement of the headline holds for every run that counts."""
+    found = decide(pairs)
+    counted = [each for each in pairs if each.stock.status not in ("skip", "fault")]
+    if "differs from stock" in found.reason:
+        assert all(
+            (each.stock.status, each.stock.failure) == (each.patched.status, each.patched.failure)
+            for each in counted
+        )
+    if "stock passes every fix" in found.reason:
+        assert not any(each.kind == "fix" and each.stock.failed for each in pairs)
+    if "patched passes all" in found.reason:
+        assert not any(each.broken for each in pairs)
+    if "breaks none" in found.reason:
+        assert not any(map(is_harmful, pairs))
+
+
+def test_a_capability_that_only_stock_has_is_harm() -> None:
+    """A patch without claims must not remove one either."""
+    for kind in ("fix", "guard", "feature"):
+        found = decide([unclaimed(PASS, ABSENT, kind)])
+        assert found.verdict is Verdict.HARMFUL, kind
+        assert "lacks a capability that stock has: lacks counters" in found.reason
+    assert decide([unclaimed(fail(), ABSENT)]).verdict is Verdict.HARMLESS
 
 
 def test_what_exists_on_neither_side_says_nothing() -> None:

@@ -51,7 +51,12 @@ def run(lab: Lab) -> None:
             worked.cells_moved >= moved and worked.moves >= 1,
             f"{moved} cells moved, but {worked.cells_moved} in {worked.moves} moves were counted",
         )
+    lab.expect(
+        worked.decode_retries == 0,
+        f"a requested defragmentation was counted as {worked.decode_retries} retries of a decode",
+    )
     _compare(lab, player, worked)
+    _long_runs(lab)
     lab.note(moves=worked.moves, cells=worked.cells_moved, bytes=worked.bytes_moved)
 
 
@@ -90,6 +95,21 @@ def _compare(lab: Lab, player: Player, worked: Counters) -> None:
     lab.expect(
         again.decode_retries == again.defrags,
         f"a decode counted {again.defrags} defragmentations, but {again.decode_retries} retries",
+    )
+
+
+def _long_runs(lab: Lab) -> None:
+    """Move a block of cells: it is counted in runs and in cells."""
+    player = lab.player(256, n_ubatch=32)
+    player.fill({0: 64})
+    player.fill({1: 64})
+    player.remove(0, 0, 32)
+    before = lab.counters(player)
+    player.defrag()
+    worked = lab.counters(player) - before
+    lab.expect(
+        0 < worked.moves < worked.cells_moved,
+        f"{worked.cells_moved} cells of one block moved, but {worked.moves} moves were counted",
     )
 
 

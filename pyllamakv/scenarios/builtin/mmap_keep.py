@@ -77,6 +77,7 @@ def _keep(lab: Lab, options: dict[str, Any]) -> tuple[Player, NDArray[np.int32]]
     _fill(player)
     n_cells = player.native.mapping(player.context).info.n_cells
     lab.expect(n_cells == player.n_cells, f"{n_cells} of {player.n_cells} cells are mapped")
+    _expect_tokens(lab, player, np.full(n_cells, -1, np.int32))
     tokens = np.arange(7, 7 + n_cells, dtype=np.int32)
     _refuse(lab, "a flush with one token too few", NativeError, partial(_flush, player, tokens[1:]))
     _flush(player, tokens)

@@ -1,25 +1,11 @@
 // Trees with the patch mmap-kv.
 #include "groups.h"
+#include "mapping/built_from.h"
 
 #include "llama-kv-mmap-api.h"
 #include "llama-kv-mmap.h"
 
 const uint64_t plk::mapping::bits = LLAMA_KV_MMAP_SUPPORTED ? PLK_CAP_MAPPING : 0;
-
-namespace {
-
-// Return the release that this library is built from. Another release may interpret the content of
-// a kept cache differently.
-std::string built_from() {
-    const std::string variant = plk::built::variant;
-    const size_t end = variant.find('-');
-    // Trees from git or a path have no release name: their whole variant id is used.
-    return variant.compare(0, 3, "git") == 0 || variant.compare(0, 4, "path") == 0
-        ? variant
-        : variant.substr(0, end);
-}
-
-} // namespace
 
 void plk::mapping::choose(const plk_context_params *asked) {
     llama_kv_mmap::options options;
@@ -31,7 +17,7 @@ void plk::mapping::choose(const plk_context_params *asked) {
         options.keep = static_cast<llama_kv_mmap::keep>(asked->kv_keep);
         options.huge = asked->kv_huge != 0;
         options.model = asked->kv_model != nullptr ? asked->kv_model : "";
-        options.build = built_from();
+        options.build = built_from(plk::built::variant);
         options.n_seq_max = asked->n_seq_max;
     }
     llama_kv_mmap::current() = options;
@@ -160,7 +146,11 @@ int32_t plk::mapping::tokens(llama_context *ctx, int32_t room, int32_t *tokens) 
         if (n > room - count) {
             return refuse(PLK_EINVAL, "there is room for %d tokens, the cache has more", room);
         }
-        std::copy(found, found + n, tokens + count);
+        if (one.generation == 0) {
+            std::fill(tokens + count, tokens + count + n, -1); // never flushed: the file has zeros
+        } else {
+            std::copy(found, found + n, tokens + count);
+        }
         count += n;
     }
     return count;
