@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "AddressInUse",
     "ArchiveError",
     "ArgumentTypeError",
     "BudgetTooSmall",
@@ -57,8 +58,10 @@ __all__ = [
     "PromptTooLong",
     "RebaseConflict",
     "ReprocessNeeded",
+    "RequestFailed",
     "ScenarioFailed",
     "ScriptError",
+    "ServerDied",
     "SharedCells",
     "SourceError",
     "StaleLogits",
@@ -382,6 +385,14 @@ class KVFileDamaged(KVFileError):
     """The checksum of a cache file does not match."""
 
 
+class AddressInUse(UsageError):
+    """A server cannot listen: the address is in use, or does not belong to this machine."""
+
+
+class RequestFailed(NativeError):
+    """A server refused a request. ``code`` is the HTTP status, and the message its reason."""
+
+
 class Closed(KvError, RuntimeError):
     """An object was used after it was closed."""
 
@@ -407,6 +418,13 @@ class WorkerDied(NativeError):
 
 class WorkerTimeout(WorkerDied):
     """A worker did not answer in time and was killed."""
+
+
+class ServerDied(WorkerDied):
+    """A llama-server ended, or did not answer in time and was stopped.
+
+    The message has its exit status or signal, and its last log lines.
+    """
 
 
 class DeviceLost(WorkerDied):
