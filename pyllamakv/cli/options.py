@@ -137,6 +137,8 @@ Backends = Annotated[
     typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
+BuildServer = Annotated[bool, typer.Option("--server", help="Build llama-server as well.")]
+CheckServer = Annotated[bool, typer.Option("--server", help="Verify llama-server over HTTP.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run fewer cache types and layouts.")]
 VariantName = Annotated[str, typer.Option("--variant", help="Build: RELEASE+patched, +stock.")]
 PlayedOn = Annotated[str, typer.Option("--variant", help="Build to play on; default: as recorded.")]
