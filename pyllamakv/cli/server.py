@@ -58,12 +58,15 @@ def command(
         where = {"path": str(program), "id": found.id}
         write_json(where) if as_json else write_lines([str(program)])
         return
-    signal.signal(signal.SIGTERM, _terminate)
-    with ServerProcess(program, words, sink=note) as server:
-        facts = {"url": server.url, "pid": server.pid, "id": found.id}
-        write_json(facts, indent=None) if as_json else write_lines([server.url])
-        sys.stdout.flush()
-        server.wait()
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with ServerProcess(program, words, sink=note) as server:
+            facts = {"url": server.url, "pid": server.pid, "id": found.id}
+            write_json(facts, indent=None) if as_json else write_lines([server.url])
+            sys.stdout.flush()
+            server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed
+from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET
 from pyllamakv.server.server_client import ServerClient, ServerCompletion
@@ -101,9 +101,8 @@ class ServerLab:
             return "--kv-unified", "--kv-unified-per-slot", str(SLOT)
         if "--kv-unified" not in self.flags:
             return ()
-        with self._start("--kv-unified") as server, ServerClient(server.url) as client:
-            parts = {slot["n_ctx"] for slot in client.slots()}
-        return ("--kv-unified",) if parts == {SLOT} else ()
+        with self._start("--kv-unified") as server:
+            return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
     def _start(self, *arguments: str) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
@@ -115,11 +114,13 @@ class ServerLab:
         """Run a server with the model and `CLIENTS` slots; ``shift`` enables context shifts.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
-        connections raise ScenarioFailed.
+        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share.
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
         with self._start(*self.sharing, *switches, *arguments) as server:
+            if (parts := _parts(server)) != {SLOT}:
+                raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
             try:
                 yield server
             except TimeoutError as error:
@@ -204,6 +205,12 @@ def first_difference(one: ServerCompletion, other: ServerCompletion) -> int | No
             tie = one.margins[index] <= TIE or other.margins[index] <= TIE
             return None if tie else index
     return None if len(one.tokens) == len(other.tokens) else min(len(one.tokens), len(other.tokens))
+
+
+def _parts(server: ServerProcess) -> set[int]:
+    """Return the sizes of a server's slots."""
+    with ServerClient(server.url) as client:
+        return {int(slot["n_ctx"]) for slot in client.slots()}
 
 
 def _complete(client: ServerClient, request: CompletionRequest) -> ServerCompletion:

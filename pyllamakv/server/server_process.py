@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http
 import http.client
 import itertools
 import os
@@ -213,9 +214,16 @@ class ServerProcess:
                 self.retries += RETRY in line
                 if line:
                     self._tail.append(line)
-                if self._sink is not None:
-                    self._sink(line)
+                self._forward(line)
         self._process.wait()
+
+    def _forward(self, line: str) -> None:
+        """Pass a line to the sink, until the sink is closed: the server must not wait for it."""
+        if self._sink is not None:
+            try:
+                self._sink(line)
+            except (OSError, ValueError):
+                self._sink = None
 
     def _await(self, patience: float) -> None:
         until = time.monotonic() + patience
@@ -238,7 +246,8 @@ class ServerProcess:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            # A server that loads a model answers 503 everywhere; --api-prefix moves this path.
+            return connection.getresponse().status != http.HTTPStatus.SERVICE_UNAVAILABLE
         except (OSError, http.client.HTTPException):
             return False
         finally:

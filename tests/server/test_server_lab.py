@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from server_kit import ending, serving
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, ServerDied
+from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, ServerDied, Untestable
 from pyllamakv.server import server_lab
 from pyllamakv.server.server_client import ServerCompletion
 from pyllamakv.server.server_lab import ServerLab, answers, first_difference, in_parallel
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.server.server_client import ServerClient
 
+SLOTS = {"/slots": (200, [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS)}
 ONE = ServerCompletion("abc", (1, 2, 3), (math.inf, 4.0, 2.0), 8, 0, False)
 
 
@@ -66,7 +67,7 @@ def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
 def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
     """The end of the server is reported in place of broken connections."""
     pytest.importorskip("httpx")
-    found = lab(serving(tmp_path, log="GGML_ASSERT(x) failed"))
+    found = lab(serving(tmp_path, SLOTS, log="GGML_ASSERT(x) failed"))
 
     def die(client: ServerClient, _item: int) -> None:
         client.post("/die", {})
@@ -82,7 +83,7 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A refused request fails the claim; one without an answer in time is a hang."""
     pytest.importorskip("httpx")
     monkeypatch.setattr(server_lab, "_ENDING", 0.0)
-    found = lab(serving(tmp_path))
+    found = lab(serving(tmp_path, SLOTS))
     with found.server() as server:
         requests = [server_lab.CompletionRequest((1,), 1)] * 3
         with pytest.raises(ScenarioFailed, match=r"3 of 3 requests .*404") as refused:
@@ -92,3 +93,26 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ScenarioFailed) as caught, found.server():
             raise error
         assert caught.value.failure == failure
+
+
+@pytest.mark.long
+def test_slots_share_one_cache_where_they_can(tmp_path: Path) -> None:
+    """Each with its part; otherwise nothing is proven, and the run is skipped."""
+    pytest.importorskip("httpx")
+    found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": server_lab.CELLS}])}))
+    assert found.sharing == ()
+    message = r"expected slots of 512 cells, found \[2048\]"
+    with pytest.raises(Untestable, match=message), found.server():
+        pass
+    for known, sizes, flags in (
+        ({"--kv-unified"}, [server_lab.CELLS], ()),
+        ({"--kv-unified"}, [server_lab.SLOT] * 4, ("--kv-unified",)),
+        (
+            {"--kv-unified", "--kv-unified-per-slot"},
+            [],
+            ("--kv-unified", "--kv-unified-per-slot", "512"),
+        ),
+    ):
+        found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": size} for size in sizes])}))
+        found.flags = frozenset(known)
+        assert found.sharing == flags

@@ -63,6 +63,24 @@ def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
         assert server.port == port
 
 
+def test_a_closed_terminal_does_not_end_the_server(tmp_path: Path) -> None:
+    """Its log is still read, or the server would wait when the pipe is full."""
+
+    def closed(_line: str) -> None:
+        raise BrokenPipeError
+
+    with ServerProcess(serving(tmp_path), ["--port", "0"], sink=closed) as server:
+        assert get(f"{server.url}/health") == 200
+        assert server.log == ("ready",)
+
+
+def test_a_moved_health_path_is_ready(tmp_path: Path) -> None:
+    """With --api-prefix; a server that loads a model answers 503 at every path."""
+    program = serving(tmp_path, {"/health": (404, {"error": "no such path"})})
+    with ServerProcess(program, ["--port", "0"]) as server:
+        assert not server.ended(0.0)
+
+
 def test_a_server_that_dies_is_reported(tmp_path: Path) -> None:
     """With its signal and the last lines of its log."""
     with ServerProcess(serving(tmp_path, log="last words"), ["--port", "0"]) as server:
