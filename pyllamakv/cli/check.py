@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+#: Columns of a line without -v.
+_WIDTH = 80
+
 
 @app.command()
 def command(
@@ -147,7 +150,8 @@ def _server_lines(found: ServerCheck, *, verbose: bool) -> list[str]:
             shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             first, *log = outcome.message.splitlines() or [""]
             what = f"{outcome.failure or outcome.status}: {first}" if first else outcome.status
-            lines.append(f"  {side:9}{what}{f' ({shown})' if shown else ''}")
+            line = f"  {side:9}{what}{f' ({shown})' if shown else ''}"
+            lines.append(line if verbose or len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
             lines += log if verbose else ()
     first, *log = str(found.decision).splitlines()
     return [*lines, first, *(log if verbose else ())]

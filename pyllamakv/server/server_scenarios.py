@@ -54,13 +54,13 @@ def _context_shift(lab: ServerLab) -> None:
             ]
         found = answers(server, requests, CLIENTS)
         lab.note(requests=len(found), shifted=sum(each.truncated for each in found))
-        _note_retries(lab, server)
         short = sum(
             len(each.tokens) != request.n_predict
             for each, request in zip(found, requests, strict=True)
         )
         if short:
             raise ScenarioFailed(f"{short} of {len(found)} answers are too short", failure="lost")
+        _refuse_retries(lab, server)
 
 
 def _parallel(lab: ServerLab) -> None:
@@ -73,24 +73,16 @@ def _parallel(lab: ServerLab) -> None:
             for prompt in prompts
         ]
         alone = answers(server, requests, 1)
-        before = server.retries
         together = answers(server, requests, CLIENTS)
         lab.note(requests=len(requests) * 2)
         pairs = list(zip(alone, together, strict=True))
-        lab.note(
-            other_text=sum(one.tokens != other.tokens for one, other in pairs),
-            retries=server.retries,
-        )
+        lab.note(other_text=sum(one.tokens != other.tokens for one, other in pairs))
         for index, (one, other) in enumerate(pairs):
             at = first_difference(one, other)
             if at is not None:
                 message = f"request {index}: token {at} is not that of a single client"
                 raise ScenarioFailed(message, failure="data")
-        if server.retries:
-            raise ScenarioFailed(
-                f"{server.retries} batches found no cells and were split ({before} with a single "
-                f"client), although a slot has enough free cells for each request"
-            )
+        _refuse_retries(lab, server)
 
 
 def _cancelled(lab: ServerLab) -> None:
@@ -114,7 +106,7 @@ def _cancelled(lab: ServerLab) -> None:
             raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
         (after,) = answers(server, [check], 1)
         lab.note(requests=len(prompts) + 2, cancelled=len(prompts))
-        _note_retries(lab, server)
+        lab.note(retries=server.retries)
         if first_difference(before, after) is not None:
             raise ScenarioFailed("an answer differs after cancelled requests", failure="data")
 
@@ -191,21 +183,26 @@ def _openai(lab: ServerLab) -> None:
         found = in_parallel(server.url, turns, CLIENTS, ask)
         failed = [each for each in found if isinstance(each, Exception)]
         lab.note(requests=len(found))
-        _note_retries(lab, server)
         if failed:
             message = f"{len(failed)} of {len(found)} chats were not answered: {failed[0]}"
             raise ScenarioFailed(message)
+        _refuse_retries(lab, server)
 
 
-def _note_retries(lab: ServerLab, server: ServerProcess) -> None:
+def _refuse_retries(lab: ServerLab, server: ServerProcess) -> None:
+    """Raise ScenarioFailed for retries: a slot always has enough free cells for its request."""
     lab.note(retries=server.retries)
+    if server.retries:
+        raise ScenarioFailed(
+            f"{server.retries} batches found no cells and were split, although enough are free"
+        )
 
 
 SCENARIOS = (
     ServerScenario(
         "server-context-shift",
         "fix",
-        "Answers that outgrow their slots are completed, and the server stays alive.",
+        "Answers that outgrow their slots are completed without retries.",
         _context_shift,
     ),
     ServerScenario(
@@ -217,7 +214,7 @@ SCENARIOS = (
     ServerScenario(
         "server-openai",
         "fix",
-        "Chats of the openai package are answered when they outgrow their slots.",
+        "Chats of the openai package that outgrow their slots are answered without retries.",
         _openai,
     ),
     ServerScenario(

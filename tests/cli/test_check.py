@@ -107,7 +107,9 @@ def test_summaries() -> None:
 
 def test_servers_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Both sides of each scenario with their counts; the log of a dead server with -v."""
-    dead = Outcome("fail", "crash", "llama-server was ended by SIGABRT: assert\n  more log")
+    dead = Outcome(
+        "fail", "crash", "llama-server was ended by SIGABRT: " + 80 * "x" + "\n  more log"
+    )
     pairs = (Pair("server-x", "fix", "-np 4", dead, Outcome("pass")),)
     counts = {("server-x", "patched"): {"requests": 40, "retries": 0}}
     asked: list[tuple[str, ...]] = []
@@ -122,11 +124,12 @@ def test_servers_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, caps
     assert (code, asked) == (0, [("0.3.9", "full-defrag", "server-x")])
     assert out.splitlines() == [
         "server-x                fix      needed",
-        "  stock    crash: llama-server was ended by SIGABRT: assert",
+        "  stock    crash: llama-server was ended by SIGABRT: " + 26 * "x" + "…",
         "  patched  pass (40 requests)",
         "needed: stock fails 1 of 1 runs, patched passes all",
     ]
-    assert "more log" in run_cli(capsys, *words, "-v")[1]
+    shown = run_cli(capsys, *words, "-v")[1]
+    assert 80 * "x" in shown and "more log" in shown
     assert json.loads(run_cli(capsys, *words, "--json")[1])["verdict"] == "needed"
 
 
