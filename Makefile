@@ -18,7 +18,7 @@ parallel = -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test test-all check rpc cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
+.PHONY: help build test test-all check rpc server cuda vulkan matrix eras bench dropin qa wheel lint clean distclean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
@@ -50,6 +50,9 @@ rpc: ## Verify the patches with caches in RPC servers on this machine
 	@$(call own,test) && \
 	$(run) build $(RELEASE) && \
 	$(run) check $(RELEASE) --backend rpc $(CHECK_ARGS)
+
+server: ## Verify llama-server over HTTP: stock against patched
+	@$(call own,test) && $(run) check $(RELEASE) --server
 
 cuda: ## Verify and measure on this machine's NVIDIA GPU
 	@tools/cuda.sh
@@ -88,7 +91,7 @@ lint: ## Check style and types
 	"$$py" -m mypy
 
 clean: ## Remove builds and caches; keep fetched releases
-	rm -rf vendor/objects vendor/sanitized vendor/built vendor/trees vendor/results vendor/locks
+	rm -rf vendor/objects vendor/sanitized vendor/built vendor/servers vendor/trees vendor/results vendor/locks
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "AddressInUse",
     "ArchiveError",
     "ArgumentTypeError",
     "BranchRefused",
@@ -59,8 +60,10 @@ __all__ = [
     "PromptTooLong",
     "RebaseConflict",
     "ReprocessNeeded",
+    "RequestFailed",
     "ScenarioFailed",
     "ScriptError",
+    "ServerDied",
     "SharedCells",
     "SourceError",
     "StaleLogits",
@@ -406,6 +409,14 @@ class KVFileDamaged(KVFileError):
     """The checksum of a cache file does not match."""
 
 
+class AddressInUse(UsageError):
+    """A server cannot listen: the address is in use, or does not belong to this machine."""
+
+
+class RequestFailed(NativeError):
+    """A server refused a request. ``code`` is the HTTP status, and the message its reason."""
+
+
 class Closed(KvError, RuntimeError):
     """An object was used after it was closed."""
 
@@ -431,6 +442,13 @@ class WorkerDied(NativeError):
 
 class WorkerTimeout(WorkerDied):
     """A worker did not answer in time and was killed."""
+
+
+class ServerDied(WorkerDied):
+    """A llama-server ended, or did not answer in time and was stopped.
+
+    The message has its exit status or signal, and its last log lines.
+    """
 
 
 class DeviceLost(WorkerDied):

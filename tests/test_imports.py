@@ -16,7 +16,8 @@ ROOT = CHECKOUT / "pyllamakv"
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.
 _ENGINE = {"cache", "runtime", "binding", "building", "patching", "models", "source"}
 ALLOWED = {
-    "cli": {"view", "testing", "verification", "traces", "scenarios", *_ENGINE},
+    "cli": {"server", "view", "testing", "verification", "traces", "scenarios", *_ENGINE},
+    "server": {"verification", "scenarios", "binding", "building", "source"},
     "testing": {"verification", "traces", "scenarios", *_ENGINE},
     "view": {"verification", "traces", "scenarios", *_ENGINE},
     "verification": {"traces", "scenarios", *_ENGINE},

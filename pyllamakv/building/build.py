@@ -81,6 +81,21 @@ def prepared_build_folder(
             yield wanted, job
 
 
+@contextlib.contextmanager
+def locked_sources(
+    wanted: BuildRequest, folder: Path, progress: Progress | None = None
+) -> Iterator[tuple[Source, cmake.BuildSession]]:
+    """Yield the sources of a request, written to its tree, and a build session in ``folder``.
+
+    Nobody else changes the tree or builds the release meanwhile. Raises the errors of fetching and
+    applying, DiskFull, or BuildError when the data directory cannot be written.
+    """
+    with _writable(), _locked(wanted, progress):
+        source = _source(wanted, progress)
+        with _session(wanted, source.tree, folder, progress) as job:
+            yield source, job
+
+
 def build_patched(
     release: Release,
     patched: PatchedRelease,
@@ -137,19 +152,26 @@ def _compiled(
     wanted: BuildRequest, tree: str, jobs: int | None, progress: Progress | None
 ) -> Iterator[cmake.BuildSession]:
     """Update the build directory to a tree, and yield it with its sources locked."""
+    with _session(wanted, tree, wanted.objects, progress) as job:
+        check_toolchain(wanted)
+        cmake.configure(job, shim(), definitions(wanted, wanted.variant_id(tree)))
+        cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
+        yield job
+
+
+@contextlib.contextmanager
+def _session(
+    wanted: BuildRequest, tree: str, folder: Path, progress: Progress | None
+) -> Iterator[cmake.BuildSession]:
+    """Write a tree to the sources of a request, lock them, and yield a session in ``folder``."""
     from pyllamakv.source.store import open_store
 
-    name = wanted.variant_id(tree)
-    folder = wanted.objects
     folder.mkdir(parents=True, exist_ok=True)
     with _held(wanted.tree) as held:
         open_store().export(tree, wanted.tree)
         report = _naming(wanted.spec, progress)
         job = cmake.BuildSession(folder, folder / "build.log", environment(), report, (held,))
-        job.log.write_text(f"variant {name}\n", encoding="utf-8")
-        check_toolchain(wanted)
-        cmake.configure(job, shim(), definitions(wanted, name))
-        cmake.compile_targets(job, _TARGETS, jobs or default_jobs())
+        job.log.write_text(f"variant {wanted.variant_id(tree)}\n", encoding="utf-8")
         yield job
 
 

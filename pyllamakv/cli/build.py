@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, Portable, ReleaseOrVariant, Series
+from pyllamakv.cli.options import Backend, BuildServer, Json, Portable, ReleaseOrVariant, Series
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Spec, Variant
+    from pyllamakv.server.server_artifact import BuiltServer
 
 app = typer.Typer(add_completion=False)
 
@@ -30,26 +32,33 @@ def command(
             "--jobs", "-j", min=1, help="Parallel compilers; default: by CPUs and memory."
         ),
     ] = None,
+    server: BuildServer = False,
     as_json: Json = False,
 ) -> None:
     """Build a release, stock and patched; finished builds are reused."""
     from pyllamakv.building.build import build
     from pyllamakv.cli import progress_bar
+    from pyllamakv.server.server_build import build_server
     from pyllamakv.source import verified
 
     if stock and series:
         raise UsageError("choose one of --series and --stock")
-    built: list[tuple[Spec, Variant]] = []
+    built: list[tuple[Spec, Variant, BuiltServer | None]] = []
     with progress_bar.progress() as progress:
         for spec in _specs(release or verified.newest().name, series, stock=stock):
             variant = build(
                 spec, backend=backend, native=not portable, jobs=jobs, progress=progress
             )
-            built.append((spec, variant))
+            made = None
+            if server:
+                made = build_server(
+                    spec, backend=backend, native=not portable, jobs=jobs, progress=progress
+                )
+            built.append((spec, variant, made))
             if not as_json:
-                write_lines(_text(spec, variant))
+                write_lines(_text(spec, variant, made))
     if as_json:
-        write_json([_facts(spec, variant) for spec, variant in built])
+        write_json([_facts(*each) for each in built])
 
 
 def _specs(release: str, series: str, *, stock: bool) -> list[Spec]:
@@ -68,7 +77,7 @@ def _specs(release: str, series: str, *, stock: bool) -> list[Spec]:
     return [Spec(release, ()), Spec(release, None)]
 
 
-def _text(spec: Spec, variant: Variant) -> list[str]:
+def _text(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> list[str]:
     manifest = variant.manifest
     lines = [
         f"{spec}",
@@ -85,11 +94,15 @@ def _text(spec: Spec, variant: Variant) -> list[str]:
     absent = sorted(key for key, value in manifest.probes.items() if value is None)
     if absent:
         lines.append(f"  absent        {', '.join(absent)}")
+    if server:
+        page = "" if server.manifest.page else " (without web page)"
+        lines.append(f"  server        {server.program}{page}")
     return lines
 
 
-def _facts(spec: Spec, variant: Variant) -> dict[str, Any]:
-    return {
+def _facts(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> dict[str, Any]:
+    facts = {} if server is None else {"server": dataclasses.asdict(server.manifest)}
+    return facts | {
         "spec": str(spec),
         "id": variant.id,
         "folder": str(variant.folder),

@@ -9,6 +9,7 @@ import typer
 
 from pyllamakv.cli.options import (
     Backend,
+    CheckServer,
     Fresh,
     Isolate,
     Json,
@@ -20,12 +21,17 @@ from pyllamakv.cli.options import (
     Series,
     Verbose,
 )
-from pyllamakv.cli.stdout import write_json
+from pyllamakv.cli.stdout import write_json, write_lines
+from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
+    from pyllamakv.server.server_check import ServerCheck
     from pyllamakv.verification.check import CheckResult
 
 app = typer.Typer(add_completion=False)
+
+#: Columns of a line without -v.
+_WIDTH = 80
 
 
 @app.command()
@@ -59,6 +65,7 @@ def command(
     pictures: Annotated[
         bool, typer.Option("--pictures", help="Print cells before and after defragmentation.")
     ] = False,
+    server: CheckServer = False,
     verbose: Verbose = False,
     junit: Junit = None,
     as_json: Json = False,
@@ -72,9 +79,23 @@ def command(
     from pyllamakv.verification import check, check_report, discovery
     from pyllamakv.view import check_console
 
+    if server:
+        if patch or isolate or folder or quick or fresh or timeout or pictures or junit:
+            raise UsageError(
+                "--server has only the options --series, --scenario, --backend, --portable, "
+                "--verbose and --json"
+            )
+        found = _server_answer(
+            release or verified.newest().name, series, scenario, backend, not portable
+        )
+        if as_json:
+            write_json(found.to_json())
+        else:
+            write_lines(_server_lines(found, verbose=verbose))
+        raise typer.Exit(found.decision.exit_code)
     question = check.CheckRequest(
         release=release or verified.newest().name,
-        series=tuple(name for name in series.split(",") if name),
+        series=_names(series),
         patches=tuple(patch or ()),
         isolate=isolate,
         scenarios=tuple(scenario or ()),
@@ -96,6 +117,46 @@ def command(
         known = discovery.discover(question.folders)
         check_console.show(answer, known, Console(), pictures=pictures, verbose=verbose)
     raise typer.Exit(answer.decision.exit_code)
+
+
+def _names(series: str) -> tuple[str, ...]:
+    return tuple(name for name in series.split(",") if name)
+
+
+def _server_answer(
+    release: str, series: str, scenarios: list[str] | None, backend: str, native: bool
+) -> ServerCheck:
+    from pyllamakv.cli import progress_bar
+    from pyllamakv.server.server_check import check_server
+
+    with progress_bar.progress() as progress:
+        return check_server(
+            release,
+            series=_names(series),
+            scenarios=tuple(scenarios or ()),
+            backend=backend,
+            native=native,
+            progress=progress,
+        )
+
+
+def _server_lines(found: ServerCheck, *, verbose: bool) -> list[str]:
+    """Return the results of both sides by scenario, and the verdict in the last line."""
+    lines = []
+    for pair in found.pairs:
+        lines.append(f"{pair.scenario:24}{pair.kind:9}{found.decision.scenarios[pair.scenario]}")
+        for side, outcome in (("stock", pair.stock), ("patched", pair.patched)):
+            if outcome is None:
+                continue
+            counts = found.notes.get((pair.scenario, side), {})
+            shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            first, *log = outcome.message.splitlines() or [""]
+            what = f"{outcome.failure or outcome.status}: {first}" if first else outcome.status
+            line = f"  {side:9}{what}{f' ({shown})' if shown else ''}"
+            lines.append(line if verbose or len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+            lines += log if verbose else ()
+    first, *log = str(found.decision).splitlines()
+    return [*lines, first, *(log if verbose else ())]
 
 
 def _answer(question: Any) -> CheckResult:

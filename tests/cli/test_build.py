@@ -16,6 +16,8 @@ from pyllamakv.building.variant import parse
 from pyllamakv.cli import build, env
 from pyllamakv.cli import dropin as dropin_verb
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
+from pyllamakv.server import server_build
+from pyllamakv.server.server_artifact import BuiltServer, ServerManifest
 from pyllamakv.source import lockfile, verified
 
 if TYPE_CHECKING:
@@ -92,6 +94,26 @@ def test_what_is_not_named_is_the_newest_verified(
         llama_cpp_python_env, "install", lambda release, **_: SimpleNamespace(python=release.name)
     )
     assert invoke(dropin_verb.app, "setup") == "0.3.36\n"
+
+
+def test_build_with_servers(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of each server is printed, and its manifest is in JSON."""
+    asked: list[str] = []
+
+    def build_server(spec: object, **_options: object) -> BuiltServer:
+        asked.append(str(spec))
+        made = BuiltServer(shop.home / "servers" / "x", builds.build(shop.spec))
+        made.folder.mkdir(parents=True, exist_ok=True)
+        ServerManifest("x", "y", "0.3.9", (), "cpu", False, "0", "2026", 1.0).save(made.folder)
+        return made
+
+    monkeypatch.setattr(server_build, "build_server", build_server)
+    said = invoke(build.app, shop.spec, "--server")
+    assert f"  server        {shop.home}/servers/x/llama-server (without web page)" in said
+    (row,) = json.loads(invoke(build.app, shop.spec, "--server", "--json"))
+    assert row["server"]["page"] is False
+    assert asked == [shop.spec, shop.spec]
+    assert "llama-server" not in invoke(build.app, shop.spec)
 
 
 def test_build_names_carried_patches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,8 +13,12 @@ from fakes.rollback_libraries import Rolling
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed
+from pyllamakv.scenarios.outcome import Outcome
+from pyllamakv.server import server_check
+from pyllamakv.server.server_check import ServerCheck
 from pyllamakv.source import verified
 from pyllamakv.verification import check_report
+from pyllamakv.verification.verdict import Pair, decide
 
 
 @pytest.fixture
@@ -105,3 +110,38 @@ def test_summaries() -> None:
     assert check_report.summary([skip]) == "skipped"
     assert check_report.summary([None]) == "not patched"
     assert check_report.summary([Outcome("absent")]) == "absent 1/1"
+
+
+def test_servers_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Both sides of each scenario with their counts; the log of a dead server with -v."""
+    dead = Outcome(
+        "fail", "crash", "llama-server was ended by SIGABRT: " + 80 * "x" + "\n  more log"
+    )
+    pairs = (Pair("server-x", "fix", "-np 4", dead, Outcome("pass")),)
+    counts = {("server-x", "patched"): {"requests": 40, "retries": 0}}
+    asked: list[tuple[str, ...]] = []
+
+    def check_server(release: str, **options: Any) -> ServerCheck:
+        asked.append((release, *options["series"], *options["scenarios"]))
+        return ServerCheck(release, decide(pairs), pairs, counts)
+
+    monkeypatch.setattr(server_check, "check_server", check_server)
+    words = ("0.3.9", "--server", "--series", "full-defrag", "--scenario", "server-x")
+    code, out, _ = run_cli(capsys, *words)
+    assert (code, asked) == (0, [("0.3.9", "full-defrag", "server-x")])
+    assert out.splitlines() == [
+        "server-x                fix      needed",
+        "  stock    crash: llama-server was ended by SIGABRT: " + 26 * "x" + "…",
+        "  patched  pass (40 requests)",
+        "needed: stock fails 1 of 1 runs, patched passes all",
+    ]
+    shown = run_cli(capsys, *words, "-v")[1]
+    assert 80 * "x" in shown and "more log" in shown
+    assert json.loads(run_cli(capsys, *words, "--json")[1])["verdict"] == "needed"
+
+
+def test_servers_refuse_options_of_the_library(capsys) -> None:
+    """No option is ignored."""
+    code, _, err = run_cli(capsys, "0.3.9", "--server", "--quick")
+    assert code == 2
+    assert "--server has only the options" in err

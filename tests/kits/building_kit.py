@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import cmake, variant
 from pyllamakv.building.manifest import Manifest
-from qa.faults.steps.building import CMAKE
+from qa.faults.steps.building import CMAKE as CMAKE
 from qa.faults.steps.building import script as script
 
 if TYPE_CHECKING:

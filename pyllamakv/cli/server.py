@@ -1,0 +1,74 @@
+"""Run llama-server: `pyllamakv server`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyllamakv.cli.options import Backend, Json, release_names
+from pyllamakv.cli.stdout import note, write_json, write_lines
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+app = typer.Typer(add_completion=False)
+
+#: The shell's status of a program that SIGTERM ended.
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@app.command()
+def command(
+    release: Annotated[
+        str,
+        typer.Argument(
+            metavar="RELEASE[+SERIES]",
+            help="Built server: 0.3.9 (patched), 0.3.9+stock.",
+            autocompletion=release_names,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS", help="Arguments of llama-server."),
+    ] = None,
+    *,
+    backend: Backend = "cpu",
+    print_path: Annotated[
+        bool, typer.Option("--print-path", help="Print the program's path and exit.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run llama-server until Ctrl-C; print its address when it is ready.
+
+    The log of the server goes to stderr. Build it first: `pyllamakv build RELEASE --server`.
+    """
+    from pyllamakv.server.server_artifact import find_server
+    from pyllamakv.server.server_process import ServerProcess
+
+    words = arguments or []
+    if print_path and words:
+        raise UsageError("--print-path takes no arguments of llama-server; leave them out")
+    found = find_server(release, backend=backend)
+    program = found.check_program()
+    if print_path:
+        where = {"path": str(program), "id": found.id}
+        write_json(where) if as_json else write_lines([str(program)])
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with ServerProcess(program, words, sink=note) as server:
+            facts = {"url": server.url, "pid": server.pid, "id": found.id}
+            write_json(facts, indent=None) if as_json else write_lines([server.url])
+            sys.stdout.flush()
+            server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """Leave through the code that ends the server."""
+    raise SystemExit(_TERMINATED)

@@ -1,0 +1,1 @@
+"""Build, run and verify upstream's llama-server."""

@@ -1,0 +1,126 @@
+"""Build llama-server for a variant: upstream's server code, linked with the variant's libraries.
+
+The libraries are not compiled again. The build uses no network: downloads of models, HTTPS and web
+pages that are not in the release are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pyllamakv.building import build, cmake, variant
+from pyllamakv.errors import BuildError, Unsupported
+from pyllamakv.server import server_artifact
+from pyllamakv.server.server_artifact import PROGRAM, BuiltServer, ServerManifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.building.variant import BuildRequest, Spec, Variant
+    from pyllamakv.source.progress import Progress
+
+log = logging.getLogger(__name__)
+
+#: Where releases keep the server; the second one through 0.3.8.
+_PLACES = ("tools/server", "examples/server")
+
+
+def build_server(
+    spec: str | Spec,
+    *,
+    backend: str = "cpu",
+    native: bool = True,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> BuiltServer:
+    """Return the server of the variant that ``spec`` names, building what is missing.
+
+    Raises the errors of `building.build.build`, and Unsupported for a release without a server.
+    """
+    library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
+    found = server_artifact.lookup(library)
+    if found:
+        return found
+    wanted = variant.request(spec, backend=backend, native=native)
+    folder = wanted.objects.with_name(f"{wanted.objects.name}-server")
+    before = _cpu_seconds()
+    with build.locked_sources(wanted, folder, progress) as (_, job):
+        found = server_artifact.lookup(library)
+        if found:
+            return found
+        _check_sources(wanted)
+        job = _with_ceiling(job, wanted)
+        cmake.configure(job, server_artifact.project(), _definitions(wanted, library))
+        cmake.compile_targets(job, (PROGRAM,), jobs or build.default_jobs())
+        made = _publish(folder, library, _cpu_seconds() - before)
+    log.info("built %s in %.1f CPU seconds", made.id, made.manifest.cpu_seconds)
+    return made
+
+
+def _check_sources(wanted: BuildRequest) -> None:
+    if not any((wanted.tree / place / "CMakeLists.txt").is_file() for place in _PLACES):
+        raise Unsupported(
+            f"release {wanted.release.name} contains no llama-server: expected "
+            f"{' or '.join(_PLACES)} in its sources; choose another release",
+            "server",
+        )
+
+
+def _with_ceiling(job: cmake.BuildSession, wanted: BuildRequest) -> cmake.BuildSession:
+    """Return the session with a limit for git, which old releases run while they compile."""
+    env = {**job.env, "GIT_CEILING_DIRECTORIES": str(wanted.tree.parent)}
+    return cmake.BuildSession(job.folder, job.log, env, job.report, job.held)
+
+
+def _definitions(wanted: BuildRequest, library: Variant) -> dict[str, str]:
+    """Return the CMake variables: those of the variant without the options of ggml."""
+    usual = build.definitions(wanted, library.id)
+    kept = {name: value for name, value in usual.items() if name.startswith("CMAKE_")}
+    return kept | {
+        "PLK_LLAMA_SRC": str(wanted.tree),
+        "PLK_LIBRARIES": str(library.dropin),
+        "PLK_RPATH": f"../../{variant.built().name}/{library.id}/{library.dropin.name}",
+    }
+
+
+def _publish(folder: Path, library: Variant, spent: float) -> BuiltServer:
+    """Copy the program into ``servers/`` under a temporary name, and rename it when complete."""
+    program = folder / PROGRAM
+    if not program.is_file():
+        raise BuildError(f"expected {PROGRAM} in {folder}, found none; see {folder / 'build.log'}")
+    name = server_artifact.server_id(library)
+    target = server_artifact.servers() / name
+    stage = target.with_name(f".{name}.{os.getpid()}.part")
+    for old in (*target.parent.glob(f".{name}.*.part"), target):
+        shutil.rmtree(old, ignore_errors=True)
+    stage.mkdir(parents=True)
+    try:
+        shutil.copy2(program, stage / PROGRAM)
+        probed = json.loads((folder / "server.json").read_text(encoding="utf-8"))
+        ServerManifest(
+            server=name,
+            variant=library.id,
+            release=library.manifest.release,
+            patches=library.manifest.patches,
+            backend=library.manifest.backend,
+            page=bool(probed["page"]),
+            sha256=hashlib.sha256(program.read_bytes()).hexdigest(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            cpu_seconds=round(spent, 1),
+        ).save(stage)
+        stage.rename(target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return BuiltServer(target, library)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,164 @@
+"""Verify a patch series in llama-server: run the server scenarios on stock and patched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.building.variant import Spec
+from pyllamakv.errors import (
+    BuildError,
+    CommandFailed,
+    HarnessError,
+    NoPortApplies,
+    PatchConflict,
+    SourceError,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.scenarios.outcome import Outcome, classify
+from pyllamakv.server.server_build import build_server
+from pyllamakv.server.server_lab import SETTING, ServerLab
+from pyllamakv.server.server_scenarios import SCENARIOS
+from pyllamakv.verification.verdict import Decision, Pair, decide
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.server.server_artifact import BuiltServer
+    from pyllamakv.server.server_scenarios import ServerScenario
+    from pyllamakv.source.progress import Progress
+
+
+@dataclass(frozen=True)
+class ServerCheck:
+    """A verdict with the pairs that led to it; ``notes`` are counts by scenario and side."""
+
+    release: str
+    decision: Decision
+    pairs: tuple[Pair, ...] = ()
+    notes: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    servers: dict[str, str] = field(default_factory=dict)
+    patches: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        found = self.decision
+        return {
+            "schema": 1,
+            "release": self.release,
+            "verdict": str(found.verdict),
+            "reason": found.reason,
+            "exit_code": found.exit_code,
+            "runs": found.runs,
+            "stock_failed": found.stock_failed,
+            "patched_failed": found.patched_failed,
+            "patches": list(self.patches),
+            "servers": self.servers,
+            "scenarios": {name: str(verdict) for name, verdict in found.scenarios.items()},
+            "results": [
+                {
+                    "scenario": pair.scenario,
+                    "setting": pair.setting,
+                    "side": side,
+                    "status": outcome.status,
+                    "failure": outcome.failure,
+                    "message": outcome.message,
+                    "notes": self.notes.get((pair.scenario, side), {}),
+                }
+                for pair in self.pairs
+                for side, outcome in (("stock", pair.stock), ("patched", pair.patched))
+                if outcome is not None
+            ],
+        }
+
+
+def check_server(
+    release: str,
+    *,
+    series: Sequence[str] = (),
+    scenarios: Sequence[str] = (),
+    backend: str = "cpu",
+    native: bool = True,
+    progress: Progress | None = None,
+) -> ServerCheck:
+    """Build both servers of a release, run the scenarios on them, and decide the verdict.
+
+    ``series`` are ids of shipped patches (empty: all that apply). Raises UsageError for an unknown
+    scenario, ToolMissing without httpx or openai, and HarnessError for an internal error. A stock
+    server that cannot be fetched or built has the verdict untestable.
+    """
+    chosen = select(scenarios)
+    try:
+        stock = build_server(Spec(release, ()), backend=backend, native=native, progress=progress)
+    except (BuildError, SourceError, Unsupported) as error:
+        if isinstance(error, SourceError) and error.exit_code != SourceError.exit_code:
+            raise
+        return ServerCheck(release, decide((), untestable=f"no stock server: {error}"))
+    sides, conflict = {"stock": stock}, ""
+    try:
+        patched = build_server(
+            Spec(release, tuple(series) or None), backend=backend, native=native, progress=progress
+        )
+        if patched.variant.manifest.stock:
+            conflict = "no patch of the series applies"
+        else:
+            sides["patched"] = patched
+    except (PatchConflict, NoPortApplies) as error:
+        conflict = str(error).split("\n", 1)[0]
+    except CommandFailed as error:
+        return ServerCheck(release, decide((), build_error=error.first_error or str(error)))
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    notes: dict[tuple[str, str], dict[str, int]] = {}
+    for done, scenario in enumerate(chosen):
+        for side, built in sides.items():
+            if progress:
+                progress(f"{scenario.id} on {side}", done, len(chosen))
+            key = scenario.id, side
+            outcomes[key], notes[key] = run_scenario(scenario, built)
+    pairs = tuple(
+        Pair(
+            each.id,
+            each.kind,
+            SETTING,
+            outcomes[each.id, "stock"],
+            outcomes.get((each.id, "patched")),
+        )
+        for each in chosen
+    )
+    return ServerCheck(
+        release,
+        decide(pairs, conflict=conflict),
+        pairs,
+        notes,
+        {side: built.id for side, built in sides.items()},
+        patched.manifest.patches if "patched" in sides else (),
+    )
+
+
+def select(names: Sequence[str]) -> list[ServerScenario]:
+    """Return the scenarios with these ids, or all. Raises UsageError for an unknown id."""
+    known = {each.id: each for each in SCENARIOS}
+    for name in names:
+        if name not in known:
+            expected = ", ".join(known)
+            raise UsageError(f"there is no server scenario {name!r}: expected one of {expected}")
+    return [known[name] for name in names] or list(SCENARIOS)
+
+
+def run_scenario(scenario: ServerScenario, built: BuiltServer) -> tuple[Outcome, dict[str, int]]:
+    """Run a scenario on a server; return its outcome and its counts.
+
+    Raises HarnessError for an error that neither the server nor the scenario explains.
+    """
+    lab = ServerLab(built)
+    try:
+        scenario.run(lab)
+    except BuildError:
+        raise  # a tool is missing here: this is no result
+    except Exception as error:
+        outcome = classify(error)
+        if outcome.status == "fault":
+            raise HarnessError(f"{scenario.id}: {outcome.message}") from error
+        return outcome, lab.notes
+    return Outcome("pass"), lab.notes

@@ -1,0 +1,183 @@
+"""A client of llama-server over HTTP, with httpx. Needs the extra ``server``."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType, TracebackType
+
+_HINT = "pip install 'pyllamakv[server]'"
+
+#: How many probabilities an answer has per token; some belong to tokens that a bias bans.
+_PROBABILITIES = 16
+
+#: How releases refuse a request that is longer than its slot; since b6500 with a type of its own.
+_TOO_LONG = re.compile(
+    r"exceed_context_size|exceeds the available context size|larger than the max"
+)
+
+
+@dataclass(frozen=True)
+class ServerCompletion:
+    """The answer to a request.
+
+    ``tokens`` and ``margins`` have an entry per generated token: its id, and by how much it is more
+    probable than the next allowed one (difference of log-probabilities). ``reused`` is the number
+    of prompt tokens that the server did not evaluate again. ``truncated``: the server dropped
+    tokens of the prompt or of the answer, because they do not fit into the slot.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    n_prompt: int
+    reused: int
+    truncated: bool
+
+
+class ServerClient:
+    """A connection to a server. Use one per thread."""
+
+    def __init__(self, url: str, *, timeout: float = 120.0) -> None:
+        """Connect to ``url``. A request that takes ``timeout`` seconds raises TimeoutError."""
+        self._httpx = _httpx()
+        self._timeout = timeout
+        self._client = self._httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+
+    def complete(
+        self, prompt: Sequence[int] | str, n_predict: int, **options: Any
+    ) -> ServerCompletion:
+        """Complete a prompt greedily; ``options`` are fields of llama-server's /completion.
+
+        Raises PromptTooLong, RequestFailed, ConnectionError if the server ended, or TimeoutError.
+        """
+        raw = self.post("/completion", _request(prompt, n_predict, options))
+        rows = raw.get("completion_probabilities") or []
+        banned = {token for token, bias in options.get("logit_bias", ()) if bias is False}
+        return ServerCompletion(
+            text=str(raw["content"]),
+            tokens=tuple(int(row["id"]) for row in rows),
+            margins=tuple(_margin(row, banned) for row in rows),
+            n_prompt=int(raw.get("tokens_evaluated", 0)),
+            reused=int(raw.get("tokens_evaluated", 0)) - int(raw["timings"]["prompt_n"]),
+            truncated=bool(raw.get("truncated", False)),
+        )
+
+    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
+        """Start a streamed completion, and disconnect after ``after`` events."""
+        body = {**_request(prompt, n_predict, {}), "stream": True}
+        try:
+            with self._client.stream("POST", "/completion", json=body) as answer:
+                for seen, _line in enumerate(filter(None, answer.iter_lines()), 1):
+                    if seen >= after:
+                        return
+        except self._httpx.TimeoutException as error:
+            raise TimeoutError(self._late("/completion")) from error
+        except self._httpx.TransportError as error:
+            raise ConnectionError(f"/completion: {error}") from error
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return [int(token) for token in self.post("/tokenize", {"content": text})["tokens"]]
+
+    def slots(self) -> list[dict[str, Any]]:
+        """Return the state of each slot."""
+        found: list[dict[str, Any]] = self._request("GET", "/slots", None)
+        return found
+
+    def wait_idle(self, patience: float) -> bool:
+        """Return whether every slot becomes idle within ``patience`` seconds."""
+        until = time.monotonic() + patience
+        while any(slot["is_processing"] for slot in self.slots()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post JSON and return the answer. Raises what `complete` raises."""
+        found: dict[str, Any] = self._request("POST", path, body)
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            answer = self._client.request(method, path, json=body)
+        except self._httpx.TimeoutException as error:
+            raise TimeoutError(self._late(path)) from error
+        except self._httpx.TransportError as error:
+            raise ConnectionError(f"{path}: {error or type(error).__name__}") from error
+        if answer.status_code == 200:
+            return answer.json()
+        raise refusal(path, answer.status_code, answer.text)
+
+    def _late(self, path: str) -> str:
+        return f"{path}: no answer for {self._timeout:g} s"
+
+
+def refusal(path: str, status: int, text: str) -> PromptTooLong | RequestFailed:
+    """Return the error for an answer other than 200."""
+    reason = text.strip()[:300] or "no message"
+    if _TOO_LONG.search(text):
+        return PromptTooLong(
+            f"{path}: the server refuses the request with {status}: {reason}; shorten the prompt, "
+            "or start the server with a larger -c or a smaller -np"
+        )
+    return RequestFailed(f"{path}: the server answers {status}: {reason}", code=status)
+
+
+def _request(
+    prompt: Sequence[int] | str, n_predict: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    given = prompt if isinstance(prompt, str) else list(prompt)
+    return {
+        "prompt": given,
+        "n_predict": n_predict,
+        "temperature": 0,
+        "n_probs": _PROBABILITIES,
+        "ignore_eos": True,
+        "cache_prompt": True,
+        **options,
+    }
+
+
+def _margin(row: dict[str, Any], banned: set[int]) -> float:
+    """Return the log-probability of a generated token, less that of the best other token.
+
+    A server reports probabilities before it applies biases.
+    """
+    others = (each for each in row["top_logprobs"] if each["id"] not in {row["id"], *banned})
+    best = max((float(each["logprob"]) for each in others), default=-math.inf)
+    return float(row["logprob"]) - best
+
+
+def _httpx() -> ModuleType:
+    try:
+        import httpx
+    except ImportError as error:
+        msg = f"driving a server needs httpx, which is not installed: {_HINT}"
+        raise ToolMissing(msg, "httpx", _HINT) from error
+    module: ModuleType = httpx
+    return module

@@ -1,0 +1,224 @@
+"""What a server scenario works with: servers of one build, and clients that drive them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET
+from pyllamakv.server.server_client import ServerClient, ServerCompletion
+from pyllamakv.server.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pyllamakv.server.server_artifact import BuiltServer
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+#: Flags that a server gets if its release has them: what older releases do without a flag.
+_WHERE_KNOWN = ("--slots", "--no-cache-idle-slots", "--no-warmup")
+
+#: Clients, and cells: each slot has a share of `SLOT` cells.
+CLIENTS = 4
+CELLS = 2048
+SLOT = CELLS // CLIENTS
+SETTING = f"-np {CLIENTS} -c {CELLS}"
+
+#: Seconds in which a server ends whose clients have lost their connections.
+_ENDING = 2.0
+
+#: Difference of log-probabilities up to which another batch may select another token: a batch of
+#: another size adds the same numbers in another order.
+TIE = 0.05
+
+_TEXT = (
+    "the quick brown fox jumps over a lazy dog while seven wise men count every star in the sky "
+    "and once upon a time there was a little girl who lived in a house by the sea with her cat "
+)
+
+
+#: The generated model that servers run: one token per byte of text.
+MODEL = "bytes"
+
+#: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities.
+_BANNED = [
+    [token, False]
+    for token in range(synthetic_models.SHAPES[MODEL].n_vocab)
+    if not BYTE_OFFSET <= token < BYTE_OFFSET + 128
+]
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request of a client: the tokens of its prompt, and how many tokens to generate."""
+
+    prompt: tuple[int, ...]
+    n_predict: int
+
+
+class ServerLab:
+    """Start servers of one build with one model, and drive them."""
+
+    def __init__(self, built: BuiltServer, *, seed: int = 1) -> None:
+        self.built = built
+        self.model = synthetic_models.model(MODEL)
+        self.random = random.Random(seed)
+        #: Facts for the report: counts of requests, retries and differences.
+        self.notes: dict[str, int] = {}
+
+    @cached_property
+    def flags(self) -> frozenset[str]:
+        """Return the options that the server documents. Raises LoadError if it cannot run."""
+        program = self.built.check_program()
+        done = subprocess.run(
+            [str(program), "--help"], capture_output=True, text=True, timeout=120, check=False
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise LoadError(f"{program} --help ended with status {done.returncode}: {last}")
+        words = done.stdout.replace(",", " ").split()
+        return frozenset(word for word in words if word.startswith("-"))
+
+    @cached_property
+    def sharing(self) -> tuple[str, ...]:
+        """Return the flags with which the slots share one cache, each with its part of the cells.
+
+        Older releases do so without a flag. A few have only slots that may use the whole cache;
+        their slots get a cache each.
+        """
+        if "--kv-unified-per-slot" in self.flags:
+            return "--kv-unified", "--kv-unified-per-slot", str(SLOT)
+        if "--kv-unified" not in self.flags:
+            return ()
+        with self._start("--kv-unified") as server:
+            return ("--kv-unified",) if _parts(server) == {SLOT} else ()
+
+    def _start(self, *arguments: str) -> ServerProcess:
+        more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
+        words = ["-m", str(self.model), "--port", "0", "-t", "1", *SETTING.split(), *more]
+        return ServerProcess(self.built.program, [*words, *arguments])
+
+    @contextlib.contextmanager
+    def server(self, *arguments: str, shift: bool = False) -> Iterator[ServerProcess]:
+        """Run a server with the model and `CLIENTS` slots; ``shift`` enables context shifts.
+
+        If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
+        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share.
+        """
+        switch = "--context-shift" if shift else "--no-context-shift"
+        switches = [switch] if switch in self.flags else []
+        with self._start(*self.sharing, *switches, *arguments) as server:
+            if (parts := _parts(server)) != {SLOT}:
+                raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
+            try:
+                yield server
+            except TimeoutError as error:
+                raise ScenarioFailed(str(error), failure="hang") from error
+            except (ConnectionError, RequestFailed, ScenarioFailed) as error:
+                if server.ended(_ENDING):
+                    raise server.death() from error
+                raise ScenarioFailed(
+                    str(error), failure=getattr(error, "failure", "claim")
+                ) from error
+            if server.ended(0.0):
+                raise server.death()
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yield an empty directory that is removed afterwards."""
+        with tempfile.TemporaryDirectory(prefix="pyllamakv-server-") as name:
+            yield Path(name)
+
+    def prompt(self, client: ServerClient, length: int) -> tuple[int, ...]:
+        """Return a prompt of ``length`` random tokens of a text."""
+        tokens = client.tokenize(self.words(length))
+        if len(tokens) < length:
+            raise ScenarioFailed(f"expected {length} tokens of {length} words, got {len(tokens)}")
+        return tuple(tokens[:length])
+
+    def words(self, count: int) -> str:
+        """Return random words."""
+        return " ".join(self.random.choices(_TEXT.split(), k=count))
+
+    def note(self, **facts: int) -> None:
+        """Add counts to the report."""
+        for name, count in facts.items():
+            self.notes[name] = self.notes.get(name, 0) + count
+
+
+def answers(
+    server: ServerProcess, requests: Sequence[CompletionRequest], clients: int
+) -> list[ServerCompletion]:
+    """Return the completion of each request, sent by ``clients`` threads.
+
+    Raises ScenarioFailed if a request was not answered: "hang" for one without an answer in time,
+    else "claim".
+    """
+    found = in_parallel(server.url, requests, clients, _complete)
+    failed = [each for each in found if isinstance(each, Exception)]
+    if failed:
+        late = any(isinstance(each, TimeoutError) for each in failed)
+        message = f"{len(failed)} of {len(found)} requests were not answered: {failed[0]}"
+        raise ScenarioFailed(message, failure="hang" if late else "claim")
+    return [each for each in found if isinstance(each, ServerCompletion)]
+
+
+def in_parallel(
+    url: str, items: Sequence[_T], clients: int, act: Callable[[ServerClient, _T], _R]
+) -> list[_R | Exception]:
+    """Return the result or the exception of ``act`` for each item, from ``clients`` threads."""
+
+    def one(mine: Sequence[tuple[int, _T]]) -> list[tuple[int, _R | Exception]]:
+        done: list[tuple[int, _R | Exception]] = []
+        with ServerClient(url) as client:
+            for index, item in mine:
+                try:
+                    done.append((index, act(client, item)))
+                except Exception as error:
+                    done.append((index, error))
+        return done
+
+    shares = [list(enumerate(items))[start::clients] for start in range(clients)]
+    with ThreadPoolExecutor(clients) as pool:
+        rows = [row for each in pool.map(one, shares) for row in each]
+    return [result for _, result in sorted(rows, key=lambda row: row[0])]
+
+
+def first_difference(one: ServerCompletion, other: ServerCompletion) -> int | None:
+    """Return the index of the first token that differs and was no tie, or None.
+
+    After a tie the texts go separate ways, so nothing after it is compared.
+    """
+    for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
+        if a != b:
+            tie = one.margins[index] <= TIE or other.margins[index] <= TIE
+            return None if tie else index
+    return None if len(one.tokens) == len(other.tokens) else min(len(one.tokens), len(other.tokens))
+
+
+def _parts(server: ServerProcess) -> set[int]:
+    """Return the sizes of a server's slots."""
+    with ServerClient(server.url) as client:
+        return {int(slot["n_ctx"]) for slot in client.slots()}
+
+
+def _complete(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
+    return complete(client, request.prompt, request.n_predict)
+
+
+def complete(
+    client: ServerClient, prompt: Sequence[int], n_predict: int, **options: Any
+) -> ServerCompletion:
+    """Complete a prompt with characters of ASCII."""
+    return client.complete(prompt, n_predict, logit_bias=_BANNED, **options)

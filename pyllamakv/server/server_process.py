@@ -1,0 +1,356 @@
+"""Run a llama-server as a child process: start, readiness, log, end.
+
+The process ends with its owner: on Linux the kernel kills it when the owner dies. Its log is read
+by a thread that keeps the last lines for errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http
+import http.client
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from pyllamakv.binding.process import describe
+from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from pyllamakv.errors import KvError
+
+#: Seconds that a server has to end after SIGTERM.
+GRACE: Final = 10.0
+
+#: Seconds that a server has to load its model and answer.
+PATIENCE: Final = 600.0
+
+#: The log lines that an error carries.
+TAIL: Final = 20
+
+#: What every release logs when a batch found no cells and is tried again in smaller parts.
+RETRY: Final = "failed to find free space in the KV cache, retrying"
+
+_MAGIC: Final = b"GGUF"
+_PR_SET_PDEATHSIG: Final = 1
+
+#: Options of the server that this module reads, with the environment variables for them.
+_HOST: Final = (("--host",), "LLAMA_ARG_HOST")
+_PORT: Final = (("--port",), "LLAMA_ARG_PORT")
+_MODEL: Final = (("-m", "--model"), "LLAMA_ARG_MODEL")
+
+#: Log line -> what to do about it. The first match decides.
+_MODEL_ERRORS: Final = (
+    (
+        re.compile(r"unknown model architecture: '[^']*'"),
+        "this release does not support the model; use a newer release",
+    ),
+    (
+        re.compile(r"(?:unknown pre-tokenizer type|unsupported model|key not found in model).*"),
+        "this release cannot read the model; use a newer release",
+    ),
+    (
+        re.compile(r"(?:tensor .* data is not within the file bounds|invalid magic).*"),
+        "the file is damaged; download it again",
+    ),
+    (re.compile(r"error loading model:.*|failed to load model.*"), "check the model file"),
+)
+_USAGE: Final = re.compile(r"^error: (?:invalid argument|unknown argument|error).*$|error while .*")
+
+
+class ServerProcess:
+    """A running llama-server. Closing it ends the process."""
+
+    def __init__(
+        self,
+        program: Path,
+        arguments: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        sink: Callable[[str], None] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Start ``program`` with the arguments of llama-server; return when it answers.
+
+        ``--port 0`` selects a free port. ``sink`` receives each line of the log. Raises
+        AddressInUse or ModelError, if possible before the start; LoadError for a missing library;
+        UsageError for arguments that the server refuses; and ServerDied if it ends, or is not ready
+        after ``patience`` seconds.
+        """
+        more = {**os.environ, **(env or {})}
+        self.host, self.port = _address(arguments, more)
+        _check_model(arguments, more)
+        self._command = [str(program), *_with_port(arguments, self.port)]
+        # Without this ggml starts a debugger on the dying process.
+        self._env = {"GGML_NO_BACKTRACE": "1", **more}
+        self._sink = sink
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: OSError | None = None
+        self._started = threading.Event()
+        #: How many batches found no cells and were tried again.
+        self.retries = 0
+        self._reader = threading.Thread(
+            target=self._run, name=f"llama-server {self.port}", daemon=True
+        )
+        self._reader.start()
+        self._started.wait()
+        if self._refused is not None:
+            msg = f"{program} cannot be started: {self._refused.strerror}; build it again"
+            raise LoadError(msg) from self._refused
+        try:
+            self._await(patience)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Return the address of the server for clients on this machine."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self._child.pid
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """Return the last lines of the log."""
+        return tuple(self._tail)
+
+    def ended(self, within: float = GRACE) -> bool:
+        """Return whether the process has ended, or ends ``within`` seconds."""
+        self._reader.join(within)
+        return not self._reader.is_alive()
+
+    def wait(self) -> None:
+        """Return when the server ends with status 0. Raises ServerDied for any other end."""
+        # With a limit, since a wait without one delays signals to this thread.
+        while not self.ended(1.0):
+            pass
+        if self._child.wait() != 0:
+            raise self.death()
+
+    def death(self) -> ServerDied:
+        """Return the error that describes how the server ended."""
+        self._reader.join(GRACE)
+        status = self._child.wait()
+        return ServerDied(
+            self._with_log(f"llama-server {describe(status)}"),
+            signal=max(0, -status),
+            exitcode=None if status < 0 else status,
+            log=self.log,
+        )
+
+    def close(self) -> None:
+        """End the server: SIGTERM, then SIGKILL. A second call does nothing."""
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                # A server that starts other servers is their group's leader.
+                os.killpg(self._child.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(GRACE)
+                break
+        self._reader.join(GRACE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _child(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def _run(self) -> None:
+        """Start the process and read its log until it ends.
+
+        Linux kills the child when the *thread* that started it ends, so this one does.
+        """
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                # A terminal's Ctrl-C is for the owner, which ends the server.
+                process_group=0,
+                preexec_fn=_end_with_owner() if sys.platform == "linux" else None,
+            )
+        except OSError as error:
+            self._refused = error
+            return
+        finally:
+            self._started.set()
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for raw in output:
+                line = raw.decode("utf-8", "replace").rstrip()
+                self.retries += RETRY in line
+                if line:
+                    self._tail.append(line)
+                self._forward(line)
+        self._process.wait()
+
+    def _forward(self, line: str) -> None:
+        """Pass a line to the sink, until the sink is closed: the server must not wait for it."""
+        if self._sink is not None:
+            try:
+                self._sink(line)
+            except (OSError, ValueError):
+                self._sink = None
+
+    def _await(self, patience: float) -> None:
+        until = time.monotonic() + patience
+        while True:
+            if not self._reader.is_alive():
+                raise self._startup_error()
+            if self._healthy():
+                return
+            if time.monotonic() > until:
+                msg = self._with_log(f"llama-server was not ready after {patience:g} s")
+                raise ServerDied(msg, log=self.log)
+            self._reader.join(0.05)
+
+    def _with_log(self, what: str) -> str:
+        """Return a message with the last line of the log, and the lines before it below."""
+        *before, last = self._tail or ["it logged nothing"]
+        return "\n  ".join((f"{what}: {last}", *(("before that:", *before) if before else ())))
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            # A server that loads a model answers 503 everywhere; --api-prefix moves this path.
+            return connection.getresponse().status != http.HTTPStatus.SERVICE_UNAVAILABLE
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _startup_error(self) -> KvError:
+        """Return the error for a server that ended before it answered."""
+        text = "\n".join(self._tail)
+        if "couldn't bind" in text:
+            return AddressInUse(_in_use(self.host, self.port, "llama-server cannot bind it"))
+        missing = [line for line in self._tail if "error while loading shared libraries" in line]
+        if missing:
+            return LoadError(
+                f"{missing[0]}; install the library (libcuda.so: the driver of the GPU), or build "
+                "the server again",
+                log=self.log,
+            )
+        for pattern, remedy in _MODEL_ERRORS:
+            found = pattern.search(text)
+            if found:
+                return ModelError(f"{found[0].strip()}: {remedy}", log=self.log)
+        refused = [line for line in self._tail if _USAGE.search(line)]
+        if refused:
+            return UsageError(f"llama-server refuses its arguments: {refused[0]}")
+        return self.death()
+
+
+def _end_with_owner() -> Callable[[], None]:
+    """Return a function for a new child: let the kernel kill it when this process dies."""
+    prctl = ctypes.CDLL(None).prctl
+    owner = os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != owner:
+            os._exit(1)  # the owner died before the request
+
+    return ask
+
+
+def _option(
+    arguments: Sequence[str], names: tuple[tuple[str, ...], str], env: Mapping[str, str]
+) -> str | None:
+    """Return the value of an option of the server: the last argument, else the variable."""
+    words, variable = names
+    found = env.get(variable)
+    for name, value in itertools.pairwise(arguments):
+        if name in words:
+            found = value
+    return found
+
+
+def _address(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:
+    """Return host and port after checking that a server can listen there."""
+    host = _option(arguments, _HOST, env) or "127.0.0.1"
+    text = _option(arguments, _PORT, env) or "8080"
+    if not text.isdecimal() or int(text) > 65535:
+        raise UsageError(f"--port: expected a number from 0 to 65535, found {text!r}")
+    if host.endswith(".sock"):
+        raise UsageError(f"--host {host}: sockets of files are not supported; use an IP address")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            host, int(text), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as probe:
+            # As the server itself does, or a port would be in use for a minute after its last end.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            port = int(probe.getsockname()[1])
+    except OSError as error:
+        raise AddressInUse(_in_use(host, int(text), error.strerror or str(error))) from error
+    # A server that listens everywhere is reached here.
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return here, port
+
+
+def _in_use(host: str, port: int, reason: str) -> str:
+    return (
+        f"cannot listen at {host}:{port} ({reason}): choose another --port (0 selects a free one) "
+        "or an address of this machine"
+    )
+
+
+def _with_port(arguments: Sequence[str], port: int) -> list[str]:
+    """Return the arguments with the port that was chosen."""
+    words = list(arguments)
+    for index, word in enumerate(words[:-1]):
+        if word in _PORT[0]:
+            words[index + 1] = str(port)
+    return words if _option(words, _PORT, {}) else [*words, "--port", str(port)]
+
+
+def _check_model(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise ModelError for a model file that is missing or is no GGUF file."""
+    name = _option(arguments, _MODEL, env)
+    if name is None:
+        return  # the server may fetch one, or start without one
+    try:
+        with Path(name).open("rb") as file:
+            start = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(
+            f"the model {name} cannot be read ({error.strerror}): name a GGUF file with -m"
+        ) from error
+    if start != _MAGIC:
+        raise ModelError(f"the model {name} is not a GGUF file: it starts with {start!r}")

@@ -1,0 +1,238 @@
+"""The server scenarios: clients over HTTP against llama-server, stock and patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing
+from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_lab import (
+    CLIENTS,
+    SLOT,
+    CompletionRequest,
+    ServerLab,
+    answers,
+    complete,
+    first_difference,
+    in_parallel,
+)
+
+if TYPE_CHECKING:
+    from pyllamakv.scenarios.outcome import Kind
+    from pyllamakv.server.server_process import ServerProcess
+
+#: Seconds until a cancelled request must have left its slot.
+_IDLE = 60.0
+
+
+@dataclass(frozen=True)
+class ServerScenario:
+    """A claim about a server, and the run that verifies it."""
+
+    id: str
+    kind: Kind
+    claim: str
+    run: Callable[[ServerLab], None]
+
+
+def _prompt_lengths(lab: ServerLab, count: int, most: float = 0.8) -> list[int]:
+    """Return random lengths between a tenth and ``most`` of a slot."""
+    return [lab.random.randint(SLOT // 10, int(SLOT * most)) for _ in range(count)]
+
+
+def _context_shift(lab: ServerLab) -> None:
+    """Send requests whose answers outgrow their slots."""
+    with lab.server(shift=True) as server:
+        with ServerClient(server.url) as client:
+            requests = [
+                CompletionRequest(
+                    lab.prompt(client, length), SLOT - length + lab.random.randint(1, SLOT // 2)
+                )
+                for length in _prompt_lengths(lab, 40)
+            ]
+        found = answers(server, requests, CLIENTS)
+        lab.note(requests=len(found), shifted=sum(each.truncated for each in found))
+        short = sum(
+            len(each.tokens) != request.n_predict
+            for each, request in zip(found, requests, strict=True)
+        )
+        if short:
+            raise ScenarioFailed(f"{short} of {len(found)} answers are too short", failure="lost")
+        _refuse_retries(lab, server)
+
+
+def _parallel(lab: ServerLab) -> None:
+    """Send long and short prompts that fit; compare with a single client."""
+    with lab.server() as server:
+        with ServerClient(server.url) as client:
+            prompts = [lab.prompt(client, length) for length in _prompt_lengths(lab, 48)]
+        requests = [
+            CompletionRequest(prompt, lab.random.randint(8, min(192, SLOT - len(prompt) - 8)))
+            for prompt in prompts
+        ]
+        alone = answers(server, requests, 1)
+        together = answers(server, requests, CLIENTS)
+        lab.note(requests=len(requests) * 2)
+        pairs = list(zip(alone, together, strict=True))
+        lab.note(other_text=sum(one.tokens != other.tokens for one, other in pairs))
+        for index, (one, other) in enumerate(pairs):
+            at = first_difference(one, other)
+            if at is not None:
+                message = f"request {index}: token {at} is not that of a single client"
+                raise ScenarioFailed(message, failure="data")
+        _refuse_retries(lab, server)
+
+
+def _cancelled(lab: ServerLab) -> None:
+    """Disconnect in the middle of answers; the slots become idle and answer as before."""
+    with lab.server() as server, ServerClient(server.url) as client:
+        prompts = [lab.prompt(client, length) for length in _prompt_lengths(lab, 24, most=0.5)]
+        check = CompletionRequest(prompts[0], 32)
+        (before,) = answers(server, [check], 1)
+
+        def cancel(one: ServerClient, prompt: tuple[int, ...]) -> None:
+            one.cancel(prompt, SLOT - len(prompt) - 8, after=3)
+
+        failed = [
+            each
+            for each in in_parallel(server.url, prompts, CLIENTS, cancel)
+            if isinstance(each, Exception)
+        ]
+        if failed:
+            raise ScenarioFailed(f"{len(failed)} requests did not start: {failed[0]}")
+        if not client.wait_idle(_IDLE):
+            raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
+        (after,) = answers(server, [check], 1)
+        lab.note(requests=len(prompts) + 2, cancelled=len(prompts))
+        lab.note(retries=server.retries)
+        if first_difference(before, after) is not None:
+            raise ScenarioFailed("an answer differs after cancelled requests", failure="data")
+
+
+def _too_long(lab: ServerLab) -> None:
+    """Send requests that are longer than a slot, among others that fit."""
+    with lab.server() as server, ServerClient(server.url) as client:
+        fits = CompletionRequest(lab.prompt(client, SLOT // 4), 16)
+        large = CompletionRequest(lab.prompt(client, SLOT + 64), 16)
+
+        def ask(one: ServerClient, request: CompletionRequest) -> int:
+            return one.complete(request.prompt, request.n_predict).n_prompt
+
+        found = in_parallel(server.url, [fits, large] * 6, CLIENTS, ask)
+        lab.note(requests=len(found), refused=sum(isinstance(e, PromptTooLong) for e in found))
+        for index, result in enumerate(found):
+            if index % 2 and not isinstance(result, PromptTooLong):
+                raise ScenarioFailed(f"a request longer than its slot was not refused: {result!r}")
+            if not index % 2 and result != len(fits.prompt):
+                raise ScenarioFailed(f"a request that fits was not answered: {result!r}")
+
+
+def _slot_files(lab: ServerLab) -> None:
+    """Reuse a prompt, save its slot, restore it into another slot; the answers are equal."""
+    with (
+        lab.folder() as folder,
+        lab.server("--slot-save-path", f"{folder}/") as server,
+        ServerClient(server.url) as client,
+    ):
+        prompts = [lab.prompt(client, SLOT // 2) for _ in range(CLIENTS)]
+        # Slots that grow in turn leave scattered cells in the cache.
+        for part in (4, 2, 1):
+            for slot, prompt in enumerate(prompts):
+                complete(client, prompt[: len(prompt) // part], 1, id_slot=slot)
+        expected = complete(client, prompts[0], 32, id_slot=0)
+        lab.note(reused=expected.reused)
+        if expected.reused < len(prompts[0]) - 1:
+            raise ScenarioFailed(
+                f"a repeated prompt of {len(prompts[0])} tokens reused {expected.reused}"
+            )
+        client.post("/slots/0?action=save", {"filename": "slot"})
+        client.post("/slots/1?action=erase", {})
+        client.post("/slots/1?action=restore", {"filename": "slot"})
+        found = complete(client, prompts[0], 32, id_slot=1)
+        lab.note(requests=2 + 3 * CLIENTS, restored=found.reused)
+        if found.reused < len(prompts[0]) - 1:
+            raise ScenarioFailed(f"a restored slot reused {found.reused} tokens", failure="lost")
+        if first_difference(expected, found) is not None:
+            raise ScenarioFailed("the answer of a restored slot differs", failure="data")
+
+
+def _openai(lab: ServerLab) -> None:
+    """Hold chats with the openai package; every message is answered."""
+    try:
+        import openai
+    except ImportError as error:
+        hint = "pip install 'pyllamakv[server]'"
+        raise ToolMissing(f"this scenario needs openai: {hint}", "openai", hint) from error
+
+    with lab.server(shift=True) as server:
+        # A word of the text is one to five tokens.
+        turns = [lab.words(length // 5) for length in _prompt_lengths(lab, 32)]
+
+        def ask(_client: ServerClient, text: str) -> Any:
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+                return api.chat.completions.create(
+                    model="model",
+                    messages=[{"role": "user", "content": text}],
+                    max_tokens=SLOT,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+
+        found = in_parallel(server.url, turns, CLIENTS, ask)
+        failed = [each for each in found if isinstance(each, Exception)]
+        lab.note(requests=len(found))
+        if failed:
+            message = f"{len(failed)} of {len(found)} chats were not answered: {failed[0]}"
+            raise ScenarioFailed(message)
+        _refuse_retries(lab, server)
+
+
+def _refuse_retries(lab: ServerLab, server: ServerProcess) -> None:
+    """Raise ScenarioFailed for retries: a slot always has enough free cells for its request."""
+    lab.note(retries=server.retries)
+    if server.retries:
+        raise ScenarioFailed(
+            f"{server.retries} batches found no cells and were split, although enough are free"
+        )
+
+
+SCENARIOS = (
+    ServerScenario(
+        "server-context-shift",
+        "fix",
+        "Answers that outgrow their slots are completed without retries.",
+        _context_shift,
+    ),
+    ServerScenario(
+        "server-parallel",
+        "fix",
+        "Parallel requests that fit are answered without retries, and as for a single client.",
+        _parallel,
+    ),
+    ServerScenario(
+        "server-openai",
+        "fix",
+        "Chats of the openai package that outgrow their slots are answered without retries.",
+        _openai,
+    ),
+    ServerScenario(
+        "server-cancelled",
+        "guard",
+        "Requests of clients that disconnect leave their slots; later answers are unchanged.",
+        _cancelled,
+    ),
+    ServerScenario(
+        "server-too-long",
+        "guard",
+        "Requests longer than a slot are refused with an error; others are answered.",
+        _too_long,
+    ),
+    ServerScenario(
+        "server-slots",
+        "guard",
+        "A cached, saved and restored prompt is not evaluated again; the answer is the same.",
+        _slot_files,
+    ),
+)

@@ -1,0 +1,111 @@
+"""The verb `server`: finds a built server, runs it, and ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_kit import cli
+from server_kit import ending, gguf, serving
+
+from pyllamakv.cli import main
+from pyllamakv.errors import NotBuilt
+from pyllamakv.server import server_artifact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Found:
+    """Stand in for a built server."""
+
+    id = "0.3.9-patched-cpu-0-1"
+
+    def __init__(self, program: Path) -> None:
+        self.program = program
+
+    def check_program(self) -> Path:
+        return self.program
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Return a function that makes a program the built server of every spec."""
+
+    def use(program: Path) -> None:
+        monkeypatch.setattr(server_artifact, "find_server", lambda _spec, **_: Found(program))
+
+    return use
+
+
+def test_print_path(built, tmp_path: Path, capsys) -> None:
+    """For the files of a service manager."""
+    built(tmp_path / "llama-server")
+    assert cli(capsys, "server", "0.3.9", "--print-path")[:2] == (0, f"{tmp_path}/llama-server\n")
+    status, out, _ = cli(capsys, "server", "0.3.9", "--print-path", "--json")
+    assert (status, json.loads(out)) == (0, {"path": f"{tmp_path}/llama-server", "id": Found.id})
+    status, _, err = cli(capsys, "server", "0.3.9", "--print-path", "--", "-c", "512")
+    assert status == 2
+    assert "--print-path takes no arguments" in err
+
+
+def test_a_server_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The error has the command that builds it."""
+
+    def find(_spec: str, **_options: object) -> None:
+        raise NotBuilt("build it: pyllamakv build 0.3.9+patched --server")
+
+    monkeypatch.setattr(server_artifact, "find_server", find)
+    status, out, _ = cli(capsys, "server", "0.3.9", "--json")
+    assert status == 2
+    assert json.loads(out)["error"]["type"] == "NotBuilt"
+
+
+def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -> None:
+    """What follows `--` is passed on; its log is on stderr."""
+    built(ending(tmp_path, "loading", "error: invalid argument: --bogus"))
+    model = gguf(tmp_path)
+    status, out, err = cli(capsys, "server", "0.3.9", "--", "-m", model, "--port", "0", "--bogus")
+    assert (status, out) == (2, "")
+    assert err.startswith("loading\n")
+    assert "UsageError: llama-server refuses its arguments" in err
+    status, out, _ = cli(capsys, "server", "0.3.9", "--json", "--", "-m", "/nowhere.gguf")
+    assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_server(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Ctrl-C, and what a service manager sends."""
+    code = (
+        "import signal, sys\n"
+        "from pathlib import Path\n"
+        "from types import SimpleNamespace\n"
+        "from pyllamakv.cli import main\n"
+        "from pyllamakv.server import server_artifact\n"
+        # A shell that starts this test in the background has SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "found = SimpleNamespace(id='x', check_program=lambda: Path(sys.argv[1]))\n"
+        "server_artifact.find_server = lambda spec, **_: found\n"
+        "main.main(['server', '0.3.9', '--json', '--', '--port', '0'])\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(serving(tmp_path))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
+    )
+    assert owner.stdout is not None
+    facts = json.loads(owner.stdout.readline())
+    assert facts["url"].startswith("http://127.0.0.1:")
+    owner.send_signal(number)
+    owner.communicate()
+    assert owner.returncode == status
+    with pytest.raises(ProcessLookupError):
+        os.kill(facts["pid"], 0)

@@ -1,0 +1,99 @@
+"""A built server is found by a spec, and checked before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import manifest
+
+from pyllamakv.building import manifest as manifests
+from pyllamakv.building import variant
+from pyllamakv.building.variant import Spec, Variant
+from pyllamakv.errors import LoadError, ManifestError, NotBuilt
+from pyllamakv.server import server_artifact
+from pyllamakv.server.server_artifact import BuiltServer, ServerManifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltServer:
+    """Return a server in a data directory."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    folder = tmp_path / "built" / "0.3.9-stock-cpu-0123456789abcdef"
+    folder.mkdir(parents=True)
+    manifest(cpu_flags=()).save(folder)
+    library = Variant(folder)
+    made = server_artifact.servers() / server_artifact.server_id(library)
+    made.mkdir(parents=True)
+    (made / "llama-server").write_bytes(b"program")
+    digest = hashlib.sha256(b"program").hexdigest()
+    ServerManifest(
+        made.name, library.id, "0.3.9", ("a", "b"), "cpu", True, digest, "2026", 1.5
+    ).save(made)
+    return BuiltServer(made, library)
+
+
+def test_a_manifest_is_read_as_it_was_written(server: BuiltServer) -> None:
+    """With tuples as tuples."""
+    assert server.manifest.patches == ("a", "b")
+    assert server.manifest.server == server.id
+    assert server_artifact.lookup(server.variant) == server
+    assert server.check_program() == server.program
+
+
+def test_a_damaged_server_is_refused(server: BuiltServer) -> None:
+    """A changed program, and a manifest that cannot be read."""
+    server.program.write_bytes(b"changed")
+    with pytest.raises(ManifestError, match="expected sha256"):
+        server.check_program()
+    (server.folder / "server.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ManifestError, match="build the server again"):
+        _ = BuiltServer(server.folder, server.variant).manifest
+
+
+def test_another_processor_is_refused(server: BuiltServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program would end with an illegal instruction."""
+    changed = dataclasses.replace(server.variant.manifest, cpu_flags=("no-such-flag",))
+    monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset({"avx"}))
+    monkeypatch.setattr(manifests, "load", lambda _folder: changed)
+    with pytest.raises(LoadError, match="no-such-flag"):
+        BuiltServer(server.folder, Variant(server.variant.folder)).check_program()
+
+
+def test_the_id_changes_with_variant_and_project(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And with nothing else."""
+    name = server_artifact.server_id(server.variant)
+    assert name.startswith(f"{server.variant.id}-")
+    assert server_artifact.server_id(Variant(tmp_path / "other")) != name
+    monkeypatch.setattr(server_artifact, "project", lambda: tmp_path)
+    assert server_artifact.server_id(server.variant) != name
+
+
+@pytest.mark.parametrize(
+    ("text", "series"),
+    [("0.3.9", None), ("0.3.9+patched", None), ("0.3.9+stock", ()), ("0.3.9+a,b", ("a", "b"))],
+)
+def test_a_release_without_a_series_is_patched(text: str, series: tuple[str, ...] | None) -> None:
+    """An operator wants the patches."""
+    assert server_artifact.patched_spec(text) == Spec("0.3.9", series)
+
+
+def test_a_server_is_found_by_its_spec(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, the error has the command that builds it."""
+    monkeypatch.setattr(variant, "find", lambda *_args, **_options: server.variant)
+    assert server_artifact.find_server("0.3.9") == server
+    server.program.unlink()
+    with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.9\+patched --server"):
+        server_artifact.find_server("0.3.9")
+    monkeypatch.setattr(variant, "find", lambda *_args, **_options: None)
+    with pytest.raises(NotBuilt, match="--server --backend cuda"):
+        server_artifact.find_server("0.3.9+stock", backend="cuda")

@@ -1,0 +1,122 @@
+"""A server is built beside a variant, found again, and refused when something is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from building_kit import CMAKE, NINJA, BuildSandbox
+
+from pyllamakv.building import build, variant
+from pyllamakv.errors import BuildError, CommandFailed, Unsupported
+from pyllamakv.server import server_artifact
+from pyllamakv.server.server_build import build_server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Makes the server if it is asked for, else what `NINJA` makes.
+SERVER_NINJA = (
+    r"""
+case "$*" in
+*llama-server)
+    cd "$2"
+    echo '{"page": false}' >server.json
+    cat "$(cat tree)/src/llama.cpp" >llama-server
+    chmod +x llama-server
+    exit 0 ;;
+esac
+"""
+    + NINJA
+)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
+    """Return a build environment with a release that has a server."""
+    made = BuildSandbox(tmp_path, monkeypatch)
+    made.use("cmake", f"variant=server\n{CMAKE}")
+    made.use("ninja", SERVER_NINJA)
+    place = made.tree / "tools" / "server"
+    place.mkdir(parents=True)
+    (place / "CMakeLists.txt").touch()
+    return made
+
+
+def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
+    """With a manifest; the variant and its id do not change."""
+    library = build.build(shop.spec)
+    found = build_server(shop.spec)
+    assert found.folder.parent == shop.home / "servers"
+    assert found.variant == library
+    assert found.id == found.manifest.server
+    assert found.id.startswith(f"{library.id}-")
+    assert found.manifest.variant == library.id
+    assert not found.manifest.page
+    assert found.program.read_text("utf-8") == "// stock\n"
+    assert shop.built() == [library.id]
+    folders = {path.name for path in (shop.home / "objects").glob("*-server")}
+    assert len(folders) == 1
+
+
+@pytest.mark.long
+def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is found by the id of the variant, without a lock that another build holds."""
+    first = build_server(shop.spec)
+    ran = shop.count("ninja")
+    monkeypatch.setattr(build, "locked_sources", None)
+    assert build_server(shop.spec) == first == server_artifact.find_server(shop.spec)
+    assert shop.count("ninja") == ran == 2
+
+
+@pytest.mark.long
+def test_the_libraries_are_those_of_the_variant(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CMake gets their folder, the tree, and the same compilers, but no option of ggml."""
+    given: list[dict[str, str]] = []
+    usual = build.cmake.configure
+
+    def configure(job: object, source: Path, definitions: dict[str, str]) -> None:
+        given.append(definitions)
+        usual(job, source, definitions)
+
+    monkeypatch.setattr(build.cmake, "configure", configure)
+    found = build_server(shop.spec)
+    library, server = given
+    assert server["PLK_LIBRARIES"] == str(found.variant.dropin)
+    assert server["PLK_RPATH"] == f"../../built/{found.variant.id}/lib"
+    assert (found.folder / server["PLK_RPATH"]).resolve() == found.variant.dropin
+    for name in ("PLK_LLAMA_SRC", "CMAKE_C_COMPILER", "CMAKE_CXX_FLAGS", "CMAKE_BUILD_TYPE"):
+        assert server[name] == library[name]
+    assert not any(name.startswith("GGML_") for name in server)
+
+
+def test_a_release_without_a_server(shop: BuildSandbox) -> None:
+    """Is refused with its name; its variant is built."""
+    (shop.tree / "tools" / "server" / "CMakeLists.txt").unlink()
+    with pytest.raises(Unsupported, match="contains no llama-server"):
+        build_server(shop.spec)
+    assert len(shop.built()) == 1
+    assert not (shop.home / "servers").exists()
+
+
+@pytest.mark.long
+def test_the_server_of_old_releases_is_an_example(shop: BuildSandbox) -> None:
+    """Through 0.3.8 it is there."""
+    (shop.tree / "tools").rename(shop.tree / "examples")
+    assert build_server(shop.spec).program.is_file()
+
+
+@pytest.mark.long
+def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
+    """Neither with a compiler error nor without a program."""
+    build.build(shop.spec)
+    shop.use("ninja", "echo 'server.cpp:1:1: error: broken'; exit 1\n")
+    with pytest.raises(CommandFailed, match="broken"):
+        build_server(shop.spec)
+    shop.use("ninja", "exit 0\n")
+    with pytest.raises(BuildError, match="expected llama-server"):
+        build_server(shop.spec)
+    assert variant.find(shop.spec) is not None
+    assert not list((shop.home / "servers").glob("*"))

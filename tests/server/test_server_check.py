@@ -1,0 +1,142 @@
+"""The verdict comes from both sides; what cannot be built is no result."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyllamakv.building.variant import Spec
+from pyllamakv.errors import (
+    CommandFailed,
+    HarnessError,
+    NoPortApplies,
+    ScenarioFailed,
+    ServerDied,
+    ToolMissing,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.server import server_check
+from pyllamakv.server.server_check import check_server, select
+from pyllamakv.server.server_lab import ServerLab
+from pyllamakv.server.server_scenarios import SCENARIOS, ServerScenario
+from pyllamakv.verification.verdict import Verdict
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generate no model: nothing runs one here."""
+    monkeypatch.setattr(synthetic_models, "model", lambda name: name)
+
+
+def sides(monkeypatch: pytest.MonkeyPatch, patched: Exception | None = None) -> None:
+    """Replace the builds by stand-ins."""
+
+    def build_server(spec: Spec, **_options: object) -> Any:
+        kind = "stock" if spec.series == () else "patched"
+        if patched and kind == "patched":
+            raise patched
+        manifest = SimpleNamespace(stock=kind == "stock")
+        return SimpleNamespace(
+            id=kind,
+            manifest=SimpleNamespace(patches=("full-defrag",)),
+            variant=SimpleNamespace(manifest=manifest),
+        )
+
+    monkeypatch.setattr(server_check, "build_server", build_server)
+
+
+def scenarios(monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
+    """Replace the scenarios by one fix that raises an error per side."""
+
+    def run(lab: ServerLab) -> None:
+        lab.note(requests=3)
+        if lab.built.id in errors:
+            raise errors[lab.built.id]
+
+    monkeypatch.setattr(server_check, "SCENARIOS", (ServerScenario("server-x", "fix", "", run),))
+
+
+def test_a_fixed_crash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the facts of both sides in JSON."""
+    sides(monkeypatch)
+    scenarios(monkeypatch, stock=ServerDied("llama-server was ended by SIGABRT: x"))
+    found = check_server("0.3.9")
+    assert found.decision.verdict is Verdict.NEEDED
+    assert found.patches == ("full-defrag",)
+    facts = found.to_json()
+    assert facts["scenarios"] == {"server-x": "needed"}
+    assert facts["servers"] == {"stock": "stock", "patched": "patched"}
+    stock, patched = facts["results"]
+    assert (stock["status"], stock["failure"]) == ("fail", "crash")
+    assert (patched["status"], patched["notes"]) == ("pass", {"requests": 3})
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict"),
+    [
+        ({}, Verdict.REDUNDANT),
+        ({"patched": ScenarioFailed("text", failure="data")}, Verdict.HARMFUL),
+        (
+            {"stock": ScenarioFailed("retries"), "patched": ScenarioFailed("retries")},
+            Verdict.INEFFECTIVE,
+        ),
+    ],
+)
+def test_verdicts(
+    monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception], verdict: Verdict
+) -> None:
+    """By the rules of every other check."""
+    sides(monkeypatch)
+    scenarios(monkeypatch, **errors)
+    assert check_server("0.3.9").decision.verdict is verdict
+
+
+def test_a_patched_side_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No port, or a server that does not compile."""
+    scenarios(monkeypatch, stock=ScenarioFailed("retries"))
+    sides(monkeypatch, NoPortApplies("no port of full-defrag applies\nmore"))
+    found = check_server("0.3.9").decision
+    assert found.verdict is Verdict.BROKEN_APPLY
+    assert "no port of full-defrag applies" in found.reason
+    sides(monkeypatch, CommandFailed("x", ["ninja"], 1, "", "server.cpp:1: error"))
+    found = check_server("0.3.9").decision
+    assert (found.verdict, found.reason) == (Verdict.BROKEN_BUILD, "server.cpp:1: error")
+
+
+def test_a_stock_side_that_is_missing_is_untestable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, of a release without a server."""
+
+    def build_server(*_args: object, **_options: object) -> None:
+        raise Unsupported("release 0.0 contains no llama-server")
+
+    monkeypatch.setattr(server_check, "build_server", build_server)
+    found = check_server("0.0").decision
+    assert found.verdict is Verdict.UNTESTABLE
+    assert "no llama-server" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ToolMissing("no httpx"), ToolMissing), (KeyError("content"), HarnessError)],
+)
+def test_errors_of_the_check_are_no_results(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    """A missing client, and a defect of ours."""
+    sides(monkeypatch)
+    scenarios(monkeypatch, stock=error)
+    with pytest.raises(raised):
+        check_server("0.3.9")
+
+
+def test_select() -> None:
+    """All scenarios, or those that are named; ids are unique."""
+    assert select(()) == list(SCENARIOS)
+    assert [each.id for each in select(["server-slots"])] == ["server-slots"]
+    assert len({each.id for each in SCENARIOS}) == len(SCENARIOS)
+    with pytest.raises(UsageError, match="expected one of server-context-shift"):
+        select(["fragmented"])

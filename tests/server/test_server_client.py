@@ -1,0 +1,100 @@
+"""A client asks in llama-server's words, and turns refusals into typed errors."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from server_kit import serving
+
+from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
+from pyllamakv.server.server_client import ServerClient, refusal
+from pyllamakv.server.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = [
+    {
+        "id": 7,
+        "logprob": -0.5,
+        "top_logprobs": [
+            {"id": 9, "logprob": -0.1},
+            {"id": 7, "logprob": -0.5},
+            {"id": 8, "logprob": -2.0},
+        ],
+    },
+    {"id": 8, "logprob": -1.0, "top_logprobs": [{"id": 8, "logprob": -1.0}]},
+]
+ANSWER = {
+    "content": "ab",
+    "tokens_evaluated": 10,
+    "timings": {"prompt_n": 3},
+    "truncated": True,
+    "completion_probabilities": ROWS,
+}
+#: How 0.3.36 and 0.3.9 refuse a long request.
+NEW = '{"error":{"code":400,"message":"request (600 tokens)","type":"exceed_context_size_error"}}'
+OLD = (
+    '{"error":{"code":400,"message":"the request exceeds the available context size. try '
+    'increasing the context size or enable context shift","type":"invalid_request_error"}}'
+)
+
+
+@pytest.mark.long
+def test_answers_of_a_server(tmp_path: Path) -> None:
+    """Tokens with margins, counts, refusals, and a connection that breaks."""
+    pytest.importorskip("httpx")
+    program = serving(
+        tmp_path,
+        {
+            "/completion": (200, ANSWER),
+            "/tokenize": (200, {"tokens": [1, 2]}),
+            "/slots": (200, [{"is_processing": True}]),
+            "/slots/0?action=save": (501, {"error": "not supported"}),
+        },
+    )
+    with (
+        ServerProcess(program, ["--port", "0"]) as server,
+        ServerClient(server.url) as client,
+    ):
+        found = client.complete([1, 2], 2, logit_bias=[[9, False]])
+        assert (found.text, found.tokens, found.truncated) == ("ab", (7, 8), True)
+        # Token 9 is banned, so 8 is the next one.
+        assert found.margins == (1.5, math.inf)
+        assert client.complete("text", 2).margins[0] == pytest.approx(-0.4)
+        assert (found.n_prompt, found.reused) == (10, 7)
+        assert client.tokenize("ab") == [1, 2]
+        assert not client.wait_idle(0.0)
+        with pytest.raises(RequestFailed, match=r"501.*not supported") as caught:
+            client.post("/slots/0?action=save", {})
+        assert caught.value.code == 501
+        with pytest.raises(ConnectionError, match="/die"):
+            client.post("/die", {})
+        assert server.ended()
+        with pytest.raises(ConnectionError):
+            client.cancel("text", 8, after=1)
+
+
+@pytest.mark.parametrize("text", [NEW, OLD, "input is larger than the max context size. skipping"])
+def test_a_request_that_is_too_long(text: str) -> None:
+    """Releases refuse it in different words."""
+    error = refusal("/completion", 400, text)
+    assert isinstance(error, PromptTooLong)
+    assert "larger -c" in str(error)
+
+
+def test_other_refusals() -> None:
+    """Have the status and the reason."""
+    error = refusal("/slots", 501, "")
+    assert isinstance(error, RequestFailed)
+    assert str(error) == "/slots: the server answers 501: no message"
+
+
+def test_without_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ToolMissing, match=r"pip install 'pyllamakv\[server\]'"):
+        ServerClient("http://127.0.0.1:1")

@@ -1,0 +1,118 @@
+"""A lab compares answers up to ties, and says what broke: the server, or a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from server_kit import ending, serving
+
+from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, ServerDied, Untestable
+from pyllamakv.server import server_lab
+from pyllamakv.server.server_client import ServerCompletion
+from pyllamakv.server.server_lab import ServerLab, answers, first_difference, in_parallel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.server.server_client import ServerClient
+
+SLOTS = {"/slots": (200, [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS)}
+ONE = ServerCompletion("abc", (1, 2, 3), (math.inf, 4.0, 2.0), 8, 0, False)
+
+
+def lab(program: Path) -> ServerLab:
+    """Return the lab of a stand-in."""
+    built: Any = SimpleNamespace(program=program, check_program=lambda: program)
+    made = ServerLab(built)
+    made.flags = frozenset({"--slots"})
+    return made
+
+
+def test_equal_answers_have_no_difference() -> None:
+    """Nor have answers that part at a tie, whatever follows."""
+    assert first_difference(ONE, ONE) is None
+    other = replace(ONE, tokens=(1, 9, 8), margins=(math.inf, 0.01, 3.0))
+    assert first_difference(ONE, other) is None
+    assert first_difference(other, ONE) is None
+
+
+def test_other_answers_differ() -> None:
+    """At the first token that no tie explains, or where one answer ends."""
+    assert first_difference(ONE, replace(ONE, tokens=(1, 9, 3))) == 1
+    assert first_difference(ONE, replace(ONE, tokens=(1, 2), margins=(math.inf, 4.0))) == 2
+
+
+def test_prompts_repeat() -> None:
+    """Two labs send the same words, so that stock and patched do the same work."""
+    one, other = lab(server_lab.Path("x")), lab(server_lab.Path("x"))
+    assert one.words(20) == other.words(20) != one.words(20)
+
+
+def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
+    """A program that cannot run is a LoadError."""
+    made = lab(ending(tmp_path, "-c,    --ctx-size N   size", status=0))
+    del made.flags
+    assert {"-c", "--ctx-size"} <= made.flags
+    made = lab(ending(tmp_path, "no library", status=127))
+    del made.flags
+    with pytest.raises(LoadError, match="127"):
+        _ = made.flags
+
+
+@pytest.mark.long
+def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
+    """The end of the server is reported in place of broken connections."""
+    pytest.importorskip("httpx")
+    found = lab(serving(tmp_path, SLOTS, log="GGML_ASSERT(x) failed"))
+
+    def die(client: ServerClient, _item: int) -> None:
+        client.post("/die", {})
+
+    with pytest.raises(ServerDied, match=r"SIGABRT: GGML_ASSERT"), found.server() as server:
+        failed = in_parallel(server.url, [1, 2, 3], 2, die)
+        assert all(isinstance(each, ConnectionError) for each in failed)
+        raise ScenarioFailed("3 of 3 requests were not answered")
+
+
+@pytest.mark.long
+def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused request fails the claim; one without an answer in time is a hang."""
+    pytest.importorskip("httpx")
+    monkeypatch.setattr(server_lab, "_ENDING", 0.0)
+    found = lab(serving(tmp_path, SLOTS))
+    with found.server() as server:
+        requests = [server_lab.CompletionRequest((1,), 1)] * 3
+        with pytest.raises(ScenarioFailed, match=r"3 of 3 requests .*404") as refused:
+            answers(server, requests, 2)
+        assert refused.value.failure == "claim"
+    for error, failure in ((TimeoutError("late"), "hang"), (RequestFailed("no"), "claim")):
+        with pytest.raises(ScenarioFailed) as caught, found.server():
+            raise error
+        assert caught.value.failure == failure
+
+
+@pytest.mark.long
+def test_slots_share_one_cache_where_they_can(tmp_path: Path) -> None:
+    """Each with its part; otherwise nothing is proven, and the run is skipped."""
+    pytest.importorskip("httpx")
+    found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": server_lab.CELLS}])}))
+    assert found.sharing == ()
+    message = r"expected slots of 512 cells, found \[2048\]"
+    with pytest.raises(Untestable, match=message), found.server():
+        pass
+    for known, sizes, flags in (
+        ({"--kv-unified"}, [server_lab.CELLS], ()),
+        ({"--kv-unified"}, [server_lab.SLOT] * 4, ("--kv-unified",)),
+        (
+            {"--kv-unified", "--kv-unified-per-slot"},
+            [],
+            ("--kv-unified", "--kv-unified-per-slot", "512"),
+        ),
+    ):
+        found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": size} for size in sizes])}))
+        found.flags = frozenset(known)
+        assert found.sharing == flags

@@ -1,0 +1,210 @@
+"""A server starts, reports why it does not, and never outlives its owner."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from server_kit import ending, gguf, serving
+
+from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
+from pyllamakv.server import server_process
+from pyllamakv.server.server_process import RETRY, ServerProcess
+
+
+def get(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return int(answer.status)
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended; one that nobody has reaped yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_a_server_runs_until_it_is_closed(tmp_path: Path) -> None:
+    """It is ready when the constructor returns, and its log reaches the sink."""
+    lines: list[str] = []
+    with ServerProcess(
+        serving(tmp_path, log=f"srv: {RETRY} with"), ["--port", "0"], sink=lines.append
+    ) as server:
+        assert get(f"{server.url}/health") == 200
+        assert server.port > 0
+        pid = server.pid
+        assert not server.ended(0.0)
+    assert gone(pid)
+    assert server.ended()
+    assert lines == list(server.log)
+    assert server.retries == 1
+    server.close()
+
+
+@pytest.mark.long
+def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
+    """Without one, the environment decides, as for llama-server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = serving(tmp_path)
+    with ServerProcess(program, ["--port", str(port)]) as server:
+        assert server.url == f"http://127.0.0.1:{port}"
+    with ServerProcess(program, env={"LLAMA_ARG_PORT": str(port)}) as server:
+        assert server.port == port
+
+
+def test_a_closed_terminal_does_not_end_the_server(tmp_path: Path) -> None:
+    """Its log is still read, or the server would wait when the pipe is full."""
+
+    def closed(_line: str) -> None:
+        raise BrokenPipeError
+
+    with ServerProcess(serving(tmp_path), ["--port", "0"], sink=closed) as server:
+        assert get(f"{server.url}/health") == 200
+        assert server.log == ("ready",)
+
+
+def test_a_moved_health_path_is_ready(tmp_path: Path) -> None:
+    """With --api-prefix; a server that loads a model answers 503 at every path."""
+    program = serving(tmp_path, {"/health": (404, {"error": "no such path"})})
+    with ServerProcess(program, ["--port", "0"]) as server:
+        assert not server.ended(0.0)
+
+
+def test_a_server_that_dies_is_reported(tmp_path: Path) -> None:
+    """With its signal and the last lines of its log."""
+    with ServerProcess(serving(tmp_path, log="last words"), ["--port", "0"]) as server:
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            get(f"{server.url}/die")
+        with pytest.raises(ServerDied, match=r"SIGABRT[^$]*last words") as caught:
+            server.wait()
+    assert caught.value.signal == signal.SIGABRT
+    assert caught.value.exitcode is None
+    assert "last words" in caught.value.log
+
+
+def test_a_server_that_ends_at_once_is_reported(tmp_path: Path) -> None:
+    """With its status."""
+    with pytest.raises(ServerDied, match=r"ended with status 7[^$]*what a pity") as caught:
+        ServerProcess(ending(tmp_path, "what a pity", status=7), ["--port", "0"])
+    assert caught.value.exitcode == 7
+
+
+def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
+    """The error has the log."""
+    program = serving(tmp_path, {"/health": (503, {"error": "Loading model"})}, log="loading")
+    with pytest.raises(ServerDied, match="not ready after 0 s"):
+        ServerProcess(program, ["--port", "0"], patience=0.0)
+
+
+def test_ctrl_c_while_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no process."""
+    pids: list[int] = []
+
+    def interrupted(server: ServerProcess) -> bool:
+        pids.append(server.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ServerProcess, "_healthy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(serving(tmp_path), ["--port", "0"])
+    assert gone(pids[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("load: unknown model architecture: 'mystery'", ModelError, "use a newer release"),
+        ("error loading model: no tensors", ModelError, "no tensors: check the model file"),
+        ("main: couldn't bind HTTP server socket, port: 1", AddressInUse, "choose another --port"),
+        ("error: invalid argument: --bogus", UsageError, r"refuses its arguments.*--bogus"),
+        ("x: error while loading shared libraries: libcuda.so.1", LoadError, "driver of the GPU"),
+        ('error while handling argument "-c": stoi', UsageError, "argument .-c."),
+    ],
+)
+def test_the_log_explains_the_end(
+    tmp_path: Path, line: str, error: type[Exception], message: str
+) -> None:
+    """What upstream logs before it ends becomes a typed error with a remedy."""
+    with pytest.raises(error, match=message):
+        ServerProcess(ending(tmp_path, "loading", line, "bye"), ["--port", "0"])
+
+
+def test_a_used_port_is_refused_before_the_start(tmp_path: Path) -> None:
+    """And so is an address of another machine."""
+    program = tmp_path / "never started"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
+            ServerProcess(program, ["--port", port])
+    with pytest.raises(AddressInUse, match="an address of this machine"):
+        ServerProcess(program, ["--host", "192.0.2.1", "--port", "0"])
+
+
+def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
+    """A missing file, and one that is no GGUF file."""
+    program = tmp_path / "never started"
+    for words in (["-m", "/nowhere.gguf"], ["--model", str(tmp_path)]):
+        with pytest.raises(ModelError, match="cannot be read"):
+            ServerProcess(program, ["--port", "0", *words])
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        ServerProcess(program, ["--port", "0"], env={"LLAMA_ARG_MODEL": __file__})
+
+
+@pytest.mark.parametrize("words", [["--port", "x"], ["--port", "65536"], ["--host", "/x.sock"]])
+def test_an_invalid_address_is_refused(tmp_path: Path, words: list[str]) -> None:
+    """Before the start."""
+    with pytest.raises(UsageError):
+        ServerProcess(tmp_path / "never started", words)
+
+
+def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
+    """Is a LoadError with its path."""
+    with pytest.raises(LoadError, match="never started"):
+        ServerProcess(tmp_path / "never started", ["--port", "0", "-m", str(gguf(tmp_path))])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends the server")
+def test_a_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
+    """SIGKILL leaves no orphan, also if the starting thread has ended."""
+    code = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from pyllamakv.server.server_process import ServerProcess\n"
+        "def start(): print(ServerProcess(Path(sys.argv[1]), ['--port', '0']).pid, flush=True)\n"
+        "thread = threading.Thread(target=start)\n"
+        "thread.start(); thread.join()\n"
+        "print(sys.stdin.read())\n"
+    )
+    root = str(Path(server_process.__file__).parents[2])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(serving(tmp_path))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    assert not gone(pid)
+    handle = os.pidfd_open(pid)
+    owner.kill()
+    owner.communicate()
+    # The descriptor is readable when the process has ended.
+    try:
+        assert select.select([handle], [], [], 60)[0]
+    finally:
+        os.close(handle)
+    assert gone(pid)
