@@ -82,7 +82,7 @@ def test_what_is_not_named_is_the_newest_verified(
 ) -> None:
     """`env` and `dropin` take the newest of llama-cpp-python."""
     monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
-    monkeypatch.setattr(build, "_text", lambda spec, _variant: [str(spec)])
+    monkeypatch.setattr(build, "_text", lambda spec, _variant, _server: [str(spec)])
     known = lockfile.known()
     monkeypatch.setattr(
         verified, "releases", lambda kind=None: [known["0.3.36" if kind == "sdist" else "b11549"]]
