@@ -101,7 +101,7 @@ def test_other_interface(tmp_path: Path) -> None:
 
 def test_other_struct() -> None:
     """A struct of another size is refused by its name."""
-    refused(fake("FAKE_SIZE=72"), "plk_counters for 72 bytes")
+    refused(fake("FAKE_SIZE=72"), "plk_counters of 72 bytes")
 
 
 def test_cpu_flags(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
         "patches/fix/patch.toml",
         "vendor/upstream.lock.toml",
     )
-    assert made.notes == ("look at the markers proposed for 0.3.2 in patches/fix/patch.toml",)
+    assert made.notes == ("review the proposed markers of port 0.3.2 in patches/fix/patch.toml",)
     lock = tomlkit.parse(checkout.git("show", f"{NAME}:vendor/upstream.lock.toml"))
     assert [each["name"] for each in lock["release"]] == ["0.3.1", "0.3.2"]
     accepted = tomlkit.parse(checkout.git("show", f"{NAME}:patches/expected.toml"))
