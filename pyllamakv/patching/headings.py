@@ -86,6 +86,12 @@ def name(heading: bytes) -> str:
     return kind[1] if kind else " ".join(text.split())
 
 
+def names(lines: Sequence[bytes]) -> set[str]:
+    """Return the names of the functions, types and variables in a file, without their classes."""
+    starts = (line for line in lines if _START.match(line) and not _label(line))
+    return {name(line).rpartition("::")[2] for line in starts}
+
+
 class Headings:
     """Index the headings of a file."""
 
