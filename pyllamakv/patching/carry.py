@@ -169,7 +169,7 @@ class Carrier:
         store = self._store
         base = trees.ensure_fetched(store, self._bases[port.base], self._progress)
         stock = store.tree_of(base)
-        tree = trees.StoreTree(store, stock)
+        tree = trees.cached(store, stock)
         tree.fetch(path for each in self._series for one in each.ports for path in one.patch.paths)
         draft = TreeOverlay(tree)
         done: list[str] = []

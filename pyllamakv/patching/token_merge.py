@@ -178,9 +178,9 @@ class _Target:
         before = self._kept[first - 1] if first else -1
         after = self._kept[last]
         if first < last:
-            return self._run(first, last) if self._named(first, last) else None
+            return self._run(first, last) if self._anchored(first, last) else None
         if not ("\n" in tokens[0].space and first in (*self._starts, len(self._old) - 1)):
-            if before is None or after != before + 1 or not self._named(first - 2, first + 2):
+            if before is None or after != before + 1 or not self._anchored(first, first):
                 return None
             return before + 1, before + 1
         left = before is not None and (not first or self._line(first - 1))
@@ -191,10 +191,27 @@ class _Target:
             return before + 1, before + 1
         return (after, after) if right and after is not None else None
 
+    def _anchored(self, first: int, last: int) -> bool:
+        """Return whether a range has a name, or upstream kept all up to a name of the line."""
+        start, end = self._around(first)
+        while (
+            first > start
+            and self._run(first - 1, max(last, first))
+            and not self._named(first, last)
+        ):
+            first -= 1
+        while last < end and self._run(first, last + 1) and not self._named(first, last):
+            last += 1
+        return self._named(first, last)
+
+    def _around(self, at: int) -> tuple[int, int]:
+        """Return the range of the line of a token."""
+        end = len(self._old) - 1
+        first = max((start for start in self._starts if start <= at), default=0)
+        return first, min((start for start in self._starts if start > at), default=end)
+
     def _named(self, first: int, last: int) -> bool:
-        """Return whether a range of the base has a name that upstream kept."""
-        places = range(max(first, 0), min(last, len(self._old)))
-        return any(self._kept[at] is not None and _NAME.match(self._old[at].text) for at in places)
+        return any(_NAME.match(token.text) for token in self._old[first:last])
 
     def _run(self, first: int, last: int) -> tuple[int, int] | None:
         """Return where consecutive tokens of the base are, if upstream changed none of them."""
@@ -206,8 +223,7 @@ class _Target:
 
     def _line(self, at: int) -> bool:
         """Return whether upstream has the line of a token, and the line has a name."""
-        first = max(start for start in self._starts if start <= at)
-        last = min([start for start in self._starts if start > at], default=len(self._old) - 1)
+        first, last = self._around(at)
         return self._named(first, last) and self._run(first, last) is not None
 
 

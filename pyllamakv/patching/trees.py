@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import functools
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching.strict_apply import DraftEntry
@@ -32,7 +32,7 @@ class StoreTree:
         self.tree = tree
         self._read: dict[str, DraftEntry | None] = {}
 
-    @cached_property
+    @functools.cached_property
     def modes(self) -> dict[str, str]:
         """Return the mode of every file."""
         return {entry.path: entry.mode for entry in self.store.entries(self.tree)}
@@ -56,6 +56,12 @@ class StoreTree:
         for path, data in found.items():
             if data is not None:
                 self._read[path] = DraftEntry(data, self.modes[path])
+
+
+@functools.lru_cache(maxsize=16)
+def cached(store: Store, tree: str) -> StoreTree:
+    """Return a reader of a tree that keeps the files of the trees that were read last."""
+    return StoreTree(store, tree)
 
 
 def ensure_fetched(store: Store, release: Release, progress: Progress | None = None) -> Release:

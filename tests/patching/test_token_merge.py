@@ -1,4 +1,4 @@
-"""The sides of a conflict are merged by tokens if their changes are apart, and refused otherwise."""
+"""The sides of a conflict are merged by tokens only if their changes are apart."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def test_blanks_and_comments_are_no_changes() -> None:
     [
         ("    buf = alloc(ctx.get(), buft); // real\n", CALL, PATCHED,
          "    buf = mapped::alloc(map, ctx.get(), buft, size); // real\n"),
-        ("    a(1);\n    c(2);\n", "    a(1);\n    b(2);\n", "    x(1);\n    b(2);\n",
-         "    x(1);\n    c(2);\n"),
+        ("    a(p, 0);\n    c(2);\n", "    a(p, 0);\n    b(2);\n", "    x(m, p);\n    b(2);\n",
+         "    x(m, p);\n    c(2);\n"),
         ("    a(1);\n", "    a(1);\n    b(2);\n", "    a(1);\n    x(1);\n    b(2);\n",
          "    a(1);\n    x(1);\n"),
-        ("        a(1);\n        b(3);\n", "    a(1);\n    b(2);\n", "    a(1);\n    x();\n    b(2);\n",
+        ("        a(1);\n        b(3);\n", "    a(1);\n    b(2);\n",
+         "    a(1);\n    x();\n    b(2);\n",
          "        a(1);\n    x();\n        b(3);\n"),
         ("    f(a, b, c);\n", "    f(a, b);\n", "    int s = f(a, b);\n    if (s) {\n    }\n",
          "    int s = f(a, b, c);\n    if (s) {\n    }\n"),
@@ -63,13 +64,14 @@ def test_changes_that_are_apart_are_merged(
         ("    a(1);\n    y(1);\n    b(2);\n", "    a(1);\n    b(2);\n",
          "    a(1);\n    x(1);\n    b(2);\n"),
         ("    z(9);\n", "    a(1);\n    b(2);\n", "    a(1);\n    x(1);\n    b(2);\n"),
-        ("    s = f(a, b);\n", "    s = f(a, b, il);\n", "    g(f(c, d, il));\n    s = f(a, b, il);\n"),
+        ("    s = f(a, b);\n", "    s = f(a, b, il);\n",
+         "    g(f(c, d, il));\n    s = f(a, b, il);\n"),
         ("    s = f(a, b, il);\n", "    s = f(a, b);\n", "    g(f(c, d));\n    s = f(a, b);\n"),
         ("    }\n    p(1);\n    }\n", "    }\n    q(2);\n    }\n",
          "    }\n    }\n    q(2);\n    x();\n    }\n"),
         ("", "", "    x();\n" * 3000),
     ],
-    ids=["replaced", "both insert", "no line left", "removed name", "changed call", "braces", "huge"],
+    ids=["replaced", "insertions", "no line", "removed name", "changed call", "braces", "huge"],
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
     """Then the conflict is reported as git found it."""
