@@ -25,6 +25,7 @@ from pyllamakv.patching import (
     port_choice,
     token_merge,
     trees,
+    used_names,
 )
 from pyllamakv.patching.port_choice import AppliedPort, Manual, MergeConflict
 from pyllamakv.patching.strict_apply import TreeOverlay
@@ -140,6 +141,11 @@ class Carrier:
             return Manual(port.base, f"{self._release.name} contains every change of the patch")
         if merged.changes is None:
             return Manual(port.base, merged.problem, merged.conflicts)
+        folders = used_names.folders(merged.changes)
+        base = store.tree_of(self._bases[port.base])
+        sides = (_sources(store, tree, folders) for tree in (base, stock))
+        if lost := used_names.lost(merged.changes, *sides):
+            return Manual(port.base, f"the patch uses {lost}, which {self._release.name} lacks")
         carried = replace(
             port,
             base=self._release.name,
@@ -217,6 +223,17 @@ def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
     sides = port, _reader(store, after), changes, _reader(store, tree)
     problem = carry_comparison.difference(*sides, tokens=renamed)
     return _Merged(problem=problem) if problem else _Merged(tree, changes)
+
+
+@functools.lru_cache(maxsize=4)
+def _sources(store: Store, tree: str, folders: frozenset[str]) -> used_names.Sources:
+    source = trees.StoreTree(store, tree)
+    paths = [path for path in source.paths() if used_names.is_source(path, folders)]
+    source.fetch(paths)
+    entries = {path: source.entry(path) for path in paths}
+    return used_names.Sources(
+        {path: entry.data.decode("utf-8", "replace") for path, entry in entries.items() if entry}
+    )
 
 
 def _diff(store: Store, old: str, new: str) -> Patch:

@@ -184,6 +184,20 @@ def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     assert b"    run(a.get(), b, 1);\n" in file(bench, made.tree, "src/a.cpp")
 
 
+def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
+    """The merge has no conflict, but the patch uses what upstream renamed elsewhere."""
+    header = {"src/h.h": b"int cell_size;\n" * 9}
+    new = {"src/a.cpp": code("first") + code("second", "use(cell_size);")}
+    bench.add_release("0.3.6", STOCK | header, "2025-01-06")
+    near = {"src/a.cpp": STOCK["src/a.cpp"].replace(b"second_7();", b"second_7(a);")}
+    bench.add_release("0.3.7", {**near, "src/h.h": b"int n_cells;\n" * 9}, "2025-01-07")
+    bench.add_patch("uses", {"0.3.6": (STOCK | header, new | header)}, marker=("src/h.h", "int "))
+    listed = series.load(bench.folder)
+    _, found = status.status([bench.releases["0.3.7"]], series=listed, store=bench.store)
+    assert found.state == "manual"
+    assert "the patch uses `cell_size`, which 0.3.7 lacks" in found.reason
+
+
 def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is carried, and the reason names the version of git that can."""
 
