@@ -164,7 +164,7 @@ class Carrier:
         if trees.write(store, stock, trial) != merged.tree:
             return Manual(port.base, "the merged changes do not reproduce the merged tree")
         draft.changes.update(trial.changes)
-        return AppliedPort(carried, placements)
+        return AppliedPort(carried, placements, merged.conflicts)
 
     def _based(self, port: Port, definition: Definition, applied: Sequence[str]) -> tuple[str, str]:
         """Return the trees of a port's base release before and after the port.
@@ -193,7 +193,10 @@ class Carrier:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A merged tree with the changes of the port, or the reason why there is none."""
+    """A merged tree with the changes of the port, or the reason why there is none.
+
+    The conflicts are those that git found.
+    """
 
     tree: str = ""
     changes: Patch | None = None
@@ -222,7 +225,7 @@ def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
     port = _diff(store, before, after)
     sides = port, _reader(store, after), changes, _reader(store, tree)
     problem = carry_comparison.difference(*sides, tokens=renamed)
-    return _Merged(problem=problem) if problem else _Merged(tree, changes)
+    return _Merged(tree, None if problem else changes, problem, conflicts)
 
 
 @functools.lru_cache(maxsize=4)

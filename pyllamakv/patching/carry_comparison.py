@@ -18,6 +18,8 @@ Reader = Callable[[str], bytes]
 
 #: The changes of a function in order: lines of one block each, or tokens.
 Changes = dict[str, list[tuple[str, ...]]]
+#: The lines of functions and types, by name.
+Bodies = dict[str, set[bytes]]
 
 
 def difference(
@@ -35,7 +37,7 @@ def difference(
     Added files must be equal. With ``tokens``, the same tokens must be added and removed in each
     function, in the same order; other tokens of a line may differ, and ``tokens`` are names of the
     first patch that may have another name in the second. A function has been renamed if each of its
-    names exists on one side only, and its changes are the same.
+    names exists on one side only, its changes are the same, and half of its lines.
     """
     first, second = _added_files(one), _added_files(other)
     if first != second:
@@ -77,22 +79,36 @@ def _counted(changes: Changes) -> Counter[tuple[str, tuple[str, ...]]]:
     return Counter((name, lines) for name, blocks in changes.items() for lines in blocks)
 
 
-def _renamed(before: Changes, old: set[str], after: Changes, new: set[str]) -> dict[str, str]:
+def _renamed(before: Changes, old: Bodies, after: Changes, new: Bodies) -> dict[str, str]:
     """Return the functions that upstream renamed: old name -> new name."""
     found = {}
     for name, changes in before.items():
-        others = [each for each, same in after.items() if same == changes and each not in old]
-        if name and name not in new and len(others) == 1:
+        if not name or name in new:
+            continue
+        others = [
+            each
+            for each, same in after.items()
+            if same == changes
+            and each not in old
+            and _similar(old.get(name, set()), new.get(each, set()))
+        ]
+        if len(others) == 1:
             found[name] = others[0]
     return found
 
 
-def _functions(patch: Patch, read: Reader) -> set[str]:
-    """Return the names of the functions and types in the changed files."""
-    found = set()
+def _similar(one: set[bytes], other: set[bytes]) -> bool:
+    """Return whether two functions have half of their lines in common."""
+    return 2 * len(one & other) >= max(len(one), len(other)) > 0
+
+
+def _functions(patch: Patch, read: Reader) -> Bodies:
+    """Return the lines of the functions and types in the changed files, by name."""
+    found: Bodies = {}
     for file in patch.files:
         if file.old is not None and file.new is not None:
-            found |= headings.names(hunk_locator.lines_of(read(file.path)))
+            for name, lines in headings.bodies(hunk_locator.lines_of(read(file.path))).items():
+                found.setdefault(name, set()).update(lines)
     return found
 
 

@@ -86,10 +86,18 @@ def name(heading: bytes) -> str:
     return kind[1] if kind else " ".join(text.split())
 
 
-def names(lines: Sequence[bytes]) -> set[str]:
-    """Return the names of the functions, types and variables in a file, without their classes."""
-    starts = (line for line in lines if _START.match(line) and not _label(line))
-    return {name(line).rpartition("::")[2] for line in starts}
+def bodies(lines: Sequence[bytes]) -> dict[str, set[bytes]]:
+    """Return the lines of each function, type and variable in a file, by name without its class."""
+    found: dict[str, set[bytes]] = {}
+    current: set[bytes] = set()
+    for line in lines:
+        if _START.match(line) and not _label(line):
+            current = found.setdefault(name(line).rpartition("::")[2], set())
+        elif line[:1] == b"}":
+            current = set()
+        elif text := line.strip(_BLANKS):
+            current.add(text)
+    return found
 
 
 class Headings:

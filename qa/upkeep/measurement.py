@@ -51,6 +51,10 @@ MODES = (TODAY, LEAVE_ONE_OUT, FORWARD, CARRY_FIRST)
 
 MANUAL = "manual"
 
+#: The modules of `pyllamakv.patching` that determine how a patch is applied or carried.
+_MODULES = ("carry", "carry_comparison", "cpp_lines", "definition", "headings", "hunk_locator",
+            "hunks", "port_choice", "strict_apply", "token_merge", "used_names")  # fmt: skip
+
 #: The states that each port fits, by the digest of the port.
 Fits = dict[str, list["Release"]]
 
@@ -331,6 +335,7 @@ def _kept(fits: Sequence[Release], release: Release, mode: str) -> bool:
 
 def _code() -> str:
     """Return the digest of the code that determines a result."""
-    files = [*sorted(Path(carry.__file__).parent.glob("*.py")), Path(__file__)]
+    folder = Path(carry.__file__).parent
+    files = [*(folder / f"{name}.py" for name in _MODULES), Path(__file__)]
     text = "".join(file.read_text("utf-8") for file in files)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,13 @@ _HEADINGS = {
 }
 #: Mode -> target in percent for all releases, and for those after July 2026.
 _TARGETS = {LEAVE_ONE_OUT: (98, None), FORWARD: (95, 90)}
+
+_CARRY = re.compile(
+    r"cannot be carried from (\S+): (.*?)(?:; cannot be carried from|\Z)", re.DOTALL
+)
+_CONFLICT = re.compile(
+    r"(\S+?)(?::\d+)?: (?:upstream changed the lines|the target has no such file)"
+)
 
 _INTRODUCTION = """\
 # Upkeep
@@ -81,13 +89,17 @@ def page(
         "",
         "## States that need manual work",
         "",
-        "| state | date | mode | patches |",
-        "|---|---|---|---|",
+        "The cause is that of the first patch, with the nearest port.",
+        "",
+        "| state | date | mode | patches | cause |",
+        "|---|---|---|---|---|",
     ]
     for one in found:
         if not one.good and one.mode != CARRY_FIRST:
-            names = ", ".join(id_ for id_, state in one.patches.items() if state == MANUAL)
-            lines.append(f"| {one.release} | {one.date[:10]} | {_HEADINGS[one.mode]} | {names} |")
+            manual = [id_ for id_, state in one.patches.items() if state == MANUAL]
+            cause = _cause(one.reasons.get(manual[0], ""))
+            facts = (one.release, one.date[:10], _HEADINGS[one.mode], ", ".join(manual), cause)
+            lines.append(f"| {' | '.join(facts)} |")
     lines += ["", "## Hooks", "", *_hooks(hooks)]
     lines += ["", "## Verified sample", "", *_sample(verified)]
     return "\n".join([*lines, ""])
@@ -128,6 +140,18 @@ def _patches(found: Sequence[Measured]) -> list[str]:
             numbers = " | ".join(str(count[word]) for word in ("strict", "carried", MANUAL))
             lines.append(f"| {id_} | {_HEADINGS[mode]} | {numbers} |")
     return lines
+
+
+def _cause(reason: str) -> str:
+    """Return the reason of the nearest port; conflicts are counted by file."""
+    found = _CARRY.search(reason)
+    if not found:
+        return "no such port" if reason.endswith("has no port") or "skipped port" in reason else ""
+    base, why = found.groups()
+    files = Counter(_CONFLICT.findall(why))
+    if files:
+        why = "conflicts in " + ", ".join(f"`{file}` ({n})" for file, n in files.items())
+    return f"{base}: {why}"
 
 
 def _hooks(hooks: Sequence[Hook]) -> list[str]:

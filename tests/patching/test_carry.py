@@ -182,6 +182,8 @@ def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     made = apply.apply(release, series=series.load(bench.folder), store=bench.store)
     assert made.carried["swap"] == "0.3.6"
     assert b"    run(a.get(), b, 1);\n" in file(bench, made.tree, "src/a.cpp")
+    *_, found = status.status([release], series=series.load(bench.folder), store=bench.store)
+    assert found.reason.startswith("merged from port 0.3.6, by tokens at src/a.cpp:12; ")
 
 
 def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:

@@ -37,7 +37,7 @@ def test_other_changes_than_the_port_are_refused() -> None:
 
 
 def test_a_renamed_function_is_the_same() -> None:
-    """Each of its names exists on one side only; with other changes it is another function."""
+    """Each of its names exists on one side only. With other lines it is another function."""
     port = merged(STOCK, FIXED)
     stock = STOCK | {"src/a.cpp": STOCK["src/a.cpp"].replace(b" first(", b" renamed(")}
     fixed = FIXED | {"src/a.cpp": FIXED["src/a.cpp"].replace(b" first(", b" renamed(")}
@@ -45,6 +45,9 @@ def test_a_renamed_function_is_the_same() -> None:
         assert not difference(*port, *merged(stock, fixed), tokens=tokens)
     more = fixed | {"src/a.cpp": fixed["src/a.cpp"].replace(b"fix(a);", b"fix(b);")}
     assert "in `first`" in difference(*port, *merged(stock, more))
+    other = {"src/a.cpp": code("other") + code("second")}
+    fixed = FIXED | {"src/a.cpp": code("other", "fix(a);") + code("second")}
+    assert "moves lines in `first` to `other`" in difference(*port, *merged(STOCK | other, fixed))
 
 
 def test_tokens_are_compared_in_order() -> None:

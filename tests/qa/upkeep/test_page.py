@@ -12,8 +12,13 @@ STATES = {
     "0.3.3": ("2026-08-03", "manual"),
     "0.3.4": ("2026-08-04", "strict"),
 }
+REASON = (
+    "skipped port 0.3.0: x; cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that "
+    "the patch changes; a.cpp:9: upstream changed the lines that the patch changes; b.h: the "
+    "target has no such file, or adds one; cannot be carried from 0.3.0: requires more"
+)
 FOUND = [
-    Measured(name, "rows", date, mode, {"fix": state, "more": "strict"}, {})
+    Measured(name, "rows", date, mode, {"fix": state, "more": "strict"}, {"fix": REASON})
     for name, (date, state) in STATES.items()
     for mode in (TODAY, LEAVE_ONE_OUT, FORWARD, CARRY_FIRST)
 ]
@@ -29,8 +34,21 @@ def test_totals() -> None:
     assert "| rows | forward | 3 | 1 | 1 | 1 | 66.7 % |  |" in text
     assert "| fix | forward | 1 | 1 | 1 |\n" in text
     assert "| more | forward | 3 | 0 | 0 |\n" in text
-    assert "| 0.3.3 | 2026-08-03 | forward | fix |" in text
+    assert (
+        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |"
+        in text
+    )
     assert "| 0.3.1 | 2026-07-01 | forward" not in text
+
+
+def test_causes() -> None:
+    """The nearest port counts; without any, the patch is new."""
+    for reason, cause in (
+        ("x; cannot be carried from 0.3.1: requires fix", "0.3.1: requires fix"),
+        ("has no port", "no such port"),
+    ):
+        one = Measured("b9", "rows", "2026-01-01", TODAY, {"fix": "manual"}, {"fix": reason})
+        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |" in page([one])
 
 
 def test_hooks() -> None:
