@@ -152,6 +152,7 @@ def reason(bench: SeriesSandbox, release: str) -> str:
     return found.reason
 
 
+@pytest.mark.long
 def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
     """Upstream renamed the function that the patch changes; the patch is in the renamed one."""
     renamed = STOCK["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
@@ -170,6 +171,7 @@ def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) ->
     assert "the merge moves lines in `first` to `other`: +fix(a);" in reason(bench, "0.3.5")
 
 
+@pytest.mark.long
 def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     """Upstream adds an argument to the call that the patch replaces."""
     old, new = (
@@ -186,6 +188,7 @@ def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     assert found.reason.startswith("merged from port 0.3.6, by tokens at src/a.cpp:12; ")
 
 
+@pytest.mark.long
 def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
     """The merge has no conflict, but the patch uses what upstream renamed elsewhere."""
     header = {"src/h.h": b"int cell_size;\n" * 9}

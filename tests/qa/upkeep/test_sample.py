@@ -55,6 +55,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
     return Measurement(bench.store, series.load(), lambda *_: None)
 
 
+@pytest.mark.long
 def test_the_carried_tree_is_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_carried_tree_is_verified(
     assert len(questions) == 1
 
 
+@pytest.mark.long
 def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever failed, the carrying is at fault; another tree of the state is verified again."""
     made = SimpleNamespace(verdict="broken-build", exit_code=1, reason="error: x")
@@ -96,6 +98,7 @@ def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.Monke
     assert sample.verify(chosen, measured, lambda *_: None) == [found]
 
 
+@pytest.mark.long
 def test_another_tree_is_never_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
