@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pyllamakv.patching import cpp_lines
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -26,6 +24,9 @@ INTERFACES = frozenset({"include", "ggml/include"})
 _SUFFIXES = (".c", ".cpp", ".h", ".hpp")
 #: A name that means the same in both releases: one word can be any local variable, or English.
 _NAME = re.compile(r"[A-Za-z]\w*_\w*")
+#: A type, and the name that is declared with it.
+_DECLARED = re.compile(rf"(\w+|>)[\s&*]*[\s&*>]({_NAME.pattern})\s*[(;=,){{\[]")
+_STATEMENTS = frozenset({"return", "case", "else", "throw", "new", "delete", "goto"})
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 _IGNORED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 #: Maximum number of characters of the arguments of a call.
@@ -84,12 +85,13 @@ def lost(patch: Patch, before: Sources, after: Sources) -> str:
                 if name in before.files and name not in after.files:
                     return f"`{name}`"
     code = Sources({path: b"".join(lines).decode("utf-8", "replace") for path, lines in added})
+    own = {name for kind, name in _DECLARED.findall(code.text) if kind not in _STATEMENTS}
     for name in dict.fromkeys(_NAME.findall(code.text)):
-        if name in before.names and name not in after.names:
+        if name in before.names and name not in after.names | own:
             return f"`{name}`"
-    used = set(re.findall(rf"\b({_NAME.pattern})\s*\(", code.text)) - cpp_lines.WORDS
-    old, new = before.arguments(used & before.names), after.arguments(used & before.names)
-    for name, counts in code.arguments(used & before.names).items():
+    used = set(re.findall(rf"\b({_NAME.pattern})\s*\(", code.text)) & before.names - own
+    old, new = before.arguments(used), after.arguments(used)
+    for name, counts in code.arguments(used).items():
         gone = sorted((counts & old[name]) - new[name])
         if gone:
             return f"`{name}` with {gone[0]} arguments"

@@ -29,8 +29,10 @@ def reason(line: bytes, after: dict[str, str]) -> str:
         (b"    find_slot(n, (1, 2));", "find_slot", "found_slot", "`find_slot`"),
         (b"    word; gone_word(); run(1, 2);", "run", "runs", ""),
         (b"    my_name(old_names);", "old_name", "new_name", ""),
+        (b"    const int old_name = 1; use(old_name);", "old_name", "new_name", ""),
+        (b"    return find_slot(n, 1);", "find_slot", "found_slot", "`find_slot`"),
     ],
-    ids=["name", "still declared", "function", "comment", "own names"],
+    ids=["name", "declared", "function", "comment", "other", "own", "returned"],
 )
 def test_names(line: bytes, old: str, new: str, wanted: str) -> None:
     """Only names that the base has in its code, and of several words, are searched."""
