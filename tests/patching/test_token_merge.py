@@ -69,9 +69,11 @@ def test_changes_that_are_apart_are_merged(
         ("    s = f(a, b, il);\n", "    s = f(a, b);\n", "    g(f(c, d));\n    s = f(a, b);\n"),
         ("    }\n    p(1);\n    }\n", "    }\n    q(2);\n    }\n",
          "    }\n    }\n    q(2);\n    x();\n    }\n"),
+        ("    f(a, x, b);\n", "    f(a, b);\n", "    f();\n"),
+        ("    p(7);\n    };\n", "    q(8);\n    };\n", "    q(8);\n    }\n"),
         ("", "", "    x();\n" * 3000),
     ],
-    ids=["replaced", "insertions", "no line", "removed name", "changed call", "braces", "huge"],
+    ids="replaced insertions no-line removed-name changed-call braces within brackets huge".split(),
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
     """Then the conflict is reported as git found it."""
