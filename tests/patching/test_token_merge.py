@@ -73,7 +73,8 @@ def test_changes_that_are_apart_are_merged(
         ("    p(7);\n    };\n", "    q(8);\n    };\n", "    q(8);\n    }\n"),
         ("", "", "    x();\n" * 3000),
     ],
-    ids="replaced insertions no-line removed-name changed-call braces within brackets huge".split(),
+    ids=["replaced", "insertions", "no-line", "removed-name", "changed-call", "braces",
+         "within", "brackets", "huge"],
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
     """Then the conflict is reported as git found it."""
