@@ -18,7 +18,7 @@ COMMANDS = {
     "stress": ("qa.stress", "Stress-test the package; exits 1 if a defect is found."),
     "bench": ("qa.benchmarks", "Measure ratios side by side."),
     "summary": ("qa.summary", "Write BENCHMARKS.md and RELIABILITY.md from the results."),
-    "upkeep": ("qa.upkeep", "Measure how many releases need no manual work."),
+    "upkeep": ("qa.upkeep.command", "Measure how many releases need no manual work."),
     "peer": ("qa.peer.command", "Run the tests of llama-cpp-python on stock and patched."),
 }
 

@@ -9,10 +9,9 @@ or put it into another function.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -20,13 +19,13 @@ from packaging.specifiers import SpecifierSet
 
 from pyllamakv.errors import GitError, PatchConflict, SourceError
 from pyllamakv.patching import (
-    cpp_lines,
-    headings,
-    hunk_locator,
+    carry_comparison,
     hunks,
     mail_header,
     port_choice,
+    token_merge,
     trees,
+    used_names,
 )
 from pyllamakv.patching.port_choice import AppliedPort, Manual, MergeConflict
 from pyllamakv.patching.strict_apply import TreeOverlay
@@ -35,15 +34,13 @@ from pyllamakv.source import git_command, lockfile
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from pyllamakv.patching.carry_comparison import Reader
     from pyllamakv.patching.definition import Definition, Port
-    from pyllamakv.patching.hunks import FilePatch, Patch
+    from pyllamakv.patching.hunks import Patch
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
-
-#: Return the content of a file of a tree by its path; empty for a file that does not exist.
-Reader = Callable[[str], bytes]
 
 #: Number of ports that are tried, nearest first.
 TRIED = 3
@@ -139,22 +136,16 @@ class Carrier:
         store = self._store
         stock = store.tree_of(self._release)
         ours = trees.write(store, stock, draft)
-        try:
-            merged, conflicts = _merge(store, before, ours, after)
-        except GitError as error:
-            reason = "git cannot merge without a work tree; git 2.38 and later can"
-            return Manual(port.base, f"{reason}: {error}")
-        if conflicts:
-            return Manual(port.base, "; ".join(map(str, conflicts)), conflicts)
-        if merged == ours:
+        merged = _merge_changes(store, before, ours, after)
+        if merged.tree == ours:
             return Manual(port.base, f"{self._release.name} contains every change of the patch")
-        changes = _diff(store, ours, merged)
-        # The lines of the port itself can have moved: earlier patches are applied before it.
-        problem = difference(
-            _diff(store, before, after), _reader(store, after), changes, _reader(store, merged)
-        )
-        if problem:
-            return Manual(port.base, problem)
+        if merged.changes is None:
+            return Manual(port.base, merged.problem, merged.conflicts)
+        folders = used_names.folders(merged.changes)
+        base = store.tree_of(self._bases[port.base])
+        sides = (_sources(store, tree, folders) for tree in (base, stock))
+        if lost := used_names.lost(merged.changes, *sides):
+            return Manual(port.base, f"the patch uses {lost}, which {self._release.name} lacks")
         carried = replace(
             port,
             base=self._release.name,
@@ -164,16 +155,16 @@ class Carrier:
             path=None,
         )
         head = mail_header.write(definition, carried)
-        carried = replace(carried, patch=replace(changes, header=head))
+        carried = replace(carried, patch=replace(merged.changes, header=head))
         trial = draft.copy()
         try:
             placements = trial.apply(carried.patch, carried.name)
         except PatchConflict as error:
             return Manual(port.base, f"the merged changes do not apply: {error}")
-        if trees.write(store, stock, trial) != merged:
+        if trees.write(store, stock, trial) != merged.tree:
             return Manual(port.base, "the merged changes do not reproduce the merged tree")
         draft.changes.update(trial.changes)
-        return AppliedPort(carried, placements)
+        return AppliedPort(carried, placements, merged.conflicts)
 
     def _based(self, port: Port, definition: Definition, applied: Sequence[str]) -> tuple[str, str]:
         """Return the trees of a port's base release before and after the port.
@@ -184,7 +175,8 @@ class Carrier:
         store = self._store
         base = trees.ensure_fetched(store, self._bases[port.base], self._progress)
         stock = store.tree_of(base)
-        tree = trees.StoreTree(store, stock)
+        tree = trees.cached(store, stock)
+        tree.fetch(path for each in self._series for one in each.ports for path in one.patch.paths)
         draft = TreeOverlay(tree)
         done: list[str] = []
         for earlier in self._series:
@@ -199,62 +191,52 @@ class Carrier:
         return before, trees.write(store, stock, draft)
 
 
-def difference(one: Patch, read_one: Reader, other: Patch, read_other: Reader) -> str:
-    """Return how the changes of two patches differ, or nothing if they are the same.
+@dataclass(frozen=True)
+class _Merged:
+    """A merged tree with the changes of the port, or the reason why there is none.
 
-    The readers return the content of a patched file. The same lines must be added and removed, each
-    block of lines in the function of the same name; spacing, comments and line numbers may differ.
-    Added files must be equal.
+    The conflicts are those that git found.
     """
-    first, second = _added_files(one), _added_files(other)
-    if first != second:
-        names = sorted(name for name in first | second if first.get(name) != second.get(name))
-        return f"the merge changes the added file {names[0]}"
-    blocks, found = Counter(_blocks(one, read_one)), Counter(_blocks(other, read_other))
-    lost, gained = blocks - found, found - blocks
-    for where, lines in (*lost, *gained):
-        moved = [there for there, same in (*gained, *lost) if same == lines and there != where]
-        place = f"in `{where}`" if where else "outside of functions"
-        if moved:
-            return f"the merge moves lines {place} to `{moved[0]}`: {lines[0]}"
-        what = "loses" if (where, lines) in lost else "adds"
-        return f"the merge {what} lines {place}: {lines[0]}"
-    return ""
+
+    tree: str = ""
+    changes: Patch | None = None
+    problem: str = ""
+    conflicts: tuple[MergeConflict, ...] = ()
 
 
-def _added_files(patch: Patch) -> dict[str, bytes]:
-    return {
-        file.path: b"".join(line for hunk in file.hunks for line in hunk.added)
-        for file in patch.files
-        if file.old is None
-    }
+@functools.lru_cache(maxsize=100)
+def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
+    """Merge the change from one tree to another into a third one, and compare the changes."""
+    try:
+        tree, conflicts = _merge(store, before, ours, after)
+    except GitError as error:
+        reason = "git cannot merge without a work tree; git 2.38 and later can"
+        return _Merged(problem=f"{reason}: {error}")
+    renamed = None
+    if conflicts:
+        resolved = _by_tokens(store, tree, conflicts)
+        if resolved is None:
+            return _Merged(problem="; ".join(map(str, conflicts)), conflicts=conflicts)
+        tree, renamed = resolved
+    if tree == ours:
+        return _Merged(tree)
+    changes = _diff(store, ours, tree)
+    # The lines of the port itself can have moved: earlier patches are applied before it.
+    port = _diff(store, before, after)
+    sides = port, _reader(store, after), changes, _reader(store, tree)
+    problem = carry_comparison.difference(*sides, tokens=renamed)
+    return _Merged(tree, None if problem else changes, problem, conflicts)
 
 
-def _blocks(patch: Patch, read: Reader) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the function and the significant lines of each block of changed lines."""
-    for file in patch.files:
-        if file.old is not None and file.new is not None:
-            yield from _file_blocks(file, read(file.path))
-
-
-def _file_blocks(file: FilePatch, data: bytes) -> Iterator[tuple[str, tuple[str, ...]]]:
-    found = headings.Headings(hunk_locator.lines_of(data))
-    for hunk in file.hunks:
-        at = hunk.new_start - 1
-        lines: list[str] = []
-        where = at
-        for line in (*hunk.lines, b" "):
-            sign = line[:1]
-            if sign in (b"+", b"-"):
-                if not lines:
-                    where = at
-                if cpp_lines.is_significant(line[1:]):
-                    lines.append(sign.decode() + cpp_lines.normalize(line[1:]))
-            elif lines:
-                name = headings.name(found.enclosing(where)).rpartition("::")[2]
-                yield name, tuple(sorted(lines))
-                lines = []
-            at += sign in (b"+", b" ")
+@functools.lru_cache(maxsize=4)
+def _sources(store: Store, tree: str, folders: frozenset[str]) -> used_names.Sources:
+    source = trees.StoreTree(store, tree)
+    paths = [path for path in source.paths() if used_names.is_source(path, folders)]
+    source.fetch(paths)
+    entries = {path: source.entry(path) for path in paths}
+    return used_names.Sources(
+        {path: entry.data.decode("utf-8", "replace") for path, entry in entries.items() if entry}
+    )
 
 
 def _diff(store: Store, old: str, new: str) -> Patch:
@@ -319,6 +301,36 @@ def _marker_lines(marked: FilePatch) -> Iterator[int]:
             if line.startswith(b"+<<<<<<< "):
                 yield at
             at += line[:1] in (b" ", b"-")
+
+
+def _by_tokens(
+    store: Store, merged: str, conflicts: Sequence[MergeConflict]
+) -> tuple[str, dict[str, str]] | None:
+    """Merge each conflict of a tree token by token; return None if one cannot be merged.
+
+    Returns the tree, and the names in the changes of the patch that upstream renamed.
+    """
+    renamed: dict[str, str] = {}
+    read = _reader(store, merged)
+    draft = TreeOverlay(trees.StoreTree(store, merged))
+    for path in dict.fromkeys(conflict.file for conflict in conflicts):
+        if any(not conflict.line for conflict in conflicts if conflict.file == path):
+            return None
+        out: list[bytes] = []
+        done = 0
+        data = read(path)
+        for match in _CONFLICT.finditer(data):
+            sides = [match[number].decode("utf-8", "surrogateescape") for number in (1, 2, 3)]
+            found = token_merge.merge(*sides)
+            if found is None:
+                return None
+            renamed |= found.renamed
+            out += (data[done : match.start()], found.text.encode("utf-8", "surrogateescape"))
+            done = match.end()
+        entry = draft.entry(path)
+        assert entry is not None  # git wrote the conflict into it
+        draft.changes[path] = replace(entry, data=b"".join([*out, data[done:]]))
+    return trees.write(store, merged, draft), renamed
 
 
 def _lines(data: bytes) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ sizeof static static_assert static_cast std struct switch template this throw tr
 typedef typename uint16_t uint32_t uint64_t uint8_t union unsigned using virtual void
 volatile while
 """
-_WORDS = frozenset(_KEYWORDS.split())
+#: Keywords and the names of common types, which say nothing about a piece of code.
+WORDS = frozenset(_KEYWORDS.split())
 
 #: The classes of lines, in the order in which they are tried.
 _KINDS = (
@@ -68,7 +69,7 @@ def calls(lines: Iterable[bytes]) -> Counter[str]:
     for line in lines:
         text = _QUOTED.sub('""', normalize(line))
         if not text.startswith("#"):
-            found.update(name for name in _CALL.findall(text) if name not in _WORDS)
+            found.update(name for name in _CALL.findall(text) if name not in WORDS)
     return found
 
 
@@ -77,5 +78,5 @@ def names(lines: Iterable[bytes]) -> Counter[str]:
     found: Counter[str] = Counter()
     for line in lines:
         text = _QUOTED.sub('""', normalize(line))
-        found.update(n for n in _NAME.findall(text) if len(n) > 3 and n not in _WORDS)
+        found.update(n for n in _NAME.findall(text) if len(n) > 3 and n not in WORDS)
     return found

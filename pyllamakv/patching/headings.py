@@ -86,6 +86,20 @@ def name(heading: bytes) -> str:
     return kind[1] if kind else " ".join(text.split())
 
 
+def bodies(lines: Sequence[bytes]) -> dict[str, set[bytes]]:
+    """Return the lines of each function, type and variable in a file, by name without its class."""
+    found: dict[str, set[bytes]] = {}
+    current: set[bytes] = set()
+    for line in lines:
+        if _START.match(line) and not _label(line):
+            current = found.setdefault(name(line).rpartition("::")[2], set())
+        elif line[:1] == b"}":
+            current = set()
+        elif text := line.strip(_BLANKS):
+            current.add(text)
+    return found
+
+
 class Headings:
     """Index the headings of a file."""
 

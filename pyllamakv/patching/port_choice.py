@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AppliedPort:
-    """One patch that applies: its port, and the place of each hunk."""
-
-    port: Port
-    placements: tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
 class MergeConflict:
     """A place of a file that git could not merge, with the lines of both sides and of the base.
 
@@ -52,6 +44,18 @@ class MergeConflict:
         if not self.line:
             return f"{self.file}: the target has no such file, or adds one"
         return f"{self.file}:{self.line}: upstream changed the lines that the patch changes"
+
+
+@dataclass(frozen=True)
+class AppliedPort:
+    """One patch that applies: its port, and the place of each hunk.
+
+    ``conflicts`` are those of git that a carried patch was merged in token by token.
+    """
+
+    port: Port
+    placements: tuple[Placement, ...]
+    conflicts: tuple[MergeConflict, ...] = ()
 
 
 @dataclass(frozen=True)

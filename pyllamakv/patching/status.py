@@ -154,7 +154,9 @@ def _one(
     chosen = port_choice.choose(definition, draft, tree, release, applied, carrier)
     if isinstance(chosen, port_choice.AppliedPort) and chosen.port.carried_from:
         base = chosen.port.carried_from
-        reason = f"merged from port {base}; each function has the same changes"
+        places = [f"{conflict.file}:{conflict.line}" for conflict in chosen.conflicts]
+        by_tokens = f", by tokens at {', '.join(places)}" if places else ""
+        reason = f"merged from port {base}{by_tokens}; each function has the same changes"
         return PatchStatus(release, definition.id, "carried", base, reason, attempts)
     if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)

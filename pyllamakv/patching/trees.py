@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import functools
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching.strict_apply import DraftEntry
 from pyllamakv.source import git_command
 from pyllamakv.source.store import translate_disk_errors
+from pyllamakv.source.tree_export import blob_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.patching.strict_apply import TreeOverlay
     from pyllamakv.source.progress import Progress
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.store import Store
 
 _ABSENT = "0" * 40
+#: The trees that this process has written, by store, original tree and changes; at most `_KEPT`.
+_WRITTEN: dict[tuple[object, ...], str] = {}
+_KEPT = 1000
 
 
 class StoreTree:
@@ -28,7 +32,7 @@ class StoreTree:
         self.tree = tree
         self._read: dict[str, DraftEntry | None] = {}
 
-    @cached_property
+    @functools.cached_property
     def modes(self) -> dict[str, str]:
         """Return the mode of every file."""
         return {entry.path: entry.mode for entry in self.store.entries(self.tree)}
@@ -54,6 +58,12 @@ class StoreTree:
                 self._read[path] = DraftEntry(data, self.modes[path])
 
 
+@functools.lru_cache(maxsize=16)
+def cached(store: Store, tree: str) -> StoreTree:
+    """Return a reader of a tree that keeps the files of the trees that were read last."""
+    return StoreTree(store, tree)
+
+
 def ensure_fetched(store: Store, release: Release, progress: Progress | None = None) -> Release:
     """Return the release once the store has it; it is fetched when it is absent."""
     if store.has(release):
@@ -64,23 +74,38 @@ def ensure_fetched(store: Store, release: Release, progress: Progress | None = N
 
 
 def write(store: Store, tree: str, draft: TreeOverlay) -> str:
-    """Write a tree with the changes of a draft to the store; return its id."""
+    """Write a tree with the changes of a draft to the store; return its id.
+
+    The same draft is written once: its objects stay in the store.
+    """
     if not draft.changes:
         return tree
-    lines = []
-    with translate_disk_errors(store.path):
-        for path, entry in sorted(draft.changes.items()):
-            if entry is None:
-                lines.append(f"0 {_ABSENT}\t{path}\0")
-                continue
-            blob = git_command.git(
-                store.path, "hash-object", "-w", "-t", "blob", "--stdin", input=entry.data
-            )
-            lines.append(f"{entry.mode} {blob}\t{path}\0")
-        with store.scratch() as folder:
-            env = {"GIT_INDEX_FILE": str(folder / "index")}
-            git_command.git(store.path, "read-tree", tree, env=env)
-            git_command.git(
-                store.path, "update-index", "-z", "--index-info", input="".join(lines), env=env
-            )
-            return git_command.git(store.path, "write-tree", env=env)
+    changes = {
+        path: (entry.mode, blob_id(entry.data)) if entry else ("0", _ABSENT)
+        for path, entry in sorted(draft.changes.items())
+    }
+    key = (str(store.path), tree, tuple(changes.items()))
+    if key not in _WRITTEN:
+        if len(_WRITTEN) >= _KEPT:
+            _WRITTEN.clear()
+        _WRITTEN[key] = _write(store, tree, draft, changes)
+    return _WRITTEN[key]
+
+
+def _write(
+    store: Store, tree: str, draft: TreeOverlay, changes: Mapping[str, tuple[str, str]]
+) -> str:
+    with translate_disk_errors(store.path), store.scratch() as folder:
+        names = ""
+        for number, entry in enumerate(entry for entry in draft.changes.values() if entry):
+            (folder / str(number)).write_bytes(entry.data)
+            names += f"{folder.name}/{number}\n"
+        words = ("hash-object", "-w", "-t", "blob", "--no-filters", "--stdin-paths")
+        git_command.git(store.path, *words, input=names)
+        env = {"GIT_INDEX_FILE": str(folder / "index")}
+        git_command.git(store.path, "read-tree", tree, env=env)
+        lines = [f"{mode} {blob}\t{path}\0" for path, (mode, blob) in changes.items()]
+        git_command.git(
+            store.path, "update-index", "-z", "--index-info", input="".join(lines), env=env
+        )
+        return git_command.git(store.path, "write-tree", env=env)

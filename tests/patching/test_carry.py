@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import Files, SeriesSandbox, code, diff
+from patching_kit import SeriesSandbox, code
 
 from pyllamakv.errors import GitError, NoPortApplies, UsageError
 from pyllamakv.patching import (
     apply,
     carry,
     carry_acceptance,
-    hunks,
     port_choice,
     series,
     status,
@@ -144,28 +143,6 @@ def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> Non
     assert not carrier.covers(listed.definition("fix"))
 
 
-def merged(old: Files, new: Files) -> tuple[hunks.Patch, carry.Reader]:
-    """Return a patch and a reader of the patched files."""
-    return hunks.parse(diff(old, new)), lambda path: new.get(path, b"")
-
-
-def test_other_changes_than_the_port_are_refused() -> None:
-    """A lost line, an added line and a line in another function are found; spacing is ignored."""
-    port = merged(STOCK, FIXED)
-    assert not carry.difference(*port, *port)
-    spaced = FIXED | {"src/a.cpp": code("first", "    fix(a);  // why") + code("second")}
-    assert not carry.difference(*port, *merged(STOCK, spaced))
-    lost = STOCK | {"src/new.h": FIXED["src/new.h"]}
-    lost["src/h.h"] = b"long size;\n" + STOCK["src/h.h"]
-    assert "loses lines in `first`" in carry.difference(*port, *merged(STOCK, lost))
-    moved = FIXED | {"src/a.cpp": code("first") + code("second", "fix(a);")}
-    assert "moves lines in `first` to `second`" in carry.difference(*port, *merged(STOCK, moved))
-    twice = FIXED | {"src/a.cpp": code("first", "fix(a);") + code("second", "fix(a);")}
-    assert "adds lines in `second`" in carry.difference(*port, *merged(STOCK, twice))
-    other = FIXED | {"src/new.h": b"void fix(long);\n"}
-    assert "changes the added file src/new.h" in carry.difference(*port, *merged(STOCK, other))
-
-
 def reason(bench: SeriesSandbox, release: str) -> str:
     """Return why a patch needs manual work on a release."""
     (found,) = status.status(
@@ -175,11 +152,55 @@ def reason(bench: SeriesSandbox, release: str) -> str:
     return found.reason
 
 
-def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:
-    """Git finds no conflict, because only the signature changed; the place is doubtful."""
+@pytest.mark.long
+def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
+    """Upstream renamed the function that the patch changes; the patch is in the renamed one."""
     renamed = STOCK["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
-    bench.add_release("0.3.5", STOCK | {"src/a.cpp": renamed}, "2025-01-05")
-    assert "the merge moves lines in `first` to `renamed`: +fix(a);" in reason(bench, "0.3.5")
+    release = bench.add_release("0.3.5", STOCK | {"src/a.cpp": renamed}, "2025-01-05")
+    made = apply.apply(release, series=series.load(bench.folder), store=bench.store)
+    assert made.carried == {"fix": "0.3.1"}
+    wanted = FIXED["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
+    assert file(bench, made.tree, "src/a.cpp") == wanted
+
+
+def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:
+    """Git finds no conflict if two functions exchange their names; the place is doubtful."""
+    swapped = STOCK["src/a.cpp"].replace(b"static int first(", b"static int other(")
+    swapped = swapped.replace(b"static int second(", b"static int first(")
+    bench.add_release("0.3.5", STOCK | {"src/a.cpp": swapped}, "2025-01-05")
+    assert "the merge moves lines in `first` to `other`: +fix(a);" in reason(bench, "0.3.5")
+
+
+@pytest.mark.long
+def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
+    """Upstream adds an argument to the call that the patch replaces."""
+    old, new = (
+        STOCK | {"src/a.cpp": code("first", call)} for call in ("go(a, b);", "run(a, b, 1);")
+    )
+    bench.add_release("0.3.6", old, "2025-01-06")
+    further = STOCK | {"src/a.cpp": code("first", "go(a.get(), b);")}
+    release = bench.add_release("0.3.7", further, "2025-01-07")
+    bench.add_patch("swap", {"0.3.6": (old, new)}, marker=("src/a.cpp", "go("))
+    made = apply.apply(release, series=series.load(bench.folder), store=bench.store)
+    assert made.carried["swap"] == "0.3.6"
+    assert b"    run(a.get(), b, 1);\n" in file(bench, made.tree, "src/a.cpp")
+    *_, found = status.status([release], series=series.load(bench.folder), store=bench.store)
+    assert found.reason.startswith("merged from port 0.3.6, by tokens at src/a.cpp:12; ")
+
+
+@pytest.mark.long
+def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
+    """The merge has no conflict, but the patch uses what upstream renamed elsewhere."""
+    header = {"src/h.h": b"int cell_size;\n" * 9}
+    new = {"src/a.cpp": code("first") + code("second", "use(cell_size);")}
+    bench.add_release("0.3.6", STOCK | header, "2025-01-06")
+    near = {"src/a.cpp": STOCK["src/a.cpp"].replace(b"second_7();", b"second_7(a);")}
+    bench.add_release("0.3.7", {**near, "src/h.h": b"int n_cells;\n" * 9}, "2025-01-07")
+    bench.add_patch("uses", {"0.3.6": (STOCK | header, new | header)}, marker=("src/h.h", "int "))
+    listed = series.load(bench.folder)
+    _, found = status.status([bench.releases["0.3.7"]], series=listed, store=bench.store)
+    assert found.state == "manual"
+    assert "the patch uses `cell_size`, which 0.3.7 lacks" in found.reason
 
 
 def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:

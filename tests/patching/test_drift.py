@@ -57,7 +57,7 @@ def on(bench: SeriesSandbox, name: str) -> drift.Drift:
         ("0.3.3", "offset", [2, 2], [0, 0], ["", ""]),
         ("0.3.4", "carried", [2, None], [0, 1], ["", "0.3.4"]),
         ("0.3.5", "manual", [2, None], [0, None], ["", "0.3.4"]),
-        ("0.3.1", "manual", [0, None], [0, 3], ["", "0.3.2"]),
+        ("0.3.1", "carried", [0, None], [0, 3], ["", "0.3.2"]),
     ],
 )
 def test_drift(

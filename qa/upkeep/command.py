@@ -1,0 +1,52 @@
+"""`python -m qa upkeep`: measure how many upstream states need no manual work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from pyllamakv.patching import series
+from pyllamakv.source.files import write_text_atomic
+from pyllamakv.source.store import open_store
+from qa.upkeep import page, sample
+from qa.upkeep.measurement import Measurement
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def upkeep(
+    write: Path = typer.Option(None, help="Write the page into this file."),
+    count: int = typer.Option(0, "--sample", min=0, help="Draw this many carried states."),
+    seed: int = typer.Option(1, help="Random seed of the sample; default: 1."),
+    verify: bool = typer.Option(False, "--verify", help="Build and check the sample."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Measure how many fetched states need no manual work; interrupted runs continue.
+
+    Exit status 1 if a carried tree of the sample is broken.
+    """
+    from pyllamakv.cli.progress_bar import progress
+    from pyllamakv.cli.stdout import write_json, write_lines
+
+    with progress() as report:
+        measurement = Measurement(open_store(), series.load(), report)
+        found = measurement.run()
+        hooks = measurement.hooks()
+        measurement.forget()
+        chosen = sample.draw(found, count, seed)
+        verified = sample.verify(chosen, measurement, report) if verify else sample.kept()
+    text = page.page(found, hooks, verified)
+    if write is not None:
+        write_text_atomic(write, text)
+    if as_json:
+        states = [asdict(one) | {"good": one.good} for one in found]
+        write_json({"states": states, "sample": [asdict(one) for one in chosen]})
+    elif count:
+        write_lines(f"{one.release} {one.date[:10]} {one.mode}" for one in chosen)
+    else:
+        write_lines(text.splitlines())
+    if verify and any(one.verdict == "broken-carry" for one in verified):
+        raise typer.Exit(1)

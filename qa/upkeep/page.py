@@ -1,0 +1,202 @@
+"""Write docs/upkeep.md: what was measured, totals, eras, patches, and the verified sample."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from qa.upkeep.measurement import (
+    CARRY_FIRST,
+    FORWARD,
+    LEAVE_ONE_OUT,
+    MANUAL,
+    MODES,
+    RECENT,
+    TODAY,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from qa.upkeep.measurement import Hook, Measured
+    from qa.upkeep.sample import Verified
+
+_HEADINGS = {
+    TODAY: "all ports",
+    LEAVE_ONE_OUT: "leave one out",
+    FORWARD: "forward",
+    CARRY_FIRST: "forward, carry first",
+}
+#: Mode -> target in percent for all releases, and for those after July 2026.
+_TARGETS = {LEAVE_ONE_OUT: (98, None), FORWARD: (95, 90)}
+
+_CARRY = re.compile(
+    r"cannot be carried from (\S+): (.*?)(?:; cannot be carried from|\Z)", re.DOTALL
+)
+_CONFLICT = re.compile(
+    r"(\S+?)(?::\d+)?: (?:upstream changed the lines|the target has no such file)"
+)
+
+_INTRODUCTION = """\
+# Upkeep
+
+How many upstream states the patch series fits without manual work. Written by
+`python -m qa upkeep --write docs/upkeep.md`.
+
+Every fetched state of llama.cpp since llama-cpp-python 0.2.85 is measured: the sdists of
+llama-cpp-python and xllamacpp, and the bundles of node-llama-cpp. Equal trees count once. A state
+is *strict* if every patch that is meant for it applies strictly, *carried* if the others are
+[carried](patches.md#carried-patches), and *manual* otherwise. Nothing is built for these numbers,
+except [a sample](#verified-sample).
+
+| mode | ports that are kept |
+|---|---|
+| all ports | all: what a user of this version gets |
+| leave one out | all except those that fit no other state |
+| forward | those that fit a state older than the measured one |
+| forward, carry first | the same; a port that fits is used only if no other can be carried |
+
+A port *fits* a state if its markers hold and every hunk applies strictly. Ports are named for the
+newest of several releases with equal code, so here the base of a port is the oldest state that it
+fits. It is also the ancestor of the merge. *Forward* assumes that each port was written at that
+state. It measures whether the ports of today, and the rules of carrying of today, would have been
+enough; the places of the hooks were chosen with knowledge of later releases. The oldest state has
+no older ports and is not measured forward.
+"""
+
+
+def page(
+    found: Sequence[Measured], hooks: Sequence[Hook] = (), verified: Sequence[Verified] = ()
+) -> str:
+    """Return the page."""
+    oldest = min((one.date for one in found), default="")
+    found = [one for one in found if one.mode not in (FORWARD, CARRY_FIRST) or one.date != oldest]
+    everything = {"all": lambda one: True, "after July 2026": lambda one: one.date >= RECENT}
+    eras = {era: _in_era(era) for era in _unique(one.era for one in found)}
+    lines = [
+        *_INTRODUCTION.splitlines(),
+        "",
+        *_table("states", everything, found),
+        "",
+        "## By era",
+        "",
+        *_table("era", eras, [one for one in found if one.mode != CARRY_FIRST]),
+        "",
+        "## By patch",
+        "",
+        *_patches(found),
+        "",
+        "## States that need manual work",
+        "",
+        "The cause is that of the first patch, with the nearest port.",
+        "",
+        "| state | date | mode | patches | cause |",
+        "|---|---|---|---|---|",
+    ]
+    for one in found:
+        if not one.good and one.mode != CARRY_FIRST:
+            manual = [id_ for id_, state in one.patches.items() if state == MANUAL]
+            cause = _cause(one.reasons.get(manual[0], ""))
+            facts = (one.release, one.date[:10], _HEADINGS[one.mode], ", ".join(manual), cause)
+            lines.append(f"| {' | '.join(facts)} |")
+    lines += ["", "## Hooks", "", *_hooks(hooks)]
+    lines += ["", "## Verified sample", "", *_sample(verified)]
+    return "\n".join([*lines, ""])
+
+
+def _table(
+    what: str, groups: Mapping[str, Callable[[Measured], bool]], found: Sequence[Measured]
+) -> list[str]:
+    lines = [f"| {what} | mode | states | strict | carried | manual | no manual work | target |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for name, chosen in groups.items():
+        for mode in MODES:
+            own = [one for one in found if one.mode == mode and chosen(one)]
+            if not own:
+                continue
+            good = sum(one.good for one in own)
+            carried = sum(one.carried for one in own)
+            counts = f"{len(own)} | {good - carried} | {carried} | {len(own) - good}"
+            share = f"{100 * good / len(own):.1f} %"
+            lines.append(
+                f"| {name} | {_HEADINGS[mode]} | {counts} | {share} | {_goal(name, mode)} |"
+            )
+    return lines
+
+
+def _goal(name: str, mode: str) -> str:
+    every, recent = _TARGETS.get(mode, (None, None))
+    target = {"all": every, "after July 2026": recent}.get(name)
+    return f"{target} %" if target else ""
+
+
+def _patches(found: Sequence[Measured]) -> list[str]:
+    lines = ["| patch | mode | strict | carried | manual |", "|---|---|---|---|---|"]
+    for id_ in _unique(id_ for one in found for id_ in one.patches):
+        for mode in MODES:
+            states = [one.patches[id_] for one in found if one.mode == mode and id_ in one.patches]
+            count = Counter(state.split()[0] for state in states)
+            numbers = " | ".join(str(count[word]) for word in ("strict", "carried", MANUAL))
+            lines.append(f"| {id_} | {_HEADINGS[mode]} | {numbers} |")
+    return lines
+
+
+def _cause(reason: str) -> str:
+    """Return the reason of the nearest port; conflicts are counted by file."""
+    found = _CARRY.search(reason)
+    if not found:
+        return "no such port" if reason.endswith("has no port") or "skipped port" in reason else ""
+    base, why = found.groups()
+    files = Counter(_CONFLICT.findall(why))
+    if files:
+        why = "conflicts in " + ", ".join(f"`{file}` ({n})" for file, n in files.items())
+    return f"{base}: {why}"
+
+
+def _hooks(hooks: Sequence[Hook]) -> list[str]:
+    changed = sorted((hook for hook in hooks if hook.changes), key=lambda hook: hook.present)
+    count = max((hook.states for hook in hooks), default=0)
+    lines = [
+        f"The ports for the newest state have {len(hooks)} hooks. All {count} states of its era",
+        f"have the lines of {len(hooks) - len(changed)} of them, context included. The others:",
+        "",
+        "| patch | file | function | states with these lines | changes |",
+        "|---|---|---|---|---|",
+    ]
+    for hook in changed:
+        where = f"{hook.patch} | `{hook.file}` | `{hook.function}`"
+        lines.append(f"| {where} | {hook.present} of {hook.states} | {hook.changes} |")
+    return lines
+
+
+def _sample(verified: Sequence[Verified]) -> list[str]:
+    command = "`python -m qa upkeep --sample 12 --seed 1 --verify --write docs/upkeep.md`"
+    if not verified:
+        return [f"No carried state has been built and verified yet: {command}."]
+    lines = [
+        f"Carried trees that {command} built and verified; the mode is the one that made the tree.",
+        "",
+        "| state | date | mode | carried | verdict | verified |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in verified:
+        carried = ", ".join(f"{id_} from {base}" for id_, base in one.carried.items())
+        facts = (
+            one.release,
+            one.date[:10],
+            _HEADINGS[one.mode],
+            carried,
+            one.verdict,
+            one.verified,
+        )
+        lines.append(f"| {' | '.join(facts)} |")
+    return lines
+
+
+def _in_era(era: str) -> Callable[[Measured], bool]:
+    return lambda one: one.era == era
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,168 @@
+"""Draw carried states, and verify each tree exactly as its mode made it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tomlkit
+
+from pyllamakv.errors import HarnessError
+from pyllamakv.home import home
+from pyllamakv.patching import apply, shared_files, trees
+from pyllamakv.patching.definition import file_of
+from pyllamakv.source.files import write_text_atomic
+from pyllamakv.verification import check
+from qa.upkeep.measurement import CARRY_FIRST, FORWARD, RECENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyllamakv.patching.definition import Port
+    from pyllamakv.patching.series import Series
+    from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
+    from qa.upkeep.measurement import Fits, Measured, Measurement
+
+#: The modes that a sample is drawn from, in this order. Most states are strict in the first one.
+_ORDER = (FORWARD, CARRY_FIRST)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The verdict on the carried tree of a state.
+
+    ``carried`` has the base of the merged port by patch, ``verified`` the day of the verification.
+    """
+
+    release: str
+    date: str
+    mode: str
+    carried: dict[str, str]
+    tree: str
+    verdict: str
+    reason: str
+    verified: str
+
+
+def draw(found: Sequence[Measured], count: int, seed: int) -> list[Measured]:
+    """Draw carried states at random, each once; half of them are after July 2026, if there are.
+
+    Of a state that is carried in several modes, the first mode of `_ORDER` is taken.
+    """
+    first: dict[str, Measured] = {}
+    for mode in _ORDER:
+        for one in found:
+            if one.mode == mode and one.carried:
+                first.setdefault(one.release, one)
+    chance = random.Random(seed)
+    groups: dict[bool, list[Measured]] = {True: [], False: []}
+    for one in sorted(first.values(), key=lambda one: (one.date, one.release)):
+        groups[one.date >= RECENT].append(one)
+    for group in groups.values():
+        chance.shuffle(group)
+        group.sort(key=lambda one: _ORDER.index(one.mode))
+    recent, older = groups[True], groups[False]
+    newest = max((count + 1) // 2, count - len(older))
+    taken = [*recent[:newest], *older[: max(0, count - len(recent[:newest]))]]
+    return sorted(taken, key=lambda one: (one.date, one.release))
+
+
+def verify(
+    chosen: Sequence[Measured], measurement: Measurement, progress: Progress
+) -> list[Verified]:
+    """Build and check the tree of each state; a tree that was verified before is skipped."""
+    known = kept()
+    fits = measurement.fits()
+    by_name = {release.name: release for release in measurement.states}
+    for number, one in enumerate(chosen):
+        progress(f"verifying {one.mode} {one.release}", number, len(chosen))
+        found = _verified(one, by_name[one.release], measurement, fits, known, progress)
+        if found not in known:
+            same = (one.release, one.mode)
+            known = [each for each in known if (each.release, each.mode) != same]
+            known = sorted([*known, found], key=lambda each: (each.date, each.release, each.mode))
+            write_text_atomic(_file(), json.dumps([asdict(each) for each in known], indent=1))
+    return known
+
+
+def kept() -> list[Verified]:
+    """Return the results of earlier runs."""
+    file = _file()
+    found = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    return [Verified(**each) for each in found]
+
+
+def _file() -> Path:
+    return home() / "results" / "upkeep-sample.json"
+
+
+def _verified(
+    one: Measured,
+    release: Release,
+    measurement: Measurement,
+    fits: Fits,
+    known: Sequence[Verified],
+    progress: Progress,
+) -> Verified:
+    made = measurement.apply(release, one.mode, fits)
+    tree = trees.write(measurement.store, release.tree, made.draft)
+    for each in known:
+        if (each.release, each.mode, each.tree) == (one.release, one.mode, tree):
+            return each
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "patches"
+        write_series(folder, measurement.whole, release, made.ports)
+        again = apply.apply(release, [str(folder)], store=measurement.store).tree
+        if again != tree:
+            msg = f"the series written for {release.name} makes tree {again}, expected {tree}"
+            raise HarnessError(msg)
+        question = check.CheckRequest(release.name, patches=(folder,))
+        found = check.check(question, progress=progress).decision
+    carried = {port.id: port.carried_from for port in made.ports if port.carried_from}
+    # The ports in the directory are strict there, so the check cannot know that they were carried.
+    verdict = "broken-carry" if found.exit_code == 1 else str(found.verdict)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Verified(
+        release.name, release.date, one.mode, carried, tree, verdict, found.reason, today
+    )
+
+
+def write_series(folder: Path, whole: Series, release: Release, ports: Sequence[Port]) -> None:
+    """Write ports into a directory in the layout of the series, each with ``release`` as its base.
+
+    Claims and scenarios are those of the shipped patches.
+    """
+    for port in ports:
+        definition = replace(whole.definition(port.id), folder=folder / port.id)
+        hooks, contents = shared_files.separate(port.patch, definition.shared)
+        file = file_of(definition, release.name)
+        files = {shared_files.path_of(folder, path): data for path, data in contents.items()}
+        for path, data in {file: hooks, **files}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        table = tomlkit.parse(_definition_file(whole, port).read_text("utf-8"))
+        changed = next(each.old for each in port.patch.files if each.old is not None)
+        requires = [id_ for id_ in port.requires if id_ not in definition.requires]
+        table["port"] = [
+            {
+                "base": release.name,
+                "era": release.era,
+                "requires": requires,
+                "markers": [{"file": changed, "exists": True}],
+            }
+        ]
+        (folder / port.id / "patch.toml").write_text(tomlkit.dumps(table), "utf-8")
+    order = {"schema": 1, "order": [port.id for port in ports]}
+    (folder / "series.toml").write_text(tomlkit.dumps(order), "utf-8")
+
+
+def _definition_file(whole: Series, port: Port) -> Path:
+    folder = whole.definition(port.id).folder
+    assert folder is not None  # the shipped series has directories
+    return folder / "patch.toml"

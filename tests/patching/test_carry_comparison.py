@@ -1,0 +1,67 @@
+"""A merge has exactly the changes of the port, in each function."""
+
+from __future__ import annotations
+
+from patching_kit import Files, code, diff
+
+from pyllamakv.patching import hunks
+from pyllamakv.patching.carry_comparison import Reader, difference
+
+STOCK = {"src/a.cpp": code("first") + code("second"), "src/h.h": b"int size;\n" * 9}
+FIXED = STOCK | {
+    "src/a.cpp": code("first", "fix(a);") + code("second"),
+    "src/new.h": b"void fix(int);\n",
+}
+
+
+def merged(old: Files, new: Files) -> tuple[hunks.Patch, Reader]:
+    """Return a patch and a reader of the patched files."""
+    return hunks.parse(diff(old, new)), lambda path: new.get(path, b"")
+
+
+def test_other_changes_than_the_port_are_refused() -> None:
+    """A lost line, an added line and a line in another function are found; spacing is ignored."""
+    port = merged(STOCK, FIXED)
+    assert not difference(*port, *port)
+    spaced = FIXED | {"src/a.cpp": code("first", "    fix(a);  // why") + code("second")}
+    assert not difference(*port, *merged(STOCK, spaced))
+    lost = STOCK | {"src/new.h": FIXED["src/new.h"]}
+    lost["src/h.h"] = b"long size;\n" + STOCK["src/h.h"]
+    assert "loses lines in `first`" in difference(*port, *merged(STOCK, lost))
+    moved = FIXED | {"src/a.cpp": code("first") + code("second", "fix(a);")}
+    assert "moves lines in `first` to `second`" in difference(*port, *merged(STOCK, moved))
+    twice = FIXED | {"src/a.cpp": code("first", "fix(a);") + code("second", "fix(a);")}
+    assert "adds lines in `second`" in difference(*port, *merged(STOCK, twice))
+    other = FIXED | {"src/new.h": b"void fix(long);\n"}
+    assert "changes the added file src/new.h" in difference(*port, *merged(STOCK, other))
+
+
+def test_a_renamed_function_is_the_same() -> None:
+    """Each of its names exists on one side only. With other lines it is another function."""
+    port = merged(STOCK, FIXED)
+    stock = STOCK | {"src/a.cpp": STOCK["src/a.cpp"].replace(b" first(", b" renamed(")}
+    fixed = FIXED | {"src/a.cpp": FIXED["src/a.cpp"].replace(b" first(", b" renamed(")}
+    for tokens in (None, {}):
+        assert not difference(*port, *merged(stock, fixed), tokens=tokens)
+    more = fixed | {"src/a.cpp": fixed["src/a.cpp"].replace(b"fix(a);", b"fix(b);")}
+    assert "in `first`" in difference(*port, *merged(stock, more))
+    other = {"src/a.cpp": code("other") + code("second")}
+    fixed = FIXED | {"src/a.cpp": code("other", "fix(a);") + code("second")}
+    assert "moves lines in `first` to `other`" in difference(*port, *merged(STOCK | other, fixed))
+
+
+def test_tokens_are_compared_in_order() -> None:
+    """Other tokens of the line may differ, the changed ones may not."""
+    old = {"src/a.cpp": code("first", "go(a);")}
+    new = {"src/a.cpp": code("first", "go(a, 1, 2);")}
+    port = merged(old, new)
+    further = {"src/a.cpp": code("first", "go(a.x);")}
+    same = {"src/a.cpp": code("first", "go(a.x, 1, 2);")}
+    assert "lines in `first`" in difference(*port, *merged(further, same))
+    assert not difference(*port, *merged(further, same), tokens={})
+    for wrong in ("go(a.x, 2, 1);", "go(a.x, 1);", "go(a.x, 1, 2, 3);", "to(a.x, 1, 2);"):
+        other = {"src/a.cpp": code("first", wrong)}
+        assert "other tokens in `first`" in difference(*port, *merged(further, other), tokens={})
+    named = {"src/a.cpp": code("first", "go(a.x, 1, n);")}
+    tokens = {"2": "n"}
+    assert not difference(*port, *merged(further, named), tokens=tokens)

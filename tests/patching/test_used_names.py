@@ -1,0 +1,69 @@
+"""A patch is not carried if it uses what the release lacks."""
+
+from __future__ import annotations
+
+import pytest
+from patching_kit import diff
+
+from pyllamakv.patching import hunks
+from pyllamakv.patching.used_names import Sources, folders, is_source, lost
+
+STOCK = {"src/a.cpp": b"int first() {\n    return 0;\n}\n"}
+BASE = {
+    "src/a.cpp": "int first() { return old_name + find_slot(1, 2) + run(3); }",
+    "src/b.h": "// gone_word\nint find_slot(int a, int b); int run(int c);",
+}
+
+
+def reason(line: bytes, after: dict[str, str]) -> str:
+    """Return what is lost for a patch that adds a line."""
+    new = {"src/a.cpp": STOCK["src/a.cpp"].replace(b"    return", line + b"\n    return")}
+    return lost(hunks.parse(diff(STOCK, new)), Sources(BASE), Sources(after))
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new", "wanted"),
+    [
+        (b"    old_name = 1;", "old_name", "new_name", "`old_name`"),
+        (b"    find_slot(n, 1);", "find_slot(1, 2)", "find_slot(1, 2, 3)", ""),
+        (b"    find_slot(n, (1, 2));", "find_slot", "found_slot", "`find_slot`"),
+        (b"    word; gone_word(); run(1, 2);", "run", "runs", ""),
+        (b"    my_name(old_names);", "old_name", "new_name", ""),
+        (b"    const int old_name = 1; use(old_name);", "old_name", "new_name", ""),
+        (b"    return find_slot(n, 1);", "find_slot", "found_slot", "`find_slot`"),
+    ],
+    ids=["name", "declared", "function", "comment", "other", "own", "returned"],
+)
+def test_names(line: bytes, old: str, new: str, wanted: str) -> None:
+    """Only names that the base has in its code, and of several words, are searched."""
+    after = {**BASE, "src/a.cpp": BASE["src/a.cpp"].replace(old, new)}
+    if wanted:
+        after["src/b.h"] = BASE["src/b.h"].replace(old, new)
+    assert reason(line, after) == wanted
+
+
+def test_a_changed_number_of_arguments() -> None:
+    """A call fits if any call or declaration has as many arguments."""
+    after = {path: text.replace("2)", "2, 3)").replace("int b", "int b, int c")
+             for path, text in BASE.items()}  # fmt: skip
+    assert reason(b"    find_slot(f(1, 2), {3, 4});", after) == "`find_slot` with 2 arguments"
+    assert not reason(b"    find_slot(1, 2, 3);", after)
+    assert not reason(b"    // find_slot(1, 2)", after)
+
+
+def test_an_included_file() -> None:
+    """It is beside the file that includes it."""
+    assert reason(b'#include "b.h"', {"src/a.cpp": BASE["src/a.cpp"] + BASE["src/b.h"]}) == (
+        "`src/b.h`"
+    )
+    assert not reason(b'#include "own.h"', BASE)
+
+
+def test_the_folders_of_sources() -> None:
+    """Those of the changed files, and of the public headers."""
+    new = {"src/a.cpp": STOCK["src/a.cpp"] + b"int b;\n"}
+    found = folders(hunks.parse(diff(STOCK, new)))
+    assert found == {"src", "include", "ggml/include"}
+    assert is_source("src/b.h", found)
+    assert not is_source("src/models/b.h", found)
+    assert not is_source("src/CMakeLists.txt", found)

@@ -1,0 +1,69 @@
+"""The page counts states by mode, era and patch, and lists the verified sample."""
+
+from __future__ import annotations
+
+from qa.upkeep.measurement import CARRY_FIRST, FORWARD, LEAVE_ONE_OUT, TODAY, Hook, Measured
+from qa.upkeep.page import page
+from qa.upkeep.sample import Verified
+
+STATES = {
+    "0.3.1": ("2026-07-01", "manual"),
+    "0.3.2": ("2026-07-02", "carried 0.3.1"),
+    "0.3.3": ("2026-08-03", "manual"),
+    "0.3.4": ("2026-08-04", "strict"),
+}
+REASON = (
+    "skipped port 0.3.0: x; cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that "
+    "the patch changes; a.cpp:9: upstream changed the lines that the patch changes; b.h: the "
+    "target has no such file, or adds one; cannot be carried from 0.3.0: requires more"
+)
+FOUND = [
+    Measured(name, "rows", date, mode, {"fix": state, "more": "strict"}, {"fix": REASON})
+    for name, (date, state) in STATES.items()
+    for mode in (TODAY, LEAVE_ONE_OUT, FORWARD, CARRY_FIRST)
+]
+
+
+def test_totals() -> None:
+    """A state is manual if one patch is; the oldest state is not measured forward."""
+    text = page(FOUND)
+    assert "| all | leave one out | 4 | 1 | 1 | 2 | 50.0 % | 98 % |" in text
+    assert "| all | forward | 3 | 1 | 1 | 1 | 66.7 % | 95 % |" in text
+    assert "| after July 2026 | forward | 2 | 1 | 0 | 1 | 50.0 % | 90 % |" in text
+    assert "| after July 2026 | forward, carry first | 2 | 1 | 0 | 1 | 50.0 % |  |" in text
+    assert "| rows | forward | 3 | 1 | 1 | 1 | 66.7 % |  |" in text
+    assert "| fix | forward | 1 | 1 | 1 |\n" in text
+    assert "| more | forward | 3 | 0 | 0 |\n" in text
+    assert (
+        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |"
+        in text
+    )
+    assert "| 0.3.1 | 2026-07-01 | forward" not in text
+
+
+def test_causes() -> None:
+    """The nearest port counts; without any, the patch is new."""
+    for reason, cause in (
+        ("x; cannot be carried from 0.3.1: requires fix", "0.3.1: requires fix"),
+        ("has no port", "no such port"),
+    ):
+        one = Measured("b9", "rows", "2026-01-01", TODAY, {"fix": "manual"}, {"fix": reason})
+        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |" in page([one])
+
+
+def test_hooks() -> None:
+    """Only those that upstream changed are listed."""
+    hooks = [Hook("fix", "src/a.cpp", n, "first", 4 - n, 4, n) for n in (0, 1)]
+    text = page(FOUND, hooks)
+    assert "have 2 hooks. All 4 states of its era\nhave the lines of 1 of them" in text
+    assert "| fix | `src/a.cpp` | `first` | 3 of 4 | 1 |" in text
+    assert "4 of 4" not in text
+
+
+def test_the_sample() -> None:
+    """Its verdicts with mode, ports and date; without one, the command."""
+    assert "No carried state has been built" in page(FOUND)
+    facts = ("0.3.2", "2026-07-02", FORWARD, {"fix": "0.3.1"}, "0" * 40)
+    one = Verified(*facts, verdict="needed", reason="", verified="2026-11-26")
+    row = "| 0.3.2 | 2026-07-02 | forward | fix from 0.3.1 | needed | 2026-11-26 |"
+    assert row in page(FOUND, verified=[one])
