@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.patching.carry_comparison import Reader
     from pyllamakv.patching.definition import Definition, Port
-    from pyllamakv.patching.hunks import Patch
+    from pyllamakv.patching.hunks import FilePatch, Patch
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
