@@ -6,7 +6,8 @@ function. Here, the changes of the patch are applied to upstream's tokens. A tok
 removes must be unchanged, and so must both tokens beside an insertion within a line. Beside
 inserted lines, one line must be unchanged, or the conflict must end. These places need a name:
 brackets alone can match anywhere. What the patch adds must not use a name that upstream removed
-there, unless it was renamed, or a function whose arguments upstream changed.
+there, unless it was renamed, or a function whose arguments upstream changed. Arguments are not
+changed if upstream calls another function there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyllamakv.patching import cpp_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 #: Maximum number of tokens of a side; the time to compare two sides grows with their product.
 MAX_TOKENS = 5000
@@ -102,6 +103,9 @@ def merge(upstream: str, base: str, patch: str) -> Merged | None:
     if used & _touched(old, ours, upstreams) - renamed.keys():
         return None
     kept = _kept(old, upstreams)
+    # Arguments for one function need not fit another one.
+    if any(kept[at] is None for edit in changes for at in _callees(old, edit.first)):
+        return None
     for token, at, there in zip(old, kept, _kept(old, changes), strict=True):
         if at is not None and there is not None and ours[at].space == token.space:
             ours[at] = theirs[there]
@@ -142,15 +146,20 @@ def _touched(old: Sequence[Token], new: Sequence[Token], changes: Sequence[Edit]
     for edit in changes:
         if edit.last - edit.first == len(edit.tokens) == 1:
             continue
-        depth = 0
-        for at in range(edit.first - 1, 0, -1):
-            depth += (old[at].text in (")", "]")) - (old[at].text in ("(", "["))
-            if old[at].text in (";", "{", "}"):
-                break
-            if depth < 0:
-                depth = 0
-                names.add(old[at - 1].text)
+        names.update(old[at].text for at in _callees(old, edit.first))
     return {name for name in names if _NAME.match(name)} - cpp_lines.WORDS
+
+
+def _callees(old: Sequence[Token], at: int) -> Iterator[int]:
+    """Yield the places of the functions in whose arguments a token is, the innermost first."""
+    depth = 0
+    for there in range(at - 1, 0, -1):
+        depth += (old[there].text in (")", "]")) - (old[there].text in ("(", "["))
+        if old[there].text in (";", "{", "}"):
+            return
+        if depth < 0:
+            depth = 0
+            yield there - 1
 
 
 def _kept(old: Sequence[Token], changes: Sequence[Edit]) -> list[int | None]:

@@ -71,10 +71,11 @@ def test_changes_that_are_apart_are_merged(
          "    }\n    }\n    q(2);\n    x();\n    }\n"),
         ("    f(a, x, b);\n", "    f(a, b);\n", "    f();\n"),
         ("    p(7);\n    };\n", "    q(8);\n    };\n", "    q(8);\n    }\n"),
+        ("    drop(b);\n", "    keep(b);\n", "    keep(c);\n"),
         ("", "", "    x();\n" * 3000),
     ],
     ids=["replaced", "insertions", "no-line", "removed-name", "changed-call", "braces",
-         "within", "brackets", "huge"],
+         "within", "brackets", "function", "huge"],
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
     """Then the conflict is reported as git found it."""
