@@ -39,6 +39,7 @@ class _Node(Generic[Raw]):
         "parent",
         "raw",
         "readers",
+        "reading",
         "turn",
         "users",
         "what",
@@ -60,11 +61,28 @@ class _Node(Generic[Raw]):
         self.gate = threading.Lock()
         # Number of threads in `Handle.reading`; other threads wait for them.
         self.readers = 0
+        # Whether the thread that holds the lock is one of them.
+        self.reading = False
         self.turn = threading.Condition()
+
+    def acquire(self) -> bool:
+        """Lock the node; wait up to a second for reads of other threads, but not for their calls.
+
+        Returns whether the node is locked.
+        """
+        for _ in range(100):
+            if self.lock.acquire(blocking=False):
+                return True
+            if self.users and not self.reading:
+                return False
+            # A holder that is not counted has just begun, or is about to leave.
+            if self.lock.acquire(timeout=0.01):
+                return True
+        return False
 
     def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
         """Lock this node and all below it; return the first one that is in use."""
-        if not self.lock.acquire(blocking=False):
+        if not self.acquire():
             return self  # type: ignore[return-value]
         taken.append(self)  # type: ignore[arg-type]
         if self.users:
@@ -155,7 +173,7 @@ class Handle(Generic[Raw]):
                 # Without this, a loop of calls would take the lock again before a reader gets it.
                 with node.turn:
                     node.turn.wait_for(lambda: not node.readers, timeout=1.0)
-            if not node.lock.acquire(blocking=bool(node.readers)):
+            if not node.acquire():
                 raise Busy(
                     f"the {node.what} is in use by another thread: use one {node.what} per "
                     "thread, or wait for it"
@@ -195,11 +213,14 @@ class Handle(Generic[Raw]):
             node.readers += 1
         try:
             with node.lock:
+                outermost = not node.users
+                node.reading = node.reading or outermost
                 node.users += 1
                 try:
                     yield self.raw
                 finally:
                     node.users -= 1
+                    node.reading = node.reading and not outermost
         finally:
             with node.turn:
                 node.readers -= 1

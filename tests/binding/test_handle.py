@@ -138,6 +138,28 @@ def test_an_object_that_is_read_cannot_be_closed() -> None:
         pass
 
 
+def test_calls_and_closing_wait_for_a_short_read() -> None:
+    """Neither raises Busy, and a call that is in progress is not waited for."""
+    for use in (lambda handle: handle.close(), lambda handle: handle.__enter__()):
+        tree = Tree()
+        context = tree.contexts[0]
+        entered, leave = threading.Event(), threading.Event()
+
+        def read(context: Handle[int] = context, entered=entered, leave=leave) -> None:
+            with context.reading():
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert entered.wait(60)
+        threading.Timer(0.1, leave.set).start()
+        use(context)
+        thread.join(60)
+    with tree.contexts[1]:
+        assert isinstance(in_thread(tree.contexts[1].close), Busy)
+
+
 def test_closing_what_is_used() -> None:
     """Closing a parent of something in use closes nothing at all."""
     tree = Tree()
