@@ -292,7 +292,8 @@ class Counters:
     """Totals of a context since its creation (patch ``kv-counters``).
 
     ``ns`` is the time of defragmentations and ``plan_ns`` the part for plans, in nanoseconds.
-    ``scratch_bytes`` is the maximum of one defragmentation, not a sum.
+    ``scratch_bytes`` is the maximum of one defragmentation, not a sum. A value is -1 if no patch of
+    the build counts it.
     """
 
     slot_searches: int = 0
@@ -308,9 +309,13 @@ class Counters:
     scratch_bytes: int = 0
 
     def __sub__(self, other: Counters) -> Counters:
-        """Return the difference to ``other``; ``scratch_bytes`` remains the maximum."""
-        since = {name: getattr(self, name) - getattr(other, name) for name in self.__slots__}
-        return Counters(**{**since, "scratch_bytes": self.scratch_bytes})
+        """Return the difference; ``scratch_bytes`` remains the maximum, and -1 remains -1."""
+        since = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            whole = value < 0 or name == "scratch_bytes"
+            since[name] = value if whole else value - getattr(other, name)
+        return Counters(**since)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def _logged(buffers: list[Buffer], *kinds: str) -> MemoryShare | None:
 def _mask(context: Context) -> MemoryShare:
     lower = 4 * (context.info.n_ctx // context.partitions) * context.info.n_ubatch
     return MemoryShare(
-        lower, exact=False, known_by="at least the mask; not reported by the library more"
+        lower, exact=False, known_by="at least the mask; the library does not report more"
     )
 
 

@@ -249,7 +249,10 @@ def _of_counters(counters: Counters) -> list[Metric]:
     found = [
         Metric(f"{PREFIX}_{name}", "counter", said, (({}, _scaled(counters, field, unit)),))
         for field, name, unit, said in _COUNTS
+        if getattr(counters, field) >= 0
     ]
+    if counters.scratch_bytes < 0:
+        return found
     name = f"{PREFIX}_kv_defragmentation_scratch_bytes"
     said = "Most bytes beside the cache that any defragmentation needed."
     return [*found, Metric(name, "gauge", said, (({}, counters.scratch_bytes),))]
@@ -299,15 +302,21 @@ def _about_cells(stats: CellStats) -> list[tuple[str, str]]:
 
 
 def _about_counters(counters: Counters) -> list[tuple[str, str]]:
-    return [
-        ("slot searches", f"{counters.slot_searches}, {counters.slot_failures} without success"),
-        ("decode retries", str(counters.decode_retries)),
+    rows = [
+        (
+            "slot searches",
+            f"{counters.slot_searches}, {counters.slot_failures} without success",
+            counters.slot_searches,
+        ),
+        ("decode retries", str(counters.decode_retries), counters.decode_retries),
         (
             "defragmentations",
             f"{counters.defrags}: {counters.cells_moved} cells, {counters.bytes_moved} bytes in "
             f"{counters.moves} moves, {counters.ns / 1e6:.3f} ms",
+            counters.defrags,
         ),
     ]
+    return [(name, text) for name, text, value in rows if value >= 0]
 
 
 def _cells(n: int) -> str:

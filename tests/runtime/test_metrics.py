@@ -155,3 +155,15 @@ def test_the_client_library_reads_it() -> None:
     found = [sample for family in families for sample in family.samples]
     assert len(found) == len(parse(said)[1])
     assert all(sample.labels["model"] == 'a"b\\c\nd' for sample in found)
+
+
+def test_what_a_build_does_not_count_is_left_out() -> None:
+    """A counter of -1 is no measurement, also in a difference."""
+    fields = dict.fromkeys(Counters.__slots__, -1) | {"slot_searches": 7}
+    counters = Counters(**fields)
+    kinds, samples = parse(metrics.prometheus(counters=counters))
+    assert [*kinds] == ["pyllamakv_kv_slot_searches_total"], samples
+    assert "defragmentations" not in metrics.text(stats(), counters)
+    assert "slot searches" in metrics.text(stats(), counters)
+    since = counters - Counters(**fields | {"slot_searches": 5})
+    assert (since.slot_searches, since.defrags, since.scratch_bytes) == (2, -1, -1)
