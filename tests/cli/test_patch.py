@@ -28,7 +28,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
-    bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l41="upstream")}, "2025-02-02")
+    bench.add_release("0.3.2", OLD | {"src/a.cpp": numbered(60, l40="upstream")}, "2025-02-02")
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
