@@ -85,17 +85,17 @@ class ServerProcess:
     ) -> None:
         """Start ``program`` with the arguments of llama-server; return when it answers.
 
-        ``--port 0`` selects a free port. ``sink`` receives each line of the log. Raises
-        AddressInUse or ModelError, if possible before the start; LoadError for a missing library;
-        UsageError for arguments that the server refuses; and ServerDied if it ends, or is not ready
-        after ``patience`` seconds.
+        ``--port 0`` selects a free port. ``env`` is the environment of the server (default: that of
+        this process). ``sink`` receives each line of the log. Raises AddressInUse or ModelError, if
+        possible before the start; LoadError for a missing library; UsageError for arguments that
+        the server refuses; and ServerDied if it ends, or is not ready after ``patience`` seconds.
         """
-        more = {**os.environ, **(env or {})}
-        self.host, self.port = _address(arguments, more)
-        _check_model(arguments, more)
+        whole = os.environ if env is None else env
+        self.host, self.port = _address(arguments, whole)
+        _check_model(arguments, whole)
         self._command = [str(program), *_with_port(arguments, self.port)]
         # Without this ggml starts a debugger on the dying process.
-        self._env = {"GGML_NO_BACKTRACE": "1", **more}
+        self._env = {"GGML_NO_BACKTRACE": "1", **whole}
         self._sink = sink
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._process: subprocess.Popen[bytes] | None = None

@@ -59,7 +59,7 @@ def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
     program = serving(tmp_path)
     with ServerProcess(program, ["--port", str(port)]) as server:
         assert server.url == f"http://127.0.0.1:{port}"
-    with ServerProcess(program, env={"LLAMA_ARG_PORT": str(port)}) as server:
+    with ServerProcess(program, env={**os.environ, "LLAMA_ARG_PORT": str(port)}) as server:
         assert server.port == port
 
 
