@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, release_names
+from pyllamakv.cli.options import Backend, Json, PortableOnly, release_names
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -37,6 +37,7 @@ def command(
     ] = None,
     *,
     backend: Backend = "cpu",
+    portable: PortableOnly = False,
     print_path: Annotated[
         bool, typer.Option("--print-path", help="Print the program's path and exit.")
     ] = False,
@@ -52,7 +53,7 @@ def command(
     words = arguments or []
     if print_path and words:
         raise UsageError("--print-path takes no arguments of llama-server; leave them out")
-    found = find_server(release, backend=backend)
+    found = find_server(release, backend=backend, native=False if portable else None)
     program = found.check_program()
     if print_path:
         where = {"path": str(program), "id": found.id}

@@ -97,3 +97,24 @@ def test_a_server_is_found_by_its_spec(
     monkeypatch.setattr(variant, "find", lambda *_args, **_options: None)
     with pytest.raises(NotBuilt, match="--server --backend cuda"):
         server_artifact.find_server("0.3.9+stock", backend="cuda")
+
+
+def test_a_portable_server_is_found_next_to_a_tuned_build(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A tuned server is preferred if it is built as well."""
+    tuned = Variant(tmp_path / "built" / "tuned")
+    built = {True: tuned, False: server.variant}
+    monkeypatch.setattr(variant, "find", lambda *_args, native, **_options: built[native])
+    assert server_artifact.find_server("0.3.9") == server
+    assert server_artifact.find_server("0.3.9", native=False) == server
+    with pytest.raises(NotBuilt, match=r"--server$"):
+        server_artifact.find_server("0.3.9", native=True)
+    other = server_artifact.servers() / server_artifact.server_id(tuned)
+    other.mkdir()
+    (other / "llama-server").touch()
+    assert server_artifact.find_server("0.3.9").variant == tuned
+    assert server_artifact.find_server("0.3.9", native=False) == server
+    server.program.unlink()
+    with pytest.raises(NotBuilt, match=r"--server --portable$"):
+        server_artifact.find_server("0.3.9", native=False)
