@@ -48,7 +48,7 @@ def command(
     The log of the server goes to stderr. Build it first: `pyllamakv build RELEASE --server`.
     """
     from pyllamakv.server.server_artifact import find_server
-    from pyllamakv.server.server_process import ServerProcess
+    from pyllamakv.server.server_process import ServerProcess, prints_and_ends, run_directly
 
     words = arguments or []
     if print_path and words:
@@ -59,6 +59,8 @@ def command(
         where = {"path": str(program), "id": found.id}
         write_json(where) if as_json else write_lines([str(program)])
         return
+    if prints_and_ends(words):
+        raise typer.Exit(run_directly(program, words))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         with ServerProcess(program, words, sink=note) as server:

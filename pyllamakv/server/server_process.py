@@ -53,6 +53,9 @@ _PORT: Final = (("--port",), "LLAMA_ARG_PORT")
 _REUSE_PORT: Final = ("--reuse-port", "LLAMA_ARG_REUSE_PORT")
 _MODEL: Final = (("-m", "--model"), "LLAMA_ARG_MODEL")
 
+#: Options with which llama-server prints something and ends.
+_PRINTING: Final = frozenset({"-h", "--help", "--usage", "--version"})
+
 #: Values of a variable that set a flag, as llama-server reads them.
 _TRUE: Final = ("on", "enabled", "true", "1")
 
@@ -115,8 +118,7 @@ class ServerProcess:
         self._reader.start()
         self._started.wait()
         if self._refused is not None:
-            msg = f"{program} cannot be started: {self._refused.strerror}; build it again"
-            raise LoadError(msg) from self._refused
+            raise LoadError(_not_started(program, self._refused)) from self._refused
         try:
             self._await(patience)
         except BaseException:
@@ -279,6 +281,27 @@ class ServerProcess:
         if refused:
             return UsageError(f"llama-server refuses its arguments: {refused[0]}")
         return self.death()
+
+
+def prints_and_ends(arguments: Sequence[str]) -> bool:
+    """Return whether llama-server prints its help or version for these arguments, and ends."""
+    return not _PRINTING.isdisjoint(arguments)
+
+
+def run_directly(program: Path, arguments: Sequence[str]) -> int:
+    """Run ``program`` with the files of this process; return its status as a shell does.
+
+    Raises LoadError if it cannot be started.
+    """
+    try:
+        status = subprocess.run([str(program), *arguments], check=False).returncode
+    except OSError as error:
+        raise LoadError(_not_started(program, error)) from error
+    return 128 - status if status < 0 else status
+
+
+def _not_started(program: Path, error: OSError) -> str:
+    return f"{program} cannot be started: {error.strerror}; build it again"
 
 
 def _end_with_owner() -> Callable[[], None]:

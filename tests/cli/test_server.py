@@ -83,6 +83,13 @@ def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -
     assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
 
 
+@pytest.mark.parametrize("option", ["-h", "--help", "--usage", "--version"])
+def test_help_and_version_are_llama_servers(built, tmp_path: Path, capfd, option: str) -> None:
+    """On stdout, with its status; the end of the program is no error."""
+    built(ending(tmp_path, "version: 1", status=3))
+    assert cli(capfd, "server", "0.3.9", "--", "-c", "512", option) == (3, "version: 1\n", "")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_server(tmp_path: Path, number: signal.Signals, status: int) -> None:

@@ -13,11 +13,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from server_kit import ending, gguf, serving
+from server_kit import ending, gguf, program, serving
 
 from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
 from pyllamakv.server import server_process
-from pyllamakv.server.server_process import RETRY, ServerProcess
+from pyllamakv.server.server_process import (
+    RETRY,
+    ServerProcess,
+    prints_and_ends,
+    run_directly,
+)
 
 
 def get(url: str) -> int:
@@ -229,6 +234,16 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     """Is a LoadError with its path."""
     with pytest.raises(LoadError, match="never started"):
         ServerProcess(tmp_path / "never started", ["--port", "0", "-m", str(gguf(tmp_path))])
+
+
+def test_a_program_that_prints_is_run_directly(tmp_path: Path) -> None:
+    """Its status is that of a shell, and a program that cannot be started is a LoadError."""
+    assert prints_and_ends(["-m", "x", "--version"])
+    assert not prints_and_ends(["-m", "version"])
+    aborting = program(tmp_path, "import os\nos.abort()\n")
+    assert run_directly(aborting, ["--version"]) == 128 + signal.SIGABRT
+    with pytest.raises(LoadError, match="never started"):
+        run_directly(tmp_path / "never started", [])
 
 
 @pytest.mark.long
