@@ -149,6 +149,9 @@ Backends = Annotated[
     typer.Option("--backend", help="cpu (default), rpc, cuda, metal, vulkan; repeatable."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="Build for any CPU, not this one.")]
+PortableOnly = Annotated[
+    bool, typer.Option("--portable", help="Use the portable build; default: tuned, else portable.")
+]
 BuildServer = Annotated[bool, typer.Option("--server", help="Build llama-server as well.")]
 CheckServer = Annotated[bool, typer.Option("--server", help="Verify llama-server over HTTP.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run fewer cache types and layouts.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Json, release_names
+from pyllamakv.cli.options import Backend, Json, PortableOnly, release_names
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -37,6 +37,7 @@ def command(
     ] = None,
     *,
     backend: Backend = "cpu",
+    portable: PortableOnly = False,
     print_path: Annotated[
         bool, typer.Option("--print-path", help="Print the program's path and exit.")
     ] = False,
@@ -47,17 +48,19 @@ def command(
     The log of the server goes to stderr. Build it first: `pyllamakv build RELEASE --server`.
     """
     from pyllamakv.server.server_artifact import find_server
-    from pyllamakv.server.server_process import ServerProcess
+    from pyllamakv.server.server_process import ServerProcess, prints_and_ends, run_directly
 
     words = arguments or []
     if print_path and words:
         raise UsageError("--print-path takes no arguments of llama-server; leave them out")
-    found = find_server(release, backend=backend)
+    found = find_server(release, backend=backend, native=False if portable else None)
     program = found.check_program()
     if print_path:
         where = {"path": str(program), "id": found.id}
         write_json(where) if as_json else write_lines([str(program)])
         return
+    if prints_and_ends(words):
+        raise typer.Exit(run_directly(program, words))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         with ServerProcess(program, words, sink=note) as server:

@@ -35,7 +35,9 @@ def write_lines(lines: Iterable[str]) -> None:
 
 
 def note(text: str) -> None:
-    """Write a line to stderr, with control characters escaped."""
+    """Write a line to stderr, unless it is closed, with control characters escaped."""
+    if sys.stderr is None:
+        return
     sys.stderr.write(printable(text, keep="\n\t") + "\n")
 
 

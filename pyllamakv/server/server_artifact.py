@@ -124,15 +124,20 @@ def patched_spec(text: str) -> Spec:
     return Spec(spec.release, None) if spec.release == text.strip() else spec
 
 
-def find_server(spec: str | Spec, *, backend: str = "cpu") -> BuiltServer:
-    """Return the built server of a spec. Raises NotBuilt with the command that builds it."""
+def find_server(
+    spec: str | Spec, *, backend: str = "cpu", native: bool | None = None
+) -> BuiltServer:
+    """Return the built server of a spec. Raises NotBuilt with the command that builds it.
+
+    ``native`` None prefers a tuned server to a portable one.
+    """
     wanted = patched_spec(spec) if isinstance(spec, str) else spec
-    library = variant.find(wanted, backend=backend)
-    found = lookup(library) if library else None
-    if found is None:
-        option = "" if backend == "cpu" else f" --backend {backend}"
-        raise NotBuilt(
-            f"the server of {wanted} is not built; build it: pyllamakv build {wanted} --server"
-            f"{option}"
-        )
-    return found
+    for tuned in (True, False) if native is None else (native,):
+        library = variant.find(wanted, backend=backend, native=tuned)
+        if library and (found := lookup(library)):
+            return found
+    option = "" if backend == "cpu" else f" --backend {backend}"
+    option += " --portable" if native is False else ""
+    raise NotBuilt(
+        f"the server of {wanted} is not built; build it: pyllamakv build {wanted} --server{option}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import tempfile
@@ -82,7 +83,12 @@ class ServerLab:
         """Return the options that the server documents. Raises LoadError if it cannot run."""
         program = self.built.check_program()
         done = subprocess.run(
-            [str(program), "--help"], capture_output=True, text=True, timeout=120, check=False
+            [str(program), "--help"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=_environment(),
         )
         if done.returncode != 0:
             last = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -106,8 +112,9 @@ class ServerLab:
 
     def _start(self, *arguments: str) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
-        words = ["-m", str(self.model), "--port", "0", "-t", "1", *SETTING.split(), *more]
-        return ServerProcess(self.built.program, [*words, *arguments])
+        words = ["-m", str(self.model), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
+        every = [*words, *SETTING.split(), *more, *arguments]
+        return ServerProcess(self.built.program, every, env=_environment())
 
     @contextlib.contextmanager
     def server(self, *arguments: str, shift: bool = False) -> Iterator[ServerProcess]:
@@ -205,6 +212,13 @@ def first_difference(one: ServerCompletion, other: ServerCompletion) -> int | No
             tie = one.margins[index] <= TIE or other.margins[index] <= TIE
             return None if tie else index
     return None if len(one.tokens) == len(other.tokens) else min(len(one.tokens), len(other.tokens))
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of servers: without settings of llama-server and the user's file."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+    # An empty value would select ~/.config.
+    return kept | {"XDG_CONFIG_HOME": os.devnull}
 
 
 def _parts(server: ServerProcess) -> set[int]:

@@ -50,7 +50,14 @@ _PR_SET_PDEATHSIG: Final = 1
 #: Options of the server that this module reads, with the environment variables for them.
 _HOST: Final = (("--host",), "LLAMA_ARG_HOST")
 _PORT: Final = (("--port",), "LLAMA_ARG_PORT")
+_REUSE_PORT: Final = ("--reuse-port", "LLAMA_ARG_REUSE_PORT")
 _MODEL: Final = (("-m", "--model"), "LLAMA_ARG_MODEL")
+
+#: Options with which llama-server prints something and ends.
+_PRINTING: Final = frozenset({"-h", "--help", "--usage", "--version"})
+
+#: Values of a variable that set a flag, as llama-server reads them.
+_TRUE: Final = ("on", "enabled", "true", "1")
 
 #: Log line -> what to do about it. The first match decides.
 _MODEL_ERRORS: Final = (
@@ -85,17 +92,19 @@ class ServerProcess:
     ) -> None:
         """Start ``program`` with the arguments of llama-server; return when it answers.
 
-        ``--port 0`` selects a free port. ``sink`` receives each line of the log. Raises
-        AddressInUse or ModelError, if possible before the start; LoadError for a missing library;
-        UsageError for arguments that the server refuses; and ServerDied if it ends, or is not ready
-        after ``patience`` seconds.
+        ``--port 0`` selects a free port. ``env`` is the environment of the server (default: that of
+        this process). ``sink`` receives each line of the log. Raises AddressInUse or ModelError, if
+        possible before the start; LoadError for a missing library; UsageError for arguments that
+        the server refuses; and ServerDied if it ends, or is not ready after ``patience`` seconds.
         """
-        more = {**os.environ, **(env or {})}
-        self.host, self.port = _address(arguments, more)
-        _check_model(arguments, more)
-        self._command = [str(program), *_with_port(arguments, self.port)]
+        whole = os.environ if env is None else env
+        hosts, self.port = _address(arguments, whole)
+        # A server that listens everywhere is reached here.
+        self.host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hosts[0], hosts[0])
+        _check_model(arguments, whole)
+        self._command = [str(program), *_with_address(arguments, ",".join(hosts), self.port)]
         # Without this ggml starts a debugger on the dying process.
-        self._env = {"GGML_NO_BACKTRACE": "1", **more}
+        self._env = {"GGML_NO_BACKTRACE": "1", **whole}
         self._sink = sink
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,8 +118,7 @@ class ServerProcess:
         self._reader.start()
         self._started.wait()
         if self._refused is not None:
-            msg = f"{program} cannot be started: {self._refused.strerror}; build it again"
-            raise LoadError(msg) from self._refused
+            raise LoadError(_not_started(program, self._refused)) from self._refused
         try:
             self._await(patience)
         except BaseException:
@@ -275,6 +283,27 @@ class ServerProcess:
         return self.death()
 
 
+def prints_and_ends(arguments: Sequence[str]) -> bool:
+    """Return whether llama-server prints its help or version for these arguments, and ends."""
+    return not _PRINTING.isdisjoint(arguments)
+
+
+def run_directly(program: Path, arguments: Sequence[str]) -> int:
+    """Run ``program`` with the files of this process; return its status as a shell does.
+
+    Raises LoadError if it cannot be started.
+    """
+    try:
+        status = subprocess.run([str(program), *arguments], check=False).returncode
+    except OSError as error:
+        raise LoadError(_not_started(program, error)) from error
+    return 128 - status if status < 0 else status
+
+
+def _not_started(program: Path, error: OSError) -> str:
+    return f"{program} cannot be started: {error.strerror}; build it again"
+
+
 def _end_with_owner() -> Callable[[], None]:
     """Return a function for a new child: let the kernel kill it when this process dies."""
     prctl = ctypes.CDLL(None).prctl
@@ -300,28 +329,40 @@ def _option(
     return found
 
 
-def _address(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port after checking that a server can listen there."""
-    host = _option(arguments, _HOST, env) or "127.0.0.1"
+def _address(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], int]:
+    """Return hosts and port after checking that a server can listen there."""
+    names = (_option(arguments, _HOST, env) or "127.0.0.1").split(",")
+    hosts = [name.strip() for name in names if name.strip()]
     text = _option(arguments, _PORT, env) or "8080"
+    if not hosts:
+        raise UsageError(f"--host: expected an IP address, found {','.join(names)!r}")
     if not text.isdecimal() or int(text) > 65535:
         raise UsageError(f"--port: expected a number from 0 to 65535, found {text!r}")
-    if host.endswith(".sock"):
-        raise UsageError(f"--host {host}: sockets of files are not supported; use an IP address")
+    flag, variable = _REUSE_PORT
+    shared = flag in arguments or env.get(variable) in _TRUE
+    port = int(text)
+    for host in hosts:
+        if host.endswith(".sock"):
+            raise UsageError(f"--host {host}: sockets of files are not supported; use IP addresses")
+        port = _bindable(host, port, shared=shared)
+    return hosts, port
+
+
+def _bindable(host: str, port: int, *, shared: bool) -> int:
+    """Return the port, or a free one for 0, after binding it. Raises AddressInUse."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(
-            host, int(text), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind) as probe:
             # As the server itself does, or a port would be in use for a minute after its last end.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(place)
-            port = int(probe.getsockname()[1])
+            return int(probe.getsockname()[1])
     except OSError as error:
-        raise AddressInUse(_in_use(host, int(text), error.strerror or str(error))) from error
-    # A server that listens everywhere is reached here.
-    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return here, port
+        raise AddressInUse(_in_use(host, port, error.strerror or str(error))) from error
 
 
 def _in_use(host: str, port: int, reason: str) -> str:
@@ -331,13 +372,19 @@ def _in_use(host: str, port: int, reason: str) -> str:
     )
 
 
-def _with_port(arguments: Sequence[str], port: int) -> list[str]:
-    """Return the arguments with the port that was chosen."""
+def _with_address(arguments: Sequence[str], host: str, port: int) -> list[str]:
+    """Return the arguments with the port that was chosen, and with a host.
+
+    An argument takes precedence over the configuration files that llama-server reads.
+    """
     words = list(arguments)
     for index, word in enumerate(words[:-1]):
         if word in _PORT[0]:
             words[index + 1] = str(port)
-    return words if _option(words, _PORT, {}) else [*words, "--port", str(port)]
+    for option, value in ((_HOST, host), (_PORT, str(port))):
+        if _option(words, option, {}) is None:
+            words += [option[0][0], value]
+    return words
 
 
 def _check_model(arguments: Sequence[str], env: Mapping[str, str]) -> None:

@@ -171,7 +171,11 @@ def _openai(lab: ServerLab) -> None:
         turns = [lab.words(length // 5) for length in _prompt_lengths(lab, 32)]
 
         def ask(_client: ServerClient, text: str) -> Any:
-            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+            # Without the proxies of the environment.
+            client = openai.DefaultHttpxClient(trust_env=False)
+            with openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=client
+            ) as api:
                 return api.chat.completions.create(
                     model="model",
                     messages=[{"role": "user", "content": text}],

@@ -56,15 +56,19 @@ def test_print_path(built, tmp_path: Path, capsys) -> None:
 
 
 def test_a_server_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The error has the command that builds it."""
+    """The error has the command that builds it; ``--portable`` selects the portable build."""
+    wanted: list[object] = []
 
-    def find(_spec: str, **_options: object) -> None:
+    def find(_spec: str, *, native: bool | None, **_options: object) -> None:
+        wanted.append(native)
         raise NotBuilt("build it: pyllamakv build 0.3.9+patched --server")
 
     monkeypatch.setattr(server_artifact, "find_server", find)
     status, out, _ = cli(capsys, "server", "0.3.9", "--json")
     assert status == 2
     assert json.loads(out)["error"]["type"] == "NotBuilt"
+    cli(capsys, "server", "0.3.9", "--portable")
+    assert wanted == [None, False]
 
 
 def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -> None:
@@ -77,6 +81,13 @@ def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -
     assert "UsageError: llama-server refuses its arguments" in err
     status, out, _ = cli(capsys, "server", "0.3.9", "--json", "--", "-m", "/nowhere.gguf")
     assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help", "--usage", "--version"])
+def test_help_and_version_are_llama_servers(built, tmp_path: Path, capfd, option: str) -> None:
+    """On stdout, with its status; the end of the program is no error."""
+    built(ending(tmp_path, "version: 1", status=3))
+    assert cli(capfd, "server", "0.3.9", "--", "-c", "512", option) == (3, "version: 1\n", "")
 
 
 @pytest.mark.long

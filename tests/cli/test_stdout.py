@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pyllamakv.cli.stdout import note
 from pyllamakv.errors import DiskFull, UsageError
 
 TRACE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
@@ -95,3 +96,9 @@ def test_an_exit_status_outlives_a_broken_pipe(monkeypatch) -> None:
 
 def _refuse(*_) -> int:
     raise UsageError("no")
+
+
+def test_a_note_without_stderr_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception would end the thread that reads the log of a server, and so the server."""
+    monkeypatch.setattr(sys, "stderr", None)
+    note("a line of the log")

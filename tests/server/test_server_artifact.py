@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from building_kit import manifest
+from native_kit import TEST_RELEASE
 
 from pyllamakv.building import manifest as manifests
 from pyllamakv.building import variant
@@ -97,3 +101,44 @@ def test_a_server_is_found_by_its_spec(
     monkeypatch.setattr(variant, "find", lambda *_args, **_options: None)
     with pytest.raises(NotBuilt, match="--server --backend cuda"):
         server_artifact.find_server("0.3.9+stock", backend="cuda")
+
+
+def test_a_portable_server_is_found_next_to_a_tuned_build(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A tuned server is preferred if it is built as well."""
+    tuned = Variant(tmp_path / "built" / "tuned")
+    built = {True: tuned, False: server.variant}
+    monkeypatch.setattr(variant, "find", lambda *_args, native, **_options: built[native])
+    assert server_artifact.find_server("0.3.9") == server
+    assert server_artifact.find_server("0.3.9", native=False) == server
+    with pytest.raises(NotBuilt, match=r"--server$"):
+        server_artifact.find_server("0.3.9", native=True)
+    other = server_artifact.servers() / server_artifact.server_id(tuned)
+    other.mkdir()
+    (other / "llama-server").touch()
+    assert server_artifact.find_server("0.3.9").variant == tuned
+    assert server_artifact.find_server("0.3.9", native=False) == server
+    server.program.unlink()
+    with pytest.raises(NotBuilt, match=r"--server --portable$"):
+        server_artifact.find_server("0.3.9", native=False)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux reads LD_LIBRARY_PATH")
+def test_a_server_loads_the_libraries_of_its_variant(tmp_path: Path) -> None:
+    """Also if LD_LIBRARY_PATH has libraries of the same names, for example of upstream."""
+    try:
+        found = server_artifact.find_server(TEST_RELEASE)
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    for library in found.variant.dropin.glob("*.so*"):
+        (tmp_path / library.name).touch()
+    done = subprocess.run(
+        [str(found.check_program()), "--version"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,38 @@ def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
     del made.flags
     with pytest.raises(LoadError, match="127"):
         _ = made.flags
+
+
+#: Logs its settings, then answers like the stand-in below; ``--help`` has its variables.
+_TELLTALE = """
+import json, os, sys
+names = sorted(name for name in os.environ if name.startswith("LLAMA_"))
+if "--help" in sys.argv:
+    sys.exit(print("--slots", *(f"--{name}" for name in names)))
+print(json.dumps([sys.argv[1:], names, os.environ["XDG_CONFIG_HOME"]]), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_settings_of_the_user_do_not_reach_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would change the verdict, or let a server listen on every network."""
+    pytest.importorskip("httpx")
+    found = lab(serving(tmp_path, SLOTS))
+    text = found.built.program.read_text("utf-8")
+    found.built.program.write_text(text.replace("\n", f"\n{_TELLTALE}", 1), encoding="utf-8")
+    monkeypatch.setenv("LLAMA_ARG_HOST", "0.0.0.0")
+    monkeypatch.setenv("LLAMA_API_KEY", "secret")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with found.server() as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        arguments, names, config = json.loads(server.log[0])
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert names == []
+    assert config == os.devnull
+    del found.flags
+    assert found.flags == {"--slots"}
 
 
 @pytest.mark.long

@@ -13,11 +13,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from server_kit import ending, gguf, serving
+from server_kit import ending, gguf, program, serving
 
 from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
 from pyllamakv.server import server_process
-from pyllamakv.server.server_process import RETRY, ServerProcess
+from pyllamakv.server.server_process import (
+    RETRY,
+    ServerProcess,
+    prints_and_ends,
+    run_directly,
+)
 
 
 def get(url: str) -> int:
@@ -59,7 +64,7 @@ def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
     program = serving(tmp_path)
     with ServerProcess(program, ["--port", str(port)]) as server:
         assert server.url == f"http://127.0.0.1:{port}"
-    with ServerProcess(program, env={"LLAMA_ARG_PORT": str(port)}) as server:
+    with ServerProcess(program, env={**os.environ, "LLAMA_ARG_PORT": str(port)}) as server:
         assert server.port == port
 
 
@@ -153,6 +158,52 @@ def test_a_used_port_is_refused_before_the_start(tmp_path: Path) -> None:
         ServerProcess(program, ["--host", "192.0.2.1", "--port", "0"])
 
 
+def test_a_host_is_always_an_argument(tmp_path: Path) -> None:
+    """Without one, a configuration file of llama-server could select every network."""
+    program = ending(tmp_path, "unused")
+    program.write_text(
+        program.read_text("utf-8").replace("'unused'", "__import__('sys').argv[1:]"),
+        encoding="utf-8",
+    )
+    for words, env, expected in (
+        ([], {}, "127.0.0.1"),
+        ([], {"LLAMA_ARG_HOST": "localhost"}, "localhost"),
+        (["--host", "127.0.0.1,localhost"], {}, "127.0.0.1,localhost"),
+    ):
+        with pytest.raises(ServerDied) as caught:
+            ServerProcess(program, [*words, "--port", "0"], env=env)
+        given = caught.value.log[0]
+        assert given.count("'--host'") == 1
+        assert f"'--host', '{expected}'" in given
+
+
+def test_each_host_of_a_list_is_probed(tmp_path: Path) -> None:
+    """The first one is that of the URL, and a free port is free at all."""
+    with ServerProcess(
+        serving(tmp_path), ["--host", " 127.0.0.1, localhost", "--port", "0"]
+    ) as server:
+        assert server.url == f"http://127.0.0.1:{server.port}"
+    program = tmp_path / "never started"
+    with pytest.raises(AddressInUse, match=r"192\.0\.2\.1"):
+        ServerProcess(program, ["--host", "127.0.0.1,192.0.2.1", "--port", "0"])
+
+
+def test_servers_may_share_a_port(tmp_path: Path) -> None:
+    """With ``--reuse-port``, or its variable; another program's port remains refused."""
+    program = tmp_path / "never started"
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        words = ["--port", str(first.getsockname()[1])]
+        with pytest.raises(LoadError, match="never started"):
+            ServerProcess(program, [*words, "--reuse-port"])
+        with pytest.raises(LoadError, match="never started"):
+            ServerProcess(program, words, env={"LLAMA_ARG_REUSE_PORT": "1"})
+        with pytest.raises(AddressInUse):
+            ServerProcess(program, words)
+
+
 def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
     """A missing file, and one that is no GGUF file."""
     program = tmp_path / "never started"
@@ -163,7 +214,16 @@ def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
         ServerProcess(program, ["--port", "0"], env={"LLAMA_ARG_MODEL": __file__})
 
 
-@pytest.mark.parametrize("words", [["--port", "x"], ["--port", "65536"], ["--host", "/x.sock"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--port", "x"],
+        ["--port", "65536"],
+        ["--host", "/x.sock"],
+        ["--host", "127.0.0.1,/x.sock", "--port", "0"],
+        ["--host", " ,"],
+    ],
+)
 def test_an_invalid_address_is_refused(tmp_path: Path, words: list[str]) -> None:
     """Before the start."""
     with pytest.raises(UsageError):
@@ -174,6 +234,16 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     """Is a LoadError with its path."""
     with pytest.raises(LoadError, match="never started"):
         ServerProcess(tmp_path / "never started", ["--port", "0", "-m", str(gguf(tmp_path))])
+
+
+def test_a_program_that_prints_is_run_directly(tmp_path: Path) -> None:
+    """Its status is that of a shell, and a program that cannot be started is a LoadError."""
+    assert prints_and_ends(["-m", "x", "--version"])
+    assert not prints_and_ends(["-m", "version"])
+    aborting = program(tmp_path, "import os\nos.abort()\n")
+    assert run_directly(aborting, ["--version"]) == 128 + signal.SIGABRT
+    with pytest.raises(LoadError, match="never started"):
+        run_directly(tmp_path / "never started", [])
 
 
 @pytest.mark.long

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from native_kit import TEST_RELEASE
+from server_kit import serving
 
 from pyllamakv.errors import NotBuilt
+from pyllamakv.server import server_lab
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_check import run_scenario
+from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.server.server_scenarios import SCENARIOS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyllamakv.server.server_artifact import BuiltServer
     from pyllamakv.server.server_scenarios import ServerScenario
 
@@ -29,6 +35,25 @@ def server(side: str) -> BuiltServer:
         return find_server(f"{TEST_RELEASE}+{side}")
     except NotBuilt as error:
         pytest.skip(str(error))
+
+
+def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment would answer in place of the server."""
+    for package in ("httpx", "openai"):
+        pytest.importorskip(package)
+    message = {"role": "assistant", "content": "yes"}
+    chat = {"id": "1", "object": "chat.completion", "created": 1, "model": "model"}
+    chat["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+    slots = [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS
+    program = serving(tmp_path, {"/slots": (200, slots), "/v1/chat/completions": (200, chat)})
+    built: Any = SimpleNamespace(program=program, check_program=lambda: program)
+    lab = ServerLab(built)
+    lab.flags = frozenset()
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    BY_ID["server-openai"].run(lab)
+    assert lab.notes["requests"] == 32
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
