@@ -228,9 +228,10 @@ class Measurement:
         """
         newest = self.states[-1]
         ports = self.apply(newest, TODAY, {}).ports
+        digests = " ".join(port.digest for port in ports)
         found: dict[tuple[str, str, int], list[bool]] = {}
         for release in (each for each in self.states if each.era == newest.era):
-            key = self._key("hooks", release, self.whole)
+            key = self._key(f"hooks {digests}", release, self.whole)
             if key not in self._known:
                 self._keep(key, _present_hooks(ports, self._stock(release)))
             for patch, file, number, present in self._known[key]:

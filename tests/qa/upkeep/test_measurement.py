@@ -94,6 +94,17 @@ def test_changes_of_hooks_are_counted(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.long
+def test_hooks_are_counted_again_for_the_ports_of_a_newer_state(bench: SeriesSandbox) -> None:
+    """The newer state has other ports: an older one of one patch, and none of another."""
+    bench.add_patch("more", {"0.3.4": (FOUR, FOUR | {"src/b.cpp": b"int c;\nint d;\n"})},
+                    marker=("src/a.cpp", "first_8"))  # fmt: skip
+    assert {hook.patch for hook in measured(bench).hooks()} == {"fix", "more"}
+    bench.add_release("0.3.5", {"src/a.cpp": ONE["src/a.cpp"]}, "2026-08-05")
+    (hook,) = measured(bench).hooks()
+    assert (hook.patch, hook.present, hook.states, hook.changes) == ("fix", 2, 5, 2)
+
+
+@pytest.mark.long
 def test_a_blocked_patch_needs_manual_work(bench: SeriesSandbox) -> None:
     """The patch that it requires is not applied."""
     bench.add_patch("more", {"0.3.1": (ONE, ONE | {"src/b.cpp": b"int d;\n"})}, requires=("fix",),
