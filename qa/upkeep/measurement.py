@@ -295,10 +295,16 @@ class Measurement:
 
     def _key(self, what: str, release: Release, series: Series) -> str:
         """Return a name of a result that changes with the release, the ports and the code."""
-        ports = "".join(f"{port.base}{port.digest}" for each in series for port in each.ports)
-        rules = "".join(f"{each.carry}{each.releases}" for each in series)
-        markers = "".join(f"{port.markers}" for each in series for port in each.ports)
-        facts = (release.name, release.tree, release.date, what, ports, rules, markers, self._code)
+        rules = [
+            (each.id, each.carry, each.releases, each.since, each.until, each.requires)
+            for each in series
+        ]
+        ports = [
+            (port.base, port.digest, port.markers, port.requires)
+            for each in series
+            for port in each.ports
+        ]
+        facts = (release.name, release.tree, release.date, what, str(rules), str(ports), self._code)
         key = hashlib.sha256("\0".join(facts).encode()).hexdigest()
         self._used.add(key)
         return key
