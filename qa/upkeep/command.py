@@ -37,7 +37,10 @@ def upkeep(
         hooks = measurement.hooks()
         measurement.forget()
         chosen = sample.draw(found, count, seed)
-        verified = sample.verify(chosen, measurement, report) if verify else sample.kept()
+        if verify:
+            verified = sample.verify(chosen, measurement, report)
+        else:
+            verified = sample.current(measurement, chosen if count else None)
     text = page.page(found, hooks, verified)
     if write is not None:
         write_text_atomic(write, text)

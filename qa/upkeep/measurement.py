@@ -228,9 +228,10 @@ class Measurement:
         """
         newest = self.states[-1]
         ports = self.apply(newest, TODAY, {}).ports
+        digests = " ".join(port.digest for port in ports)
         found: dict[tuple[str, str, int], list[bool]] = {}
         for release in (each for each in self.states if each.era == newest.era):
-            key = self._key("hooks", release, self.whole)
+            key = self._key(f"hooks {digests}", release, self.whole)
             if key not in self._known:
                 self._keep(key, _present_hooks(ports, self._stock(release)))
             for patch, file, number, present in self._known[key]:
@@ -294,10 +295,16 @@ class Measurement:
 
     def _key(self, what: str, release: Release, series: Series) -> str:
         """Return a name of a result that changes with the release, the ports and the code."""
-        ports = "".join(f"{port.base}{port.digest}" for each in series for port in each.ports)
-        rules = "".join(f"{each.carry}{each.releases}" for each in series)
-        markers = "".join(f"{port.markers}" for each in series for port in each.ports)
-        facts = (release.name, release.tree, release.date, what, ports, rules, markers, self._code)
+        rules = [
+            (each.id, each.carry, each.releases, each.since, each.until, each.requires)
+            for each in series
+        ]
+        ports = [
+            (port.base, port.digest, port.markers, port.requires)
+            for each in series
+            for port in each.ports
+        ]
+        facts = (release.name, release.tree, release.date, what, str(rules), str(ports), self._code)
         key = hashlib.sha256("\0".join(facts).encode()).hexdigest()
         self._used.add(key)
         return key

@@ -171,11 +171,12 @@ def _hooks(hooks: Sequence[Hook]) -> list[str]:
 
 
 def _sample(verified: Sequence[Verified]) -> list[str]:
-    command = "`python -m qa upkeep --sample 12 --seed 1 --verify --write docs/upkeep.md`"
     if not verified:
+        command = "`python -m qa upkeep --sample 12 --seed 1 --verify --write docs/upkeep.md`"
         return [f"No carried state has been built and verified yet: {command}."]
     lines = [
-        f"Carried trees that {command} built and verified; the mode is the one that made the tree.",
+        "Carried trees that `python -m qa upkeep --sample N --verify` built and verified, and that",
+        "the ports and rules of today still make; the mode is the one that made the tree.",
         "",
         "| state | date | mode | carried | verdict | verified |",
         "|---|---|---|---|---|---|",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
-    from qa.upkeep.measurement import Fits, Measured, Measurement
+    from qa.upkeep.measurement import Application, Fits, Measured, Measurement
 
 #: The modes that a sample is drawn from, in this order. Most states are strict in the first one.
 _ORDER = (FORWARD, CARRY_FIRST)
@@ -76,23 +76,47 @@ def draw(found: Sequence[Measured], count: int, seed: int) -> list[Measured]:
 def verify(
     chosen: Sequence[Measured], measurement: Measurement, progress: Progress
 ) -> list[Verified]:
-    """Build and check the tree of each state; a tree that was verified before is skipped."""
+    """Build and check the tree of each state, and return the results.
+
+    A tree that was verified before is skipped.
+    """
     known = kept()
+    results: list[Verified] = []
     fits = measurement.fits()
     by_name = {release.name: release for release in measurement.states}
     for number, one in enumerate(chosen):
         progress(f"verifying {one.mode} {one.release}", number, len(chosen))
         found = _verified(one, by_name[one.release], measurement, fits, known, progress)
+        results.append(found)
         if found not in known:
             same = (one.release, one.mode)
             known = [each for each in known if (each.release, each.mode) != same]
             known = sorted([*known, found], key=lambda each: (each.date, each.release, each.mode))
             write_text_atomic(_file(), json.dumps([asdict(each) for each in known], indent=1))
-    return known
+    return results
+
+
+def current(measurement: Measurement, chosen: Sequence[Measured] | None = None) -> list[Verified]:
+    """Return the results of earlier runs for trees that the ports and rules of today make.
+
+    With ``chosen``, results of other states and modes are omitted.
+    """
+    known = kept()
+    if chosen is not None:
+        wanted = {(one.release, one.mode) for one in chosen}
+        known = [each for each in known if (each.release, each.mode) in wanted]
+    fits = measurement.fits()
+    releases = {release.name: release for release in measurement.states}
+    return [
+        each
+        for each in known
+        if each.release in releases
+        and _make(releases[each.release], each.mode, measurement, fits)[1] == each.tree
+    ]
 
 
 def kept() -> list[Verified]:
-    """Return the results of earlier runs."""
+    """Return the results of earlier runs, also of trees that nothing makes any more."""
     file = _file()
     found = json.loads(file.read_text("utf-8")) if file.is_file() else []
     return [Verified(**each) for each in found]
@@ -100,6 +124,14 @@ def kept() -> list[Verified]:
 
 def _file() -> Path:
     return home() / "results" / "upkeep-sample.json"
+
+
+def _make(
+    release: Release, mode: str, measurement: Measurement, fits: Fits
+) -> tuple[Application, str]:
+    """Apply the series to a state in a mode; return the result and its tree."""
+    made = measurement.apply(release, mode, fits)
+    return made, trees.write(measurement.store, release.tree, made.draft)
 
 
 def _verified(
@@ -110,8 +142,7 @@ def _verified(
     known: Sequence[Verified],
     progress: Progress,
 ) -> Verified:
-    made = measurement.apply(release, one.mode, fits)
-    tree = trees.write(measurement.store, release.tree, made.draft)
+    made, tree = _make(release, one.mode, measurement, fits)
     for each in known:
         if (each.release, each.mode, each.tree) == (one.release, one.mode, tree):
             return each

@@ -31,8 +31,42 @@ def reason(line: bytes, after: dict[str, str]) -> str:
         (b"    my_name(old_names);", "old_name", "new_name", ""),
         (b"    const int old_name = 1; use(old_name);", "old_name", "new_name", ""),
         (b"    return find_slot(n, 1);", "find_slot", "found_slot", "`find_slot`"),
+        (b"    if (ok && find_slot(n, 1))", "find_slot", "found_slot", "`find_slot`"),
+        (b"    x = a * old_name;", "old_name", "new_name", "`old_name`"),
+        (b"    x =\n    a * old_name;", "old_name", "new_name", "`old_name`"),
+        (b"    run(a * old_name, b & old_name);", "old_name", "new_name", "`old_name`"),
+        (b"    if (i > old_name) {", "old_name", "new_name", "`old_name`"),
+        (b"    case 1: find_slot(n, 1);", "find_slot", "found_slot", "`find_slot`"),
+        (b"    void f(word & old_name);", "old_name", "new_name", "`old_name`"),
+        (b"    struct word;\n    void f(word & old_name);", "old_name", "new_name", ""),
+        (b"    for (const auto * old_name = a;;)", "old_name", "new_name", ""),
+        (b"    std::map<a, list<b>> old_name;", "old_name", "new_name", ""),
+        (b"#endif\n    int old_name[3];", "old_name", "new_name", ""),
+        (b"    f(); // word\n    int old_name = 1;", "old_name", "new_name", ""),
+        (b"    public:\n    int old_name = 1;", "old_name", "new_name", ""),
     ],
-    ids=["name", "declared", "function", "comment", "other", "own", "returned"],
+    ids=[
+        "name",
+        "declared",
+        "function",
+        "comment",
+        "other",
+        "own",
+        "returned",
+        "and",
+        "product",
+        "lines",
+        "operators",
+        "greater",
+        "case",
+        "value",
+        "type",
+        "loop",
+        "template",
+        "preprocessor",
+        "after-a-comment",
+        "label",
+    ],
 )
 def test_names(line: bytes, old: str, new: str, wanted: str) -> None:
     """Only names that the base has in its code, and of several words, are searched."""
@@ -49,6 +83,13 @@ def test_a_changed_number_of_arguments() -> None:
     assert reason(b"    find_slot(f(1, 2), {3, 4});", after) == "`find_slot` with 2 arguments"
     assert not reason(b"    find_slot(1, 2, 3);", after)
     assert not reason(b"    // find_slot(1, 2)", after)
+
+
+def test_a_call_after_a_condition_is_no_declaration() -> None:
+    """The number of its arguments is compared."""
+    after = {path: text.replace("2)", "2, 3)").replace("int b", "int b, int c")
+             for path, text in BASE.items()}  # fmt: skip
+    assert reason(b"    if (ok && find_slot(n, 1)) {", after) == "`find_slot` with 2 arguments"
 
 
 def test_an_included_file() -> None:

@@ -24,7 +24,7 @@ def run(*words: str, status: int = 0) -> str:
 
 
 def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit status is 1 after a broken carry."""
+    """The exit status is 1 after a broken carry, unless it is of a state that is not drawn."""
     sandbox(tmp_path, monkeypatch)
     assert run("--sample", "2").splitlines() == ["0.3.2 2026-08-02 forward"]
     states = json.loads(run("--json", "--sample", "1"))
@@ -36,3 +36,8 @@ def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run("--write", str(file), "--sample", "1", "--verify", status=1)
     assert "| 0.3.2 | 2026-08-02 | forward | fix from 0.3.1 | broken-carry |" in file.read_text()
     assert file.read_text() == run()
+    monkeypatch.setattr(sample, "draw", lambda *_: [])
+    run("--write", str(file), "--sample", "1", "--verify")
+    assert "broken-carry" not in file.read_text()
+    run("--write", str(file), "--sample", "1")
+    assert "broken-carry" not in file.read_text()

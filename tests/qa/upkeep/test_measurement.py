@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,6 +92,40 @@ def test_changes_of_hooks_are_counted(bench: SeriesSandbox) -> None:
     (hook,) = measured(bench).hooks()
     assert (hook.patch, hook.file, hook.number) == ("fix", "src/a.cpp", 1)
     assert (hook.function, hook.present, hook.states, hook.changes) == ("first", 2, 4, 1)
+
+
+@pytest.mark.long
+def test_hooks_are_counted_again_for_the_ports_of_a_newer_state(bench: SeriesSandbox) -> None:
+    """The newer state has other ports: an older one of one patch, and none of another."""
+    bench.add_patch("more", {"0.3.4": (FOUR, FOUR | {"src/b.cpp": b"int c;\nint d;\n"})},
+                    marker=("src/a.cpp", "first_8"))  # fmt: skip
+    assert {hook.patch for hook in measured(bench).hooks()} == {"fix", "more"}
+    bench.add_release("0.3.5", {"src/a.cpp": ONE["src/a.cpp"]}, "2026-08-05")
+    (hook,) = measured(bench).hooks()
+    assert (hook.patch, hook.present, hook.states, hook.changes) == ("fix", 2, 5, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("field", ["since", "until", "requires", "port"])
+def test_a_changed_definition_is_measured_again(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Its bounds, what it requires, and what one of its ports requires."""
+    calls = []
+    plain = Measurement._measured
+    monkeypatch.setattr(Measurement, "_measured", lambda *all_: calls.append(all_) or plain(*all_))
+    found = measured(bench)
+    release, fits = bench.releases["0.3.2"], found.fits()
+    for _ in range(2):
+        found.measure(release, TODAY, fits)
+    (patch,) = found.whole
+    if field == "port":
+        patch = replace(patch, ports=tuple(replace(port, requires=("x",)) for port in patch.ports))
+    else:
+        patch = replace(patch, **{field: ("x",) if field == "requires" else "0.3.1"})
+    found.whole = replace(found.whole, definitions=(patch,))
+    found.measure(release, TODAY, fits)
+    assert len(calls) == 2
 
 
 @pytest.mark.long

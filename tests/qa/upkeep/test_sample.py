@@ -84,6 +84,7 @@ def test_the_carried_tree_is_verified(
     assert found.carried == {"fix": "0.3.1"}
     assert sample.verify(chosen, measured, quiet) == [found] == sample.kept()
     assert len(questions) == 1
+    assert sample.verify([], measured, quiet) == []
 
 
 @pytest.mark.long
@@ -96,6 +97,21 @@ def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.Monke
     assert (found.verdict, found.reason) == ("broken-carry", "error: x")
     monkeypatch.setattr(sample, "kept", lambda: [replace(found, tree="0" * 40, verdict="x")])
     assert sample.verify(chosen, measured, lambda *_: None) == [found]
+
+
+@pytest.mark.long
+def test_a_result_expires_with_its_tree(
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ports of today make another tree, or the state is not chosen, or not fetched."""
+    made = SimpleNamespace(verdict="needed", exit_code=0, reason="")
+    monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
+    chosen = sample.draw(measured.run(), 1, 1)
+    (found,) = sample.verify(chosen, measured, lambda *_: None)
+    old = [replace(found, mode=CARRY_FIRST, tree="0" * 40), replace(found, release="0.2.0")]
+    monkeypatch.setattr(sample, "kept", lambda: [*old, found])
+    assert sample.current(measured) == [found] == sample.current(measured, chosen)
+    assert sample.current(measured, []) == []
 
 
 @pytest.mark.long
