@@ -290,7 +290,7 @@ def _attempt(
         done = [step.port.id for step in steps]
         found = choose(definition, draft, tree, release, done, carrier)
         if isinstance(found, Skipped):
-            if len(found.conflicts) == 1 and len(meant) == 1:
+            if len(found.conflicts) == 1 and len(meant) == 1 and not found.manual:
                 raise found.conflicts[0]
             raise NoPortApplies(
                 f"{id_} does not apply to {release}: {found.reason}", found.conflicts

@@ -185,6 +185,17 @@ def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
     assert file(bench, made.tree, "src/a.cpp") == wanted
 
 
+def test_a_named_patch_that_cannot_be_carried(bench: SeriesSandbox) -> None:
+    """The error has the conflict of the port, and the reason why the merge failed."""
+    release = bench.releases["0.3.3"]
+    with pytest.raises(
+        NoPortApplies, match=r"cannot be carried from 0\.3\.1: src/a\.cpp:"
+    ) as caught:
+        apply.apply(release, ["fix"], series=series.load(bench.folder), store=bench.store)
+    (conflict,) = caught.value.conflicts
+    assert str(conflict) in str(caught.value)
+
+
 def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:
     """Git finds no conflict if two functions exchange their names; the place is doubtful."""
     swapped = STOCK["src/a.cpp"].replace(b"static int first(", b"static int other(")
