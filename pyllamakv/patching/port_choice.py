@@ -96,6 +96,11 @@ class Skipped:
         """Return whether the patch is meant for the release, and neither applied nor carried."""
         return bool(self.conflicts) or any(not each.lacks for each in self.manual)
 
+    @property
+    def contained(self) -> bool:
+        """Return whether the release already contains all changes of the patch."""
+        return bool(self.conflicts) and all(each.contained for each in self.conflicts)
+
 
 @dataclass(frozen=True)
 class PortChoice:
