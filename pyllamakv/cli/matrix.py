@@ -229,7 +229,7 @@ def watch(
                     # One archive that cannot be fetched does not stop the others.
                     following.failed(version, error)
                     continue
-                if following.start(release):
+                if release.name not in chosen and following.start(release):
                     chosen.append(release.name)
             results: Sequence[CellResult] = ()
             try:

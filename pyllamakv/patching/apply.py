@@ -100,10 +100,15 @@ def write(store: Store, release: Release, plan: PortChoice) -> PatchedRelease:
 def apply_requirements(
     series: Series, requires: Sequence[str | Port], release: Release, *, store: Store
 ) -> tuple[str, str]:
-    """Return commit and tree of a release with the patches that a port requires."""
+    """Return commit and tree of a release with the patches that a port requires.
+
+    They are carried if need be.
+    """
     if not requires:
         return release.commit, store.tree_of(release)
-    plan = port_choice.choose_for_release(release, requires, series=series, store=store)
+    plan = port_choice.choose_for_release(
+        release, requires, series=series, store=store, carrier=Carrier(store, release, series)
+    )
     patched = write(store, release, plan)
     return patched.commit, patched.tree
 

@@ -90,9 +90,13 @@ class Carrier:
             base = self._bases.get(bound.version)
             if base is None or not date:
                 continue
-            if (bound.operator[0] == ">" and date < base.date) or (
-                bound.operator[0] == "<" and date > base.date
-            ):
+            outside = {
+                ">=": date < base.date,
+                ">": date <= base.date,
+                "<=": date > base.date,
+                "<": date >= base.date,
+            }
+            if outside.get(bound.operator):
                 return False
         return True
 

@@ -37,7 +37,8 @@ def difference(
     Added files must be equal. With ``tokens``, the same tokens must be added and removed in each
     function, in the same order; other tokens of a line may differ, and ``tokens`` are names of the
     first patch that may have another name in the second. A function has been renamed if each of its
-    names exists on one side only, its changes are the same, and half of its lines.
+    names exists on one side only, its changes are the same, and half of its lines. Its class has
+    been renamed if each of the qualified names exists on one side only.
     """
     first, second = _added_files(one), _added_files(other)
     if first != second:
@@ -92,9 +93,18 @@ def _renamed(before: Changes, old: Bodies, after: Changes, new: Bodies) -> dict[
             and each not in old
             and _similar(old.get(name, set()), new.get(each, set()))
         ]
+        others = others or [each for each in new.keys() - old.keys() if _same_member(name, each)]
         if len(others) == 1:
             found[name] = others[0]
-    return found
+    # The changes of two functions would hide a change that the merge lost.
+    counts = Counter(found.values())
+    return {name: other for name, other in found.items() if counts[other] == 1}
+
+
+def _same_member(one: str, other: str) -> bool:
+    """Return whether two names are those of one member in two classes."""
+    (first, _, name), (second, _, same) = one.rpartition("::"), other.rpartition("::")
+    return name == same and bool(first and second)
 
 
 def _similar(one: set[bytes], other: set[bytes]) -> bool:
@@ -165,8 +175,7 @@ def _changed_lines(file: FilePatch, data: bytes) -> Iterator[tuple[str, list[byt
                     where = at
                 (added if sign == b"+" else removed).append(line[1:])
             elif removed or added:
-                name = headings.name(found.enclosing(where)).rpartition("::")[2]
-                yield name, removed, added
+                yield headings.name(found.enclosing(where)), removed, added
                 removed, added = [], []
             at += sign in (b"+", b" ")
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 #: Keys of `patch.toml` for the releases that a patch is meant for.
 _BOUNDS = ("releases", "since", "until")
+#: The keys that follow the bounds; `port` is a table, and a key after it would belong to it.
+_AFTER_BOUNDS = ("scenarios", "carry", "port")
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,9 @@ def accept_until(folder: Path, id_: str, until: str) -> Path:
     bounds = _bounds(spec_resolver.resolve(since), until)
     document = tomlkit.document()
     for key, value in tomlkit.parse(file.read_text("utf-8")).items():
-        if key == "scenarios":
+        if key in _AFTER_BOUNDS:
             document.update(bounds)
+            bounds = {}
         if key not in _BOUNDS:
             document.append(key, value)
     write_text_atomic(file, tomlkit.dumps(document))

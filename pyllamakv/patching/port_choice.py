@@ -96,6 +96,11 @@ class Skipped:
         """Return whether the patch is meant for the release, and neither applied nor carried."""
         return bool(self.conflicts) or any(not each.lacks for each in self.manual)
 
+    @property
+    def contained(self) -> bool:
+        """Return whether the release already contains all changes of the patch."""
+        return bool(self.conflicts) and all(each.contained for each in self.conflicts)
+
 
 @dataclass(frozen=True)
 class PortChoice:
@@ -290,7 +295,7 @@ def _attempt(
         done = [step.port.id for step in steps]
         found = choose(definition, draft, tree, release, done, carrier)
         if isinstance(found, Skipped):
-            if len(found.conflicts) == 1 and len(meant) == 1:
+            if len(found.conflicts) == 1 and len(meant) == 1 and not found.manual:
                 raise found.conflicts[0]
             raise NoPortApplies(
                 f"{id_} does not apply to {release}: {found.reason}", found.conflicts

@@ -27,6 +27,7 @@ from pyllamakv.patching import (
     trees,
     worktree,
 )
+from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.definition import Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command, spec_resolver
@@ -238,11 +239,16 @@ def _behind(session: Session, store: Store) -> Iterator[Rebased]:
 
 
 def _served(series: Series, definition: Definition, release: Release, store: Store) -> Port | None:
+    """Return the port that applies strictly; patches that it requires may be carried."""
+    carrier = Carrier(store, release, series)
     try:
-        plan = port_choice.choose_for_release(release, [definition.id], series=series, store=store)
+        plan = port_choice.choose_for_release(
+            release, [definition.id], series=series, store=store, carrier=carrier
+        )
     except (PatchConflict, NoPortApplies):
         return None
-    return plan.ports[-1]
+    port = plan.ports[-1]
+    return None if port.carried_from else port
 
 
 def _waiting(store: Store, id_: str) -> Session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import trees
+from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.definition import Port
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ def needed_on(
 ) -> tuple[str, ...]:
     """Return the requirements of a port, without patches that the release does not need."""
     tree = trees.StoreTree(store, store.tree_of(release))
+    carrier = Carrier(store, release, series)
 
     def meant(id_: str) -> bool:
         patch = series.definition(id_)
-        return patch.covers_release(release.name) and any(
-            not t.failed_markers(tree) for t in patch.ports
-        )
+        if not patch.covers_release(release.name):
+            return False
+        if any(not port.failed_markers(tree) for port in patch.ports):
+            return True
+        return patch.may_be_carried(tree) and carrier.covers(patch)
 
     # The requirements of a patch apply to each of its ports.
     always = series.definition(port.id).requires

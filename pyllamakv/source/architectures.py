@@ -1,7 +1,8 @@
 """Find the pinned releases that know a model architecture.
 
 ``architectures.toml`` beside the lock lists, by release, the architectures that no older pinned
-release knows. `pyllamakv upstream add --pin` writes it from the trees in the store.
+release knows. `pyllamakv upstream add --pin` and the branches of `matrix watch` write it from the
+trees in the store.
 """
 
 from __future__ import annotations

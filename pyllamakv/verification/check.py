@@ -131,6 +131,8 @@ class PatchedSide:
     variant: Variant | None = None
     patches: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
+    #: The skipped patches that are meant for the release and that it does not contain.
+    torn: tuple[str, ...] = ()
     conflict: str = ""
     build_error: str = ""
     tree: str = ""
@@ -219,6 +221,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         partly=made.partly,
         contained=made.contained,
         carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
+        undecided=() if question.scenarios else _undecided(made, pairs, claimed),
     )
     if judgement.verdict in GOOD and any(_was_stopped(pair.patched) for pair in pairs):
         reason = f"{stopped} runs were not made, because earlier ones hang on stock and patched"
@@ -407,11 +410,18 @@ def _patch(
         built,
         patched.patches,
         skipped,
+        tuple(each.id for each in patched.skipped if each.failed and not each.contained),
         conflict,
         tree=patched.tree,
         partly=partly,
         carried=patched.carried,
     )
+
+
+def _undecided(made: PatchedSide, pairs: Sequence[Pair], claimed: dict[str, set[str]]) -> list[str]:
+    """Return the patches that should have been applied and that no run decides on."""
+    decided = {pair.scenario for pair in pairs if pair.decides}
+    return [id_ for id_ in made.torn if not claimed.get(id_, set()) & decided]
 
 
 def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:

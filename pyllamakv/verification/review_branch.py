@@ -1,8 +1,8 @@
 """Write a branch for review that adds a verified release to a checkout.
 
-The branch has one commit on top of the current one: the lock entry, a port for each carried patch
-and the accepted verdicts. The commit is created in a temporary index, so that the work tree, the
-index and the current branch stay as they are.
+The branch has one commit on top of the current one: the lock entry, the architectures that no older
+release knows, a port for each carried patch and the accepted verdicts. The commit is created in a
+temporary index, so that the work tree, the index and the current branch stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv import home
 from pyllamakv.errors import BranchRefused, UsageError
 from pyllamakv.patching import carry_acceptance
-from pyllamakv.source import git_command, lockfile
+from pyllamakv.source import architectures, git_command, lockfile
+from pyllamakv.source.store import open_store
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 #: What a branch may change; the work tree must have no changes there.
 PATCHES = "patches"
 LOCK = "vendor/upstream.lock.toml"
+ARCHITECTURES = "vendor/architectures.toml"
+_PATHS = (PATCHES, LOCK, ARCHITECTURES)
 
 #: The last line of the message of a commit that `write` made: its tree. A commit that was amended
 #: has another tree or committer.
@@ -54,8 +57,9 @@ class ReviewBranch:
 def repository() -> Path:
     """Return the root of the checkout that branches are written to.
 
-    Raises UsageError if this package does not run from a git checkout, or if the patches or the
-    lock have changes that are not committed: these would be verified, and not be in the branch.
+    Raises UsageError if this package does not run from a git checkout, or if the patches, the lock
+    or the architectures have changes that are not committed: these would be verified, and not be in
+    the branch.
     """
     root = home.checkout()
     if root is None or git_command.run(root, "rev-parse", "-q", "--verify", "HEAD").returncode:
@@ -64,7 +68,7 @@ def repository() -> Path:
             "or turn the branch off with --branch ''"
         )
         raise UsageError(msg)
-    words = ("status", "--porcelain", "--untracked-files=no", "--", PATCHES, LOCK)
+    words = ("status", "--porcelain", "--untracked-files=no", "--", *_PATHS)
     changed = git_command.git(root, "--no-optional-locks", *words).split("\n")[0][3:]
     if changed:
         msg = f"{changed} has changes that are not committed; commit or stash them first"
@@ -135,10 +139,10 @@ def write(
             "GIT_INDEX_FILE": str(Path(scratch) / "index"),
         }
         git_command.git(folder, "read-tree", base, env=env)
-        git_command.git(folder, "checkout", "-q", "--", PATCHES, LOCK, env=env)
+        git_command.git(folder, "checkout", "-q", "--", *_PATHS, env=env)
         ports = _change(folder, release, results, store, progress)
         notes = tuple(note.replace(f"{folder}/", "") for port in ports for note in port.notes)
-        git_command.git(folder, "add", "--", PATCHES, LOCK, env=env)
+        git_command.git(folder, "add", "--", *_PATHS, env=env)
         tree = git_command.git(folder, "write-tree", env=env)
     if tree == git_command.git(root, "rev-parse", f"{base}^{{tree}}"):
         return None
@@ -172,6 +176,7 @@ def _change(
         msg = f"the patches changed while {release.name} was verified; run the command again"
         raise UsageError(msg)
     lockfile.save(folder / LOCK, [release])
+    architectures.add(folder / LOCK, store or open_store(), release)
     expected.accept(results, patches / "expected.toml")
     return ports
 

@@ -94,6 +94,11 @@ class Pair:
         return self.kind == "fix" and _stock_fails(self)
 
     @property
+    def decides(self) -> bool:
+        """Return whether the run shows what the patch does, or whether stock needs it."""
+        return self.patched is not None or (self.kind == "fix" and _countable(self.stock))
+
+    @property
     def gained(self) -> bool:
         """Return whether patched has a feature that stock lacks."""
         if self.patched is None or self.patched.status != "pass":
@@ -140,6 +145,7 @@ def decide(
     partly: bool = False,
     contained: bool = False,
     carried: Sequence[str] = (),
+    undecided: Sequence[str] = (),
 ) -> Decision:
     """Return the verdict of a release: the worst one of its scenarios.
 
@@ -152,6 +158,8 @@ def decide(
     scenario can show that upstream does its job, and the verdict is broken-apply. ``carried`` are
     the patches that were merged from a port of another release: if they do not compile, fail a
     claim or do harm, the verdict is broken-carry, because the same patches passed on that release.
+    ``undecided`` are patches that were not applied and that no run decides on: with any, the
+    verdict is broken-apply.
     Each is empty otherwise.
     """
     merged = f"carried {', '.join(carried)}: " if carried else ""
@@ -181,6 +189,8 @@ def decide(
         verdict, reason = Verdict.HARMFUL, headers[0]
     if carried and verdict in (Verdict.HARMFUL, Verdict.INEFFECTIVE):
         verdict, reason = Verdict.BROKEN_CARRY, merged + reason
+    if undecided:
+        verdict, reason = Verdict.BROKEN_APPLY, conflict
     fixes = _settings(pair for pair in pairs if pair.fixed or pair.gained)
     breaks = _settings(filter(is_harmful, pairs))
     shared = sum(pair.stock.failed and pair.broken and not is_harmful(pair) for pair in pairs)

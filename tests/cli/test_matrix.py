@@ -301,8 +301,9 @@ def test_watch_of_named_releases(run: Run, monkeypatch) -> None:
     """Only these are verified, and the indexes are not read."""
     added = adding(monkeypatch)
     monkeypatch.setattr(watch, "new_versions", lambda: pytest.fail("the indexes were read"))
-    code, out, _ = run("matrix", "watch", "0.3.9", "0.3.38", "--branch", "review/{release}/x")
-    assert code == 0
+    names = ("0.3.9", "0.3.38", "v0.3.9")
+    code, out, _ = run("matrix", "watch", *names, "--branch", "review/{release}/x")
+    assert code == 0, "two names of one release"
     assert added == ["0.3.38"]
     assert out.splitlines()[-2:] == [
         "0.3.9: branch review/0.3.9/x",

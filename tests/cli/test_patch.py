@@ -81,7 +81,7 @@ def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_pat
     assert facts["tree"] == bench.store.tree_of(facts["commit"])
     code, out, err = call(bench, capsys, "apply", "0.3.2", "one")
     assert (code, out) == (3, "")
-    assert "PatchConflict" in err
+    assert "cannot be carried from 0.3.1: src/a.cpp:40" in err
     assert "src/a.cpp, hunk 2" in err
     assert call(bench, capsys, "apply", "0.3.7")[0] == 2
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import SeriesSandbox, numbered
 
-from pyllamakv.errors import PatchConflict
+from pyllamakv.errors import NoPortApplies
 from pyllamakv.patching import apply, series
 from pyllamakv.patching.definition import Port
 from pyllamakv.source import git_command
@@ -83,9 +83,10 @@ def test_nothing_changes_after_a_failure(bench: SeriesSandbox) -> None:
     """A conflict in the second patch leaves no commit and no ref."""
     bench.add_patch("bad", {"0.3.1": (TWO | {"src/b.cpp": numbered(20, l9="no")}, TWO)})
     before = git_command.git(bench.store.path, "for-each-ref")
-    with pytest.raises(PatchConflict) as caught:
+    with pytest.raises(NoPortApplies) as caught:
         run(bench, ["two", "bad"])
-    assert (caught.value.patch, caught.value.file) == ("bad (0.3.1)", "src/b.cpp")
+    (conflict,) = caught.value.conflicts
+    assert (conflict.patch, conflict.file) == ("bad (0.3.1)", "src/b.cpp")
     assert git_command.git(bench.store.path, "for-each-ref") == before
 
 

@@ -143,6 +143,28 @@ def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> Non
     assert not carrier.covers(listed.definition("fix"))
 
 
+@pytest.mark.parametrize(
+    ("bound", "inside"),
+    [(">0.3.2", "later"), (">=0.3.2", "same later"), ("<0.3.2", ""), ("<=0.3.2", "same")],
+)
+def test_a_bound_is_compared_by_date(bench: SeriesSandbox, bound: str, inside: str) -> None:
+    """The date of an exclusive bound is outside of it."""
+    place = bench.folder / "fix" / "patch.toml"
+    text = place.read_text("utf-8")
+    place.write_text(text.replace('releases = ""', f'releases = "{bound}"'), "utf-8")
+    listed = series.load(bench.folder)
+    releases = {
+        "same": bench.add_release("b100", NEAR, "2025-01-02"),
+        "later": bench.add_release("b101", NEAR, "2025-01-03"),
+    }
+    covered = [
+        name
+        for name, release in releases.items()
+        if Carrier(bench.store, release, listed).covers(listed.definition("fix"))
+    ]
+    assert covered == inside.split()
+
+
 def reason(bench: SeriesSandbox, release: str) -> str:
     """Return why a patch needs manual work on a release."""
     (found,) = status.status(
@@ -161,6 +183,17 @@ def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
     assert made.carried == {"fix": "0.3.1"}
     wanted = FIXED["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
     assert file(bench, made.tree, "src/a.cpp") == wanted
+
+
+def test_a_named_patch_that_cannot_be_carried(bench: SeriesSandbox) -> None:
+    """The error has the conflict of the port, and the reason why the merge failed."""
+    release = bench.releases["0.3.3"]
+    with pytest.raises(
+        NoPortApplies, match=r"cannot be carried from 0\.3\.1: src/a\.cpp:"
+    ) as caught:
+        apply.apply(release, ["fix"], series=series.load(bench.folder), store=bench.store)
+    (conflict,) = caught.value.conflicts
+    assert str(conflict) in str(caught.value)
 
 
 def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:

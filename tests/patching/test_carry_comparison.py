@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from patching_kit import Files, code, diff
 
 from pyllamakv.patching import hunks
@@ -48,6 +49,35 @@ def test_a_renamed_function_is_the_same() -> None:
     other = {"src/a.cpp": code("other") + code("second")}
     fixed = FIXED | {"src/a.cpp": code("other", "fix(a);") + code("second")}
     assert "moves lines in `first` to `other`" in difference(*port, *merged(STOCK | other, fixed))
+
+
+def members(*classes: str) -> bytes:
+    """Return the function `find` of several classes; one with ``+`` has a fix."""
+    return b"".join(
+        code(f"{each.strip('+')}::find", *(["fix(a);"] if each.endswith("+") else []))
+        for each in classes
+    )
+
+
+@pytest.mark.long
+def test_members_of_two_classes_are_different() -> None:
+    """A class may be renamed. A function of the same name in a sibling is another function."""
+    port = merged({"a.cpp": members("full", "window")}, {"a.cpp": members("full+", "window")})
+    tokens: dict[str, str] | None
+    for tokens in (None, {}):
+        for old, new, wanted in (
+            (("cache", "window"), ("cache+", "window"), ""),
+            (("full", "window"), ("full", "window+"), "in `full::find`"),
+            (("window",), ("window+",), "in `full::find`"),
+            (("one", "two"), ("one+", "two+"), "in `full::find`"),
+        ):
+            found = difference(
+                *port, *merged({"a.cpp": members(*old)}, {"a.cpp": members(*new)}), tokens=tokens
+            )
+            assert wanted in found and bool(wanted) == bool(found), (old, new, found)
+    both = merged({"a.cpp": members("full", "window")}, {"a.cpp": members("full+", "window+")})
+    one = merged({"a.cpp": members("cache")}, {"a.cpp": members("cache+")})
+    assert "in `full::find`" in difference(*both, *one), "one of two equal changes is lost"
 
 
 def test_tokens_are_compared_in_order() -> None:

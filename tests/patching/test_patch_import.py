@@ -199,6 +199,11 @@ def test_newer_releases_fail_until_they_are_accepted(
     assert states() == ["applies", "offset", "not-applicable"]
     patch_import.accept_until(bench.folder, "mine", "0.3.3")
     assert states() == ["applies", "offset", "manual"]
+    place = bench.folder / "mine" / "patch.toml"
+    head, rest = place.read_text("utf-8").split("scenarios = ")
+    place.write_text(head + rest.split("]\n", 1)[1], "utf-8")
+    patch_import.accept_until(bench.folder, "mine", "0.3.2")
+    assert states() == ["applies", "offset", "not-applicable"]
     with pytest.raises(UsageError, match="was not imported"):
         patch_import.accept_until(bench.folder, "one", "0.3.2")
     with pytest.raises(UnknownRelease, match="did you mean"):

@@ -170,6 +170,29 @@ def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
     assert patched.patches == ("two",)
 
 
+@pytest.mark.long
+def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
+    """A required patch without a port for the target stays a requirement."""
+    file = bench.folder / "one" / "patch.toml"
+    text = file.read_text().replace('has = "line 1"', 'has = "line 13"')
+    carried = 'carry = [{ file = "src/a.cpp", has = "upstream" }]\n\n[[port]]'
+    file.write_text(text.replace("[[port]]", carried))
+    file = bench.folder / "two" / "patch.toml"
+    text = file.read_text().replace('requires = ["one"]', "requires = []")
+    file.write_text(text + 'requires = ["one"]\n')
+    (same,) = carry(bench, "two", onto="0.3.2")
+    assert (same.state, same.base) == ("applies", "0.3.1")
+    (done,) = carry(bench, "two", onto="0.3.2", force=True)
+    assert not any("no longer requires" in note for note in done.notes)
+    loaded = series.load(bench.folder)
+    port = loaded.definition("two").port("0.3.2")
+    assert (port.requires, port.patch.paths) == (("one",), ("src/b.cpp",))
+    patched = apply.apply(bench.releases["0.3.2"], ["two"], series=loaded, store=bench.store)
+    assert (patched.patches, patched.carried) == (("one", "two"), {"one": "0.3.1"})
+    (later,) = carry(bench, "one", onto="0.3.2")
+    assert later.state == "clean", "a carried patch gets a port of its own"
+
+
 def test_empty(bench: SeriesSandbox) -> None:
     """A release that has the change already needs no text."""
     (done,) = carry(bench, "one", onto="0.3.4")

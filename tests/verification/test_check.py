@@ -332,6 +332,42 @@ def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
     assert answer.skipped == {"full-defrag": "hunk 4 fails"}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("id_", "scenario"), [("kv-counters", "counters"), ("decode-rollback", "fork-then-defrag")]
+)
+def test_a_patch_without_a_run_that_cannot_be_carried(
+    world: CheckSandbox, monkeypatch: pytest.MonkeyPatch, id_: str, scenario: str
+) -> None:
+    """The others are needed, and no run shows what this one does: it requires manual work."""
+    some = [discovery.find(name) for name in ("fragmented", scenario)]
+    monkeypatch.setattr(discovery, "select", lambda *_: some)
+    shipped = [
+        replace(each, scenarios=(scenario,) if each.id == id_ else ("fragmented",))
+        for each in series.load()
+        if each.id in (id_, "full-defrag")
+    ]
+    monkeypatch.setattr(series, "load", lambda: shipped)
+    manual = Manual("0.3.8", "src/a.cpp:4: upstream changed the lines that the patch changes")
+    left = Skipped(id_, f"cannot be carried from 0.3.8: {manual.reason}", manual=(manual,))
+    world.skipped = (left,)
+    answer = ask(scenarios=())
+    assert answer.decision.verdict is Verdict.BROKEN_APPLY
+    assert answer.decision.reason == left.reason
+    assert answer.decision.scenarios["fragmented"] is Verdict.NEEDED
+    conflict = PatchConflict("hunk 1 is already applied", contained=True)
+    waiting = replace(manual, lacks="another")
+    for other in (
+        Skipped(id_, "is meant for <0.3.9, not for 0.3.9"),
+        Skipped(id_, "requires another", manual=(waiting,)),
+        Skipped(id_, "contains it", (conflict,), (manual,)),
+    ):
+        world.skipped = (other,)
+        assert ask(scenarios=()).decision.verdict is Verdict.NEEDED
+    world.skipped = (left,)
+    assert ask().decision.verdict is Verdict.NEEDED, "no scenario of the patch was requested"
+
+
 def test_a_patch_that_cannot_be_carried(world: CheckSandbox) -> None:
     """It counts like a conflict; one that waits for a required patch does not."""
     manual = Manual("0.3.8", "src/a.cpp:4: upstream changed the lines that the patch changes")

@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 
 STOCK = {"src/a.cpp": code("first")}
 FIXED = {"src/a.cpp": code("first", "fix(a);")}
-NEAR = {"src/a.cpp": STOCK["src/a.cpp"].replace(b"first_7();", b"first_7(a);")}
+NEAR = {
+    "src/a.cpp": STOCK["src/a.cpp"].replace(b"first_7();", b"first_7(a);"),
+    "src/llama-arch.cpp": b"""LLM_ARCH_NAMES = {
+    { LLM_ARCH_LLAMA, "llama" },
+    { LLM_ARCH_NEW,   "new"   },
+};
+""",
+}
 NAME = "watch/0.3.2"
 
 
@@ -44,6 +51,8 @@ class Checkout:
         self.bench.add_patch("fix", {"0.3.1": (STOCK, FIXED)}, marker=("src/a.cpp", "first_7"))
         (self.root / "pyproject.toml").write_text("# the project\n")
         lockfile.save(self.root / "vendor" / "upstream.lock.toml", [pinned])
+        table = self.root / "vendor" / "architectures.toml"
+        table.write_text('"0.3.1" = [\n  "llama",\n]\n')
         expected.accept([cell_results.result("0.3.1")], self.root / "patches" / "expected.toml")
         repository(self.root, {"README.md": b"read me\n"})
 
@@ -104,11 +113,14 @@ def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
         "patches/expected.toml",
         "patches/fix/0.3.2.patch",
         "patches/fix/patch.toml",
+        "vendor/architectures.toml",
         "vendor/upstream.lock.toml",
     )
     assert made.notes == ("review the proposed markers of port 0.3.2 in patches/fix/patch.toml",)
     lock = tomlkit.parse(checkout.git("show", f"{NAME}:vendor/upstream.lock.toml"))
     assert [each["name"] for each in lock["release"]] == ["0.3.1", "0.3.2"]
+    known = tomlkit.parse(checkout.git("show", f"{NAME}:vendor/architectures.toml"))
+    assert known == {"0.3.1": ["llama"], "0.3.2": ["new"]}
     accepted = tomlkit.parse(checkout.git("show", f"{NAME}:patches/expected.toml"))
     assert [each["release"] for each in accepted["cell"]] == ["0.3.1", "0.3.2"]
     message = checkout.git("show", "-s", "--format=%B%n%cI", NAME)
@@ -260,6 +272,11 @@ def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match=r"^patches/fix/patch.toml has changes .*commit or stash"):
         review_branch.repository()
     checkout.git("checkout", "-q", "--", "patches")
+    table = checkout.root / "vendor" / "architectures.toml"
+    table.write_text("")
+    with pytest.raises(UsageError, match=r"^vendor/architectures.toml has changes"):
+        review_branch.repository()
+    checkout.git("checkout", "-q", "--", "vendor")
     shutil.rmtree(checkout.root / ".git")
     with pytest.raises(UsageError, match="requires a git checkout"):
         review_branch.repository()
