@@ -33,10 +33,19 @@ ALLOWED = {
     "source": set(),
 }
 #: Modules at the top: the package's face, what runs it, and where its data is.
-TOP = {"__init__.py", "__main__.py", "errors.py", "home.py", "open_variant.py", "printable.py"}
+TOP = {
+    "__init__.py",
+    "__main__.py",
+    "closing.py",
+    "errors.py",
+    "home.py",
+    "open_variant.py",
+    "printable.py",
+}
 #: Modules that both sides may read.
 SHARED = {
     "pyllamakv.building.manifest",
+    "pyllamakv.closing",
     "pyllamakv.errors",
     "pyllamakv.home",
     "pyllamakv.printable",

@@ -10,11 +10,11 @@ from pyllamakv.binding import arguments, loading
 from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.local import Local
 from pyllamakv.building import manifest as manifests
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import LoadError, ManifestError, UsageError
 
 if TYPE_CHECKING:
     import os
-    from types import TracebackType
 
     from pyllamakv.binding.protocol import LibraryInfo, Native
     from pyllamakv.building.manifest import Manifest
@@ -39,7 +39,7 @@ MAX_TIMEOUT: Final = 3.2e7
 _checked: dict[Path, tuple[int, int]] = {}
 
 
-class Library:
+class Library(ClosedOnExit):
     """One opened library; models are made on ``handle`` and close before it does."""
 
     def __init__(
@@ -106,17 +106,6 @@ class Library:
     def close(self) -> None:
         """Close contexts, models, then the library. Raises Busy if one is in use."""
         self.handle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def variables(env: Mapping[str, str] | None) -> dict[str, str] | None:

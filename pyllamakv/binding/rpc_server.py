@@ -9,12 +9,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.library import MAX_TIMEOUT, find_library, first_gpu, variables
 from pyllamakv.binding.remote import Remote
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     DeviceLost,
     KvError,
@@ -27,7 +28,6 @@ from pyllamakv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from types import TracebackType
 
 #: The port that llama.cpp's own server listens on by default.
 PORT: Final = 50052
@@ -35,7 +35,7 @@ PORT: Final = 50052
 _LOOPBACK: Final = "127."
 
 
-class RpcServer:
+class RpcServer(ClosedOnExit):
     """A process that serves one device, started with the library that clients use."""
 
     def __init__(
@@ -109,17 +109,6 @@ class RpcServer:
     def close(self) -> None:
         """Stop the process. Clients lose their data on it. A second call does nothing."""
         self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Server at {self.endpoint}{'' if self.alive else ', ended'}>"

@@ -22,6 +22,7 @@ from pyllamakv.cache.checkpoints import (
 from pyllamakv.cache.defrag_retry import restore_full_error
 from pyllamakv.cache.inspection import check_ledgers, describe
 from pyllamakv.cache.interface import check_range
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     KVCacheFull,
     KvError,
@@ -38,14 +39,13 @@ from pyllamakv.runtime.reservation import check_address_space, reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from pyllamakv.cache.checkpoints import Checkpoint
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
 
 
-class ContextCache:
+class ContextCache(ClosedOnExit):
     """Implement `Cache` over a context, and use all of its ``sequences``.
 
     ``checkpoints`` schedules saved states for memory that cannot remove tokens. ``fill_cache``
@@ -283,14 +283,6 @@ class ContextCache:
             seq.close()
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> ContextCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return (

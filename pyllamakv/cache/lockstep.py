@@ -14,14 +14,14 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache.checkpoints import Checkpoint
 from pyllamakv.cache.context_cache import ContextCache, checked_pass, lengths
 from pyllamakv.cache.interface import check_range
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
 
-class LockstepCache:
+class LockstepCache(ClosedOnExit):
     """Implement `Cache` over several caches, which it closes."""
 
     def __init__(self, caches: Iterable[ContextCache]) -> None:
@@ -129,14 +129,6 @@ class LockstepCache:
         """Close every cache."""
         for cache in self.caches:
             cache.close()
-
-    def __enter__(self) -> LockstepCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     @contextmanager
     def _in_step(self, number: int, low: int) -> Iterator[None]:

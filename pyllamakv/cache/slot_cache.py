@@ -18,6 +18,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, slot_choice
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Closed,
     NoSlotAvailable,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pyllamakv.cache")
 
 
-class SlotCache:
+class SlotCache(ClosedOnExit):
     """Manage the cache of a context as slots.
 
     There are ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens
@@ -172,14 +173,6 @@ class SlotCache:
         self._closed = True
         for slot in self._slots:
             slot.sequence.close()
-
-    def __enter__(self) -> SlotCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"

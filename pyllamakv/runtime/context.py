@@ -16,6 +16,7 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
 from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import KVFile
@@ -31,7 +32,6 @@ from pyllamakv.runtime.sequence import Sequence, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -122,7 +122,7 @@ class Outputs:
             raise UsageError(msg)
 
 
-class Context:
+class Context(ClosedOnExit):
     """A context of llama.cpp. `Model.context` creates it; one thread at a time may use it.
 
     ``ledgers`` records the content of every sequence, by id. ``epoch`` counts decodes.
@@ -471,11 +471,6 @@ class Context:
     def __enter__(self) -> Context:
         self.check()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import detokenizer
 from pyllamakv.runtime.backing import choose, resume
@@ -24,7 +25,6 @@ from pyllamakv.runtime.sampler import Sampler
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
-    from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.backing import BackingChoice, KeepName
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.gguf_file import ModelFile
 
 
-class Model(LoadedModel):
+class Model(LoadedModel, ClosedOnExit):
     """A loaded model. `OpenLibrary.load_model` creates it."""
 
     def __init__(
@@ -227,11 +227,6 @@ class Model(LoadedModel):
     def __enter__(self) -> Model:
         _ = self.life.raw
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Model {self.file.path.name}{', closed' if self.closed else ''}>"

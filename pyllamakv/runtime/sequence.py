@@ -9,6 +9,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Closed,
     PartialRemovalRefused,
@@ -24,7 +25,6 @@ from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.context import Context
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.logits import Logits
 
 
-class Sequence:
+class Sequence(ClosedOnExit):
     """A sequence of a context. `Context.sequence` and `fork` create it.
 
     Position ranges are p0 <= p < p1; None is an open end.
@@ -259,14 +259,6 @@ class Sequence:
 
     def __bool__(self) -> bool:
         return True
-
-    def __enter__(self) -> Sequence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Sequence {self.id}, {len(self)} tokens{'' if self.open else ', closed'}>"

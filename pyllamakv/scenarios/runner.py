@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.library import open_library
 from pyllamakv.binding.rpc_server import RpcServer
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     HarnessError,
     KvError,
@@ -37,8 +38,6 @@ from pyllamakv.scenarios.outcome import Outcome, classify
 from pyllamakv.scenarios.reference import distance
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from pyllamakv.binding.protocol import ModelHandle
     from pyllamakv.scenarios.scenario import Scenario, Setting
 
@@ -201,7 +200,7 @@ def control(lab: Lab) -> str:
     )
 
 
-class ScenarioRunner:
+class ScenarioRunner(ClosedOnExit):
     """Run scenarios one by one, on a worker per library and environment.
 
     ``timeout`` is that of one call into the library in seconds; None uses the backend's default.
@@ -217,17 +216,6 @@ class ScenarioRunner:
         self._place = place or DevicePlacement()
         self._workers = Workers(opener or open_worker, self._place, timeout)
         self._controls = DeviceControls()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the workers."""

@@ -6,13 +6,14 @@ import math
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
 _HINT = "pip install 'pyllamakv[server]'"
 
@@ -43,7 +44,7 @@ class ServerCompletion:
     truncated: bool
 
 
-class ServerClient:
+class ServerClient(ClosedOnExit):
     """A connection to a server. Use one per thread."""
 
     def __init__(self, url: str, *, timeout: float = 120.0) -> None:
@@ -110,17 +111,6 @@ class ServerClient:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:

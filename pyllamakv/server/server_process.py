@@ -21,14 +21,14 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from pyllamakv.binding.process import describe
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from pyllamakv.errors import KvError
 
@@ -78,7 +78,7 @@ _MODEL_ERRORS: Final = (
 _USAGE: Final = re.compile(r"^error: (?:invalid argument|unknown argument|error).*$|error while .*")
 
 
-class ServerProcess:
+class ServerProcess(ClosedOnExit):
     """A running llama-server. Closing it ends the process."""
 
     def __init__(
@@ -177,17 +177,6 @@ class ServerProcess:
                 self._child.wait(GRACE)
                 break
         self._reader.join(GRACE)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def _child(self) -> subprocess.Popen[bytes]:
