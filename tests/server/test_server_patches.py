@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
 from patching_kit import SeriesSandbox, numbered
 
-from pyllamakv.errors import NoPortApplies
+from pyllamakv.errors import NoPortApplies, NotBuilt
 from pyllamakv.patching import series
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server import server_patches
+from pyllamakv.server.server_artifact import find_server
+from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_lab import complete
+from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -129,3 +136,99 @@ def test_the_shipped_patches_of_the_server() -> None:
     assert not set(found.order) & {patch.id for patch in found.server}
     paths = {path for patch in found.server for port in patch.ports for path in port.patch.paths}
     assert all(path.startswith(("tools/server/", "common/")) for path in paths)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Return the metrics of a server by name."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in values}
+
+
+def serve(folder: Path, spec: str, *arguments: str, **variables: str) -> ServerProcess:
+    """Start a server of a variant with two slots that share 4096 cells, or skip."""
+    pytest.importorskip("httpx")
+    try:
+        built = find_server(spec)
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    words = ["-m", str(synthetic_models.model("bytes")), "--host", "127.0.0.1", "--port", "0"]
+    words += ["-t", "1", "-np", "2", "-c", "4096", "-ub", "512", "--metrics", "--slots"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+    return ServerProcess(
+        built.program, [*words, "--slot-save-path", str(folder), *arguments], env=kept | variables
+    )
+
+
+def decode_beside_a_gap(client: ServerClient) -> None:
+    """Leave 130 used cells behind 1990 freed ones, and decode one token with them."""
+    options = {"cache_prompt": True}
+    client.complete([70] * 1990, 1, id_slot=0, **options)
+    client.complete([80] * 130, 1, id_slot=1, **options)
+    client.post("/slots/0?action=erase", {})
+    client.complete([*[80] * 130, 90], 1, id_slot=1, **options)
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize("release", ["0.3.9", "0.3.36"])
+def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None:
+    """Each decode of one micro-batch searches for cells once, and no search fails."""
+    with serve(tmp_path, f"{release}+patched") as server, ServerClient(server.url) as client:
+        before = metrics(server.url)
+        found = complete(client, [70] * 50, 20, ignore_eos=True)
+        after = metrics(server.url)
+    assert len(found.tokens) == 20
+    done = {name: after[name] - before.get(name, 0) for name in after}
+    assert done["llamacpp:n_decode_total"] == done["llamacpp:kv_slot_searches_total"] == 20
+    assert after["llamacpp:kv_slot_failures_total"] == 0
+    assert after["llamacpp:kv_defragmentation_cells_total"] == 0
+    assert after["llamacpp:kv_defragmentation_seconds_total"] >= 0
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "variables", "moved"),
+    [
+        ((), {}, 0),
+        ((), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 130),
+        (("--defrag-thold", "0.5"), {}, 130),
+        ((), {"LLAMA_ARG_DEFRAG_THOLD": "0.5"}, 130),
+        # The option is a choice of the program, also if it means never.
+        (("--defrag-thold", "-1"), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 0),
+    ],
+    ids=["default", "variable", "option", "variable of the option", "option and variable"],
+)
+def test_the_server_compacts(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], moved: int
+) -> None:
+    """The option works again, and the metrics have the cells that moved."""
+    words = ("--kv-unified", "--cache-ram", "0", *arguments)
+    with serve(tmp_path, "0.3.36+patched", *words, **variables) as server:
+        with ServerClient(server.url) as client:
+            decode_beside_a_gap(client)
+        found = metrics(server.url)
+    assert found["llamacpp:kv_defragmentation_cells_total"] == moved
+    assert found["llamacpp:kv_defragmentations_total"] == (moved > 0)
+
+
+@pytest.mark.native
+@pytest.mark.long
+def test_the_server_of_an_old_release_defragments(tmp_path: Path) -> None:
+    """Through 0.3.16, its threshold is 0.1 by default; the update before the next decode moves."""
+    with serve(tmp_path, "0.3.9+patched") as server, ServerClient(server.url) as client:
+        decode_beside_a_gap(client)
+        client.complete([*[80] * 130, 90, 91], 1, id_slot=1, cache_prompt=True)
+        found = metrics(server.url)
+    assert found["llamacpp:kv_defragmentations_total"] == 1
+    assert found["llamacpp:kv_defragmentation_cells_total"] == 130
+
+
+@pytest.mark.native
+@pytest.mark.long
+def test_stock_has_no_such_metrics(tmp_path: Path) -> None:
+    """Its server is upstream's."""
+    with serve(tmp_path, "0.3.9+stock") as server:
+        assert not any("kv_slot" in name or "kv_defrag" in name for name in metrics(server.url))
