@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,15 @@ def test_header(tmp_path: Path) -> None:
     for group in ("absent", "values"):
         result = run(made, group)
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_page_lists_every_metric() -> None:
+    """The table of docs/server.md has the names of the header, in their order."""
+    text = (SHARED / "tools" / "server" / "server-kv-metrics.h").read_text("utf-8")
+    page = (ROOT / "docs" / "server.md").read_text("utf-8")
+    names = re.findall(r'\{ "(\w+)", +"(?:counter|gauge)"', text)
+    assert len(names) == 11
+    assert re.findall(r"^\| `llamacpp:kv_(\w+)` \|", page, re.MULTILINE) == names
 
 
 @pytest.mark.long
