@@ -87,8 +87,9 @@ def locked_sources(
 ) -> Iterator[tuple[Source, cmake.BuildSession]]:
     """Yield the sources of a request, written to its tree, and a build session in ``folder``.
 
-    ``tree`` is written instead of the tree of the sources if it is given. Nobody else changes the tree or builds the release meanwhile. Raises the errors of fetching and
-    applying, DiskFull, or BuildError when the data directory cannot be written.
+    ``tree`` is written instead of the tree of the sources if it is given. Nobody else changes the
+    files or builds the release meanwhile. Raises the errors of fetching and applying, DiskFull, or
+    BuildError when the data directory cannot be written.
     """
     with _writable(), _locked(wanted, progress):
         source = _source(wanted, progress)

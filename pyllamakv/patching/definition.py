@@ -212,7 +212,8 @@ class Definition:
 
 
 _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "author", "date", "releases",
-         "since", "until", "requires", "scenarios", "shared", "target", "carry", "port"}  # fmt: skip
+         "since", "until", "requires", "scenarios", "shared", "target", "carry",
+         "port"}  # fmt: skip
 
 
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Series:
     """Patches in the order of their application.
 
-    ``definitions`` change the libraries. ``server`` change only llama-server: they are applied after
-    the others when a server is built, and are no part of a variant.
+    ``definitions`` change the libraries. ``server`` change only llama-server: they are applied
+    after the others when a server is built, and are no part of a variant.
     """
 
     definitions: tuple[Definition, ...]

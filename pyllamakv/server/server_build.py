@@ -92,9 +92,7 @@ def _definitions(wanted: BuildRequest, library: Variant) -> dict[str, str]:
     }
 
 
-def _publish(
-    folder: Path, library: Variant, sources: ServerSources, spent: float
-) -> BuiltServer:
+def _publish(folder: Path, library: Variant, sources: ServerSources, spent: float) -> BuiltServer:
     """Copy the program into ``servers/`` under a temporary name, and rename it when complete."""
     program = folder / PROGRAM
     if not program.is_file():

@@ -71,7 +71,7 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """`status` leaves them out unless asked, `show` lists them, and `apply` applies them by name."""
+    """`status` leaves them out unless asked, `show` lists them, `apply` applies them by name."""
     served = TWO | {"src/b.cpp": numbered(20, l9="served")}
     bench.add_patch("serve", {"0.3.1": (TWO, served)}, target="server")
     words = ("status", "0.3.1", "--json")

@@ -20,7 +20,7 @@ def run_inside(spec: str, name: str, folder: Path, *arguments: str) -> None:
 
 
 def linked(spec: str, name: str, folder: Path) -> Path:
-    """Return ``tests/native/NAME.cpp`` as a program that loads the ordinary libraries of a variant."""
+    """Return ``tests/native/NAME.cpp`` as a program with the ordinary libraries of a variant."""
     found = built(spec)
     store, tree = open_store(), found.manifest.patched_tree
     names = [each for part in _FOLDERS for each in store.ls(tree, part) if each.endswith(".h")]

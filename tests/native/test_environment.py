@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from linked_program_kit import linked, run
+from native_kit import built
 
+import pyllamakv as kv
 from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
@@ -28,7 +30,11 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({}, (), "0 cells moved\n"),
         ({"LLAMA_KV_DEFRAG_THOLD": "0.5"}, (), "50 cells moved\n"),
         ({"LLAMA_KV_DEFRAG_THOLD": "0.99"}, (), "0 cells moved\n"),
-        ({"LLAMA_KV_DEFRAG_THOLD": "0.5", "LLAMA_KV_DEFRAG_MIN_CELLS": "4096"}, (), "0 cells moved\n"),
+        (
+            {"LLAMA_KV_DEFRAG_THOLD": "0.5", "LLAMA_KV_DEFRAG_MIN_CELLS": "4096"},
+            (),
+            "0 cells moved\n",
+        ),
         # The program's own value wins, in both directions.
         ({"LLAMA_KV_DEFRAG_THOLD": "0.5"}, ("0",), "0 cells moved\n"),
         ({"LLAMA_KV_DEFRAG_THOLD": "0"}, ("0.5",), "50 cells moved\n"),
@@ -47,6 +53,31 @@ def test_patched(
     """A variable compacts, unless the program decides; a wrong value is logged once."""
     model = str(synthetic_models.model("tiny"))
     assert run(patched, model, *arguments, **variables) == printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("side", "given", "effect", "moved"),
+    [("patched", -1.0, 0.5, 50), ("patched", 0.0, 0.0, 0), ("stock", 0.25, -1.0, None)],
+)
+def test_a_context_reports_its_threshold(
+    side: str, given: float, effect: float, moved: int | None
+) -> None:
+    """The library's own value: of the variable, of the argument, or none."""
+    env = {"LLAMA_KV_DEFRAG_THOLD": "0.5"}
+    with (
+        kv.open(built(f"0.3.36+{side}").folder, isolated=True, env=env) as library,
+        library.load_model(synthetic_models.model("tiny")) as model,
+        model.context(4096, 256, 256, 2, defrag_thold=given) as ctx,
+    ):
+        assert ctx.info.defrag_thold == effect
+        gone, live = ctx.sequence(), ctx.sequence()
+        ctx.prefill(gone, [1] * 3000)
+        ctx.prefill(live, [2] * 50)
+        gone.close()
+        ctx.step(live, 3)
+        if moved is not None:
+            assert ctx.counters.cells_moved == moved
 
 
 @pytest.mark.long

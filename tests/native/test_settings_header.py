@@ -47,7 +47,10 @@ def test_faults_are_noticed(tmp_path: Path) -> None:
     """Each group fails when what it is about is wrong."""
     faults = {
         "numbers": ("found <= highest", "true"),
-        "once": ("static const settings res = read();", "const settings & res = *new settings(read());"),
+        "once": (
+            "static const settings res = read();",
+            "const settings & res = *new settings(read());",
+        ),
         "precedence": ("given.order     != ORDER_DEFAULT ?", "false ?"),
         "words": ("std::strcmp(value, each.text) == 0", "value[0] == each.text[0]"),
     }

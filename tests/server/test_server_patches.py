@@ -36,9 +36,7 @@ def bench(tmp_path: Path) -> SeriesSandbox:
     bench.add_release("0.3.1", STOCK)
     bench.add_patch("count", {"0.3.1": (STOCK, COUNTED)})
     bench.add_patch("other", {"0.3.1": (COUNTED, {**COUNTED, "src/b.cpp": b"other\n"})})
-    bench.add_patch(
-        "show", {"0.3.1": (COUNTED, SHOWN)}, requires=("count",), target="server"
-    )
+    bench.add_patch("show", {"0.3.1": (COUNTED, SHOWN)}, requires=("count",), target="server")
     return bench
 
 
