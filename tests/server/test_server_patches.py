@@ -170,7 +170,7 @@ def decode_beside_a_gap(client: ServerClient) -> None:
 
 @pytest.mark.native
 @pytest.mark.long
-@pytest.mark.parametrize("release", ["0.3.9", "0.3.36"])
+@pytest.mark.parametrize("release", ["0.3.9", "0.3.36", "b11549"])
 def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None:
     """Each decode of one micro-batch searches for cells once, and no search fails."""
     with serve(tmp_path, f"{release}+patched") as server, ServerClient(server.url) as client:
