@@ -164,10 +164,10 @@ class Model(LoadedModel):
         cache bit by bit; "fewest" moves fewer cells. ``defrag_mover`` selects the mover, for tests
         and benchmarks. ``defrag_threads`` limits the threads that move cells. The library
         defragments before a decode if more than the fraction ``defrag_thold`` of the cells is
-        unnecessary; 0 is never, but always through 0.3.5. For each of these options, the default (None, "auto", -1) leaves
-        the choice to the environment variables of docs/environment.md, and `Context.info` has the
-        value in effect.
-        ``defrag_trim`` returns memory that a defragmentation freed to the system.
+        unnecessary; 0 is never, but always through 0.3.5. For each of these options, the default
+        (None, "auto", -1) leaves the choice to the environment variables of docs/environment.md,
+        and `Context.info` has the value in effect. ``defrag_trim`` returns memory that a
+        defragmentation freed to the system.
 
         ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
