@@ -229,7 +229,8 @@ class ContextInfo:
     ``n_streams`` is the number of streams of each cache. With 1, all sequences share the cells;
     with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
     The library defragments before a decode if the fraction of unnecessary cells exceeds
-    ``defrag_thold``; never if that is negative, or 0 since 0.3.6. ``defrag_threads`` is 0 if unknown.
+    ``defrag_thold``; never if that is negative, or 0 since 0.3.6. ``defrag_threads`` is 0 if
+    unknown.
     """
 
     n_ctx: int
