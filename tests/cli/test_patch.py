@@ -70,6 +70,7 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("::error file=") == 2
 
 
+@pytest.mark.long
 def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """`status` leaves them out unless asked, `show` lists them, `apply` applies them by name."""
     served = TWO | {"src/b.cpp": numbered(20, l9="served")}

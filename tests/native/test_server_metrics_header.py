@@ -28,6 +28,7 @@ def program(folder: Path, right: str = "", wrong: str = "") -> Path:
     return folder / SOURCE.stem
 
 
+@pytest.mark.long
 def test_header(tmp_path: Path) -> None:
     """The text has every counter, in Prometheus' units, and none that the build does not count."""
     made = program(tmp_path)

@@ -61,6 +61,7 @@ def test_patches_of_the_server_follow_those_of_the_variant(bench: SeriesSandbox)
     assert read(bench, found.tree) == SHOWN
 
 
+@pytest.mark.long
 def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
     """The tree is that of the variant, and the reason names the required patch."""
     found = chosen(bench, "other")
@@ -69,6 +70,7 @@ def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
     assert read(bench, found.tree) == STOCK
 
 
+@pytest.mark.long
 def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
     """The server is built without the patch, with the reason."""
     bench.add_release("0.3.2", {**STOCK, "tools/server/server.cpp": b"rewritten\n"})
@@ -78,6 +80,7 @@ def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
     assert read(bench, found.tree)["src/a.cpp"] == COUNTED["src/a.cpp"]
 
 
+@pytest.mark.long
 def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None:
     """It is not mentioned."""
     toml = bench.folder / "show" / "patch.toml"
@@ -86,6 +89,7 @@ def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None
     assert (found.patches, found.left_out) == ((), {})
 
 
+@pytest.mark.long
 def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
     """Also not one that requires nothing."""
     bench.add_patch("alone", {"0.3.1": (STOCK, {**STOCK, "src/c.cpp": b"c\n"})}, target="server")
@@ -96,6 +100,7 @@ def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
     assert found.tree == bench.store.tree_of(bench.releases["0.3.1"])
 
 
+@pytest.mark.long
 def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
     """The errors of applying pass."""
     bench.add_release("0.3.3", {"src/a.cpp": b"rewritten\n"})
@@ -103,6 +108,7 @@ def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
         chosen(bench, release="0.3.3")
 
 
+@pytest.mark.long
 def test_the_digest_changes_with_ports_and_shared_files(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
