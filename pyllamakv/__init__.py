@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         ContextParams,
         Counters,
         DecodeStatus,
+        DefragMover,
+        DefragPlan,
         Device,
         MemoryType,
         ModelInfo,
@@ -92,8 +94,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "binding.protocol": (
-        "Backing Capability ContextInfo ContextParams Counters Device MemoryType ModelInfo "
-        "SamplerParams DecodeStatus"
+        "Backing Capability ContextInfo ContextParams Counters DecodeStatus DefragMover DefragPlan "
+        "Device MemoryType ModelInfo SamplerParams"
     ),
     "binding.rpc_server": "RpcServer",
     "cache.batcher": "Batcher",
@@ -156,6 +158,8 @@ __all__ = [
     "DecodeError",
     "DecodeStatus",
     "DefragCosts",
+    "DefragMover",
+    "DefragPlan",
     "DefragReport",
     "Device",
     "DeviceLost",

@@ -17,7 +17,7 @@ ROOT = CHECKOUT / "pyllamakv"
 _ENGINE = {"cache", "runtime", "binding", "building", "patching", "models", "source"}
 ALLOWED = {
     "cli": {"server", "view", "testing", "verification", "traces", "scenarios", *_ENGINE},
-    "server": {"verification", "scenarios", "binding", "building", "source"},
+    "server": {"verification", "scenarios", "binding", "building", "patching", "source"},
     "testing": {"verification", "traces", "scenarios", *_ENGINE},
     "view": {"verification", "traces", "scenarios", *_ENGINE},
     "verification": {"traces", "scenarios", *_ENGINE},

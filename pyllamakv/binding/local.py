@@ -27,6 +27,8 @@ from pyllamakv.binding.protocol import (
     ContextInfo,
     ContextParams,
     Counters,
+    DefragMover,
+    DefragPlan,
     Device,
     LibraryInfo,
     MappingInfo,
@@ -80,6 +82,8 @@ _READ: dict[str, Callable[[Any], Any] | None] = {
     "bool | None": _maybe,
     "MemoryType": MemoryType,
     "Backing": Backing,
+    "DefragPlan": DefragPlan,
+    "DefragMover": DefragMover,
 }
 
 

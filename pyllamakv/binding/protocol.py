@@ -29,7 +29,7 @@ SamplerHandle = NewType("SamplerHandle", int)
 _CONTEXT: Final = (
     (0, arguments.INT32, "n_ctx n_ubatch type_k type_v defrag_threads"),
     (1, arguments.INT32, "n_batch n_seq_max n_threads n_threads_batch"),
-    (0, 1, "defrag_plan"),
+    (0, 2, "defrag_plan"),
     (0, 4, "defrag_mover"),
     (0, 3, "kv_backing"),
     (0, 2, "kv_keep"),
@@ -101,6 +101,25 @@ class MemoryType(IntEnum):
         return self in (MemoryType.RECURRENT, MemoryType.HYBRID)
 
 
+class DefragPlan(IntEnum):
+    """Which cells a defragmentation moves."""
+
+    UNKNOWN = 0
+    ORDERED = 1
+    FEWEST = 2
+
+
+class DefragMover(IntEnum):
+    """How a defragmentation moves the cells of a tensor."""
+
+    UNKNOWN = -1
+    AUTO = 0
+    HOST = 1
+    GATHER = 2
+    GRAPH = 3
+    STAGED = 4
+
+
 class Backing(IntEnum):
     """The memory of a cache on the host (``PLK_BACKING_*``)."""
 
@@ -164,7 +183,9 @@ class ContextParams:
     llama.cpp uses cache types, ``swa_full``, ``embeddings`` and threads as given, or refuses the
     context. It may change sizes, flash attention and ``kv_unified``; `ContextInfo` has the result.
     ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False disables the checks and the
-    rollback of this package. ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file at
+    rollback of this package. A negative ``defrag_thold`` and a ``defrag_plan``, ``defrag_mover`` or
+    ``defrag_threads`` of 0 leave the choice to the library, which reads environment variables.
+    ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file at
     ``kv_path``, 2 starts empty. ``kv_model`` identifies the model that the file must belong to.
     """
 
@@ -207,6 +228,9 @@ class ContextInfo:
 
     ``n_streams`` is the number of streams of each cache. With 1, all sequences share the cells;
     with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
+    The library defragments before a decode if the fraction of unnecessary cells exceeds
+    ``defrag_thold``; never if that is negative, or 0 since 0.3.6. ``defrag_threads`` is 0 if
+    unknown.
     """
 
     n_ctx: int
@@ -223,6 +247,10 @@ class ContextInfo:
     v_transposed: bool | None
     n_swa: int = 0
     n_streams: int = -1
+    defrag_thold: float = -1.0
+    defrag_plan: DefragPlan = DefragPlan.UNKNOWN
+    defrag_mover: DefragMover = DefragMover.UNKNOWN
+    defrag_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,16 +83,17 @@ def prepared_build_folder(
 
 @contextlib.contextmanager
 def locked_sources(
-    wanted: BuildRequest, folder: Path, progress: Progress | None = None
+    wanted: BuildRequest, folder: Path, progress: Progress | None = None, *, tree: str = ""
 ) -> Iterator[tuple[Source, cmake.BuildSession]]:
     """Yield the sources of a request, written to its tree, and a build session in ``folder``.
 
-    Nobody else changes the tree or builds the release meanwhile. Raises the errors of fetching and
-    applying, DiskFull, or BuildError when the data directory cannot be written.
+    ``tree`` is written instead of the tree of the sources if it is given. Nobody else changes the
+    files or builds the release meanwhile. Raises the errors of fetching and applying, DiskFull, or
+    BuildError when the data directory cannot be written.
     """
     with _writable(), _locked(wanted, progress):
         source = _source(wanted, progress)
-        with _session(wanted, source.tree, folder, progress) as job:
+        with _session(wanted, tree or source.tree, folder, progress) as job:
             yield source, job
 
 

@@ -239,12 +239,19 @@ def release_name(text: str) -> str:
 
 
 def _known(names: Iterable[str]) -> None:
-    """Raise UnknownPatch for a name that the series does not have."""
+    """Raise UnknownPatch for a name that the series does not have.
+
+    Raises UsageError for a patch of llama-server.
+    """
     from pyllamakv.patching import series
 
     there = series.load()
     for name in names:
-        there.definition(name)
+        if there.definition(name).target == "server":
+            raise UsageError(
+                f"{name} changes llama-server and not the libraries: leave it out; "
+                "pyllamakv build RELEASE --server applies it"
+            )
 
 
 def _chosen(backend: str, native: bool) -> Backend | None:

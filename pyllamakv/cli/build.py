@@ -97,6 +97,9 @@ def _text(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> li
     if server:
         page = "" if server.manifest.page else " (without web page)"
         lines.append(f"  server        {server.program}{page}")
+        if server.manifest.server_patches:
+            lines.append(f"  its patches   {', '.join(server.manifest.server_patches)}")
+        lines += [f"  left out      {id_}: {why}" for id_, why in server.manifest.left_out.items()]
     return lines
 
 

@@ -180,6 +180,7 @@ Threads = Annotated[
 # Output.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show details and reasons.")]
+WithServer = Annotated[bool, typer.Option("--server", help="Include patches of llama-server.")]
 Github = Annotated[bool, typer.Option("--github", help="Print GitHub Actions syntax.")]
 Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
 To = Annotated[Path | None, typer.Option("--to", help="Write to this directory.")]

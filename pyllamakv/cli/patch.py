@@ -24,6 +24,7 @@ from pyllamakv.cli.options import (
     To,
     Verbose,
     VerifyingScenarios,
+    WithServer,
     patch_names,
     release_names,
 )
@@ -46,6 +47,7 @@ def status(
     *,
     patches: Patches = None,
     every: AllReleases = False,
+    server: WithServer = False,
     verbose: Verbose = False,
     github: Github = False,
     as_json: Json = False,
@@ -58,8 +60,11 @@ def status(
     from pyllamakv.patching import status as statuses
 
     chosen = _releases_of(names or [], every=every)
+    series = _series_of(patches)
     with progress_bar.progress() as progress:
-        found = statuses.status(chosen, series=_series_of(patches), progress=progress)
+        found = statuses.status(
+            chosen, series=series.every if server else series, progress=progress
+        )
     if as_json:
         write_json([status.as_json() for status in found])
     elif github:
@@ -221,7 +226,7 @@ def show(
 
     series = _series_of(patches)
     if name is None:
-        facts = [patch_views.facts(patch) for patch in series]
+        facts = [patch_views.facts(patch) for patch in series.every]
         return write_json(facts) if as_json else patch_views.series(facts)
     patch = series.definition(name)
     if base is not None:

@@ -116,6 +116,7 @@ def facts(patch: Definition) -> dict[str, Any]:
         "origin": patch.origin,
         "upstream": patch.upstream,
         "releases": patch.meant_for,
+        "target": patch.target,
         "requires": list(patch.requires),
         "scenarios": list(patch.scenarios),
         "ports": [
@@ -151,6 +152,7 @@ def patch(definition: Definition) -> None:
         "origin": definition.origin,
         "upstream": definition.upstream,
         "releases": definition.meant_for or "all",
+        "changes": definition.target,
         "requires": ", ".join(definition.requires) or "nothing",
         "scenarios": ", ".join(definition.scenarios) or "none",
     }

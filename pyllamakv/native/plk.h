@@ -119,9 +119,9 @@ typedef struct {
     int32_t swa_full;
     int32_t offload_kqv;
     int32_t embeddings;
-    float defrag_thold;    /* negative: no automatic defragmentation */
+    float defrag_thold;    /* 0: never compact automatically; negative: the library's default */
     int32_t guard;         /* 1: undo failed decodes if the release does not; 0: stock */
-    int32_t defrag_plan;   /* 0: move the fewest cells, 1: keep the order of the cells */
+    int32_t defrag_plan;   /* 0: default, 1: keep the order of the cells, 2: move the fewest */
     int32_t defrag_mover;  /* 0: automatic, 1: host, 2: gather, 3: graph, 4: staged */
     int32_t defrag_threads; /* maximum number of host threads that move cells; 0: n_threads */
     int32_t kv_backing;    /* PLK_BACKING_* */
@@ -147,6 +147,10 @@ typedef struct {
     int32_t v_transposed;      /* V cache stored by columns; -1 unknown */
     int32_t n_swa;             /* positions that a sliding-window cache keeps; 0: no such cache */
     int32_t n_streams;         /* of each cache; 1: sequences share the cells; 0: no cells; -1 unknown */
+    float defrag_thold;        /* in effect; <= 0: never */
+    int32_t defrag_plan;       /* in effect; 0 unknown */
+    int32_t defrag_mover;      /* in effect; -1 unknown */
+    int32_t defrag_threads;    /* in effect; 0 unknown */
 } plk_context_info;
 
 typedef struct {

@@ -27,6 +27,8 @@ _SUBJECT = re.compile(rb"^Subject: (?:\[PATCH[^\]]*\] )?(.+?)\r?$", re.MULTILINE
 #: A valid id, which is also the name of a directory.
 ID: Final = re.compile(r"(?=.{1,60}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 _NOT_ID = re.compile(r"[^a-z0-9]+")
+#: What a patch changes: the libraries, or llama-server alone.
+TARGETS: Final = ("library", "server")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Definition:
 
     ``author`` ("Name <email>") and ``date`` (as in a mail) are those of an imported patch, whose
     mails keep them. ``since`` and ``until`` are the first and last release, compared by date, for
-    bounds that are not versions of llama-cpp-python.
+    bounds that are not versions of llama-cpp-python. ``target`` is one of `TARGETS`.
     """
 
     id: str
@@ -162,6 +164,7 @@ class Definition:
     requires: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    target: str = TARGETS[0]
     #: Conditions of which one must hold for the patch to be carried; see `may_be_carried`.
     carry: tuple[Marker, ...] = ()
     ports: tuple[Port, ...] = ()
@@ -209,7 +212,8 @@ class Definition:
 
 
 _KEYS = {"schema", "id", "title", "why", "origin", "upstream", "author", "date", "releases",
-         "since", "until", "requires", "scenarios", "shared", "carry", "port"}  # fmt: skip
+         "since", "until", "requires", "scenarios", "shared", "target", "carry",
+         "port"}  # fmt: skip
 
 
 def load(folder: Path, *, missing_ok: bool = False) -> Definition:
@@ -227,6 +231,11 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         SpecifierSet(releases)
     except InvalidSpecifier as error:
         raise table.wrong(f"releases is {releases!r}; expected a specifier like <=0.3.8") from error
+    target = table.string("target", TARGETS[0])
+    if target not in TARGETS:
+        raise table.wrong(f"target is {target!r}; expected {' or '.join(TARGETS)}")
+    # Scenarios run in the libraries. An imported patch may have none.
+    unproven = target == "server" or table.data.get("author")
     definition = Definition(
         id=id_,
         title=table.string("title"),
@@ -239,8 +248,9 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         since=table.string("since", ""),
         until=table.string("until", ""),
         requires=table.strings("requires", ()),
-        scenarios=table.strings("scenarios", () if table.data.get("author") else None),
+        scenarios=table.strings("scenarios", () if unproven else None),
         shared=table.strings("shared", ()),
+        target=target,
         carry=tuple(_marker(part) for part in table.tables("carry", {*_MARKER}, optional=True)),
         folder=folder,
     )

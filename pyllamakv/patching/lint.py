@@ -62,7 +62,7 @@ def lint(
         if not (folder / "series.toml").is_file():
             ports = [port for patch in foreign_series.load(folder) for port in patch.ports]
             return tuple(fault for port in ports for fault in _port(port.id, port))
-        found = series.load(folder)
+        found = series.load(folder).every
     except PatchFormatError as error:
         path = error.path or str(folder)
         return (LintFinding(_shown(path, folder), error.line, "format", str(error)),)

@@ -79,7 +79,7 @@ def select_ports(
     series: Series, ids: Sequence[str] = (), base: str | None = None
 ) -> tuple[tuple[Definition, Port], ...]:
     """Return the ports of the named patches (default: all), for one base or for all."""
-    definitions = [series.definition(id_) for id_ in ids] or list(series)
+    definitions = [series.definition(id_) for id_ in ids] or list(series.every)
     pairs = [(d, t) for d in definitions for t in d.ports if base in (None, t.base)]
     if base is not None and not pairs:
         raise UsageError(f"No port exists for {base}.")

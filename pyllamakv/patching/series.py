@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Series:
-    """Patches in the order of their application."""
+    """Patches in the order of their application.
+
+    ``definitions`` change the libraries. ``server`` change only llama-server: they are applied
+    after the others when a server is built, and are no part of a variant.
+    """
 
     definitions: tuple[Definition, ...]
     folder: Path | None = None
+    server: tuple[Definition, ...] = ()
 
     def __iter__(self) -> Iterator[Definition]:
         return iter(self.definitions)
@@ -32,16 +37,23 @@ class Series:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Return the ids in order."""
+        """Return the ids of the patches of the libraries, in order."""
         return tuple(patch.id for patch in self.definitions)
+
+    @property
+    def every(self) -> Series:
+        """Return the series with the patches of the server as ordinary ones."""
+        return Series((*self.definitions, *self.server), self.folder)
 
     def definition(self, id: str) -> Definition:
         """Return a patch by its id; raise UnknownPatch with the closest ids."""
-        for patch in self.definitions:
+        every = self.every
+        for patch in every:
             if patch.id == id:
                 return patch
-        close = difflib.get_close_matches(id, self.order, n=2)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self.order)}"
+        known = every.order
+        close = difflib.get_close_matches(id, known, n=2)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
         raise UnknownPatch(f"There is no patch {id!r}; {hint}", id, close)
 
 
@@ -76,7 +88,9 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
                 str(folder / "series.toml"),
             )
         before.add(patch.id)
-    return Series(definitions, folder)
+    library = tuple(patch for patch in definitions if patch.target == "library")
+    server = tuple(patch for patch in definitions if patch.target == "server")
+    return Series(library, folder, server)
 
 
 def _shipped() -> tuple[str, ...]:

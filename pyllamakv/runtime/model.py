@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
-from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
+from pyllamakv.binding.protocol import (
+    Capability,
+    ContextParams,
+    DefragMover,
+    DefragPlan,
+    ModelParams,
+    SamplerParams,
+)
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import detokenizer
@@ -137,7 +144,7 @@ class Model(LoadedModel, ClosedOnExit):
         defrag_thold: float = -1.0,
         defrag_policy: PolicyName = "never",
         defrag_costs: DefragCosts | None = None,
-        defrag_plan: Plan = "fewest",
+        defrag_plan: Plan | None = None,
         defrag_mover: Mover = "auto",
         defrag_threads: int | None = None,
         defrag_trim: bool = False,
@@ -155,8 +162,12 @@ class Model(LoadedModel, ClosedOnExit):
         ``defrag_policy`` defines when the cache is defragmented automatically: see `defrag_policy`.
         ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
         cache bit by bit; "fewest" moves fewer cells. ``defrag_mover`` selects the mover, for tests
-        and benchmarks. ``defrag_threads`` (None: n_threads) limits the threads that move cells.
-        ``defrag_trim`` returns memory that a defragmentation freed to the system.
+        and benchmarks. ``defrag_threads`` limits the threads that move cells. The library
+        defragments before a decode if more than the fraction ``defrag_thold`` of the cells is
+        unnecessary; 0 is never, but always through 0.3.5. For each of these options, the default
+        (None, "auto", -1) leaves the choice to the environment variables of docs/environment.md,
+        and `Context.info` has the value in effect. ``defrag_trim`` returns memory that a
+        defragmentation freed to the system.
 
         ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
@@ -272,7 +283,7 @@ def load(
     return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
 
 
-#: The numbers in plk.h are the indexes of these values.
+#: The names of `DefragPlan` and `DefragMover`.
 Plan = Literal["fewest", "ordered"]
 Mover = Literal["auto", "host", "gather", "graph", "staged"]
 #: True equals "on", False equals "off", and None equals "auto".
@@ -297,7 +308,7 @@ def context_params(
     offload_kqv: bool,
     embeddings: bool,
     defrag_thold: float,
-    defrag_plan: Plan,
+    defrag_plan: Plan | None,
     defrag_mover: Mover,
     defrag_threads: int | None,
     guard: bool,
@@ -330,11 +341,14 @@ def context_params(
     if not kv_unified and n_seq_max > 1 and Capability.KV_UNIFIED not in capabilities:
         msg = "all sequences share the cells in this build; pass kv_unified=True"
         raise Unsupported(msg, "KV_UNIFIED")
-    plan = _index("defrag_plan", defrag_plan, get_args(Plan))
-    mover = _index("defrag_mover", defrag_mover, get_args(Mover))
+    plan = DefragPlan.UNKNOWN
+    if defrag_plan is not None:
+        plan = DefragPlan[arguments.choice("defrag_plan", defrag_plan, get_args(Plan)).upper()]
+    mover = DefragMover[arguments.choice("defrag_mover", defrag_mover, get_args(Mover)).upper()]
     if defrag_threads is not None:
         defrag_threads = _count("defrag_threads", defrag_threads)
-    if Capability.DEFRAG_OPTIONS not in capabilities and (plan or mover or defrag_threads):
+    chosen = plan == DefragPlan.ORDERED or mover or defrag_threads
+    if Capability.DEFRAG_OPTIONS not in capabilities and chosen:
         msg = (
             "this build has a fixed way to move cells: defrag_plan, defrag_mover and "
             "defrag_threads need a patched variant (full-defrag or compaction)"
@@ -365,10 +379,6 @@ def context_params(
         kv_huge=backing.huge,
         kv_model=backing.model,
     )
-
-
-def _index(name: str, value: str, known: tuple[str, ...]) -> int:
-    return known.index(arguments.choice(name, value, known))
 
 
 def _count(name: str, value: int) -> int:

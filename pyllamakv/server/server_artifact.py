@@ -18,6 +18,7 @@ from pyllamakv.building import variant
 from pyllamakv.building.variant import Spec, Variant
 from pyllamakv.errors import ManifestError, NotBuilt
 from pyllamakv.home import home
+from pyllamakv.server import server_patches
 from pyllamakv.source.files import write_text_atomic
 
 #: The name of the program, in the directory of a server and upstream.
@@ -31,7 +32,11 @@ _MANIFEST = "server.json"
 
 @dataclass(frozen=True)
 class ServerManifest:
-    """The inputs of a built server. ``page``: it contains the web page of the release."""
+    """The inputs of a built server.
+
+    ``page``: it contains the web page of the release. ``server_patches`` are the patches of the
+    server in it, and ``left_out`` has the reason for each other one.
+    """
 
     server: str
     variant: str
@@ -42,6 +47,8 @@ class ServerManifest:
     sha256: str
     created: str
     cpu_seconds: float
+    server_patches: tuple[str, ...] = ()
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write the manifest into ``folder``."""
@@ -72,7 +79,8 @@ class BuiltServer:
         file = self.folder / _MANIFEST
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-            return ServerManifest(**{**raw, "patches": tuple(raw["patches"])})
+            lists = {name: tuple(raw[name]) for name in ("patches", "server_patches")}
+            return ServerManifest(**{**raw, **lists})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ManifestError(
                 f"{file} is not a readable manifest ({error}); remove {self.folder} and build "
@@ -108,8 +116,10 @@ def servers() -> Path:
 
 def server_id(library: Variant) -> str:
     """Return the id of the server of a variant."""
-    facts = json.dumps([RECIPE, library.id, variant.files_digest([project()])])
-    return f"{library.id}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    facts = [RECIPE, library.id, variant.files_digest([project()])]
+    if not library.manifest.stock:
+        facts.append(server_patches.digest())
+    return f"{library.id}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
 
 
 def lookup(library: Variant) -> BuiltServer | None:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, variant
 from pyllamakv.errors import BuildError, Unsupported
-from pyllamakv.server import server_artifact
+from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_artifact import PROGRAM, BuiltServer, ServerManifest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.building.variant import BuildRequest, Spec, Variant
+    from pyllamakv.server.server_patches import ServerSources
     from pyllamakv.source.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ def build_server(
         return found
     wanted = variant.request(spec, backend=backend, native=native)
     folder = wanted.objects.with_name(f"{wanted.objects.name}-server")
+    sources = server_patches.choose(wanted.release, wanted.spec.series, progress=progress)
     before = _cpu_seconds()
-    with build.locked_sources(wanted, folder, progress) as (_, job):
+    with build.locked_sources(wanted, folder, progress, tree=sources.tree) as (_, job):
         found = server_artifact.lookup(library)
         if found:
             return found
@@ -59,7 +61,7 @@ def build_server(
         job = _with_ceiling(job, wanted)
         cmake.configure(job, server_artifact.project(), _definitions(wanted, library))
         cmake.compile_targets(job, (PROGRAM,), jobs or build.default_jobs())
-        made = _publish(folder, library, _cpu_seconds() - before)
+        made = _publish(folder, library, sources, _cpu_seconds() - before)
     log.info("built %s in %.1f CPU seconds", made.id, made.manifest.cpu_seconds)
     return made
 
@@ -90,7 +92,7 @@ def _definitions(wanted: BuildRequest, library: Variant) -> dict[str, str]:
     }
 
 
-def _publish(folder: Path, library: Variant, spent: float) -> BuiltServer:
+def _publish(folder: Path, library: Variant, sources: ServerSources, spent: float) -> BuiltServer:
     """Copy the program into ``servers/`` under a temporary name, and rename it when complete."""
     program = folder / PROGRAM
     if not program.is_file():
@@ -114,6 +116,8 @@ def _publish(folder: Path, library: Variant, spent: float) -> BuiltServer:
             sha256=hashlib.sha256(program.read_bytes()).hexdigest(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             cpu_seconds=round(spent, 1),
+            server_patches=sources.patches,
+            left_out=sources.left_out,
         ).save(stage)
         stage.rename(target)
     finally:

@@ -132,8 +132,10 @@ KNOWN = (
     BACKING,
     "LLAMA_KV_BACKING_HUGE",
     "LLAMA_KV_CACHE_DEBUG",
+    "LLAMA_KV_DEFRAG_MIN_CELLS",
     "LLAMA_KV_DEFRAG_MOVER",
     "LLAMA_KV_DEFRAG_PLAN",
+    "LLAMA_KV_DEFRAG_THOLD",
     "LLAMA_KV_DEFRAG_THREADS",
     "LLAMA_SET_ROWS",
 )
@@ -141,7 +143,7 @@ KNOWN = (
 #: mmap-kv takes any other value for the path of a file, which it would create and truncate.
 BACKINGS = ("heap", "mmap")
 
-_WORD = re.compile(r"[A-Za-z0-9_-]{0,16}", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9_.-]{0,16}", re.ASCII)
 
 
 def recorded(more: Mapping[str, str] | None = None) -> dict[str, str]:

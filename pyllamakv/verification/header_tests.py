@@ -66,6 +66,7 @@ def native(name: str) -> Path | None:
 
 _DEFRAG = "src/llama-kv-defrag.h"
 _DEFRAG_GGML = "src/llama-kv-defrag-ggml.h"
+_SETTINGS = "src/llama-kv-settings.h"
 _MMAP = "src/llama-kv-mmap.h"
 
 HEADERS = (
@@ -75,8 +76,9 @@ HEADERS = (
         _DEFRAG_GGML,
         "kv_defrag_ggml",
         needs_directory=True,
-        needs=(_DEFRAG,),
+        needs=(_DEFRAG, _SETTINGS),
     ),
+    Header("full-defrag", _SETTINGS, "kv_settings", needs=(_DEFRAG,)),
     Header("mmap-kv", _MMAP, "kv_mmap", needs_directory=True),
     Header(
         "mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", needs_directory=True, needs=(_MMAP,)
@@ -93,7 +95,7 @@ HEADERS = (
         "src/llama-kv-compact-impl.h",
         "kv_compact",
         needs_directory=True,
-        needs=("src/llama-kv-compact.h", _DEFRAG, _DEFRAG_GGML),
+        needs=("src/llama-kv-compact.h", _DEFRAG, _DEFRAG_GGML, _SETTINGS),
     ),
 )
 

@@ -70,6 +70,28 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("::error file=") == 2
 
 
+@pytest.mark.long
+def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` leaves them out unless asked, `show` lists them, `apply` applies them by name."""
+    served = TWO | {"src/b.cpp": numbered(20, l9="served")}
+    bench.add_patch("serve", {"0.3.1": (TWO, served)}, target="server")
+    words = ("status", "0.3.1", "--json")
+    rows = [[row["patch"] for row in json.loads(call(bench, capsys, *words, *more)[1])]
+            for more in ((), ("--server",))]  # fmt: skip
+    assert rows == [["one", "two"], ["one", "two", "serve"]]
+    facts = json.loads(call(bench, capsys, "show", "--json")[1])
+    assert [(fact["id"], fact["target"]) for fact in facts][1:] == [
+        ("two", "library"),
+        ("serve", "server"),
+    ]
+    assert "changes: server" in call(bench, capsys, "show", "serve")[1]
+    found = json.loads(call(bench, capsys, "apply", "0.3.1", "serve", "--json")[1])
+    assert found["patches"] == ["serve@0.3.1"]
+    found = json.loads(call(bench, capsys, "apply", "0.3.1", "--json")[1])
+    assert found["patches"] == ["one@0.3.1", "two@0.3.1"]
+    assert call(bench, capsys, "export", "--check")[1].count("serve 0.3.1: same") == 1
+
+
 def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The commit is printed, and the tree put where it is asked for."""
     target = tmp_path / "tree"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,11 @@ _FOLDERS = ("src", "include", "ggml/include", "ggml/src")
 
 def run_inside(spec: str, name: str, folder: Path, *arguments: str) -> None:
     """Compile ``tests/native/NAME.cpp`` with the headers of a variant, link that, and run it."""
+    run(linked(spec, name, folder), *arguments)
+
+
+def linked(spec: str, name: str, folder: Path) -> Path:
+    """Return ``tests/native/NAME.cpp`` as a program with the ordinary libraries of a variant."""
     found = built(spec)
     store, tree = open_store(), found.manifest.patched_tree
     names = [each for part in _FOLDERS for each in store.ls(tree, part) if each.endswith(".h")]
@@ -30,7 +36,19 @@ def run_inside(spec: str, name: str, folder: Path, *arguments: str) -> None:
     command += [f"-l{path.stem.removeprefix('lib')}" for path in sorted(libraries.glob("lib*.so"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, *arguments: str, **variables: str) -> str:
+    """Return what a program prints; ``variables`` are all that it has of the patches."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_KV_")}
     ran = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=300, check=False
+        [program, *arguments],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout

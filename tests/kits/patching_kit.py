@@ -142,6 +142,7 @@ class SeriesSandbox:
         releases: str = "",
         shared: tuple[str, ...] = (),
         marker: tuple[str, str] = ("src/a.cpp", "line 1"),
+        target: str = "library",
     ) -> None:
         """Write a patch: for each base the files before and after.
 
@@ -151,6 +152,7 @@ class SeriesSandbox:
         place.mkdir()
         listed = f"{list(requires)}".replace("'", '"')
         kept = f"shared = {list(shared)}\n".replace("'", '"') if shared else ""
+        kept += f'target = "{target}"\n' if target != "library" else ""
         toml = TOML.format(id=id, releases=releases, requires=listed, shared=kept)
         for base in texts:
             toml += TEXT.format(base=base, file=marker[0], has=marker[1])

@@ -180,6 +180,25 @@ static void due() {
     CHECK(is_due(&ctx, &sparse) && !is_due(&ctx, &dense));
 }
 
+static void thold() {
+    cache kv(1024, 4);
+    context ctx({ { &kv, nullptr } });
+    setenv("LLAMA_KV_DEFRAG_THOLD", "0.25", 1);
+    // the variable instead of the default
+    CHECK(llama_kv_compact_thold(&ctx) == 0.25f && is_due(&ctx, &kv));
+    // the process instead of the variable; less than 0 is never, not the default
+    llama_kv_compact_set_default_thold(0.9f);
+    CHECK(llama_kv_compact_thold(&ctx) == 0.9f && !is_due(&ctx, &kv));
+    llama_kv_compact_set_default_thold(-1.0f);
+    CHECK(llama_kv_compact_thold(&ctx) == 0.0f && !is_due(&ctx, &kv));
+    // the context instead of both
+    ctx.defrag_thold = 0.5f;
+    CHECK(llama_kv_compact_thold(&ctx) == 0.5f && is_due(&ctx, &kv));
+    llama_kv_compact_set_default_thold(0.1f);
+    ctx.defrag_thold = 0.0f;
+    CHECK(llama_kv_compact_thold(&ctx) == 0.0f && !is_due(&ctx, &kv));
+}
+
 static void refused() {
     cache kv(8, 2, 32), mirror(8, 2, 32), next(8, 2, 32);
     context ctx({ { &next, nullptr }, { &kv, &mirror } });
@@ -225,5 +244,6 @@ static void failed() {
 int main(int argc, char ** argv) {
     return run_group(argc, argv, {
         { "due", due }, { "failed", failed }, { "moves", moves }, { "refused", refused }, { "same", same }, { "sparse", sparse },
+        { "thold", thold },
     });
 }

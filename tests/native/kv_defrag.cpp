@@ -511,52 +511,25 @@ static void test_graphs() {
 }
 
 static void test_options() {
-    struct { const char * order; const char * mover; const char * threads; enum order want; enum mover by; uint32_t n; } const table[] = {
-        { nullptr,   nullptr,   nullptr, ORDER_FEWEST, MOVER_AUTO, 0 },
-        { "fewest",  "host",    "3",     ORDER_FEWEST, MOVER_HOST, 3 },
-        { "ordered", "gather",  "1",     ORDER_KEPT, MOVER_GATHER, 1 },
-        { "ordered", "graph",   "0",     ORDER_KEPT, MOVER_GRAPH, 0 },
-        { nullptr,   "staged",  "-1",    ORDER_FEWEST, MOVER_STAGED, 0 },
-        { "unknown", "unknown", "many",  ORDER_FEWEST, MOVER_AUTO, 0 },
-        { "",        "",        "",      ORDER_FEWEST, MOVER_AUTO, 0 },
-    };
+    CHECK(current().order == ORDER_DEFAULT && current().mover == MOVER_AUTO && current().n_threads == 0);
 
-    const auto put = [](const char * name, const char * value) {
-        if (value) {
-            setenv(name, value, 1);
-        } else {
-            unsetenv(name);
-        }
-    };
-
-    for (const auto & row : table) {
-        put("LLAMA_KV_DEFRAG_PLAN",    row.order);
-        put("LLAMA_KV_DEFRAG_MOVER",   row.mover);
-        put("LLAMA_KV_DEFRAG_THREADS", row.threads);
-
-        const options got = effective();
-
-        CHECK(got.order == row.want && got.mover == row.by && got.n_threads == row.n);
-    }
-
-    put("LLAMA_KV_DEFRAG_PLAN",    nullptr);
-    put("LLAMA_KV_DEFRAG_MOVER",   "staged");
-    put("LLAMA_KV_DEFRAG_THREADS", nullptr);
-
-    // what this thread wants holds for this thread, and where the environment says nothing else
+    // options are those of one thread
     current().order     = ORDER_KEPT;
     current().mover     = MOVER_HOST;
     current().n_threads = 7;
 
-    const options got = effective();
-    CHECK(got.order == ORDER_KEPT && got.mover == MOVER_STAGED && got.n_threads == 7);
+    CHECK(current().order == ORDER_KEPT && current().mover == MOVER_HOST && current().n_threads == 7);
 
-    put("LLAMA_KV_DEFRAG_THREADS", "0"); // says nothing
-    put("LLAMA_KV_DEFRAG_MOVER",   nullptr);
-    CHECK(effective().n_threads == 7 && effective().mover == MOVER_HOST);
-    put("LLAMA_KV_DEFRAG_THREADS", nullptr);
+    std::thread([]() { CHECK(current().order == ORDER_DEFAULT && current().n_threads == 0); }).join();
 
-    std::thread([]() { CHECK(effective().order == ORDER_FEWEST && effective().n_threads == 0); }).join();
+    // the default is the plan with the fewest moves
+    const std::vector<uint8_t> used = { 0, 1, 1 };
+
+    stats sum;
+
+    for (const order each : { ORDER_DEFAULT, ORDER_FEWEST, ORDER_KEPT }) {
+        CHECK(make_plan(used.data(), 3, each, sum).n_cells == (each == ORDER_KEPT ? 2 : 1));
+    }
 }
 
 static void test_stopwatch() {

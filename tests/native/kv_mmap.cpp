@@ -994,8 +994,7 @@ static void test_options() {
     CHECK(effective().kind == KIND_FILE && effective().keep == KEEP_NOT);
     current()      = options();
     current().kind = KIND_ANON;
-    ::setenv("LLAMA_KV_BACKING", "heap", 1);
-    CHECK(effective().kind == KIND_HEAP);
+    CHECK(effective().kind == KIND_ANON && effective().path.empty()); // the thread's choice, not the environment's
     ::unsetenv("LLAMA_KV_BACKING");
     ::unsetenv("LLAMA_KV_BACKING_HUGE");
 

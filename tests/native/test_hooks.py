@@ -13,7 +13,7 @@ DEFRAG = Header(
     "full-defrag",
     ROOT / "tests" / "native" / "kv_defrag_ggml.cpp",
     places=True,
-    needs=("llama-kv-defrag.h",),
+    needs=("llama-kv-defrag.h", "llama-kv-settings.h"),
 )
 GGML = Header(
     "llama-kv-mmap-ggml.h",
@@ -34,7 +34,12 @@ COMPACT = Header(
     "compaction",
     ROOT / "tests" / "native" / "kv_compact.cpp",
     places=True,
-    needs=("llama-kv-compact.h", "llama-kv-defrag.h", "llama-kv-defrag-ggml.h"),
+    needs=(
+        "llama-kv-compact.h",
+        "llama-kv-defrag.h",
+        "llama-kv-defrag-ggml.h",
+        "llama-kv-settings.h",
+    ),
 )
 GROUPS = {
     DEFRAG: (
@@ -53,7 +58,7 @@ GROUPS = {
     ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
-    COMPACT: ("due", "failed", "moves", "refused", "same", "sparse"),
+    COMPACT: ("due", "failed", "moves", "refused", "same", "sparse", "thold"),
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
@@ -141,12 +146,13 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
         (
             COMPACT,
             {
-                "due": ("ctx->defrag_thold > 0.0f &&", ""),
+                "due": ("thold > 0.0f &&", ""),
                 "failed": ("return -2;", "return 0;"),
                 "moves": ("t.mirror->get_compact_tensors(strm, tensors);", ""),
                 "refused": ("if (t.kv->get_has_shared_cells()) {", "if (false) {"),
                 "same": ("left.pos_get(i) != right.pos_get(i) ||", ""),
-                "sparse": ("n_kv >= 2048", "n_kv > 2048"),
+                "sparse": ("n_kv >= llama_kv_settings", "n_kv > llama_kv_settings"),
+                "thold": ("{ ctx->defrag_thold, ", "{ "),
             },
         ),
     ],

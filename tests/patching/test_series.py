@@ -36,6 +36,26 @@ def test_order(bench: SeriesSandbox) -> None:
     assert found.definition("two").ports[0].requires == ("one",)
 
 
+def test_patches_of_the_server_are_apart(bench: SeriesSandbox) -> None:
+    """They are found by name, and are no part of the order and of what is applied by default."""
+    bench.add_patch("three", {"0.3.1": (OLD, NEW)}, target="server")
+    found = series.load(bench.folder)
+    assert found.order == ("one", "two")
+    assert [patch.id for patch in found.server] == ["three"]
+    assert found.definition("three").target == "server"
+    assert found.every.order == ("one", "two", "three")
+    assert found.every.folder == bench.folder
+    with pytest.raises(UsageError, match="did you mean three"):
+        found.definition("thre")
+
+
+def test_a_target_is_known(bench: SeriesSandbox) -> None:
+    """Another word is refused with the known ones."""
+    bench.add_patch("three", {"0.3.1": (OLD, NEW)}, target="client")
+    with pytest.raises(PatchFormatError, match="expected library or server"):
+        series.load(bench.folder)
+
+
 def test_requirements_come_before(bench: SeriesSandbox) -> None:
     """An order that puts a patch before one it requires is refused."""
     (bench.folder / "series.toml").write_text('schema = 1\norder = ["two", "one"]\n')

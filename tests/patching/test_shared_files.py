@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from variable_kit import read_by_patches
 
 from pyllamakv.patching import hunks, series
 from pyllamakv.patching.definition import Port
@@ -61,7 +63,7 @@ def test_hooks_are_clean(path: Path) -> None:
 def test_a_shared_file_is_kept_once(path: Path) -> None:
     """Every port that adds it composes a patch with the bytes of the one file."""
     name = path.relative_to(SHARED).as_posix()
-    users = [one for one in series.load(ROOT / "patches") if name in one.shared]
+    users = [one for one in series.load(ROOT / "patches").every if name in one.shared]
     assert users
     for text in (text for one in users for text in one.ports):
         (hunk,) = text.patch.file(name).hunks
@@ -82,6 +84,30 @@ def test_hooks_are_call_sites(path: Path) -> None:
     changed = [line for line in lines if line[:1] in (b"+", b"-")]
     assert 0 < len(removed) <= 13
     assert len(changed) <= 200
+
+
+def test_the_page_lists_every_variable() -> None:
+    """The table of docs/environment.md has what the patches read, and nothing else."""
+    page = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    table = page.split("\n\n")[2]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == len({row[0] for row in rows})
+    assert {row[0].strip("| `") for row in rows} == read_by_patches()
+    assert all(len(row) == 6 and all(map(str.strip, row)) for row in rows)
+
+
+def test_the_page_has_the_words_that_the_patches_accept() -> None:
+    """Each word of a plan or mover is a value of the page, and the message is the logged one."""
+    page = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    text = (SHARED / "src" / "llama-kv-settings.h").read_text("utf-8")
+    words = re.findall(r'\{ "(\w+)", +llama_kv_defrag::', text)
+    assert len(words) == 7
+    rows = {name: next(line for line in page.splitlines() if f"| `{name}` |" in line)
+            for name in ("LLAMA_KV_DEFRAG_PLAN", "LLAMA_KV_DEFRAG_MOVER")}  # fmt: skip
+    listed = re.findall(r"`(\w+)`", " ".join(row.split(" | ")[1] for row in rows.values()))
+    assert sorted(listed) == sorted(words)
+    assert "which is ignored; expected a number from 0 to 1\n" in page
+    assert '"a number from 0 to 1"' in text and "which is ignored; expected %s" in text
 
 
 def test_every_guard_has_a_doctored_text() -> None:

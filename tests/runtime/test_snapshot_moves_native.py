@@ -161,6 +161,48 @@ def test_options_are_checked(model: kv.Model, options: dict[str, Any], word: str
         model.context(64, **options)
 
 
+def in_effect(ctx: kv.Context) -> tuple[object, ...]:
+    """Return the options that the library uses."""
+    info = ctx.info
+    return info.defrag_plan.name, info.defrag_mover.name, info.defrag_threads, info.defrag_thold
+
+
+CHOSEN: dict[str, Any] = {
+    "defrag_plan": "fewest", "defrag_mover": "host", "defrag_threads": 3, "defrag_thold": 0.25,
+}  # fmt: skip
+
+
+def test_the_options_in_effect_are_reported(model: kv.Model) -> None:
+    """The library's defaults, or the arguments."""
+    with model.context(64, n_threads=2) as ctx:
+        assert in_effect(ctx) == ("FEWEST", "AUTO", 2, -1.0)
+    with model.context(64, **CHOSEN | {"defrag_plan": "ordered"}) as ctx:
+        assert in_effect(ctx) == ("ORDERED", "HOST", 3, 0.25)
+
+
+@pytest.mark.long
+def test_arguments_win_over_variables(patched: Variant, wide: Path) -> None:
+    """Variables replace only the defaults."""
+    env = {"PLAN": "ordered", "MOVER": "gather", "THREADS": "2"}
+    variables = {f"LLAMA_KV_DEFRAG_{name}": value for name, value in env.items()}
+    with kv.open(patched.folder, isolated=True, env=variables) as library:
+        loaded = library.load_model(wide)
+        with loaded.context(64) as ctx:
+            assert in_effect(ctx) == ("ORDERED", "GATHER", 2, -1.0)
+        with loaded.context(64, **CHOSEN) as ctx:
+            assert in_effect(ctx) == ("FEWEST", "HOST", 3, 0.25)
+
+
+def test_stock_reports_what_it_has(stock: Variant, wide: Path) -> None:
+    """Its threshold, and no plan and mover; the default plan of patched variants is accepted."""
+    with (
+        kv.open(stock.folder) as library,
+        library.load_model(wide) as loaded,
+        loaded.context(64, defrag_plan="fewest", defrag_thold=0.25) as ctx,
+    ):
+        assert in_effect(ctx) == ("UNKNOWN", "UNKNOWN", 0, 0.25)
+
+
 def test_stock_moves_in_its_own_way(stock: Variant, wide: Path) -> None:
     """Stock has no options, and reports that."""
     with (

@@ -17,7 +17,7 @@ from pyllamakv.building import manifest as manifests
 from pyllamakv.building import variant
 from pyllamakv.building.variant import Spec, Variant
 from pyllamakv.errors import LoadError, ManifestError, NotBuilt
-from pyllamakv.server import server_artifact
+from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_artifact import BuiltServer, ServerManifest
 
 if TYPE_CHECKING:
@@ -37,7 +37,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltServer:
     (made / "llama-server").write_bytes(b"program")
     digest = hashlib.sha256(b"program").hexdigest()
     ServerManifest(
-        made.name, library.id, "0.3.9", ("a", "b"), "cpu", True, digest, "2026", 1.5
+        made.name,
+        library.id,
+        "0.3.9",
+        ("a", "b"),
+        "cpu",
+        True,
+        digest,
+        "2026",
+        1.5,
+        ("c",),
+        {"d": "no port"},
     ).save(made)
     return BuiltServer(made, library)
 
@@ -45,6 +55,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltServer:
 def test_a_manifest_is_read_as_it_was_written(server: BuiltServer) -> None:
     """With tuples as tuples."""
     assert server.manifest.patches == ("a", "b")
+    assert server.manifest.server_patches == ("c",)
+    assert server.manifest.left_out == {"d": "no port"}
     assert server.manifest.server == server.id
     assert server_artifact.lookup(server.variant) == server
     assert server.check_program() == server.program
@@ -69,15 +81,33 @@ def test_another_processor_is_refused(server: BuiltServer, monkeypatch: pytest.M
         BuiltServer(server.folder, Variant(server.variant.folder)).check_program()
 
 
+def other_variant(folder: Path, **changed: object) -> Variant:
+    """Return another variant."""
+    folder.mkdir(parents=True)
+    manifest(**changed).save(folder)
+    return Variant(folder)
+
+
 def test_the_id_changes_with_variant_and_project(
     server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And with nothing else."""
     name = server_artifact.server_id(server.variant)
     assert name.startswith(f"{server.variant.id}-")
-    assert server_artifact.server_id(Variant(tmp_path / "other")) != name
+    assert server_artifact.server_id(other_variant(tmp_path / "other")) != name
     monkeypatch.setattr(server_artifact, "project", lambda: tmp_path)
     assert server_artifact.server_id(server.variant) != name
+
+
+def test_the_id_of_a_patched_server_changes_with_the_patches_of_the_server(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The stock server has none of them."""
+    patched = other_variant(tmp_path / "patched", patched_tree="b" * 40, patches=("kv-counters",))
+    before = [server_artifact.server_id(each) for each in (server.variant, patched)]
+    monkeypatch.setattr(server_patches, "digest", lambda: "another")
+    after = [server_artifact.server_id(each) for each in (server.variant, patched)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +137,7 @@ def test_a_portable_server_is_found_next_to_a_tuned_build(
     server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A tuned server is preferred if it is built as well."""
-    tuned = Variant(tmp_path / "built" / "tuned")
+    tuned = other_variant(tmp_path / "built" / "tuned")
     built = {True: tuned, False: server.variant}
     monkeypatch.setattr(variant, "find", lambda *_args, native, **_options: built[native])
     assert server_artifact.find_server("0.3.9") == server

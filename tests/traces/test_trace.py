@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from fakes.simulated import SimulatedNative
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_kit import STORY, record
+from variable_kit import read_by_patches
 
 from pyllamakv.errors import KvError, ScenarioFailed, ScriptError, TraceMismatch, WorkerDied
-from pyllamakv.home import data
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.traces import script, script_player, trace, trace_scenario
 from pyllamakv.traces.script_session import ScriptSession
@@ -239,9 +238,7 @@ def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
 
 def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
     """A variable that a new patch reads is one that a replay has to set."""
-    read: set[str] = set()
-    for file in (*data("patches").rglob("*.patch"), *data("patches").rglob("*.h")):
-        read.update(re.findall(r'getenv\("(LLAMA_KV_\w+)"', file.read_text("utf-8")))
+    read = read_by_patches()
     scenarios = discovery.discover().values()
     settings = [each for one in scenarios for each in (one, *one.settings)]
     named = {name for each in settings for name, _ in each.environment}

@@ -13,6 +13,7 @@
 #include "llama-kv-defrag-ggml.h"
 
 #include <algorithm>
+#include <atomic>
 #include <typeinfo>
 #include <vector>
 
@@ -55,8 +56,7 @@ static float get_sparsity(llama_kv_cache * kv) {
         const uint32_t n_kv   = GGML_PAD(cells.used_max_p1(), 256);
         const uint32_t n_need = GGML_PAD(cells.get_used(),    256);
 
-        // compaction of a small cache saves too little time
-        if (n_kv >= 2048) {
+        if (n_kv >= llama_kv_settings::get().min_cells) {
             res = std::max(res, 1.0f - float(n_need)/n_kv);
         }
     }
@@ -148,9 +148,17 @@ static target find_target(const llama_context * ctx, const llama_kv_cache * kv) 
     return {};
 }
 
+// defrag_thold in llama_context_default_params()
+static const float UNSET = -1.0f;
+
+// the threshold that the program set for all contexts with the default
+static std::atomic<float> default_thold(UNSET);
+
 // Return true if the next update must compact this cache.
 static bool is_due(const llama_context * ctx, const llama_kv_cache * kv) {
-    if (!ctx->compact_requested && !(ctx->defrag_thold > 0.0f && llama_kv_compact_due(ctx, ctx->defrag_thold))) {
+    const float thold = llama_kv_compact_thold(ctx);
+
+    if (!ctx->compact_requested && !(thold > 0.0f && llama_kv_compact_due(ctx, thold))) {
         return false;
     }
 
@@ -250,6 +258,21 @@ bool llama_kv_compact_due(const llama_context * ctx, float thold) {
     return llama_kv_compaction::get_targets(ctx->get_memory(), targets) && std::any_of(targets.begin(), targets.end(), [=](const auto & t) {
         return llama_kv_compaction::get_sparsity(t.kv) > thold;
     });
+}
+
+float llama_kv_compact_thold(const llama_context * ctx) {
+    for (const float thold : { ctx->defrag_thold, llama_kv_compaction::default_thold.load() }) {
+        if (thold != llama_kv_compaction::UNSET) {
+            return thold;
+        }
+    }
+
+    return llama_kv_settings::get().thold;
+}
+
+void llama_kv_compact_set_default_thold(float thold) {
+    // a negative value is a value, and not the same as no value
+    llama_kv_compaction::default_thold = std::max(thold, 0.0f);
 }
 
 int32_t llama_kv_compact(llama_context * ctx) {

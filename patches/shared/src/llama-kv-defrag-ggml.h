@@ -6,6 +6,7 @@
 // This file uses only public types of ggml, none of llama.cpp, and is identical for all their versions.
 
 #include "llama-kv-defrag.h"
+#include "llama-kv-settings.h"
 
 #include "ggml.h"
 #include "ggml-backend.h"

@@ -11,10 +11,7 @@
 //            in ascending order.
 // A plan that stops after any move leaves a cache that is less compact, but correct.
 //
-// Environment variables that override the options, for tests and for programs that cannot call current():
-//   LLAMA_KV_DEFRAG_PLAN=fewest|ordered
-//   LLAMA_KV_DEFRAG_MOVER=host|gather|graph|staged   see enum mover; a mover that is unavailable is ignored
-//   LLAMA_KV_DEFRAG_THREADS=N
+// llama-kv-settings.h reads the environment variables for programs that cannot call current().
 //
 // This file uses no type of llama.cpp or ggml and is identical for all their versions. It requires C++11.
 
@@ -23,7 +20,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <thread>
@@ -53,6 +49,7 @@ struct plan {
 };
 
 enum order {
+    ORDER_DEFAULT, // not selected; the same as ORDER_FEWEST
     ORDER_FEWEST,
     ORDER_KEPT,
 };
@@ -67,7 +64,7 @@ enum mover {
 
 // Options of a defragmentation.
 struct options {
-    enum order order = ORDER_FEWEST;
+    enum order order = ORDER_DEFAULT;
     enum mover mover = MOVER_AUTO;
 
     uint32_t n_threads = 0; // maximum number of host threads; 0: the context's number of threads
@@ -76,31 +73,6 @@ struct options {
 // Return the options of this thread, which the caller may change.
 inline options & current() {
     static thread_local options res;
-
-    return res;
-}
-
-// Return the options of this thread after the environment's overrides.
-inline options effective() {
-    options res = current();
-
-    const auto is = [](const char * value, const char * name) { return value && std::strcmp(value, name) == 0; };
-
-    const char * order   = std::getenv("LLAMA_KV_DEFRAG_PLAN");
-    const char * mover   = std::getenv("LLAMA_KV_DEFRAG_MOVER");
-    const char * threads = std::getenv("LLAMA_KV_DEFRAG_THREADS");
-
-    res.order = is(order, "fewest") ? ORDER_FEWEST : is(order, "ordered") ? ORDER_KEPT : res.order;
-
-    res.mover =
-        is(mover, "host")   ? MOVER_HOST   :
-        is(mover, "gather") ? MOVER_GATHER :
-        is(mover, "graph")  ? MOVER_GRAPH  :
-        is(mover, "staged") ? MOVER_STAGED : res.mover;
-
-    if (threads && std::atoi(threads) > 0) {
-        res.n_threads = std::atoi(threads);
-    }
 
     return res;
 }

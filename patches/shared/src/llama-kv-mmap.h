@@ -7,7 +7,8 @@
 //   mapping  one range of mapped memory
 //   backing  the mapping of one cache: offsets of its tensors, release of free memory, reading and writing of its file
 //
-// A thread sets current() before it creates a cache. The environment variable LLAMA_KV_BACKING overrides that:
+// A thread sets current() before it creates a cache. A thread that does not, or leaves the heap, gets the value of the
+// environment variable LLAMA_KV_BACKING:
 //   heap       upstream's allocation
 //   mmap       anonymous memory
 //   DIR        an unlinked temporary file in this directory
@@ -1030,14 +1031,15 @@ private:
 
 #endif
 
-// Return current() with the overrides of the environment. A path that is a directory selects KIND_TEMP.
+// Return current(), or the options of the environment for what it leaves at the default. A path that is a directory
+// selects KIND_TEMP.
 inline options effective() {
     options res = current();
 
     const char * backing = std::getenv("LLAMA_KV_BACKING");
     const char * huge    = std::getenv("LLAMA_KV_BACKING_HUGE");
 
-    if (backing && *backing) {
+    if (backing && *backing && res.kind == KIND_HEAP) {
         const std::string text = backing;
 
         res.kind = text == "heap" ? KIND_HEAP : text == "mmap" ? KIND_ANON : KIND_FILE;
@@ -1045,8 +1047,8 @@ inline options effective() {
         res.keep = KEEP_NOT;
     }
 
-    if (huge) {
-        res.huge = std::strcmp(huge, "1") == 0;
+    if (huge && std::strcmp(huge, "1") == 0) {
+        res.huge = true;
     }
 
 #if LLAMA_KV_MMAP_SUPPORTED

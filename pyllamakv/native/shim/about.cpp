@@ -82,8 +82,8 @@ static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info)
 static_assert(offsetof(plk_context_params, defrag_thold) == 56, "layout");
 static_assert(offsetof(plk_context_params, kv_backing) == 76, "layout");
 static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 104, "layout");
-static_assert(offsetof(plk_context_info, n_streams) == 56, "layout");
-static_assert(sizeof(plk_context_info) == 60 && sizeof(plk_mapping) == 72, "layout");
+static_assert(offsetof(plk_context_info, defrag_thold) == 60, "layout");
+static_assert(sizeof(plk_context_info) == 76 && sizeof(plk_mapping) == 72, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");

@@ -74,16 +74,16 @@ int check(const plk_model &model, const plk_context_params &asked) {
         return plk::refuse(PLK_EINVAL, "flash_attn is %d, expected 0 (off), 1 (on) or -1 (decided "
                            "by llama.cpp)", asked.flash_attn);
     }
-    if (asked.defrag_plan < 0 || asked.defrag_plan > 1 || asked.defrag_mover < 0 ||
+    if (asked.defrag_plan < 0 || asked.defrag_plan > 2 || asked.defrag_mover < 0 ||
         asked.defrag_mover > 4 || asked.defrag_threads < 0 || asked.defrag_threads > max_threads) {
         return plk::refuse(PLK_EINVAL,
-                           "defrag_plan is %d (0 or 1), defrag_mover %d (0 to 4), defrag_threads "
+                           "defrag_plan is %d (0 to 2), defrag_mover %d (0 to 4), defrag_threads "
                            "%d (0 to %d)",
                            asked.defrag_plan, asked.defrag_mover, asked.defrag_threads,
                            max_threads);
     }
     if (!plk::moving::bits &&
-        (asked.defrag_plan || asked.defrag_mover || asked.defrag_threads)) {
+        (asked.defrag_plan == 1 || asked.defrag_mover || asked.defrag_threads)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build moves cells in its own way only");
     }
     if (const int wrong = plk::check_backing(model, asked)) {
@@ -319,6 +319,8 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
             info.n_streams = 1;
         }
         info.defrag = plk::defrag::refusal(context->ctx, info) == nullptr ? 1 : 0;
+        info.defrag_thold = plk::defrag::threshold(*context);
+        plk::moving::describe(context->asked, info);
         if (info.v_transposed < 0 && info.flash_attn >= 0) {
             info.v_transposed = info.flash_attn ? 0 : 1;
         }

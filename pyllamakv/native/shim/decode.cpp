@@ -107,7 +107,7 @@ int decode(plk_context &c, const llama_batch &batch) {
                            "ones with equally many tokens, in ascending order; or share the cells");
     }
     c.had_states = c.model->info.is_recurrent;
-    const bool waits = plk::cells::pending(c.ctx) != 0 || c.asked.defrag_thold > 0.0f;
+    const bool waits = plk::cells::pending(c.ctx) != 0 || plk::defrag::threshold(c) > 0.0f;
     if (c.guard && plk::update::present && waits) {
         // Update before llama_decode: an abort during its update would lose a shift or a move, and
         // one release asserts afterwards.

@@ -30,11 +30,13 @@ llama_context *open(llama_model *model, llama_context_params params);
 
 // Settings that llama.cpp decides for a context; -1 if unknown.
 namespace settings {
+constexpr float unknown_thold = -2.0f; // every other negative value is -1
 struct Settings {
     int32_t flash = -1;
     int32_t causal = -1;
     int32_t n_seq_max = -1;
     int32_t unified = -1; // every cache has one stream
+    float defrag_thold = unknown_thold;
 };
 Settings read(llama_context *ctx);
 // False in trees whose flash attention aborts on float32 keys or values, which they do not cast.
@@ -153,12 +155,17 @@ extern const uint64_t bits;
 // Return why the memory of this context, described by `info`, cannot be defragmented, or NULL.
 const char *refusal(llama_context *ctx, const plk_context_info &info);
 int run(llama_context *ctx, bool safe);
+// Return the fraction of unnecessary cells or holes above which the library defragments before a
+// decode: never if <= 0.
+float threshold(const plk_context &context);
 } // namespace defrag
 
 // Options for all later moves of cells in this thread.
 namespace moving {
 extern const uint64_t bits;
 void choose(const plk_context_params &asked);
+// Write the options that are in effect for a context with these parameters.
+void describe(const plk_context_params &asked, plk_context_info &info);
 } // namespace moving
 
 // Caches in mapped memory.

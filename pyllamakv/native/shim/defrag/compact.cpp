@@ -16,3 +16,7 @@ int plk::defrag::run(llama_context *ctx, bool) {
     }
     return PLK_OK;
 }
+
+float plk::defrag::threshold(const plk_context &context) {
+    return llama_kv_compact_thold(context.ctx);
+}

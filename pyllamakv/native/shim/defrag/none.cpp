@@ -8,3 +8,5 @@ const char *plk::defrag::refusal(llama_context *, const plk_context_info &) {
 }
 
 int plk::defrag::run(llama_context *, bool) { return PLK_OK; }
+
+float plk::defrag::threshold(const plk_context &) { return -1.0f; }

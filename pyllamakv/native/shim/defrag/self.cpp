@@ -12,3 +12,5 @@ int plk::defrag::run(llama_context *ctx, bool safe) {
     plk::update::run(ctx, safe);
     return PLK_OK;
 }
+
+float plk::defrag::threshold(const plk_context &context) { return given_threshold(context); }

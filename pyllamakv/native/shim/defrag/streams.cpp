@@ -1,5 +1,5 @@
 // llama_kv_self_defrag (March to August 2025) with the patch full-defrag, for every stream.
-#include "groups.h"
+#include "defrag/upstream.h"
 
 #include "llama-kv-defrag.h"
 
@@ -14,3 +14,5 @@ int plk::defrag::run(llama_context *ctx, bool safe) {
     plk::update::run(ctx, safe);
     return PLK_OK;
 }
+
+float plk::defrag::threshold(const plk_context &context) { return given_threshold(context); }

@@ -4,3 +4,7 @@
 const uint64_t plk::moving::bits = 0;
 
 void plk::moving::choose(const plk_context_params &) {}
+
+void plk::moving::describe(const plk_context_params &, plk_context_info &info) {
+    info.defrag_mover = -1;
+}

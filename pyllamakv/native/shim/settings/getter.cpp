@@ -14,10 +14,18 @@ auto unified(const Params &params, int) -> decltype(params.kv_unified ? 1 : 0) {
     return params.kv_unified ? 1 : 0;
 }
 template <typename Params> int32_t unified(const Params &, long) { return 1; }
+
+// The parameter has no effect since upstream removed its defragmentation.
+template <typename Params>
+auto threshold(const Params &params, int) -> decltype(params.defrag_thold) {
+    return params.defrag_thold;
+}
+template <typename Params> float threshold(const Params &, long) { return -1.0f; }
 } // namespace
 
 plk::settings::Settings plk::settings::read(llama_context *ctx) {
     const llama_cparams &params = ctx->get_cparams();
     return {params.flash_attn ? 1 : 0, params.causal_attn ? 1 : 0,
-            static_cast<int32_t>(params.n_seq_max), unified(params, 0)};
+            static_cast<int32_t>(params.n_seq_max), unified(params, 0),
+            threshold(params, 0)};
 }

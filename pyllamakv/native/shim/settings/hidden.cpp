@@ -13,5 +13,5 @@ const bool plk::settings::flash_takes_f32 = false;
 plk::settings::Settings plk::settings::read(llama_context *ctx) {
     const llama_cparams &params = ctx->*plk_member(Params{});
     return {params.flash_attn ? 1 : 0, params.causal_attn ? 1 : 0,
-            static_cast<int32_t>(params.n_seq_max), 1};
+            static_cast<int32_t>(params.n_seq_max), 1, params.defrag_thold};
 }

@@ -1,0 +1,89 @@
+"""Environment variables compact the cache of any program that loads the ordinary libraries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from linked_program_kit import linked, run
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.scenarios import synthetic_models
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a plain program with the patched libraries."""
+    return linked("0.3.36+patched", "sparse", tmp_path_factory.mktemp("patched"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("variables", "arguments", "printed"),
+    [
+        ({}, (), "0 cells moved\n"),
+        ({"LLAMA_KV_DEFRAG_THOLD": "0.5"}, (), "50 cells moved\n"),
+        ({"LLAMA_KV_DEFRAG_THOLD": "0.99"}, (), "0 cells moved\n"),
+        (
+            {"LLAMA_KV_DEFRAG_THOLD": "0.5", "LLAMA_KV_DEFRAG_MIN_CELLS": "4096"},
+            (),
+            "0 cells moved\n",
+        ),
+        # The program's own value wins, in both directions.
+        ({"LLAMA_KV_DEFRAG_THOLD": "0.5"}, ("0",), "0 cells moved\n"),
+        ({"LLAMA_KV_DEFRAG_THOLD": "0"}, ("0.5",), "50 cells moved\n"),
+        ({}, ("0.5",), "50 cells moved\n"),
+        (
+            {"LLAMA_KV_DEFRAG_THOLD": "half", "LLAMA_KV_DEFRAG_PLAN": "ordered"},
+            (),
+            "LLAMA_KV_DEFRAG_THOLD is 'half', which is ignored; expected a number from 0 to 1\n"
+            "0 cells moved\n",
+        ),
+    ],
+)  # fmt: skip
+def test_patched(
+    patched: Path, variables: dict[str, str], arguments: tuple[str, ...], printed: str
+) -> None:
+    """A variable compacts, unless the program decides; a wrong value is logged once."""
+    model = str(synthetic_models.model("tiny"))
+    assert run(patched, model, *arguments, **variables) == printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("side", "given", "effect", "moved"),
+    [("patched", -1.0, 0.5, 50), ("patched", 0.0, 0.0, 0), ("stock", 0.25, -1.0, None)],
+)
+def test_a_context_reports_its_threshold(
+    side: str, given: float, effect: float, moved: int | None
+) -> None:
+    """The library's own value: of the variable, of the argument, or none."""
+    env = {"LLAMA_KV_DEFRAG_THOLD": "0.5"}
+    with (
+        kv.open(built(f"0.3.36+{side}").folder, isolated=True, env=env) as library,
+        library.load_model(synthetic_models.model("tiny")) as model,
+        model.context(4096, 256, 256, 2, defrag_thold=given) as ctx,
+    ):
+        assert ctx.info.defrag_thold == effect
+        gone, live = ctx.sequence(), ctx.sequence()
+        ctx.prefill(gone, [1] * 3000)
+        ctx.prefill(live, [2] * 50)
+        gone.close()
+        ctx.step(live, 3)
+        if moved is not None:
+            assert ctx.counters.cells_moved == moved
+
+
+@pytest.mark.long
+def test_stock(tmp_path: Path) -> None:
+    """The libraries of upstream read no variable, and log nothing about a wrong one."""
+    program = linked("0.3.36+stock", "sparse", tmp_path)
+    model = str(synthetic_models.model("tiny"))
+    variables = {"LLAMA_KV_DEFRAG_THOLD": "half", "LLAMA_KV_DEFRAG_PLAN": "best"}
+    assert run(program, model, "0.5", **variables) == "no counters\n"

@@ -1,0 +1,238 @@
+"""The patches of a server are applied after those of its variant, or left out with a reason."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from patching_kit import SeriesSandbox, numbered
+
+from pyllamakv.errors import NoPortApplies, NotBuilt
+from pyllamakv.patching import series
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.server import server_patches
+from pyllamakv.server.server_artifact import find_server
+from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_lab import complete
+from pyllamakv.server.server_process import ServerProcess
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.server.server_patches import ServerSources
+
+STOCK = {"src/a.cpp": numbered(20), "tools/server/server.cpp": numbered(20)}
+COUNTED = {**STOCK, "src/a.cpp": numbered(20, l9="count")}
+SHOWN = {**COUNTED, "tools/server/server.cpp": numbered(20, l9="show")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> SeriesSandbox:
+    """Return a patch of the library, and one of the server that requires it."""
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_release("0.3.1", STOCK)
+    bench.add_patch("count", {"0.3.1": (STOCK, COUNTED)})
+    bench.add_patch("other", {"0.3.1": (COUNTED, {**COUNTED, "src/b.cpp": b"other\n"})})
+    bench.add_patch("show", {"0.3.1": (COUNTED, SHOWN)}, requires=("count",), target="server")
+    return bench
+
+
+def chosen(bench: SeriesSandbox, *names: str, release: str = "0.3.1") -> ServerSources:
+    """Choose the patches of a server of a release."""
+    found = series.load(bench.folder)
+    return server_patches.choose(
+        bench.releases[release], names or None, series=found, store=bench.store
+    )
+
+
+def read(bench: SeriesSandbox, tree: str) -> dict[str, bytes | None]:
+    """Return the files of a tree."""
+    return dict(bench.store.read_many(tree, ["src/a.cpp", "tools/server/server.cpp"]))
+
+
+def test_patches_of_the_server_follow_those_of_the_variant(bench: SeriesSandbox) -> None:
+    """The tree has the changes of both; nothing is left out."""
+    found = chosen(bench)
+    assert found.patches == ("show",)
+    assert not found.left_out
+    assert read(bench, found.tree) == SHOWN
+
+
+@pytest.mark.long
+def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
+    """The tree is that of the variant, and the reason names the required patch."""
+    found = chosen(bench, "other")
+    assert found.patches == ()
+    assert found.left_out == {"show": "requires count, which is not applied here"}
+    assert read(bench, found.tree) == STOCK
+
+
+@pytest.mark.long
+def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
+    """The server is built without the patch, with the reason."""
+    bench.add_release("0.3.2", {**STOCK, "tools/server/server.cpp": b"rewritten\n"})
+    found = chosen(bench, "count", release="0.3.2")
+    assert found.patches == ()
+    assert "server.cpp" in found.left_out["show"]
+    assert read(bench, found.tree)["src/a.cpp"] == COUNTED["src/a.cpp"]
+
+
+@pytest.mark.long
+def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None:
+    """It is not mentioned."""
+    toml = bench.folder / "show" / "patch.toml"
+    toml.write_text(toml.read_text("utf-8").replace('releases = ""', 'releases = ">0.3.1"'))
+    found = chosen(bench)
+    assert (found.patches, found.left_out) == ((), {})
+
+
+@pytest.mark.long
+def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
+    """Also not one that requires nothing."""
+    bench.add_patch("alone", {"0.3.1": (STOCK, {**STOCK, "src/c.cpp": b"c\n"})}, target="server")
+    found = server_patches.choose(
+        bench.releases["0.3.1"], (), series=series.load(bench.folder), store=bench.store
+    )
+    assert found.patches == ()
+    assert found.tree == bench.store.tree_of(bench.releases["0.3.1"])
+
+
+@pytest.mark.long
+def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
+    """The errors of applying pass."""
+    bench.add_release("0.3.3", {"src/a.cpp": b"rewritten\n"})
+    with pytest.raises(NoPortApplies):
+        chosen(bench, release="0.3.3")
+
+
+@pytest.mark.long
+def test_the_digest_changes_with_ports_and_shared_files(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the patches of the libraries."""
+    shared = {**SHOWN, "tools/server/h.h": b"h\n"}
+    bench.add_patch(
+        "more", {"0.3.1": (SHOWN, {**shared, "src/d.cpp": b"d\n"})},
+        shared=("tools/server/h.h",), target="server",
+    )  # fmt: skip
+    load = series.load
+    monkeypatch.setattr(server_patches.series_module, "load", lambda: load(bench.folder))
+    digests = [server_patches.digest()]
+    with bench.file("count", "0.3.1").open("ab") as file:
+        file.write(b"\n")
+    assert server_patches.digest() == digests[0]
+    with (bench.folder / "shared" / "tools" / "server" / "h.h").open("ab") as file:
+        file.write(b"more\n")
+    digests.append(server_patches.digest())
+    toml = bench.folder / "show" / "patch.toml"
+    toml.write_text(toml.read_text("utf-8").replace("Because", "Since"))
+    digests.append(server_patches.digest())
+    assert len(set(digests)) == 3
+
+
+def test_the_shipped_patches_of_the_server() -> None:
+    """They are listed apart from those of the libraries, and change only the server."""
+    found = series.load()
+    assert [patch.id for patch in found.server] == ["server-metrics", "server-defrag-thold"]
+    assert not set(found.order) & {patch.id for patch in found.server}
+    paths = {path for patch in found.server for port in patch.ports for path in port.patch.paths}
+    assert all(path.startswith(("tools/server/", "common/")) for path in paths)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Return the metrics of a server by name."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in values}
+
+
+def serve(folder: Path, spec: str, *arguments: str, **variables: str) -> ServerProcess:
+    """Start a server of a variant with two slots that share 4096 cells, or skip."""
+    pytest.importorskip("httpx")
+    try:
+        built = find_server(spec)
+    except NotBuilt as error:
+        pytest.skip(str(error))
+    words = ["-m", str(synthetic_models.model("bytes")), "--host", "127.0.0.1", "--port", "0"]
+    words += ["-t", "1", "-np", "2", "-c", "4096", "-ub", "512", "--metrics", "--slots"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+    return ServerProcess(
+        built.program, [*words, "--slot-save-path", str(folder), *arguments], env=kept | variables
+    )
+
+
+def decode_beside_a_gap(client: ServerClient) -> None:
+    """Leave 130 used cells behind 1990 freed ones, and decode one token with them."""
+    options = {"cache_prompt": True}
+    client.complete([70] * 1990, 1, id_slot=0, **options)
+    client.complete([80] * 130, 1, id_slot=1, **options)
+    client.post("/slots/0?action=erase", {})
+    client.complete([*[80] * 130, 90], 1, id_slot=1, **options)
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize("release", ["0.3.9", "0.3.36", "b11549"])
+def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None:
+    """Each decode of one micro-batch searches for cells once, and no search fails."""
+    with serve(tmp_path, f"{release}+patched") as server, ServerClient(server.url) as client:
+        before = metrics(server.url)
+        found = complete(client, [70] * 50, 20, ignore_eos=True)
+        after = metrics(server.url)
+    assert len(found.tokens) == 20
+    done = {name: after[name] - before.get(name, 0) for name in after}
+    assert done["llamacpp:n_decode_total"] == done["llamacpp:kv_slot_searches_total"] == 20
+    assert after["llamacpp:kv_slot_failures_total"] == 0
+    assert after["llamacpp:kv_defragmentation_cells_total"] == 0
+    assert after["llamacpp:kv_defragmentation_seconds_total"] >= 0
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "variables", "moved"),
+    [
+        ((), {}, 0),
+        ((), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 130),
+        (("--defrag-thold", "0.5"), {}, 130),
+        ((), {"LLAMA_ARG_DEFRAG_THOLD": "0.5"}, 130),
+        # The option is a choice of the program, also if it means never.
+        (("--defrag-thold", "-1"), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 0),
+    ],
+    ids=["default", "variable", "option", "variable of the option", "option and variable"],
+)
+def test_the_server_compacts(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], moved: int
+) -> None:
+    """The option works again, and the metrics have the cells that moved."""
+    words = ("--kv-unified", "--cache-ram", "0", *arguments)
+    with serve(tmp_path, "0.3.36+patched", *words, **variables) as server:
+        with ServerClient(server.url) as client:
+            decode_beside_a_gap(client)
+        found = metrics(server.url)
+    assert found["llamacpp:kv_defragmentation_cells_total"] == moved
+    assert found["llamacpp:kv_defragmentations_total"] == (moved > 0)
+
+
+@pytest.mark.native
+@pytest.mark.long
+def test_the_server_of_an_old_release_defragments(tmp_path: Path) -> None:
+    """Through 0.3.16, its threshold is 0.1 by default; the update before the next decode moves."""
+    with serve(tmp_path, "0.3.9+patched") as server, ServerClient(server.url) as client:
+        decode_beside_a_gap(client)
+        client.complete([*[80] * 130, 90, 91], 1, id_slot=1, cache_prompt=True)
+        found = metrics(server.url)
+    assert found["llamacpp:kv_defragmentations_total"] == 1
+    assert found["llamacpp:kv_defragmentation_cells_total"] == 130
+
+
+@pytest.mark.native
+@pytest.mark.long
+def test_stock_has_no_such_metrics(tmp_path: Path) -> None:
+    """Its server is upstream's."""
+    with serve(tmp_path, "0.3.9+stock") as server:
+        assert not any("kv_slot" in name or "kv_defrag" in name for name in metrics(server.url))
