@@ -90,8 +90,14 @@ class ServerClient:
 
     def slots(self) -> list[dict[str, Any]]:
         """Return the state of each slot."""
-        found: list[dict[str, Any]] = self._request("GET", "/slots", None)
+        found: list[dict[str, Any]] = self._request("GET", "/slots", None).json()
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return the value of each metric of a server with ``--metrics``, by its name."""
+        lines = self._request("GET", "/metrics", None).text.splitlines()
+        rows = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in rows}
 
     def wait_idle(self, patience: float) -> bool:
         """Return whether every slot becomes idle within ``patience`` seconds."""
@@ -104,7 +110,7 @@ class ServerClient:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post JSON and return the answer. Raises what `complete` raises."""
-        found: dict[str, Any] = self._request("POST", path, body)
+        found: dict[str, Any] = self._request("POST", path, body).json()
         return found
 
     def close(self) -> None:
@@ -130,7 +136,7 @@ class ServerClient:
         except self._httpx.TransportError as error:
             raise ConnectionError(f"{path}: {error or type(error).__name__}") from error
         if answer.status_code == 200:
-            return answer.json()
+            return answer
         raise refusal(path, answer.status_code, answer.text)
 
     def _late(self, path: str) -> str:

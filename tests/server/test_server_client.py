@@ -53,6 +53,7 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
             "/completion": (200, ANSWER),
             "/tokenize": (200, {"tokens": [1, 2]}),
             "/slots": (200, [{"is_processing": True}]),
+            "/metrics": (200, '# TYPE a counter\na 3\nb{model="x y"} 0.5\n'),
             "/slots/0?action=save": (501, {"error": "not supported"}),
         },
     )
@@ -68,6 +69,7 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
         assert (found.n_prompt, found.reused) == (10, 7)
         assert client.tokenize("ab") == [1, 2]
         assert not client.wait_idle(0.0)
+        assert client.metrics() == {"a": 3.0, 'b{model="x y"}': 0.5}
         with pytest.raises(RequestFailed, match=r"501.*not supported") as caught:
             client.post("/slots/0?action=save", {})
         assert caught.value.code == 501
