@@ -8,14 +8,15 @@ import random
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.errors import LoadError, ModelError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET
+from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES
 from pyllamakv.server.server_client import ServerClient, ServerCompletion
 from pyllamakv.server.server_process import ServerProcess
 
@@ -49,13 +50,23 @@ _TEXT = (
 )
 
 
-#: The generated model that servers run: one token per byte of text.
-MODEL = "bytes"
+_BYTES = SHAPES["bytes"]
+
+#: The generated models that servers run, by their memory: one token per byte of text.
+MODELS = {
+    "full": _BYTES,
+    **{
+        name: replace(
+            SHAPES[name], name=f"bytes-{name}", n_vocab=_BYTES.n_vocab, vocab=_BYTES.vocab
+        )
+        for name in ("sliding", "hybrid")
+    },
+}
 
 #: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities.
 _BANNED = [
     [token, False]
-    for token in range(synthetic_models.SHAPES[MODEL].n_vocab)
+    for token in range(_BYTES.n_vocab)
     if not BYTE_OFFSET <= token < BYTE_OFFSET + 128
 ]
 
@@ -69,11 +80,10 @@ class CompletionRequest:
 
 
 class ServerLab:
-    """Start servers of one build with one model, and drive them."""
+    """Start servers of one build with generated models, and drive them."""
 
     def __init__(self, built: BuiltServer, *, seed: int = 1) -> None:
         self.built = built
-        self.model = synthetic_models.model(MODEL)
         self.random = random.Random(seed)
         #: Facts for the report: counts of requests, retries and differences.
         self.notes: dict[str, int] = {}
@@ -110,22 +120,31 @@ class ServerLab:
         with self._start("--kv-unified") as server:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
-    def _start(self, *arguments: str) -> ServerProcess:
+    def _start(self, *arguments: str, model: str = "full") -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
-        words = ["-m", str(self.model), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
+        file = synthetic_models.generate(MODELS[model], home() / "models")
+        words = ["-m", str(file), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
         every = [*words, *SETTING.split(), *more, *arguments]
-        return ServerProcess(self.built.program, every, env=_environment())
+        try:
+            return ServerProcess(self.built.program, every, env=_environment())
+        except ModelError as error:
+            if "unknown model architecture" not in str(error):
+                raise
+            raise Untestable(str(error)) from error
 
     @contextlib.contextmanager
-    def server(self, *arguments: str, shift: bool = False) -> Iterator[ServerProcess]:
-        """Run a server with the model and `CLIENTS` slots; ``shift`` enables context shifts.
+    def server(
+        self, *arguments: str, shift: bool = False, model: str = "full"
+    ) -> Iterator[ServerProcess]:
+        """Run a server with one of `MODELS` and `CLIENTS` slots; ``shift`` enables context shifts.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
-        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share.
+        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share, or if
+        the release does not support the model.
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
-        with self._start(*self.sharing, *switches, *arguments) as server:
+        with self._start(*self.sharing, *switches, *arguments, model=model) as server:
             if (parts := _parts(server)) != {SLOT}:
                 raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
             try:
@@ -165,14 +184,19 @@ class ServerLab:
 
 
 def answers(
-    server: ServerProcess, requests: Sequence[CompletionRequest], clients: int
+    server: ServerProcess, requests: Sequence[CompletionRequest], clients: int, **options: Any
 ) -> list[ServerCompletion]:
     """Return the completion of each request, sent by ``clients`` threads.
 
+    ``options`` are fields of llama-server's /completion.
     Raises ScenarioFailed if a request was not answered: "hang" for one without an answer in time,
     else "claim".
     """
-    found = in_parallel(server.url, requests, clients, _complete)
+
+    def ask(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
+        return complete(client, request.prompt, request.n_predict, **options)
+
+    found = in_parallel(server.url, requests, clients, ask)
     failed = [each for each in found if isinstance(each, Exception)]
     if failed:
         late = any(isinstance(each, TimeoutError) for each in failed)
@@ -225,10 +249,6 @@ def _parts(server: ServerProcess) -> set[int]:
     """Return the sizes of a server's slots."""
     with ServerClient(server.url) as client:
         return {int(slot["n_ctx"]) for slot in client.slots()}
-
-
-def _complete(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
-    return complete(client, request.prompt, request.n_predict)
 
 
 def complete(

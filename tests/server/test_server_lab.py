@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from server_kit import ending, serving
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, ServerDied, Untestable
+from pyllamakv.errors import (
+    LoadError,
+    ModelError,
+    RequestFailed,
+    ScenarioFailed,
+    ServerDied,
+    Untestable,
+)
 from pyllamakv.server import server_lab
 from pyllamakv.server.server_client import ServerCompletion
 from pyllamakv.server.server_lab import ServerLab, answers, first_difference, in_parallel
@@ -127,6 +134,23 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ScenarioFailed) as caught, found.server():
             raise error
         assert caught.value.failure == failure
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("error loading model: unknown model architecture: 'jamba'", Untestable),
+        ("error loading model: tensor 'x' data is not within the file bounds", ModelError),
+    ],
+)
+def test_models_that_a_release_does_not_support(
+    tmp_path: Path, line: str, error: type[Exception]
+) -> None:
+    """Their scenarios are skipped; a model that fails to load for another reason is an error."""
+    pytest.importorskip("httpx")
+    with pytest.raises(error), lab(ending(tmp_path, line)).server(model="hybrid"):
+        pass
 
 
 @pytest.mark.long
