@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import math
 import re
 import time
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
     from types import ModuleType, TracebackType
 
 _HINT = "pip install 'pyllamakv[server]'"
@@ -71,18 +74,38 @@ class ServerClient:
             truncated=bool(raw.get("truncated", False)),
         )
 
-    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
-        """Start a streamed completion, and disconnect after ``after`` events."""
-        body = {**_request(prompt, n_predict, {}), "stream": True}
+    def stream(
+        self, prompt: Sequence[int] | str, n_predict: int, **options: Any
+    ) -> Generator[dict[str, Any], None, None]:
+        """Complete a prompt as `complete` does, and yield each event of the answer.
+
+        An event has the ``content`` of one or more tokens; the last one has ``stop``. Raises what
+        `complete` raises. Closing the iterator disconnects.
+        """
+        body = {**_request(prompt, n_predict, options), "stream": True}
         try:
             with self._client.stream("POST", "/completion", json=body) as answer:
-                for seen, _line in enumerate(filter(None, answer.iter_lines()), 1):
-                    if seen >= after:
-                        return
+                if answer.status_code != 200:
+                    text = answer.read().decode("utf-8", "replace")
+                    raise refusal("/completion", answer.status_code, text)
+                for line in answer.iter_lines():
+                    field, _, text = line.partition(": ")
+                    if field not in ("data", "error"):
+                        continue
+                    event: dict[str, Any] = json.loads(text)
+                    if field == "error" or "error" in event:
+                        raise refusal("/completion", answer.status_code, text)
+                    yield event
         except self._httpx.TimeoutException as error:
             raise TimeoutError(self._late("/completion")) from error
         except self._httpx.TransportError as error:
-            raise ConnectionError(f"/completion: {error}") from error
+            raise ConnectionError(f"/completion: {error or type(error).__name__}") from error
+
+    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
+        """Start a streamed completion, and disconnect after ``after`` events."""
+        with contextlib.closing(self.stream(prompt, n_predict)) as events:
+            for _ in itertools.islice(events, after):
+                pass
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text."""

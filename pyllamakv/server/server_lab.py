@@ -31,10 +31,12 @@ _R = TypeVar("_R")
 #: Flags that a server gets if its release has them: what older releases do without a flag.
 _WHERE_KNOWN = ("--slots", "--no-cache-idle-slots", "--no-warmup")
 
-#: Clients, and cells: each slot has a share of `SLOT` cells.
+#: Cells of each slot: its share of one cache.
+SLOT = 512
+
+#: Clients of the scenarios; each can have a slot.
 CLIENTS = 4
-CELLS = 2048
-SLOT = CELLS // CLIENTS
+CELLS = CLIENTS * SLOT
 SETTING = f"-np {CLIENTS} -c {CELLS}"
 
 #: Seconds in which a server ends whose clients have lost their connections.
@@ -80,10 +82,11 @@ class CompletionRequest:
 
 
 class ServerLab:
-    """Start servers of one build with generated models, and drive them."""
+    """Start servers of one build, and drive them. Each has ``slots`` slots of `SLOT` cells."""
 
-    def __init__(self, built: BuiltServer, *, seed: int = 1) -> None:
+    def __init__(self, built: BuiltServer, *, slots: int = CLIENTS, seed: int = 1) -> None:
         self.built = built
+        self.slots = slots
         self.random = random.Random(seed)
         #: Facts for the report: counts of requests, retries and differences.
         self.notes: dict[str, int] = {}
@@ -120,11 +123,16 @@ class ServerLab:
         with self._start("--kv-unified") as server:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
-    def _start(self, *arguments: str, model: str = "full") -> ServerProcess:
+    def _start(self, *arguments: str, model: str | Path = "full") -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
-        file = synthetic_models.generate(MODELS[model], home() / "models")
+        file = (
+            synthetic_models.generate(MODELS[model], home() / "models")
+            if isinstance(model, str)
+            else model
+        )
         words = ["-m", str(file), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
-        every = [*words, *SETTING.split(), *more, *arguments]
+        size = ["-np", str(self.slots), "-c", str(self.slots * SLOT)]
+        every = [*words, *size, *more, *arguments]
         try:
             return ServerProcess(self.built.program, every, env=_environment())
         except ModelError as error:
@@ -134,9 +142,9 @@ class ServerLab:
 
     @contextlib.contextmanager
     def server(
-        self, *arguments: str, shift: bool = False, model: str = "full"
+        self, *arguments: str, shift: bool = False, model: str | Path = "full"
     ) -> Iterator[ServerProcess]:
-        """Run a server with one of `MODELS` and `CLIENTS` slots; ``shift`` enables context shifts.
+        """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
         connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share, or if

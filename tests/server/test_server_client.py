@@ -80,6 +80,29 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
             client.cancel("text", 8, after=1)
 
 
+@pytest.mark.long
+def test_streamed_answers(tmp_path: Path) -> None:
+    """Each event, an error in place of one, and a refusal before the first."""
+    pytest.importorskip("httpx")
+    events = 'data: {"content": "a"}\n\ndata: {"content": "", "stop": true}\n\n'
+    late = 'data: {"content": "a"}\n\nerror: {"code": 500, "message": "no cells"}\n\n'
+    found: list[dict[str, object]] = []
+    for status, text in ((200, events), (200, late), (400, OLD)):
+        program = serving(tmp_path, {"/completion": (status, text)})
+        with (
+            ServerProcess(program, ["--port", "0"]) as server,
+            ServerClient(server.url) as client,
+        ):
+            if text == events:
+                found = list(client.stream([1], 1))
+                client.cancel([1], 1, after=1)
+                continue
+            error = RequestFailed if text == late else PromptTooLong
+            with pytest.raises(error, match=r"no cells|exceeds the available"):
+                list(client.stream([1], 1))
+    assert found == [{"content": "a"}, {"content": "", "stop": True}]
+
+
 @pytest.mark.parametrize("text", [NEW, OLD, "input is larger than the max context size. skipping"])
 def test_a_request_that_is_too_long(text: str) -> None:
     """Releases refuse it in different words."""
