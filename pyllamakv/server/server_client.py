@@ -53,7 +53,12 @@ class ServerClient:
         """Connect to ``url``. A request that takes ``timeout`` seconds raises TimeoutError."""
         self._httpx = _httpx()
         self._timeout = timeout
-        self._client = self._httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+        # A connection per request: a server closes idle ones after seconds, also while the next
+        # request is on its way, which then looks like a server that ended.
+        limits = self._httpx.Limits(max_keepalive_connections=0)
+        self._client = self._httpx.Client(
+            base_url=url, timeout=timeout, limits=limits, trust_env=False
+        )
 
     def complete(
         self, prompt: Sequence[int] | str, n_predict: int, **options: Any

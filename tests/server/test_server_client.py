@@ -80,6 +80,15 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
             client.cancel("text", 8, after=1)
 
 
+def test_connections_are_not_reused() -> None:
+    """A server closes an idle connection at a time that the client does not know."""
+    httpx = pytest.importorskip("httpx")
+    with ServerClient("http://127.0.0.1:1") as client:
+        transport = client._client._transport
+        assert isinstance(transport, httpx.HTTPTransport)
+        assert transport._pool._max_keepalive_connections == 0
+
+
 @pytest.mark.long
 def test_streamed_answers(tmp_path: Path) -> None:
     """Each event, an error in place of one, and a refusal before the first."""
