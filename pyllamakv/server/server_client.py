@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from types import ModuleType, TracebackType
 
 _HINT = "pip install 'pyllamakv[server]'"
@@ -93,11 +93,11 @@ class ServerClient:
                 if answer.status_code != 200:
                     text = answer.read().decode("utf-8", "replace")
                     raise refusal("/completion", answer.status_code, text)
-                for line in answer.iter_lines():
+                for line in _lines(answer.iter_bytes()):
                     field, _, text = line.partition(": ")
                     if field not in ("data", "error"):
                         continue
-                    event: dict[str, Any] = json.loads(text)
+                    event = _event(text)
                     if field == "error" or "error" in event:
                         raise refusal("/completion", answer.status_code, text)
                     yield event
@@ -169,6 +169,28 @@ class ServerClient:
 
     def _late(self, path: str) -> str:
         return f"{path}: no answer for {self._timeout:g} s"
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    r"""Yield the lines of an event stream, which end with ``\n`` alone.
+
+    The text of a token can contain other separators of lines, such as U+2028.
+    """
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in whole)
+
+
+def _event(text: str) -> dict[str, Any]:
+    """Parse an event. Raises RequestFailed for malformed JSON."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise RequestFailed(
+            f"/completion: the server sent no JSON ({error}): {text[:80]}"
+        ) from error
+    return found
 
 
 def refusal(path: str, status: int, text: str) -> PromptTooLong | RequestFailed:

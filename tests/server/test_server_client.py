@@ -93,10 +93,11 @@ def test_connections_are_not_reused() -> None:
 def test_streamed_answers(tmp_path: Path) -> None:
     """Each event, an error in place of one, and a refusal before the first."""
     pytest.importorskip("httpx")
-    events = 'data: {"content": "a"}\n\ndata: {"content": "", "stop": true}\n\n'
+    events = 'data: {"content": "\u2028"}\n\ndata: {"content": "", "stop": true}\n\n'
     late = 'data: {"content": "a"}\n\nerror: {"code": 500, "message": "no cells"}\n\n'
     found: list[dict[str, object]] = []
-    for status, text in ((200, events), (200, late), (400, OLD)):
+    broken = 'data: {"content": "a\n\n'
+    for status, text in ((200, events), (200, late), (200, broken), (400, OLD)):
         program = serving(tmp_path, {"/completion": (status, text)})
         with (
             ServerProcess(program, ["--port", "0"]) as server,
@@ -106,10 +107,10 @@ def test_streamed_answers(tmp_path: Path) -> None:
                 found = list(client.stream([1], 1))
                 client.cancel([1], 1, after=1)
                 continue
-            error = RequestFailed if text == late else PromptTooLong
-            with pytest.raises(error, match=r"no cells|exceeds the available"):
+            error = PromptTooLong if text == OLD else RequestFailed
+            with pytest.raises(error, match=r"no cells|no JSON|exceeds the available"):
                 list(client.stream([1], 1))
-    assert found == [{"content": "a"}, {"content": "", "stop": True}]
+    assert found == [{"content": "\u2028"}, {"content": "", "stop": True}]
 
 
 @pytest.mark.parametrize("text", [NEW, OLD, "input is larger than the max context size. skipping"])
