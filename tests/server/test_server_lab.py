@@ -22,7 +22,13 @@ from pyllamakv.errors import (
 )
 from pyllamakv.server import server_lab
 from pyllamakv.server.server_client import ServerCompletion
-from pyllamakv.server.server_lab import ServerLab, answers, first_difference, in_parallel
+from pyllamakv.server.server_lab import (
+    ServerLab,
+    answers,
+    first_difference,
+    in_parallel,
+    largest_change,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +59,13 @@ def test_other_answers_differ() -> None:
     """At the first token that no tie explains, or where one answer ends."""
     assert first_difference(ONE, replace(ONE, tokens=(1, 9, 3))) == 1
     assert first_difference(ONE, replace(ONE, tokens=(1, 2), margins=(math.inf, 4.0))) == 2
+
+
+def test_changes_of_probabilities_are_found_before_texts_differ() -> None:
+    """Not in what follows another token, and not where no other token is possible."""
+    assert largest_change(ONE, ONE) == 0
+    assert largest_change(ONE, replace(ONE, margins=(9.0, 4.25, 1.875))) == 0.25
+    assert largest_change(ONE, replace(ONE, tokens=(1, 9, 3), margins=(math.inf, 1.0, 1.0))) == 0
 
 
 def test_prompts_repeat() -> None:
