@@ -18,6 +18,7 @@ from pyllamakv.server.server_client import ServerCompletion
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.server.server_scenarios import SCENARIOS
+from pyllamakv.source import verified
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,12 +31,12 @@ pytestmark = [pytest.mark.native, pytest.mark.long]
 BY_ID = {each.id: each for each in SCENARIOS}
 
 
-def server(side: str) -> BuiltServer:
+def server(side: str, release: str = TEST_RELEASE) -> BuiltServer:
     """Return a built server, or skip."""
     pytest.importorskip("httpx")
     pytest.importorskip("openai")
     try:
-        return find_server(f"{TEST_RELEASE}+{side}")
+        return find_server(f"{release}+{side}")
     except NotBuilt as error:
         pytest.skip(str(error))
 
@@ -94,6 +95,24 @@ def test_stock_splits_batches_in_a_sparse_cache() -> None:
     outcome, notes = run_scenario(BY_ID["server-sparse"], server("stock"))
     assert outcome.status == "fail"
     assert notes["retries"] > 0
+
+
+def test_stock_loses_window_cells() -> None:
+    """On the default release; its text rarely differs, but its probabilities do."""
+    release = verified.newest().name
+    outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("stock", release))
+    assert (outcome.status, outcome.failure) == ("fail", "data")
+    assert notes["changed"] > 0 or notes["other_text"] > 0
+    outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("patched", release))
+    assert outcome.status == "pass", outcome.message
+    assert notes["reused"] > 0
+
+
+def test_a_hybrid_model_reuses_its_prompts() -> None:
+    """On the default release; 0.3.9 does not support the model."""
+    outcome, notes = run_scenario(BY_ID["server-hybrid"], server("patched", verified.newest().name))
+    assert outcome.status == "pass", outcome.message
+    assert notes["reused"] > 0
 
 
 @pytest.mark.parametrize("name", [each.id for each in SCENARIOS if each.kind == "guard"])
