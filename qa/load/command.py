@@ -122,5 +122,6 @@ def _draw(results: dict[LoadCell, LoadResult], path: Path) -> None:
         if (cell.release, cell.workload, cell.clients, cell.round)
         == (first.release, first.workload, first.clients, 0)
     }
-    title = f"llama-server {first.release}, {first.clients} clients: {first.workload}"
+    about = WORKLOADS[first.workload].rstrip(".")
+    title = f"llama-server {first.release}, {first.clients} clients: {about}"
     write_text_atomic(path, svg(load_picture.draw(title, runs)) + "\n")

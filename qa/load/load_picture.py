@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from qa.load.load_result import LoadResult
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 860.0, 56.0, 20.0, 56.0
+_WIDTH, _LEFT, _RIGHT, _TOP = 860.0, 56.0, 20.0, 34.0
 #: Height of the bars of a run, with the space above them for its name and marks.
 _PANEL, _ABOVE, _BELOW = 88.0, 42.0, 34.0
 _BINS = 80
