@@ -41,6 +41,11 @@ class LoadPlan:
     model: str = synthetic_models.TEST
     trace: Path | None = None
 
+    @cached_property
+    def model_file(self) -> Path:
+        """Return the path of the model. Raises Untestable or NotFetched without one."""
+        return synthetic_models.model(self.model)
+
     def cells(self) -> Iterator[LoadCell]:
         """Yield the cells. Systems alternate, in each round in the other order."""
         for release in self.releases:
@@ -100,13 +105,17 @@ class LoadCell:
     def measure(self, tick: Callable[[int], None]) -> LoadResult:
         """Run the cell and store its result; ``tick`` gets the number of requests that ended."""
         plan = self.plan
-        model = synthetic_models.model(plan.model)
         requests = request_schedule.schedule(
             self.workload, plan.requests, plan.rate, trace=plan.trace
         )
         if self.system == "batcher":
             found = batcher_load.serve(
-                self.built.variant.folder, model, requests, self.clients, plan.threads, tick
+                self.built.variant.folder,
+                plan.model_file,
+                requests,
+                self.clients,
+                plan.threads,
+                tick,
             )
         else:
             lab = ServerLab(self.built, slots=self.clients)
@@ -115,7 +124,7 @@ class LoadCell:
             threads = str(plan.threads)
             start = partial(
                 lab.server, "-t", threads, "-tb", threads, shift=self.workload == "shift",
-                model=model,
+                model=plan.model_file,
             )  # fmt: skip
             found = server_load.send(start, requests, self.clients, tick)
         self.file.parent.mkdir(parents=True, exist_ok=True)

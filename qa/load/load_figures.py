@@ -7,7 +7,6 @@ from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pyllamakv.models import catalog
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, interval
 from qa.load.load_result import LoadResult, percentiles
@@ -94,7 +93,7 @@ def _how(cell: LoadCell) -> str:
     return (
         f"{WORKLOADS[cell.workload]} {plan.rate:g} requests per second, slots of 512 cells, "
         f"{plan.threads} thread{'s' * (plan.threads != 1)}, "
-        f"{plan.model if plan.model in catalog.known() else 'a model of the user'}"
+        f"{plan.model_file.name}"
     )
 
 

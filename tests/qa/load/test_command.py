@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
+from pyllamakv.scenarios import synthetic_models
 from qa.load import command, load_cells
 from qa.load.load_result import LoadResult, RequestTiming
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def losing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def losing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Replace runs; return the set of systems that lose their requests."""
     systems: set[str] = set()
 
@@ -28,6 +29,9 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         error = "gone" if cell.system in systems else ""
         return LoadResult((RequestTiming(0.0, 1.0, 2.0, 3, error),), 1.0)
 
+    model = tmp_path / "stories.gguf"
+    model.write_bytes(b"GGUF")
+    monkeypatch.setenv(synthetic_models.VARIABLE, str(model))
     monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: None)
     monkeypatch.setattr(load_cells.LoadCell, "measure", measure)
     return systems
@@ -50,6 +54,7 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
     assert "| stock | 8 | 1 | 1 |" in text
     assert "| patched | 8 | 1 | 0 |" in text
     assert "`python -m qa load 0.3.9 --workload fits --clients 8 --requests 1 --rate 20" in text
+    assert "1 thread, stories.gguf" in text
     assert "stock: 0 of 1 requests answered, 1 lost" in picture.read_text("utf-8")
     assert file.read_text("utf-8").endswith(text[text.index("## llama-server") :])
     cells = json.loads(run(*words, "--system", "patched", "--json"))

@@ -9,7 +9,9 @@ from qa.load.load_result import LoadResult, RequestTiming
 
 def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
     """Return the results of a plan in which stock needs half of the CPU time of patched."""
-    plan = LoadPlan(("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds)
+    plan = LoadPlan(
+        ("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds, model=__file__
+    )
     error = "ConnectionError: gone" if lost else ""
     return {
         cell: LoadResult(
