@@ -37,7 +37,11 @@ def figures(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
         for cell in sorted(members, key=lambda cell: cell.round):
             sides.setdefault(cell.system, []).append(results[cell])
         first = members[0]
-        found += [_row(replace(first, system=system), runs) for system, runs in sides.items()]
+        rows = [_row(replace(first, system=system), runs) for system, runs in sides.items()]
+        stock = next((row.value for row in rows if row.row["system"] == "stock"), "")
+        found += [
+            replace(row, limit=f"stock: {stock}") if stock and row.target else row for row in rows
+        ]
         found += _ratios(first, sides)
     return found
 
@@ -122,4 +126,6 @@ def _ratio(cell: LoadCell, what: str, ratio: Interval, target: float | None, pai
 
 
 def _milliseconds(values: tuple[float, float, float]) -> str:
-    return ", ".join(f"{1e3 * value:.3g}" for value in values)
+    return ", ".join(
+        f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}" for value in values
+    )

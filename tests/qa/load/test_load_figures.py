@@ -32,6 +32,7 @@ def test_rows() -> None:
     stock, patched = load_figures.figures(results(2, lost=True))
     assert (stock.value, stock.target, stock.met) == ("2 of 4 requests lost", "", None)
     assert (patched.value, patched.target, patched.met) == ("0 of 4 requests lost", "0", True)
+    assert (stock.limit, patched.limit) == ("", "stock: 2 of 4 requests lost")
     assert stock.row["aborts"] == "2"
     assert stock.row["retries"] == "6"
     assert stock.row["first token, ms (p50, p95, p99)"] == "500, 500, 500"
