@@ -1,4 +1,4 @@
-"""The command line of quality assurance: `python -m qa stress|bench|upkeep|peer|summary`.
+"""The command line of quality assurance: `python -m qa stress|bench|load|upkeep|peer|summary`.
 
 Errors and exit codes are those of `pyllamakv`: 0 if all passed, 1 if a defect was found, 2 for
 invalid usage, 4 for network errors.
@@ -17,6 +17,7 @@ from pyllamakv.errors import UsageError
 COMMANDS = {
     "stress": ("qa.stress", "Stress-test the package; exits 1 if a defect is found."),
     "bench": ("qa.benchmarks", "Measure ratios side by side."),
+    "load": ("qa.load.command", "Send many requests to llama-server, stock and patched."),
     "summary": ("qa.summary", "Write BENCHMARKS.md and RELIABILITY.md from the results."),
     "upkeep": ("qa.upkeep.command", "Measure how many releases need no manual work."),
     "peer": ("qa.peer.command", "Run the tests of llama-cpp-python on stock and patched."),

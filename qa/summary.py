@@ -136,6 +136,11 @@ CLAIMS = (
         "",
     ),
     Claim(
+        "A patched llama-server loses no request of a load that aborts stock",
+        "llama-server 0.3.9, shift",
+        "^patched",
+    ),
+    Claim(
         "A contributor's tests run within five minutes in a new clone with an empty home directory",
         "The checkout",
         "`make test`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from typing import TYPE_CHECKING
@@ -85,6 +86,26 @@ def test_the_tables_show_what_is_accepted() -> None:
     assert shown == accepted
     pinned = {f"{release.name}+patched cpu" for release in lockfile.load(lockfile.shipped())}
     assert pinned <= set(shown)
+
+
+def test_the_lost_requests_are_those_of_the_results() -> None:
+    """The counts in the text and in the picture are what `python -m qa load` wrote."""
+    raw = json.loads((readme.ROOT / "qa/results/benchmarks.json").read_text(encoding="utf-8"))
+    stock, patched = (
+        next(
+            each["data"]
+            for each in raw["figures"]
+            if each["group"] == "llama-server 0.3.9, shift" and each["name"].startswith(side)
+        )
+        for side in ("stock", "patched")
+    )
+    assert patched["lost"] == patched["deaths"] == 0
+    assert stock["requests"] == patched["requests"] == 1000
+    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"aborts {stock['deaths']} times and loses {stock['lost']} requests" in text
+    drawn = (readme.ROOT / "docs/pictures/server-load.svg").read_text(encoding="utf-8")
+    assert f"{stock['lost']} lost; aborts of the server (crosses): {stock['deaths']}" in drawn
+    assert "patched: 1,000 of 1,000 requests answered" in drawn
 
 
 @pytest.mark.long

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import math
 import re
 import time
@@ -12,7 +15,7 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from types import ModuleType
 
 _HINT = "pip install 'pyllamakv[server]'"
@@ -51,7 +54,12 @@ class ServerClient(ClosedOnExit):
         """Connect to ``url``. A request that takes ``timeout`` seconds raises TimeoutError."""
         self._httpx = _httpx()
         self._timeout = timeout
-        self._client = self._httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+        # A connection per request: a server closes idle ones after seconds, also while the next
+        # request is on its way, which then looks like a server that ended.
+        limits = self._httpx.Limits(max_keepalive_connections=0)
+        self._client = self._httpx.Client(
+            base_url=url, timeout=timeout, limits=limits, trust_env=False
+        )
 
     def complete(
         self, prompt: Sequence[int] | str, n_predict: int, **options: Any
@@ -72,18 +80,38 @@ class ServerClient(ClosedOnExit):
             truncated=bool(raw.get("truncated", False)),
         )
 
-    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
-        """Start a streamed completion, and disconnect after ``after`` events."""
-        body = {**_request(prompt, n_predict, {}), "stream": True}
+    def stream(
+        self, prompt: Sequence[int] | str, n_predict: int, **options: Any
+    ) -> Generator[dict[str, Any], None, None]:
+        """Complete a prompt as `complete` does, and yield each event of the answer.
+
+        An event has the ``content`` of one or more tokens; the last one has ``stop``. Raises what
+        `complete` raises. Closing the iterator disconnects.
+        """
+        body = {**_request(prompt, n_predict, options), "stream": True}
         try:
             with self._client.stream("POST", "/completion", json=body) as answer:
-                for seen, _line in enumerate(filter(None, answer.iter_lines()), 1):
-                    if seen >= after:
-                        return
+                if answer.status_code != 200:
+                    text = answer.read().decode("utf-8", "replace")
+                    raise refusal("/completion", answer.status_code, text)
+                for line in _lines(answer.iter_bytes()):
+                    field, _, text = line.partition(": ")
+                    if field not in ("data", "error"):
+                        continue
+                    event = _event(text)
+                    if field == "error" or "error" in event:
+                        raise refusal("/completion", answer.status_code, text)
+                    yield event
         except self._httpx.TimeoutException as error:
             raise TimeoutError(self._late("/completion")) from error
         except self._httpx.TransportError as error:
-            raise ConnectionError(f"/completion: {error}") from error
+            raise ConnectionError(f"/completion: {error or type(error).__name__}") from error
+
+    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
+        """Start a streamed completion, and disconnect after ``after`` events."""
+        with contextlib.closing(self.stream(prompt, n_predict)) as events:
+            for _ in itertools.islice(events, after):
+                pass
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -91,8 +119,14 @@ class ServerClient(ClosedOnExit):
 
     def slots(self) -> list[dict[str, Any]]:
         """Return the state of each slot."""
-        found: list[dict[str, Any]] = self._request("GET", "/slots", None)
+        found: list[dict[str, Any]] = self._request("GET", "/slots", None).json()
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return the value of each metric of a server with ``--metrics``, by its name."""
+        lines = self._request("GET", "/metrics", None).text.splitlines()
+        rows = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in rows}
 
     def wait_idle(self, patience: float) -> bool:
         """Return whether every slot becomes idle within ``patience`` seconds."""
@@ -105,7 +139,7 @@ class ServerClient(ClosedOnExit):
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post JSON and return the answer. Raises what `complete` raises."""
-        found: dict[str, Any] = self._request("POST", path, body)
+        found: dict[str, Any] = self._request("POST", path, body).json()
         return found
 
     def close(self) -> None:
@@ -120,11 +154,33 @@ class ServerClient(ClosedOnExit):
         except self._httpx.TransportError as error:
             raise ConnectionError(f"{path}: {error or type(error).__name__}") from error
         if answer.status_code == 200:
-            return answer.json()
+            return answer
         raise refusal(path, answer.status_code, answer.text)
 
     def _late(self, path: str) -> str:
         return f"{path}: no answer for {self._timeout:g} s"
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    r"""Yield the lines of an event stream, which end with ``\n`` alone.
+
+    The text of a token can contain other separators of lines, such as U+2028.
+    """
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in whole)
+
+
+def _event(text: str) -> dict[str, Any]:
+    """Parse an event. Raises RequestFailed for malformed JSON."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise RequestFailed(
+            f"/completion: the server sent no JSON ({error}): {text[:80]}"
+        ) from error
+    return found
 
 
 def refusal(path: str, status: int, text: str) -> PromptTooLong | RequestFailed:

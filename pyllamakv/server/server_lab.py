@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.errors import LoadError, ModelError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET
+from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES
 from pyllamakv.server.server_client import ServerClient, ServerCompletion
 from pyllamakv.server.server_process import ServerProcess
 
@@ -30,17 +32,20 @@ _R = TypeVar("_R")
 #: Flags that a server gets if its release has them: what older releases do without a flag.
 _WHERE_KNOWN = ("--slots", "--no-cache-idle-slots", "--no-warmup")
 
-#: Clients, and cells: each slot has a share of `SLOT` cells.
+#: Cells of each slot: its share of one cache.
+SLOT = 512
+
+#: Clients of the scenarios; each can have a slot.
 CLIENTS = 4
-CELLS = 2048
-SLOT = CELLS // CLIENTS
+CELLS = CLIENTS * SLOT
 SETTING = f"-np {CLIENTS} -c {CELLS}"
 
 #: Seconds in which a server ends whose clients have lost their connections.
 _ENDING = 2.0
 
 #: Difference of log-probabilities up to which another batch may select another token: a batch of
-#: another size adds the same numbers in another order.
+#: another size adds the same numbers in another order. The margins of equal tokens changed by up to
+#: 0.02 in conversations with the model "sliding", and by up to 0.25 where windows had lost cells.
 TIE = 0.05
 
 _TEXT = (
@@ -49,13 +54,25 @@ _TEXT = (
 )
 
 
-#: The generated model that servers run: one token per byte of text.
-MODEL = "bytes"
+_BYTES = SHAPES["bytes"]
+
+#: The generated models that servers run, by their memory: one token per byte of text.
+MODELS = {
+    "full": _BYTES,
+    **{
+        name: replace(shape, name=f"bytes-{name}", n_vocab=_BYTES.n_vocab, vocab=_BYTES.vocab)
+        for name, shape in (
+            # Four windows and a micro-batch of 32 tokens take all 256 cells of a unified cache.
+            ("sliding", replace(SHAPES["sliding"], window=56)),
+            ("hybrid", SHAPES["hybrid"]),
+        )
+    },
+}
 
 #: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities.
 _BANNED = [
     [token, False]
-    for token in range(synthetic_models.SHAPES[MODEL].n_vocab)
+    for token in range(_BYTES.n_vocab)
     if not BYTE_OFFSET <= token < BYTE_OFFSET + 128
 ]
 
@@ -69,11 +86,11 @@ class CompletionRequest:
 
 
 class ServerLab:
-    """Start servers of one build with one model, and drive them."""
+    """Start servers of one build, and drive them. Each has ``slots`` slots of `SLOT` cells."""
 
-    def __init__(self, built: BuiltServer, *, seed: int = 1) -> None:
+    def __init__(self, built: BuiltServer, *, slots: int = CLIENTS, seed: int = 1) -> None:
         self.built = built
-        self.model = synthetic_models.model(MODEL)
+        self.slots = slots
         self.random = random.Random(seed)
         #: Facts for the report: counts of requests, retries and differences.
         self.notes: dict[str, int] = {}
@@ -110,22 +127,36 @@ class ServerLab:
         with self._start("--kv-unified") as server:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
-    def _start(self, *arguments: str) -> ServerProcess:
+    def _start(self, *arguments: str, model: str | Path = "full") -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
-        words = ["-m", str(self.model), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
-        every = [*words, *SETTING.split(), *more, *arguments]
-        return ServerProcess(self.built.program, every, env=_environment())
+        file = (
+            synthetic_models.generate(MODELS[model], home() / "models")
+            if isinstance(model, str)
+            else model
+        )
+        words = ["-m", str(file), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
+        size = ["-np", str(self.slots), "-c", str(self.slots * SLOT)]
+        every = [*words, *size, *more, *arguments]
+        try:
+            return ServerProcess(self.built.program, every, env=_environment())
+        except ModelError as error:
+            if "unknown model architecture" not in str(error):
+                raise
+            raise Untestable(str(error)) from error
 
     @contextlib.contextmanager
-    def server(self, *arguments: str, shift: bool = False) -> Iterator[ServerProcess]:
-        """Run a server with the model and `CLIENTS` slots; ``shift`` enables context shifts.
+    def server(
+        self, *arguments: str, shift: bool = False, model: str | Path = "full"
+    ) -> Iterator[ServerProcess]:
+        """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
-        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share.
+        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share, or if
+        the release does not support the model.
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
-        with self._start(*self.sharing, *switches, *arguments) as server:
+        with self._start(*self.sharing, *switches, *arguments, model=model) as server:
             if (parts := _parts(server)) != {SLOT}:
                 raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
             try:
@@ -165,14 +196,22 @@ class ServerLab:
 
 
 def answers(
-    server: ServerProcess, requests: Sequence[CompletionRequest], clients: int
+    server: ServerProcess, requests: Sequence[CompletionRequest], clients: int, **options: Any
 ) -> list[ServerCompletion]:
     """Return the completion of each request, sent by ``clients`` threads.
 
-    Raises ScenarioFailed if a request was not answered: "hang" for one without an answer in time,
-    else "claim".
+    ``options`` are fields of llama-server's /completion. Raises ScenarioFailed if a request was not
+    answered: "hang" for one without an answer in time, else "claim".
     """
-    found = in_parallel(server.url, requests, clients, _complete)
+
+    def ask(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
+        return complete(client, request.prompt, request.n_predict, **options)
+
+    return answered(in_parallel(server.url, requests, clients, ask))
+
+
+def answered(found: Sequence[ServerCompletion | Exception]) -> list[ServerCompletion]:
+    """Return the answers. Raises what `answers` raises."""
     failed = [each for each in found if isinstance(each, Exception)]
     if failed:
         late = any(isinstance(each, TimeoutError) for each in failed)
@@ -214,6 +253,18 @@ def first_difference(one: ServerCompletion, other: ServerCompletion) -> int | No
     return None if len(one.tokens) == len(other.tokens) else min(len(one.tokens), len(other.tokens))
 
 
+def largest_change(one: ServerCompletion, other: ServerCompletion) -> float:
+    """Return by how much the margin of a token differs at most, before the texts part."""
+    changes = [0.0]
+    for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
+        if a != b:
+            break
+        margins = one.margins[index], other.margins[index]
+        if all(map(math.isfinite, margins)):
+            changes.append(abs(margins[0] - margins[1]))
+    return max(changes)
+
+
 def _environment() -> dict[str, str]:
     """Return the environment of servers: without settings of llama-server and the user's file."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
@@ -225,10 +276,6 @@ def _parts(server: ServerProcess) -> set[int]:
     """Return the sizes of a server's slots."""
     with ServerClient(server.url) as client:
         return {int(slot["n_ctx"]) for slot in client.slots()}
-
-
-def _complete(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
-    return complete(client, request.prompt, request.n_predict)
 
 
 def complete(

@@ -54,7 +54,18 @@ _REUSE_PORT: Final = ("--reuse-port", "LLAMA_ARG_REUSE_PORT")
 _MODEL: Final = (("-m", "--model"), "LLAMA_ARG_MODEL")
 
 #: Options with which llama-server prints something and ends.
-_PRINTING: Final = frozenset({"-h", "--help", "--usage", "--version"})
+_PRINTING: Final = frozenset(
+    {
+        "-h",
+        "--help",
+        "--usage",
+        "--version",
+        "--list-devices",
+        "--completion-bash",
+        "-cl",
+        "--cache-list",
+    }
+)
 
 #: Values of a variable that set a flag, as llama-server reads them.
 _TRUE: Final = ("on", "enabled", "true", "1")
@@ -273,7 +284,7 @@ class ServerProcess(ClosedOnExit):
 
 
 def prints_and_ends(arguments: Sequence[str]) -> bool:
-    """Return whether llama-server prints its help or version for these arguments, and ends."""
+    """Return whether llama-server only prints something for these arguments, such as its help."""
     return not _PRINTING.isdisjoint(arguments)
 
 

@@ -11,20 +11,32 @@ from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_lab import (
     CLIENTS,
     SLOT,
+    TIE,
     CompletionRequest,
     ServerLab,
+    answered,
     answers,
     complete,
     first_difference,
     in_parallel,
+    largest_change,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyllamakv.scenarios.outcome import Kind
+    from pyllamakv.server.server_client import ServerCompletion
     from pyllamakv.server.server_process import ServerProcess
 
 #: Seconds until a cancelled request must have left its slot.
 _IDLE = 60.0
+
+#: Turns of a conversation; tokens that a turn adds to the prompt, at least and at most; tokens of
+#: an answer. They fit into a slot.
+_TURNS = 3
+_TURN = (100, 128)
+_ANSWER = 12
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ def _context_shift(lab: ServerLab) -> None:
 
 def _parallel(lab: ServerLab) -> None:
     """Send long and short prompts that fit; compare with a single client."""
-    with lab.server() as server:
+    with lab.server("--metrics") as server:
         with ServerClient(server.url) as client:
             prompts = [lab.prompt(client, length) for length in _prompt_lengths(lab, 48)]
         requests = [
@@ -75,14 +87,128 @@ def _parallel(lab: ServerLab) -> None:
         alone = answers(server, requests, 1)
         together = answers(server, requests, CLIENTS)
         lab.note(requests=len(requests) * 2)
-        pairs = list(zip(alone, together, strict=True))
-        lab.note(other_text=sum(one.tokens != other.tokens for one, other in pairs))
-        for index, (one, other) in enumerate(pairs):
-            at = first_difference(one, other)
-            if at is not None:
-                message = f"request {index}: token {at} is not that of a single client"
-                raise ScenarioFailed(message, failure="data")
+        _refuse_other_text(lab, alone, together)
+        _compare_metrics(server, [*alone, *together])
         _refuse_retries(lab, server)
+
+
+def _conversations(
+    lab: ServerLab, server: ServerProcess
+) -> list[tuple[CompletionRequest, ServerCompletion]]:
+    """Return the turns of a conversation per slot, held at the same time.
+
+    A turn repeats the prompt and the answer before it, which the server has cached, and adds to
+    them. It begins when all conversations have had the turn before.
+    """
+
+    def ask(client: ServerClient, slot: int) -> ServerCompletion:
+        return complete(client, prompts[slot], _ANSWER, id_slot=slot)
+
+    turns: list[tuple[CompletionRequest, ServerCompletion]] = []
+    prompts: list[tuple[int, ...]] = [()] * CLIENTS
+    with ServerClient(server.url) as client:
+        for _ in range(_TURNS):
+            for slot in range(CLIENTS):
+                prompts[slot] += lab.prompt(client, lab.random.randint(*_TURN))
+            asked = [CompletionRequest(prompt, _ANSWER) for prompt in prompts]
+            found = answered(in_parallel(server.url, range(CLIENTS), CLIENTS, ask))
+            turns += zip(asked, found, strict=True)
+            for slot, each in enumerate(found):
+                prompts[slot] += each.tokens
+    return turns
+
+
+def _sliding_window(lab: ServerLab) -> None:
+    """Hold conversations with a sliding-window model; compare with prompts that are not cached."""
+    # A turn is several micro-batches, and the windows of all slots leave no cell for the next one.
+    with lab.server("-b", str(SLOT), "-ub", "32", model="sliding") as server:
+        turns = _conversations(lab, server)
+        alone = _compare_with_uncached(lab, server, turns)
+        # A few cells that are missing in a window change probabilities before they change a text.
+        changes = [largest_change(one, found) for one, (_, found) in zip(alone, turns, strict=True)]
+        changed = sum(change > TIE for change in changes)
+        lab.note(changed=changed)
+        if changed:
+            raise ScenarioFailed(
+                f"in {changed} of {len(turns)} answers, a log-probability differs from that of a "
+                f"single client by up to {max(changes):.2f}",
+                failure="data",
+            )
+        _refuse_retries(lab, server)
+
+
+def _hybrid(lab: ServerLab) -> None:
+    """Hold conversations with a hybrid model, which reuses its states, and go back in them."""
+    with lab.server(model="hybrid") as server, ServerClient(server.url) as client:
+        turns = _conversations(lab, server)
+        for index, (_, found) in enumerate(turns[CLIENTS:], CLIENTS):
+            if not found.reused:
+                raise ScenarioFailed(f"turn {index // CLIENTS} of a conversation reused no token")
+        for slot, (request, _) in enumerate(turns[CLIENTS : 2 * CLIENTS]):
+            # The state after this prompt is gone, unless the server keeps checkpoints.
+            again = complete(client, request.prompt, request.n_predict, id_slot=slot)
+            turns.append((request, again))
+        _compare_with_uncached(lab, server, turns)
+        _refuse_retries(lab, server)
+
+
+def _sparse(lab: ServerLab) -> None:
+    """Free the cells of all slots but one, and use them again; the answers stay the same."""
+    options = ["--defrag-thold", "0.1"] if "--defrag-thold" in lab.flags else []
+    with (
+        lab.folder() as folder,
+        lab.server("--slot-save-path", f"{folder}/", *options) as server,
+        ServerClient(server.url) as client,
+    ):
+        turns: list[tuple[CompletionRequest, ServerCompletion]] = []
+
+        def ask(slot: int, prompt: tuple[int, ...], n_predict: int) -> tuple[int, ...]:
+            found = complete(client, prompt, n_predict, id_slot=slot)
+            turns.append((CompletionRequest(prompt, n_predict), found))
+            return prompt + found.tokens
+
+        for kept in range(CLIENTS):
+            others = [slot for slot in range(CLIENTS) if slot != kept]
+            prompts = {slot: lab.prompt(client, SLOT - 64) for slot in others}
+            for slot in others:
+                ask(slot, prompts[slot], 1)
+            begun = ask(kept, lab.prompt(client, SLOT // 8), SLOT // 4)
+            for slot in others:
+                client.post(f"/slots/{slot}?action=erase", {})
+            ask(kept, begun, SLOT // 4)
+            for slot in others:
+                ask(slot, prompts[slot], 16)
+        _compare_with_uncached(lab, server, turns)
+        _refuse_retries(lab, server)
+
+
+def _compare_with_uncached(
+    lab: ServerLab,
+    server: ServerProcess,
+    turns: Sequence[tuple[CompletionRequest, ServerCompletion]],
+) -> list[ServerCompletion]:
+    """Compare answers with those of a single client whose prompts are evaluated completely.
+
+    Returns the answers of that client.
+    """
+    requests = [request for request, _ in turns]
+    alone = answers(server, requests, 1, cache_prompt=False)
+    lab.note(requests=2 * len(turns), reused=sum(found.reused for _, found in turns))
+    _refuse_other_text(lab, alone, [found for _, found in turns])
+    return alone
+
+
+def _refuse_other_text(
+    lab: ServerLab, alone: Sequence[ServerCompletion], found: Sequence[ServerCompletion]
+) -> None:
+    """Raise ScenarioFailed for an answer that a single client does not get."""
+    pairs = list(zip(alone, found, strict=True))
+    lab.note(other_text=sum(one.tokens != other.tokens for one, other in pairs))
+    for index, (one, other) in enumerate(pairs):
+        at = first_difference(one, other)
+        if at is not None:
+            message = f"request {index}: token {at} is not that of a single client"
+            raise ScenarioFailed(message, failure="data")
 
 
 def _cancelled(lab: ServerLab) -> None:
@@ -193,6 +319,18 @@ def _openai(lab: ServerLab) -> None:
         _refuse_retries(lab, server)
 
 
+def _compare_metrics(server: ServerProcess, found: Sequence[ServerCompletion]) -> None:
+    """Raise ScenarioFailed unless the server counts the tokens of all answers to its clients."""
+    with ServerClient(server.url) as client:
+        metrics = client.metrics()
+    for name, expected in (
+        ("llamacpp:prompt_tokens_total", sum(each.n_prompt - each.reused for each in found)),
+        ("llamacpp:tokens_predicted_total", sum(len(each.tokens) for each in found)),
+    ):
+        if metrics.get(name) != expected:
+            raise ScenarioFailed(f"{name} is {metrics.get(name)}, expected {expected}")
+
+
 def _refuse_retries(lab: ServerLab, server: ServerProcess) -> None:
     """Raise ScenarioFailed for retries: a slot always has enough free cells for its request."""
     lab.note(retries=server.retries)
@@ -238,5 +376,23 @@ SCENARIOS = (
         "guard",
         "A cached, saved and restored prompt is not evaluated again; the answer is the same.",
         _slot_files,
+    ),
+    ServerScenario(
+        "server-sliding-window",
+        "fix",
+        "Conversations of a sliding-window model get the answers of prompts that are not cached.",
+        _sliding_window,
+    ),
+    ServerScenario(
+        "server-hybrid",
+        "guard",
+        "Conversations of a hybrid model reuse their prompts and get the same answers.",
+        _hybrid,
+    ),
+    ServerScenario(
+        "server-sparse",
+        "fix",
+        "When most cells become free, the answers of the slot that keeps its cells do not change.",
+        _sparse,
     ),
 )

@@ -83,8 +83,20 @@ def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -
     assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
 
 
-@pytest.mark.parametrize("option", ["-h", "--help", "--usage", "--version"])
-def test_help_and_version_are_llama_servers(built, tmp_path: Path, capfd, option: str) -> None:
+@pytest.mark.parametrize(
+    "option",
+    [
+        "-h",
+        "--help",
+        "--usage",
+        "--version",
+        "--list-devices",
+        "-cl",
+        "--cache-list",
+        "--completion-bash",
+    ],
+)
+def test_options_that_print_are_llama_servers(built, tmp_path: Path, capfd, option: str) -> None:
     """On stdout, with its status; the end of the program is no error."""
     built(ending(tmp_path, "version: 1", status=3))
     assert cli(capfd, "server", "0.3.9", "--", "-c", "512", option) == (3, "version: 1\n", "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-#: Serves /health and what `answers` has: path -> status and JSON. ``/die`` aborts the process.
+#: Serves /health and what `answers` has: path -> status and JSON, or a text. ``/die`` aborts the
+#: process.
 _SERVING = """
 import http.server, json, os, sys
 answers = {answers!r}
@@ -16,7 +17,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         self.rfile.read(size)
         status, body = answers.get(self.path, (404, {{"error": "no such path"}}))
-        text = json.dumps(body).encode()
+        text = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -47,7 +48,7 @@ def ending(folder: Path, *lines: str, status: int = 1) -> Path:
 def serving(
     folder: Path, answers: dict[str, tuple[int, object]] | None = None, *, log: str = "ready"
 ) -> Path:
-    """Return a program that serves answers: path -> status and JSON."""
+    """Return a program that serves answers: path -> status and JSON, or a text."""
     every = {"/health": (200, {"status": "ok"}), **(answers or {})}
     return program(folder, _SERVING.format(answers=every, log=log))
 

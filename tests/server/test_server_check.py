@@ -18,18 +18,11 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
-from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server import server_check
 from pyllamakv.server.server_check import check_server, select
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.server.server_scenarios import SCENARIOS, ServerScenario
 from pyllamakv.verification.verdict import Verdict
-
-
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generate no model: nothing runs one here."""
-    monkeypatch.setattr(synthetic_models, "model", lambda name: name)
 
 
 def sides(monkeypatch: pytest.MonkeyPatch, patched: Exception | None = None) -> None:

@@ -53,6 +53,7 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
             "/completion": (200, ANSWER),
             "/tokenize": (200, {"tokens": [1, 2]}),
             "/slots": (200, [{"is_processing": True}]),
+            "/metrics": (200, '# TYPE a counter\na 3\nb{model="x y"} 0.5\n'),
             "/slots/0?action=save": (501, {"error": "not supported"}),
         },
     )
@@ -68,6 +69,7 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
         assert (found.n_prompt, found.reused) == (10, 7)
         assert client.tokenize("ab") == [1, 2]
         assert not client.wait_idle(0.0)
+        assert client.metrics() == {"a": 3.0, 'b{model="x y"}': 0.5}
         with pytest.raises(RequestFailed, match=r"501.*not supported") as caught:
             client.post("/slots/0?action=save", {})
         assert caught.value.code == 501
@@ -76,6 +78,39 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
         assert server.ended()
         with pytest.raises(ConnectionError):
             client.cancel("text", 8, after=1)
+
+
+def test_connections_are_not_reused() -> None:
+    """A server closes an idle connection at a time that the client does not know."""
+    httpx = pytest.importorskip("httpx")
+    with ServerClient("http://127.0.0.1:1") as client:
+        transport = client._client._transport
+        assert isinstance(transport, httpx.HTTPTransport)
+        assert transport._pool._max_keepalive_connections == 0
+
+
+@pytest.mark.long
+def test_streamed_answers(tmp_path: Path) -> None:
+    """Each event, an error in place of one, and a refusal before the first."""
+    pytest.importorskip("httpx")
+    events = 'data: {"content": "\u2028"}\n\ndata: {"content": "", "stop": true}\n\n'
+    late = 'data: {"content": "a"}\n\nerror: {"code": 500, "message": "no cells"}\n\n'
+    found: list[dict[str, object]] = []
+    broken = 'data: {"content": "a\n\n'
+    for status, text in ((200, events), (200, late), (200, broken), (400, OLD)):
+        program = serving(tmp_path, {"/completion": (status, text)})
+        with (
+            ServerProcess(program, ["--port", "0"]) as server,
+            ServerClient(server.url) as client,
+        ):
+            if text == events:
+                found = list(client.stream([1], 1))
+                client.cancel([1], 1, after=1)
+                continue
+            error = PromptTooLong if text == OLD else RequestFailed
+            with pytest.raises(error, match=r"no cells|no JSON|exceeds the available"):
+                list(client.stream([1], 1))
+    assert found == [{"content": "\u2028"}, {"content": "", "stop": True}]
 
 
 @pytest.mark.parametrize("text", [NEW, OLD, "input is larger than the max context size. skipping"])

@@ -12,10 +12,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from server_kit import ending, serving
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, ServerDied, Untestable
+from pyllamakv.errors import (
+    LoadError,
+    ModelError,
+    RequestFailed,
+    ScenarioFailed,
+    ServerDied,
+    Untestable,
+)
 from pyllamakv.server import server_lab
 from pyllamakv.server.server_client import ServerCompletion
-from pyllamakv.server.server_lab import ServerLab, answers, first_difference, in_parallel
+from pyllamakv.server.server_lab import (
+    ServerLab,
+    answers,
+    first_difference,
+    in_parallel,
+    largest_change,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +59,13 @@ def test_other_answers_differ() -> None:
     """At the first token that no tie explains, or where one answer ends."""
     assert first_difference(ONE, replace(ONE, tokens=(1, 9, 3))) == 1
     assert first_difference(ONE, replace(ONE, tokens=(1, 2), margins=(math.inf, 4.0))) == 2
+
+
+def test_changes_of_probabilities_are_found_before_texts_differ() -> None:
+    """Not in what follows another token, and not where no other token is possible."""
+    assert largest_change(ONE, ONE) == 0
+    assert largest_change(ONE, replace(ONE, margins=(9.0, 4.25, 1.875))) == 0.25
+    assert largest_change(ONE, replace(ONE, tokens=(1, 9, 3), margins=(math.inf, 1.0, 1.0))) == 0
 
 
 def test_prompts_repeat() -> None:
@@ -127,6 +147,23 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ScenarioFailed) as caught, found.server():
             raise error
         assert caught.value.failure == failure
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("error loading model: unknown model architecture: 'jamba'", Untestable),
+        ("error loading model: tensor 'x' data is not within the file bounds", ModelError),
+    ],
+)
+def test_models_that_a_release_does_not_support(
+    tmp_path: Path, line: str, error: type[Exception]
+) -> None:
+    """Their scenarios are skipped; a model that fails to load for another reason is an error."""
+    pytest.importorskip("httpx")
+    with pytest.raises(error), lab(ending(tmp_path, line)).server(model="hybrid"):
+        pass
 
 
 @pytest.mark.long

@@ -1,0 +1,1 @@
+"""Load tests: many requests against llama-server, stock and patched, and against `Batcher`."""

@@ -1,0 +1,83 @@
+"""Continue the requests of a schedule with `Batcher` over `SlotCache`, in this process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pyllamakv
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.server.server_lab import SLOT
+from qa.load.load_result import LoadResult, RequestTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pyllamakv.cache.generation import Generation
+    from qa.load.request_schedule import LoadRequest
+
+
+def serve(
+    library: Path,
+    model: Path,
+    requests: Sequence[LoadRequest],
+    clients: int,
+    threads: int,
+    tick: Callable[[int], None],
+) -> LoadResult:
+    """Submit each request when it arrives; return the result.
+
+    The context has the sizes of a llama-server with ``clients`` slots: its cells, and its batches
+    of 2,048 tokens in micro-batches of 512. ``tick`` is called with the number of requests that
+    have ended.
+    """
+    with (
+        pyllamakv.open(library) as opened,
+        opened.load_model(model) as loaded,
+        loaded.context(
+            n_ctx=clients * SLOT,
+            n_batch=2048,
+            n_ubatch=512,
+            n_seq_max=clients,
+            n_threads=threads,
+            n_threads_batch=threads,
+        ) as context,
+        SlotCache(context) as cache,
+        Batcher(cache) as batcher,
+    ):
+        return _drive(batcher, requests, tick)
+
+
+def _drive(
+    batcher: Batcher, requests: Sequence[LoadRequest], tick: Callable[[int], None]
+) -> LoadResult:
+    going: dict[int, Generation] = {}
+    first: dict[int, float] = {}
+    timings: dict[int, RequestTiming] = {}
+    waiting = list(enumerate(requests))[::-1]
+    begin, before = time.perf_counter(), time.process_time()
+    while waiting or going:
+        now = time.perf_counter() - begin
+        if not going and waiting[-1][1].at > now:
+            time.sleep(waiting[-1][1].at - now)
+            continue
+        while waiting and waiting[-1][1].at <= now:
+            index, request = waiting.pop()
+            going[index] = batcher.submit(request.prompt, request.n_predict, stop_at_end=False)
+        batcher.step()
+        now = time.perf_counter() - begin
+        for index, one in list(going.items()):
+            if one.tokens:
+                first.setdefault(index, now)
+            if one.done:
+                del going[index]
+                error = "" if one.finish_reason == "length" else f"{one.finish_reason}: {one.error}"
+                timings[index] = RequestTiming(
+                    requests[index].at, first.get(index, now), now, len(one.tokens), error
+                )
+                tick(len(timings))
+    used = time.process_time() - before
+    slot_failures = batcher.stats().slot_failures
+    return LoadResult(tuple(timings[index] for index in sorted(timings)), used, slot_failures)

@@ -1,0 +1,144 @@
+"""Measure the cells of a load test; a cell that was measured before is read from its file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic_models
+from pyllamakv.server.server_artifact import find_server
+from pyllamakv.server.server_lab import ServerLab
+from pyllamakv.source.files import write_text_atomic
+from qa.load import batcher_load, request_schedule, server_load
+from qa.load.load_result import LoadResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pyllamakv.server.server_artifact import BuiltServer
+
+#: What answers the requests: llama-server, or `Batcher` with the libraries of the patched server.
+SYSTEMS: Final = ("stock", "patched", "batcher")
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The options of a load test; each combination of the first four, in each round, is a cell."""
+
+    releases: tuple[str, ...]
+    workloads: tuple[str, ...]
+    clients: tuple[int, ...]
+    systems: tuple[str, ...] = SYSTEMS
+    requests: int = 1000
+    rate: float = 20.0
+    rounds: int = 1
+    threads: int = 1
+    model: str = synthetic_models.TEST
+    trace: Path | None = None
+
+    @cached_property
+    def model_file(self) -> Path:
+        """Return the path of the model. Raises Untestable or NotFetched without one."""
+        return synthetic_models.model(self.model)
+
+    def cells(self) -> Iterator[LoadCell]:
+        """Yield the cells. Systems alternate, in each round in the other order."""
+        for release in self.releases:
+            for workload in self.workloads:
+                for clients in self.clients:
+                    for number in range(self.rounds):
+                        for system in self.systems[:: -1 if number % 2 else 1]:
+                            yield LoadCell(self, release, workload, clients, system, number)
+
+
+@dataclass(frozen=True)
+class LoadCell:
+    """One run: the requests of a workload, answered by a system with a slot per client."""
+
+    plan: LoadPlan
+    release: str
+    workload: str
+    clients: int
+    system: str
+    round: int
+
+    def __str__(self) -> str:
+        return f"{self.release} {self.system}, {self.workload}, {self.clients} clients"
+
+    @cached_property
+    def built(self) -> BuiltServer:
+        """Return the server, or the one whose libraries the batcher uses. Raises NotBuilt."""
+        return find_server(f"{self.release}+{'stock' if self.system == 'stock' else 'patched'}")
+
+    @property
+    def file(self) -> Path:
+        """Return the file of the result, named for all that determines it."""
+        plan, trace = self.plan, self.plan.trace
+        facts: list[Any] = [
+            request_schedule.VERSION,
+            self.system,
+            self.built.id,
+            self.workload,
+            self.clients,
+            self.round,
+            plan.requests,
+            plan.rate,
+            plan.threads,
+            synthetic_models.identity(plan.model),
+            _digest(trace) if trace and self.workload == "trace" else "",
+        ]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return home() / "results" / "load" / f"{name}.json"
+
+    def read(self) -> LoadResult | None:
+        """Return the stored result, or None."""
+        try:
+            return LoadResult.from_json(json.loads(self.file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def measure(self, tick: Callable[[int], None]) -> LoadResult:
+        """Run the cell and store its result; ``tick`` gets the number of requests that ended."""
+        plan = self.plan
+        requests = request_schedule.schedule(
+            self.workload, plan.requests, plan.rate, trace=plan.trace
+        )
+        if self.system == "batcher":
+            found = batcher_load.serve(
+                self.built.variant.folder,
+                plan.model_file,
+                requests,
+                self.clients,
+                plan.threads,
+                tick,
+            )
+        else:
+            lab = ServerLab(self.built, slots=self.clients)
+            # Found before the run, so that it starts no other process.
+            _ = lab.sharing
+            threads = str(plan.threads)
+            start = partial(
+                lab.server, "-t", threads, "-tb", threads, shift=self.workload == "shift",
+                model=plan.model_file,
+            )  # fmt: skip
+            found = server_load.send(start, requests, self.clients, tick)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self.file, json.dumps(found.to_json()))
+        return found
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(cell: LoadCell) -> dict[str, Any]:
+    """Return what a result is of, as JSON values."""
+    raw = asdict(cell)
+    del raw["plan"]
+    return raw

@@ -1,0 +1,131 @@
+"""Summarize the cells of a load test as figures of qa/results/benchmarks.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
+
+from qa.bench.figure import Figure
+from qa.bench.measure import Interval, interval
+from qa.load.load_result import LoadResult, percentiles
+from qa.load.request_schedule import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from qa.load.load_cells import LoadCell
+
+#: Maximum CPU time per token of patched over stock.
+LIMIT = 1.05
+
+#: Minimum number of pairs of rounds for a ratio.
+PAIRS = 5
+
+
+def figures(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
+    """Return a row per cell over its rounds, and ratios between the systems.
+
+    A ratio needs `PAIRS` rounds in which no request was lost.
+    """
+    found: list[Figure] = []
+    cells = sorted(results, key=lambda cell: (cell.release, cell.workload, cell.clients))
+    for _, group in groupby(cells, lambda cell: (cell.release, cell.workload, cell.clients)):
+        members = list(group)
+        sides: dict[str, list[LoadResult]] = {}
+        for cell in sorted(members, key=lambda cell: cell.round):
+            sides.setdefault(cell.system, []).append(results[cell])
+        first = members[0]
+        rows = [_row(replace(first, system=system), runs) for system, runs in sides.items()]
+        stock = next((row.value for row in rows if row.row["system"] == "stock"), "")
+        found += [
+            replace(row, limit=f"stock: {stock}") if stock and row.target else row for row in rows
+        ]
+        found += _ratios(first, sides)
+    return found
+
+
+def group(cell: LoadCell) -> str:
+    """Return the group of a cell's figures, which are replaced together."""
+    return f"llama-server {cell.release}, {cell.workload}"
+
+
+def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
+    count = sum(len(run.timings) for run in runs)
+    lost = sum(run.lost for run in runs)
+    deaths = sum(len(run.deaths) for run in runs)
+    first = percentiles(tuple(each for run in runs for each in run.first_token))
+    token = percentiles(tuple(each for run in runs for each in run.per_token))
+    patched = cell.system == "patched"
+    plan = cell.plan
+    return Figure(
+        group(cell),
+        f"{cell.system}, {cell.clients} clients",
+        f"{lost} of {count:,} requests lost",
+        "0" if patched else "",
+        lost == 0 if patched else None,
+        "",
+        _how(cell),
+        {
+            "requests": count,
+            "lost": lost,
+            "deaths": deaths,
+            "rounds": len(runs),
+            "rate": plan.rate,
+            "cpu_per_token": [run.cpu_per_token for run in runs],
+            "tokens_per_second": [run.tokens_per_second for run in runs],
+        },
+        table=_how(cell),
+        row={
+            "system": cell.system,
+            "clients": str(cell.clients),
+            "requests": f"{count:,}",
+            "lost": f"{lost:,}",
+            "aborts": str(deaths),
+            "retries": str(sum(run.retries for run in runs)),
+            "tokens/s": f"{median(run.tokens_per_second for run in runs):,.0f}",
+            "first token, ms (p50, p95, p99)": _milliseconds(first),
+            "per token, ms (p50, p95, p99)": _milliseconds(token),
+            "CPU per token, ms": f"{1e3 * median(run.cpu_per_token for run in runs):.3f}",
+        },
+    )
+
+
+def _how(cell: LoadCell) -> str:
+    plan = cell.plan
+    return (
+        f"{WORKLOADS[cell.workload]} {plan.rate:g} requests per second, slots of 512 cells, "
+        f"{plan.threads} thread{'s' * (plan.threads != 1)}, "
+        f"{plan.model_file.name}"
+    )
+
+
+def _ratios(cell: LoadCell, sides: Mapping[str, Sequence[LoadResult]]) -> list[Figure]:
+    found = []
+    for one, other, target in (("patched", "stock", LIMIT), ("batcher", "patched", None)):
+        pairs = list(zip(sides.get(one, ()), sides.get(other, ()), strict=False))
+        if len(pairs) < PAIRS or any(run.lost for pair in pairs for run in pair):
+            continue
+        ratio = interval([a.cpu_per_token / b.cpu_per_token for a, b in pairs])
+        found.append(_ratio(cell, f"CPU per token, {one} over {other}", ratio, target, len(pairs)))
+    return found
+
+
+def _ratio(cell: LoadCell, what: str, ratio: Interval, target: float | None, pairs: int) -> Figure:
+    return Figure(
+        group(cell),
+        f"{what}, {cell.clients} clients",
+        ratio.format(),
+        f"at most {target:.2f}" if target else "",
+        ratio.median <= target if target else None,
+        "",
+        f"{pairs} pairs; {_how(cell)}",
+        {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+    )
+
+
+def _milliseconds(values: tuple[float, float, float]) -> str:
+    return ", ".join(
+        f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}" for value in values
+    )

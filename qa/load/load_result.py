@@ -1,0 +1,102 @@
+"""What a load test measured: the times of each request, and what the server used."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RequestTiming:
+    """A request: seconds from the start of the run until arrival, first token and end.
+
+    ``error`` is the reason why it was lost: refused, cut off or without an answer.
+    """
+
+    arrived: float
+    first: float
+    ended: float
+    tokens: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The requests of a run in the order of arrival.
+
+    ``cpu_seconds`` are those of the server process, or of the process with the batcher. ``retries``
+    counts batches that found no cells and were split. ``deaths`` are the times at which the server
+    ended, in seconds from the start, with the reason.
+    """
+
+    timings: tuple[RequestTiming, ...]
+    cpu_seconds: float
+    retries: int = 0
+    deaths: tuple[tuple[float, str], ...] = ()
+
+    @property
+    def lost(self) -> int:
+        """Return how many requests were not answered completely."""
+        return sum(bool(each.error) for each in self.timings)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time until the last request ended."""
+        return max((each.ended for each in self.timings), default=0.0)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens in complete answers."""
+        return sum(each.tokens for each in self._answered)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the tokens of complete answers per second of the run."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def cpu_per_token(self) -> float:
+        """Return the CPU seconds per token of a complete answer, with the work on its prompt."""
+        return self.cpu_seconds / max(self.tokens, 1)
+
+    @property
+    def first_token(self) -> tuple[float, ...]:
+        """Return the seconds from arrival to the first token of each complete answer."""
+        return tuple(each.first - each.arrived for each in self._answered)
+
+    @property
+    def per_token(self) -> tuple[float, ...]:
+        """Return the seconds per token after the first one, of each answer with at least two."""
+        return tuple(
+            (each.ended - each.first) / (each.tokens - 1)
+            for each in self._answered
+            if each.tokens > 1
+        )
+
+    @property
+    def _answered(self) -> list[RequestTiming]:
+        return [each for each in self.timings if not each.error]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Self:
+        """Return the result that `to_json` wrote. Raises KeyError, TypeError or ValueError."""
+        return cls(
+            tuple(RequestTiming(**each) for each in raw["timings"]),
+            float(raw["cpu_seconds"]),
+            int(raw["retries"]),
+            tuple((float(at), str(why)) for at, why in raw["deaths"]),
+        )
+
+
+def percentiles(values: tuple[float, ...]) -> tuple[float, float, float]:
+    """Return the 50th, 95th and 99th percentile, interpolated; not a number without values."""
+    if not values:
+        return (float("nan"),) * 3
+    p50, p95, p99 = np.percentile(values, (50, 95, 99))
+    return float(p50), float(p95), float(p99)

@@ -1,0 +1,163 @@
+"""Send the requests of a schedule to llama-server, from as many clients as it has slots.
+
+A server that ends is started again, as a service manager does; the requests that it held are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
+
+from pyllamakv.errors import PromptTooLong, RequestFailed, ServerDied
+from pyllamakv.server.server_client import ServerClient
+from qa.load.load_result import LoadResult, RequestTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from pyllamakv.server.server_process import ServerProcess
+    from qa.load.request_schedule import LoadRequest
+
+#: Seconds in which a server ends whose client has lost its connection.
+_ENDING = 2.0
+
+
+class RestartedServer:
+    """A server that is started again when it ends. Thread-safe."""
+
+    def __init__(self, start: Callable[[], AbstractContextManager[ServerProcess]]) -> None:
+        """Use servers that ``start`` makes, one after the other."""
+        self._start = start
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self._server: ServerProcess
+        self._retries = 0
+        self._begin = time.perf_counter()
+        #: When servers ended, in seconds since the first one was ready, and why.
+        self.deaths: list[tuple[float, str]] = []
+
+    @property
+    def url(self) -> str:
+        """Return the address of the present server."""
+        with self._lock:
+            return self._server.url
+
+    @property
+    def retries(self) -> int:
+        """Return how many batches found no cells, over all servers."""
+        return self._retries + self._server.retries
+
+    def replace(self, url: str) -> None:
+        """Start another server if the one at ``url`` has ended."""
+        with self._lock:
+            if self._server.url == url and self._server.ended(_ENDING):
+                why = str(self._server.death()).split("\n", 1)[0]
+                self.deaths.append((time.perf_counter() - self._begin, why))
+                self._retries += self._server.retries
+                self._close()
+                self._server = self._stack.enter_context(self._start())
+
+    def _close(self) -> None:
+        # Its end was noted above, or comes after the last request.
+        with contextlib.suppress(ServerDied):
+            self._stack.close()
+
+    def __enter__(self) -> Self:
+        self._server = self._stack.enter_context(self._start())
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+
+def send(
+    start: Callable[[], AbstractContextManager[ServerProcess]],
+    requests: Sequence[LoadRequest],
+    clients: int,
+    tick: Callable[[int], None],
+) -> LoadResult:
+    """Send each request when it arrives and a client is free; return the result.
+
+    ``tick`` is called with the number of requests that have ended.
+    """
+    timings: list[RequestTiming | None] = [None] * len(requests)
+    lock = threading.Lock()
+    waiting = iter(enumerate(requests))
+    before = _cpu_seconds()
+
+    def serve(_client: int) -> None:
+        with _Connection(server) as connection:
+            while True:
+                with lock:
+                    index, request = next(waiting, (-1, None))
+                if request is None:
+                    return
+                time.sleep(max(0.0, begin + request.at - time.perf_counter()))
+                timings[index] = connection.ask(request, begin)
+                tick(sum(each is not None for each in timings))
+
+    with RestartedServer(start) as server:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(serve, range(clients)))
+        retries, deaths = server.retries, tuple(server.deaths)
+    done = tuple(each for each in timings if each is not None)
+    return LoadResult(done, _cpu_seconds() - before, retries, deaths)
+
+
+class _Connection:
+    """The connection of one client, which follows the server to its next address."""
+
+    def __init__(self, server: RestartedServer) -> None:
+        self._server = server
+        self._url = server.url
+        self._client = ServerClient(self._url)
+
+    def ask(self, request: LoadRequest, begin: float) -> RequestTiming:
+        """Return the times of a request, in seconds after ``begin``."""
+        if self._server.url != self._url:
+            self._client.close()
+            self._url = self._server.url
+            self._client = ServerClient(self._url)
+        first, tokens, error = 0.0, 0, ""
+        try:
+            for event in self._client.stream(request.prompt, request.n_predict, n_probs=0):
+                first = first or time.perf_counter() - begin
+                tokens = int(event.get("tokens_predicted", tokens))
+            if tokens != request.n_predict:
+                error = f"{tokens} of {request.n_predict} tokens"
+        except (ConnectionError, TimeoutError, PromptTooLong, RequestFailed) as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        ended = time.perf_counter() - begin
+        if error:
+            self._server.replace(self._url)
+        return RequestTiming(request.at, first or ended, ended, tokens, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

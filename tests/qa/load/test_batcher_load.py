@@ -1,0 +1,46 @@
+"""The batcher gets each request when it arrives, and its answers are timed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+
+import pyllamakv
+from pyllamakv.server.server_lab import SLOT
+from qa.load import batcher_load
+from qa.load.request_schedule import LoadRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = tuple(range(4, 12))
+
+
+def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a context with the cells of a server; one that no slot can take is lost."""
+    opened = kit.library()
+    model = kit.write_gguf(tmp_path / "tiny.gguf")
+    sizes: list[int] = []
+    usual = batcher_load.SlotCache
+
+    def slot_cache(context: pyllamakv.Context) -> Any:
+        sizes.extend((context.info.n_ctx, context.info.n_seq_max))
+        return usual(context)
+
+    monkeypatch.setattr(pyllamakv, "open", lambda _folder: opened)
+    monkeypatch.setattr(batcher_load, "SlotCache", slot_cache)
+    ticks: list[int] = []
+    requests = [
+        *(LoadRequest(0.001 * n, PROMPT[: 4 + n], 3) for n in range(4)),
+        LoadRequest(0.004, PROMPT * SLOT, 3),
+    ]
+    found = batcher_load.serve(tmp_path, model, requests, 2, 1, ticks.append)
+    assert sizes == [2 * SLOT, 2]
+    assert [each.tokens for each in found.timings] == [3, 3, 3, 3, 0]
+    assert [bool(each.error) for each in found.timings] == [False] * 4 + [True]
+    assert "failed: " in found.timings[-1].error
+    assert all(each.arrived <= each.first <= each.ended for each in found.timings)
+    assert ticks[-1] == 5
+    assert found.cpu_seconds > 0

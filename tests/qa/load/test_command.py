@@ -1,0 +1,82 @@
+"""The command prints, writes and draws, and fails if patched loses a request."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from pyllamakv.scenarios import synthetic_models
+from qa.load import command, load_cells
+from qa.load.load_result import LoadResult, RequestTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from qa.load.load_cells import LoadCell
+
+
+@pytest.fixture
+def losing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Replace runs; return the set of systems that lose their requests."""
+    systems: set[str] = set()
+
+    def measure(cell: LoadCell, tick: Callable[[int], None]) -> LoadResult:
+        tick(1)
+        error = "gone" if cell.system in systems else ""
+        return LoadResult((RequestTiming(0.0, 1.0, 2.0, 3, error),), 1.0)
+
+    model = tmp_path / "stories.gguf"
+    model.write_bytes(b"GGUF")
+    monkeypatch.setenv(synthetic_models.VARIABLE, str(model))
+    monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: None)
+    monkeypatch.setattr(load_cells.LoadCell, "measure", measure)
+    return systems
+
+
+def run(*words: str, status: int = 0) -> str:
+    """Run the command and return its output."""
+    made = CliRunner().invoke(command.app, list(words))
+    assert made.exit_code == status, made.output
+    return made.stdout
+
+
+@pytest.mark.long
+def test_output(losing: set[str], tmp_path: Path) -> None:
+    """A table, JSON and a picture of stock beside patched."""
+    losing.add("stock")
+    picture, file = tmp_path / "run.svg", tmp_path / "figures.md"
+    words = ("0.3.9", "--workload", "fits", "--requests", "1", "--clients", "8")
+    text = run(*words, "--picture", str(picture), "--write", str(file))
+    assert "| stock | 8 | 1 | 1 |" in text
+    assert "| patched | 8 | 1 | 0 |" in text
+    assert "`python -m qa load 0.3.9 --workload fits --clients 8 --requests 1 --rate 20" in text
+    assert "1 thread, stories.gguf" in text
+    assert "stock: 0 of 1 requests answered, 1 lost" in picture.read_text("utf-8")
+    assert file.read_text("utf-8").endswith(text[text.index("## llama-server") :])
+    cells = json.loads(run(*words, "--system", "patched", "--json"))
+    assert [(each["system"], each["clients"], each["cpu_seconds"]) for each in cells] == [
+        ("patched", 8, 1.0)
+    ]
+
+
+def test_a_lost_request_of_patched_fails(losing: set[str]) -> None:
+    """Those of stock are a result."""
+    losing.add("patched")
+    run("--system", "patched", "--workload", "fits", status=1)
+    run("--system", "stock", "--workload", "fits")
+
+
+def test_a_path_of_the_user_is_not_in_results() -> None:
+    """Neither that of the model nor that of the trace."""
+    plan = load_cells.LoadPlan(("0.3.9",), ("trace",), (4,), model="/home/a/m.gguf")
+    assert command._command(plan).endswith("--rounds 1 --model m.gguf")
+
+
+def test_unknown_systems_are_refused() -> None:
+    """With the known ones."""
+    made = CliRunner().invoke(command.app, ["--system", "vllm"])
+    assert "choose from stock, patched, batcher" in str(made.exception)

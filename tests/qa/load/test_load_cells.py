@@ -1,0 +1,98 @@
+"""A cell is measured once; systems alternate; other options are other cells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyllamakv.scenarios import synthetic_models
+from qa.load import load_cells
+from qa.load.load_cells import LoadCell, LoadPlan
+from qa.load.load_result import LoadResult, RequestTiming
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAN = LoadPlan(("0.3.9",), ("fits", "shift"), (4, 8), requests=3, rounds=2)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """Replace servers and batchers; return what ran."""
+    ran: list[tuple[str, object]] = []
+
+    def result(requests: list[Any]) -> LoadResult:
+        return LoadResult(tuple(RequestTiming(each.at, 1.0, 2.0, 3) for each in requests), 1.0)
+
+    def send(_start: object, requests: list[Any], clients: int, _tick: object) -> LoadResult:
+        ran.append(("server", clients))
+        return result(requests)
+
+    def serve(_library: object, _model: object, requests: list[Any], *_: object) -> LoadResult:
+        ran.append(("batcher", len(requests)))
+        return result(requests)
+
+    def find_server(spec: str) -> Any:
+        return SimpleNamespace(id=spec, variant=SimpleNamespace(folder=tmp_path))
+
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+    monkeypatch.setenv(synthetic_models.VARIABLE, str(model))
+    monkeypatch.setattr(load_cells, "find_server", find_server)
+    monkeypatch.setattr(load_cells.ServerLab, "sharing", ())
+    monkeypatch.setattr(load_cells.server_load, "send", send)
+    monkeypatch.setattr(load_cells.batcher_load, "serve", serve)
+    return ran
+
+
+def test_systems_alternate() -> None:
+    """Drift of the machine then affects them alike."""
+    cells = list(PLAN.cells())
+    assert len(cells) == 2 * 2 * 2 * 3
+    assert [each.system for each in cells[:6]] == [
+        *("stock", "patched", "batcher"),
+        *("batcher", "patched", "stock"),
+    ]
+    assert [each.round for each in cells[:6]] == [0, 0, 0, 1, 1, 1]
+    assert str(cells[0]) == "0.3.9 stock, fits, 4 clients"
+
+
+def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
+    """Its result is read from its file; a damaged file is none."""
+    for cell in list(PLAN.cells())[:3]:
+        assert cell.read() is None
+        found = cell.measure(lambda _done: None)
+        assert cell.read() == found
+        assert len(found.timings) == 3
+    assert runs == [("server", 4), ("server", 4), ("batcher", 3)]
+    cell.file.write_text("{", encoding="utf-8")
+    assert cell.read() is None
+
+
+def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path: Path) -> None:
+    """Also another build, model or trace."""
+    assert runs == []
+    trace = tmp_path / "trace"
+    trace.write_text("1", encoding="utf-8")
+    cell = LoadCell(PLAN, "0.3.9", "trace", 4, "stock", 0)
+    others = [
+        cell,
+        replace(cell, release="0.3.16"),
+        replace(cell, workload="fits"),
+        replace(cell, clients=8),
+        replace(cell, system="patched"),
+        replace(cell, system="batcher"),
+        replace(cell, round=1),
+        *(
+            replace(cell, plan=replace(PLAN, **change))
+            for change in ({"requests": 4}, {"rate": 1.0}, {"threads": 2}, {"trace": trace})
+        ),
+        replace(cell, plan=replace(PLAN, model="tiny")),
+    ]
+    assert len({each.file for each in others}) == len(others)
+    # The other cells of a plan do not matter.
+    assert replace(cell, plan=replace(PLAN, rounds=5)).file == cell.file

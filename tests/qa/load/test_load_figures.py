@@ -1,0 +1,51 @@
+"""A row per cell over its rounds; a ratio only of enough rounds that lost nothing."""
+
+from __future__ import annotations
+
+from qa.load import load_figures
+from qa.load.load_cells import LoadCell, LoadPlan
+from qa.load.load_result import LoadResult, RequestTiming
+
+
+def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
+    """Return the results of a plan in which stock needs half of the CPU time of patched."""
+    plan = LoadPlan(
+        ("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds, model=__file__
+    )
+    error = "ConnectionError: gone" if lost else ""
+    return {
+        cell: LoadResult(
+            (
+                RequestTiming(0.0, 0.5, 1.0, 11),
+                RequestTiming(0.0, 1.5, 2.0, 11, error if cell.system == "stock" else ""),
+            ),
+            cpu_seconds=1.1 if cell.system == "stock" else 2.2,
+            retries=3,
+            deaths=((1.0, "SIGABRT"),) if lost and cell.system == "stock" else (),
+        )
+        for cell in plan.cells()
+    }
+
+
+def test_rows() -> None:
+    """Counts are summed over the rounds; only patched has a target."""
+    stock, patched = load_figures.figures(results(2, lost=True))
+    assert (stock.value, stock.target, stock.met) == ("2 of 4 requests lost", "", None)
+    assert (patched.value, patched.target, patched.met) == ("0 of 4 requests lost", "0", True)
+    assert (stock.limit, patched.limit) == ("", "stock: 2 of 4 requests lost")
+    assert stock.row["aborts"] == "2"
+    assert stock.row["retries"] == "6"
+    assert stock.row["first token, ms (p50, p95, p99)"] == "500, 500, 500"
+    assert patched.row["per token, ms (p50, p95, p99)"] == "50, 50, 50"
+    assert patched.row["CPU per token, ms"] == "100.000"
+    assert stock.group == "llama-server 0.3.9, fits"
+
+
+def test_ratios() -> None:
+    """Pair by pair, with a target that doubled CPU time misses."""
+    *_, ratio = load_figures.figures(results(load_figures.PAIRS))
+    assert ratio.name == "CPU per token, patched over stock, 4 clients"
+    assert ratio.value == "2.00 [2.00, 2.00]"
+    assert ratio.met is False
+    assert len(load_figures.figures(results(load_figures.PAIRS - 1))) == 2
+    assert len(load_figures.figures(results(load_figures.PAIRS, lost=True))) == 2

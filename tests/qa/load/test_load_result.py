@@ -1,0 +1,49 @@
+"""A result counts complete answers, and survives a file."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from qa.load.load_result import LoadResult, RequestTiming, percentiles
+
+RESULT = LoadResult(
+    (
+        RequestTiming(0.0, 1.0, 2.0, 11),
+        RequestTiming(1.0, 1.5, 4.0, 1),
+        RequestTiming(2.0, 2.5, 5.0, 7, "ConnectionError: gone"),
+    ),
+    cpu_seconds=6.0,
+    retries=2,
+    deaths=((5.0, "SIGABRT"),),
+)
+
+
+def test_what_counts() -> None:
+    """Lost requests have no latency, and their tokens are no result."""
+    assert (RESULT.lost, RESULT.tokens, RESULT.seconds) == (1, 12, 5.0)
+    assert RESULT.tokens_per_second == pytest.approx(2.4)
+    assert RESULT.cpu_per_token == pytest.approx(0.5)
+    assert RESULT.first_token == (1.0, 0.5)
+    assert RESULT.per_token == (0.1,)
+
+
+def test_a_result_is_read_again() -> None:
+    """As it was written."""
+    assert LoadResult.from_json(json.loads(json.dumps(RESULT.to_json()))) == RESULT
+    with pytest.raises(KeyError):
+        LoadResult.from_json({})
+
+
+def test_percentiles() -> None:
+    """Of nothing, they are no number."""
+    assert percentiles(tuple(map(float, range(101)))) == (50.0, 95.0, 99.0)
+    assert all(map(math.isnan, percentiles(())))
+
+
+def test_an_empty_run() -> None:
+    """Divides by nothing."""
+    empty = LoadResult((), 0.0)
+    assert (empty.lost, empty.tokens_per_second, empty.cpu_per_token) == (0, 0.0, 0.0)

@@ -1,0 +1,69 @@
+"""Every system gets the same requests, at the rate and with the lengths of the workload."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.errors import UsageError
+from pyllamakv.server.server_lab import SLOT
+from qa.load.request_schedule import schedule
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def rows(path: Path, *lengths: tuple[int, list[int]]) -> Path:
+    """Write a trace with one request a second."""
+    lines = [
+        {"timestamp": 1000 * n, "input_length": size, "output_length": 80, "hash_ids": blocks}
+        for n, (size, blocks) in enumerate(lengths)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("workload", ["fits", "shift"])
+def test_poisson_arrivals(workload: str) -> None:
+    """In order, at the mean rate; in `shift`, about half of the answers outgrow their slots."""
+    found = schedule(workload, 1000, 10.0)
+    assert found == schedule(workload, 1000, 10.0)
+    times = [each.at for each in found]
+    assert times == sorted(times)
+    # The sum of a thousand gaps deviates by 3 % (one standard deviation).
+    assert 85 < times[-1] < 115
+    outgrown = sum(len(each.prompt) + each.n_predict > SLOT for each in found)
+    assert 400 < outgrown < 600 if workload == "shift" else outgrown == 0
+    assert all(SLOT // 10 <= len(each.prompt) < SLOT and each.n_predict > 0 for each in found)
+    starts = [each.prompt[: SLOT // 10] for each in found]
+    assert 400 < max(map(starts.count, starts)) < 600
+
+
+def test_a_trace_is_scaled_down(tmp_path: Path) -> None:
+    """In time and in lengths; equal blocks are equal tokens, and everything fits into a slot."""
+    path = rows(tmp_path / "trace", (1024, [1, 2]), (2048, [1, 2, 3, 4]), (10**6, [5]))
+    one, two, three = schedule("trace", 3, 1.0, trace=path)
+    assert [each.at for each in (one, two, three)] == [0.0, 1.5, 3.0]
+    assert [len(each.prompt) for each in (one, two)] == [16, 32]
+    assert two.prompt[:16] == one.prompt
+    assert two.prompt[16:32] != one.prompt
+    assert one.n_predict == 10
+    assert len(three.prompt) + three.n_predict < SLOT
+
+
+def test_requests_that_cannot_be_made(tmp_path: Path) -> None:
+    """Name the option to change."""
+    short = rows(tmp_path / "short", (1024, [1]))
+    other = tmp_path / "other"
+    other.write_text("[]", encoding="utf-8")
+    for workload, trace, message in (
+        ("bursts", None, "choose from fits, shift, trace"),
+        ("trace", None, "needs --trace FILE"),
+        ("trace", short, "has 1 requests, not 2"),
+        ("trace", other, "is not a trace with timestamp"),
+        ("trace", tmp_path / "missing", "is not a trace"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            schedule(workload, 2, 1.0, trace=trace)
