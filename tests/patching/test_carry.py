@@ -201,7 +201,8 @@ def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) ->
     swapped = STOCK["src/a.cpp"].replace(b"static int first(", b"static int other(")
     swapped = swapped.replace(b"static int second(", b"static int first(")
     bench.add_release("0.3.5", STOCK | {"src/a.cpp": swapped}, "2025-01-05")
-    assert "the merge moves lines in `first` to `other`: +fix(a);" in reason(bench, "0.3.5")
+    wanted = "the merge moves lines in `first` of src/a.cpp to `other` of src/a.cpp: +fix(a);"
+    assert wanted in reason(bench, "0.3.5")
 
 
 @pytest.mark.long
