@@ -15,6 +15,7 @@ from qa.upkeep.measurement import (
     RECENT,
     TODAY,
 )
+from qa.upkeep.sample import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,10 +177,12 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
         return [f"No carried state has been built and verified yet: {command}."]
     lines = [
         "Carried trees that `python -m qa upkeep --sample N --verify` built and verified, and that",
-        "the ports and rules of today still make; the mode is the one that made the tree.",
+        "the ports and rules of today still make; the mode is the one that made the tree. The last",
+        "columns are a fetch into an empty data directory, the merges, the builds of stock and patched,",
+        "and all runs. They depend on the machine, its load, and its compiler cache.",
         "",
-        "| state | date | mode | carried | verdict | verified |",
-        "|---|---|---|---|---|---|",
+        f"| state | date | mode | carried | verdict | verified | {' | '.join(STEPS)} |",
+        f"|{'---|' * (6 + len(STEPS))}",
     ]
     for one in verified:
         carried = ", ".join(f"{id_} from {base}" for id_, base in one.carried.items())
@@ -190,6 +193,7 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
             carried,
             one.verdict,
             one.verified,
+            *(f"{one.seconds[step]:.0f} s" if step in one.seconds else "" for step in STEPS),
         )
         lines.append(f"| {' | '.join(facts)} |")
     return lines

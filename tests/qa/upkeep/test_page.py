@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qa.upkeep.measurement import CARRY_FIRST, FORWARD, LEAVE_ONE_OUT, TODAY, Hook, Measured
 from qa.upkeep.page import page
 from qa.upkeep.sample import Verified
@@ -65,5 +67,7 @@ def test_the_sample() -> None:
     assert "No carried state has been built" in page(FOUND)
     facts = ("0.3.2", "2026-07-02", FORWARD, {"fix": "0.3.1"}, "0" * 40)
     one = Verified(*facts, verdict="needed", reason="", verified="2026-11-26")
-    row = "| 0.3.2 | 2026-07-02 | forward | fix from 0.3.1 | needed | 2026-11-26 |"
+    row = "| 0.3.2 | 2026-07-02 | forward | fix from 0.3.1 | needed | 2026-11-26 |  |  |  |  |"
     assert row in page(FOUND, verified=[one])
+    timed = replace(one, seconds={"carry": 1.6, "build": 300.0, "verify": 60.0})
+    assert "| 2026-11-26 |  | 2 s | 300 s | 60 s |" in page(FOUND, verified=[timed])
