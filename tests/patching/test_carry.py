@@ -103,6 +103,8 @@ def test_a_conflict_shows_both_sides(bench: SeriesSandbox) -> None:
     line = SAME["src/a.cpp"].split(b"\n").index(b"    other(b);") + 1
     assert (conflict.file, conflict.line) == ("src/a.cpp", line)
     assert (conflict.upstream, conflict.patch) == (("    other(b);",), ("    fix(a);",))
+    assert conflict.function == "first"
+    assert str(conflict).endswith(" changed the lines that the patch changes in `first`")
     assert json.loads(json.dumps(found.as_json()))["manual"][0]["conflicts"][0]["line"] == line
 
 

@@ -37,7 +37,7 @@ def test_totals() -> None:
     assert "| fix | forward | 1 | 1 | 1 |\n" in text
     assert "| more | forward | 3 | 0 | 0 |\n" in text
     assert (
-        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |"
+        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |  |"
         in text
     )
     assert "| 0.3.1 | 2026-07-01 | forward" not in text
@@ -50,7 +50,27 @@ def test_causes() -> None:
         ("has no port", "no such port"),
     ):
         one = Measured("b9", "rows", "2026-01-01", TODAY, {"fix": "manual"}, {"fix": reason})
-        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |" in page([one])
+        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |  |" in page([one])
+
+
+def test_limits() -> None:
+    """A miss counts once, by its first patch; a rewritten function is one with few lines left."""
+    facts = ("rows", "2026-01-01", TODAY, {"fix": "manual", "more": "manual"})
+    conflict = {"fix": "cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that x"}
+    found = [
+        Measured("b1", *facts, {"fix": "has no port"}),
+        Measured("b2", *facts, {"fix": "cannot be carried from 0.3.1: requires more"}),
+        Measured("b3", *facts, conflict, kept={"fix": {"f": 90, "g": 49}}),
+        Measured("b4", *facts, conflict, kept={"fix": {"f": 50}}),
+        Measured("b5", *facts, conflict, kept={"fix": {"f": 0}}),
+    ]
+    text = page(found)
+    assert (
+        "- all ports: upstream kept less than 50 % of a function that the patch changes: 2; "
+        "no older port of the patch: 1; a file, name or patch that the port uses is missing: 1; "
+        "upstream changed the same or neighbouring lines of a function: 1.\n"
+    ) in text
+    assert "(1) | `f` 90 %, `g` 49 % |" in text
 
 
 def test_hooks() -> None:
