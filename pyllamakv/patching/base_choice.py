@@ -49,7 +49,8 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
             except PatchConflict as error:
                 conflicts.append(error)
                 continue
-            except NoPortApplies:
+            except NoPortApplies as error:
+                conflicts += error.conflicts
                 continue
             made = apply.commit_port(store, trees.write(store, tree, draft), commit, port)
             return NearestPort(found, port, made)

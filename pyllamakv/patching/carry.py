@@ -20,6 +20,8 @@ from packaging.specifiers import SpecifierSet
 from pyllamakv.errors import GitError, PatchConflict, SourceError
 from pyllamakv.patching import (
     carry_comparison,
+    headings,
+    hunk_locator,
     hunks,
     mail_header,
     port_choice,
@@ -277,24 +279,33 @@ def _merge(
         match = _UNMERGED.fullmatch(record)
         if match:
             stages.setdefault(match[2].decode("utf-8", "surrogateescape"), set()).add(match[1])
-    read = _reader(store, merged)
+    read, read_theirs = _reader(store, merged), _reader(store, theirs)
     marked = {file.path: file for file in _diff(store, ours, merged).files}
     found: list[MergeConflict] = []
     for path, those in stages.items():
         if those >= {b"2", b"3"} and path in marked:
-            found += _conflicts(path, read(path), marked[path])
+            found += _conflicts(path, read(path), marked[path], read_theirs(path))
         else:
             found.append(MergeConflict(path, 0))
     return merged, tuple(found) or (MergeConflict("", 0),)
 
 
-def _conflicts(path: str, data: bytes, marked: FilePatch) -> Iterator[MergeConflict]:
+def _conflicts(
+    path: str, data: bytes, marked: FilePatch, patched: bytes
+) -> Iterator[MergeConflict]:
     """Yield the marked places of a file; lines are counted as in the target's file.
 
-    ``marked`` is the difference between the target's file and the merged one.
+    ``marked`` is the difference between the target's file and the merged one, ``patched`` the file
+    of the base with the patch.
     """
+    index = hunk_locator.LineIndex(hunk_locator.lines_of(patched))
+    found = headings.Headings(index.lines)
     for line, match in zip(_marker_lines(marked), _CONFLICT.finditer(data), strict=False):
-        yield MergeConflict(path, line, *(_lines(match[number]) for number in (1, 2, 3)))
+        sides = [_lines(match[number]) for number in (1, 2, 3)]
+        changed = next((n for n, each in enumerate(sides[2]) if each not in sides[1]), 0)
+        places = index.matches(hunk_locator.lines_of(match[3])) if match[3] else []
+        function = headings.name(found.enclosing(places[0] + changed)) if places else ""
+        yield MergeConflict(path, line, sides[0], sides[1], sides[2], function)
 
 
 def _marker_lines(marked: FilePatch) -> Iterator[int]:

@@ -47,6 +47,11 @@ def normalize(line: bytes) -> str:
     return "" if text.startswith("* ") or text == "*" else text
 
 
+def code(line: bytes) -> str:
+    """Return a line without comments and the content of literals, with single spaces."""
+    return _QUOTED.sub('""', normalize(line))
+
+
 def is_significant(line: bytes) -> bool:
     """Return whether a line is code: not blank, a lone brace or a comment."""
     return _NAME.search(normalize(line)) is not None
@@ -67,7 +72,7 @@ def calls(lines: Iterable[bytes]) -> Counter[str]:
     """Count the called or defined names in lines."""
     found: Counter[str] = Counter()
     for line in lines:
-        text = _QUOTED.sub('""', normalize(line))
+        text = code(line)
         if not text.startswith("#"):
             found.update(name for name in _CALL.findall(text) if name not in WORDS)
     return found
@@ -77,6 +82,5 @@ def names(lines: Iterable[bytes]) -> Counter[str]:
     """Count the names in lines, without keywords and words of fewer than four letters."""
     found: Counter[str] = Counter()
     for line in lines:
-        text = _QUOTED.sub('""', normalize(line))
-        found.update(n for n in _NAME.findall(text) if len(n) > 3 and n not in WORDS)
+        found.update(n for n in _NAME.findall(code(line)) if len(n) > 3 and n not in WORDS)
     return found

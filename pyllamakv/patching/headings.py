@@ -87,12 +87,16 @@ def name(heading: bytes) -> str:
 
 
 def bodies(lines: Sequence[bytes]) -> dict[str, set[bytes]]:
-    """Return the lines of each function, type and variable in a file, by name with its class."""
+    """Return the lines of each function, type and variable in a file, by name with its class.
+
+    The heading is one of them.
+    """
     found: dict[str, set[bytes]] = {}
     current: set[bytes] = set()
     for line in lines:
         if _START.match(line) and not _label(line):
             current = found.setdefault(name(_cut(line)), set())
+            current.add(line.strip(_BLANKS))
         elif line[:1] == b"}":
             current = set()
         elif text := line.strip(_BLANKS):

@@ -32,6 +32,7 @@ class MergeConflict:
     """A place of a file that git could not merge, with the lines of both sides and of the base.
 
     ``line`` is counted from 1 in the target's file; it is 0 if one side deleted the file.
+    ``function`` is the function or type of the base that the patch changes there, or empty.
     """
 
     file: str
@@ -39,11 +40,13 @@ class MergeConflict:
     upstream: tuple[str, ...] = ()
     base: tuple[str, ...] = ()
     patch: tuple[str, ...] = ()
+    function: str = ""
 
     def __str__(self) -> str:
         if not self.line:
             return f"{self.file}: the target has no such file, or adds one"
-        return f"{self.file}:{self.line}: upstream changed the lines that the patch changes"
+        where = f" in `{self.function}`" if self.function else ""
+        return f"{self.file}:{self.line}: upstream changed the lines that the patch changes{where}"
 
 
 @dataclass(frozen=True)

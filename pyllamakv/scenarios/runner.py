@@ -106,6 +106,13 @@ class Workers:
                 # Architectures added later cannot verify a patch for this release.
                 msg = f"the model {name} cannot be loaded here: {error}"
                 raise Untestable(msg) from error
+            except WorkerTimeout:
+                raise
+            except WorkerDied as error:
+                # On stock, the release cannot load the architecture; on patched alone, the verdict
+                # counts it as a failure.
+                msg = f"the model {name} cannot be loaded here: {error}"
+                raise Untestable(msg, failure="crash") from error
             self._models[key, name] = found
         return found
 

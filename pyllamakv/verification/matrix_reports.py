@@ -79,7 +79,8 @@ def markdown(results: Iterable[CellResult]) -> str:
     recent, older = _rows(shown[:RECENT], devices), _rows(shown[RECENT:], devices)
     if len(shown) <= RECENT:
         return recent
-    summary = f"<summary>{len(shown) - RECENT} older verdicts</summary>"
+    count = len(shown) - RECENT
+    summary = f"<summary>{count} older verdict{'' if count == 1 else 's'}</summary>"
     return f"{recent}\n<details>\n{summary}\n\n{older}\n</details>\n"
 
 

@@ -21,6 +21,7 @@ def upkeep(
     write: Path = typer.Option(None, help="Write the page into this file."),
     count: int = typer.Option(0, "--sample", min=0, help="Draw this many carried states."),
     seed: int = typer.Option(1, help="Random seed of the sample; default: 1."),
+    state: list[str] = typer.Option([], "--state", help="Choose this state instead of a sample."),
     verify: bool = typer.Option(False, "--verify", help="Build and check the sample."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -36,18 +37,18 @@ def upkeep(
         found = measurement.run()
         hooks = measurement.hooks()
         measurement.forget()
-        chosen = sample.draw(found, count, seed)
+        chosen = sample.named(found, state) if state else sample.draw(found, count, seed)
         if verify:
             verified = sample.verify(chosen, measurement, report)
         else:
-            verified = sample.current(measurement, chosen if count else None)
+            verified = sample.current(measurement, chosen if count or state else None)
     text = page.page(found, hooks, verified)
     if write is not None:
         write_text_atomic(write, text)
     if as_json:
         states = [asdict(one) | {"good": one.good} for one in found]
         write_json({"states": states, "sample": [asdict(one) for one in chosen]})
-    elif count:
+    elif count or state:
         write_lines(f"{one.release} {one.date[:10]} {one.mode}" for one in chosen)
     else:
         write_lines(text.splitlines())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyllamakv.patching.definition import Port
-    from pyllamakv.patching.port_choice import Skipped
+    from pyllamakv.patching.port_choice import Manual, Skipped
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Tree
     from pyllamakv.source.progress import Progress
@@ -64,7 +64,9 @@ class Measured:
     """One release in one mode: the state of each patch that is meant for it.
 
     A state is ``strict``, ``carried BASE`` or ``manual``; ``reasons`` has the reason of each manual
-    patch. ``equal`` states that the changed files are those of the ports that fit strictly today.
+    patch. ``kept`` has, for a manual patch, each function of the nearest port's base in which there
+    is a conflict, and the percentage of its lines that the release still has. ``equal`` states that
+    the changed files are those of the ports that fit strictly today.
     """
 
     release: str
@@ -74,6 +76,7 @@ class Measured:
     patches: dict[str, str]
     reasons: dict[str, str]
     equal: bool = False
+    kept: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
@@ -261,6 +264,7 @@ class Measurement:
         today = tried if mode == TODAY else self.apply(release, TODAY, fits)
         patches: dict[str, str] = {}
         reasons: dict[str, str] = {}
+        kept: dict[str, dict[str, int]] = {}
         for id_, found in tried.found.items():
             if isinstance(found, AppliedPort):
                 base = found.port.carried_from
@@ -268,8 +272,27 @@ class Measurement:
             elif found.failed or found.manual or isinstance(today.found[id_], AppliedPort):
                 patches[id_] = MANUAL
                 reasons[id_] = found.reason
+                if found.manual:
+                    kept[id_] = self._kept_lines(release, found.manual[0])
         equal = today.strict and tried.draft.changes == today.draft.changes
-        return Measured(release.name, release.era, release.date, mode, patches, reasons, equal)
+        facts = (release.name, release.era, release.date)
+        return Measured(*facts, mode, patches, reasons, equal, kept)
+
+    def _kept_lines(self, release: Release, manual: Manual) -> dict[str, int]:
+        """Return how many percent of the lines of each function with a conflict upstream kept."""
+        base = next(each for each in self.states if each.name == manual.base)
+        found = {}
+        for conflict in manual.conflicts:
+            if conflict.function:
+                old, new = (
+                    headings.bodies(hunk_locator.lines_of(entry.data if entry else b""))
+                    for tree in (base.tree, release.tree)
+                    for entry in [trees.StoreTree(self.store, tree).entry(conflict.file)]
+                )
+                lines = old.get(conflict.function, set())
+                share = len(lines & new.get(conflict.function, set())) / max(1, len(lines))
+                found[conflict.function] = round(100 * share)
+        return found
 
     def _fitting(self, release: Release) -> list[str]:
         tree = self._stock(release)

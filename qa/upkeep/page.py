@@ -15,12 +15,16 @@ from qa.upkeep.measurement import (
     RECENT,
     TODAY,
 )
+from qa.upkeep.sample import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qa.upkeep.measurement import Hook, Measured
     from qa.upkeep.sample import Verified
+
+#: A function with a smaller percentage of kept lines counts as rewritten.
+REWRITTEN = 50
 
 _HEADINGS = {
     TODAY: "all ports",
@@ -89,20 +93,52 @@ def page(
         "",
         "## States that need manual work",
         "",
-        "The cause is that of the first patch, with the nearest port.",
+        *_limits(found),
         "",
-        "| state | date | mode | patches | cause |",
-        "|---|---|---|---|---|",
+        "The cause is that of the first patch, with the nearest port. The last column has the",
+        "functions with a conflict, and how many of their lines of the base the state still has;",
+        "0 % is a function that upstream removed or renamed.",
+        "",
+        "| state | date | mode | patches | cause | lines that upstream kept |",
+        "|---|---|---|---|---|---|",
     ]
     for one in found:
         if not one.good and one.mode != CARRY_FIRST:
             manual = [id_ for id_, state in one.patches.items() if state == MANUAL]
             cause = _cause(one.reasons.get(manual[0], ""))
+            kept = one.kept.get(manual[0], {})
+            shares = ", ".join(f"`{name}` {share} %" for name, share in kept.items())
             facts = (one.release, one.date[:10], _HEADINGS[one.mode], ", ".join(manual), cause)
-            lines.append(f"| {' | '.join(facts)} |")
+            lines.append(f"| {' | '.join(facts)} | {shares} |")
     lines += ["", "## Hooks", "", *_hooks(hooks)]
     lines += ["", "## Verified sample", "", *_sample(verified)]
     return "\n".join([*lines, ""])
+
+
+def _limits(found: Sequence[Measured]) -> list[str]:
+    """Return why states miss: a new patch, a rewritten function, or a changed neighbour."""
+    lines = ["What limits each mode, by the first patch that needs manual work:", ""]
+    for mode in MODES:
+        missed = [one for one in found if one.mode == mode and not one.good]
+        if mode == CARRY_FIRST or not missed:
+            continue
+        counts = Counter(_limit(one) for one in missed)
+        causes = "; ".join(f"{cause}: {count}" for cause, count in counts.most_common())
+        lines.append(f"- {_HEADINGS[mode]}: {causes}.")
+    return lines
+
+
+def _limit(one: Measured) -> str:
+    first = next(id_ for id_, state in one.patches.items() if state == MANUAL)
+    reason = one.reasons.get(first, "")
+    if not _CARRY.search(reason):
+        return "no older port of the patch"
+    kept = one.kept.get(first, {})
+    if not kept:
+        return "a file, name or patch that the port uses is missing"
+    if min(kept.values()) < REWRITTEN:
+        return f"upstream kept less than {REWRITTEN} % of a function that the patch changes"
+    return "upstream changed the same or neighbouring lines of a function"
 
 
 def _table(
@@ -176,10 +212,12 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
         return [f"No carried state has been built and verified yet: {command}."]
     lines = [
         "Carried trees that `python -m qa upkeep --sample N --verify` built and verified, and that",
-        "the ports and rules of today still make; the mode is the one that made the tree.",
+        "the ports and rules of today still make; the mode is the one that made the tree. The last",
+        "columns are a fetch into an empty data directory, the merges, the builds of stock and",
+        "patched, and all runs. They depend on the machine, its load, and its compiler cache.",
         "",
-        "| state | date | mode | carried | verdict | verified |",
-        "|---|---|---|---|---|---|",
+        f"| state | date | mode | carried | verdict | verified | {' | '.join(STEPS)} |",
+        f"|{'---|' * (6 + len(STEPS))}",
     ]
     for one in verified:
         carried = ", ".join(f"{id_} from {base}" for id_, base in one.carried.items())
@@ -190,6 +228,7 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
             carried,
             one.verdict,
             one.verified,
+            *(f"{one.seconds[step]:.0f} s" if step in one.seconds else "" for step in STEPS),
         )
         lines.append(f"| {' | '.join(facts)} |")
     return lines

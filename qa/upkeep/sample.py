@@ -1,28 +1,36 @@
-"""Draw carried states, and verify each tree exactly as its mode made it."""
+"""Draw carried states, and verify each tree exactly as its mode made it; the steps are timed."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
 import random
 import tempfile
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import tomlkit
 
-from pyllamakv.errors import HarnessError
+from pyllamakv.building import variant
+from pyllamakv.building.build import build, build_patched
+from pyllamakv.errors import BuildError, HarnessError, SourceError, UsageError
 from pyllamakv.home import home
 from pyllamakv.patching import apply, shared_files, trees
 from pyllamakv.patching.definition import file_of
+from pyllamakv.source import fetch
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification import check
 from qa.upkeep.measurement import CARRY_FIRST, FORWARD, RECENT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.definition import Port
     from pyllamakv.patching.series import Series
     from pyllamakv.source.progress import Progress
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
 
 #: The modes that a sample is drawn from, in this order. Most states are strict in the first one.
 _ORDER = (FORWARD, CARRY_FIRST)
+#: The steps that are timed.
+STEPS = ("fetch", "carry", "build", "verify")
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,9 @@ class Verified:
     """The verdict on the carried tree of a state.
 
     ``carried`` has the base of the merged port by patch, ``verified`` the day of the verification.
+    ``seconds`` has the duration of each of `STEPS`: a download into an empty data directory and its
+    import, the merges, the builds of stock and patched, and all runs. A step that was not made
+    (no network, or a build that existed) is missing.
     """
 
     release: str
@@ -48,6 +61,23 @@ class Verified:
     verdict: str
     reason: str
     verified: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def named(found: Sequence[Measured], names: Sequence[str]) -> list[Measured]:
+    """Return the named states in the first mode of `_ORDER` that carries them.
+
+    Raises UsageError for a state that no mode carries.
+    """
+    chosen = []
+    for name in names:
+        carried = [one for mode in _ORDER for one in found
+                   if (one.release, one.mode) == (name, mode) and one.carried]  # fmt: skip
+        if not carried:
+            msg = f"{name} is no fetched state that is carried: see --json"
+            raise UsageError(msg)
+        chosen.append(carried[0])
+    return chosen
 
 
 def draw(found: Sequence[Measured], count: int, seed: int) -> list[Measured]:
@@ -142,26 +172,62 @@ def _verified(
     known: Sequence[Verified],
     progress: Progress,
 ) -> Verified:
-    made, tree = _make(release, one.mode, measurement, fits)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "carry"):
+        made, tree = _make(release, one.mode, measurement, fits)
     for each in known:
         if (each.release, each.mode, each.tree) == (one.release, one.mode, tree):
             return each
+    _fetch_again(release, seconds, progress)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "patches"
         write_series(folder, measurement.whole, release, made.ports)
-        again = apply.apply(release, [str(folder)], store=measurement.store).tree
-        if again != tree:
-            msg = f"the series written for {release.name} makes tree {again}, expected {tree}"
+        again = apply.apply(release, [str(folder)], store=measurement.store)
+        if again.tree != tree:
+            msg = f"the series written for {release.name} makes tree {again.tree}, expected {tree}"
             raise HarnessError(msg)
+        _build(release, again, seconds, progress)
         question = check.CheckRequest(release.name, patches=(folder,))
-        found = check.check(question, progress=progress).decision
+        with _timed(seconds, "verify"):
+            found = check.check(question, progress=progress).decision
     carried = {port.id: port.carried_from for port in made.ports if port.carried_from}
     # The ports in the directory are strict there, so the check cannot know that they were carried.
     verdict = "broken-carry" if found.exit_code == 1 else str(found.verdict)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Verified(
-        release.name, release.date, one.mode, carried, tree, verdict, found.reason, today
+        release.name, release.date, one.mode, carried, tree, verdict, found.reason, today, seconds
     )
+
+
+def _fetch_again(release: Release, seconds: dict[str, float], progress: Progress) -> None:
+    """Time a fetch into an empty data directory; without a network, it has no duration."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, PYLLAMAKV_HOME=folder),
+        contextlib.suppress(SourceError),
+        _timed(seconds, "fetch"),
+    ):
+        fetch.fetch(release, progress=progress)
+
+
+def _build(
+    release: Release, patched: PatchedRelease, seconds: dict[str, float], progress: Progress
+) -> None:
+    """Time the builds of both sides if stock is not built; a failed build is left to the check."""
+    stock = f"{release.name}+stock"
+    if variant.lookup(variant.request(stock)) is not None:
+        return
+    with contextlib.suppress(BuildError), _timed(seconds, "build"):
+        build(stock, progress=progress)
+        build_patched(release, patched, progress=progress)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    """Store the duration of a block that raises nothing."""
+    started = time.monotonic()
+    yield
+    seconds[step] = round(time.monotonic() - started, 1)
 
 
 def write_series(folder: Path, whole: Series, release: Release, ports: Sequence[Port]) -> None:

@@ -999,6 +999,14 @@ static void test_options() {
     ::unsetenv("LLAMA_KV_BACKING_HUGE");
 
     CHECK(effective().kind == KIND_ANON);
+    CHECK(!use_heap_for("llama") && effective().kind == KIND_ANON);
+    CHECK(use_heap_for("deepseek4") && effective().kind == KIND_HEAP);
+    CHECK(make(some_tensors(), N_CELLS, N_STREAM) == nullptr);
+    CHECK(use_heap_for("deepseek4")); // the next context, after one whose creation failed
+    CHECK(take_made().empty() && effective().kind == KIND_ANON);
+    ::setenv("LLAMA_KV_BACKING", "heap", 1);
+    CHECK(!use_heap_for("deepseek4"));
+    ::unsetenv("LLAMA_KV_BACKING");
     {
         const auto one = make(some_tensors(), N_CELLS, N_STREAM);
         make(some_tensors(), N_CELLS, N_STREAM); // of a context that came to nothing

@@ -103,6 +103,8 @@ def test_a_conflict_shows_both_sides(bench: SeriesSandbox) -> None:
     line = SAME["src/a.cpp"].split(b"\n").index(b"    other(b);") + 1
     assert (conflict.file, conflict.line) == ("src/a.cpp", line)
     assert (conflict.upstream, conflict.patch) == (("    other(b);",), ("    fix(a);",))
+    assert conflict.function == "first"
+    assert str(conflict).endswith(" changed the lines that the patch changes in `first`")
     assert json.loads(json.dumps(found.as_json()))["manual"][0]["conflicts"][0]["line"] == line
 
 
@@ -201,7 +203,8 @@ def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) ->
     swapped = STOCK["src/a.cpp"].replace(b"static int first(", b"static int other(")
     swapped = swapped.replace(b"static int second(", b"static int first(")
     bench.add_release("0.3.5", STOCK | {"src/a.cpp": swapped}, "2025-01-05")
-    assert "the merge moves lines in `first` to `other`: +fix(a);" in reason(bench, "0.3.5")
+    wanted = "the merge moves lines in `first` of src/a.cpp to `other` of src/a.cpp: +fix(a);"
+    assert wanted in reason(bench, "0.3.5")
 
 
 @pytest.mark.long

@@ -30,7 +30,8 @@ def test_other_changes_than_the_port_are_refused() -> None:
     lost["src/h.h"] = b"long size;\n" + STOCK["src/h.h"]
     assert "loses lines in `first`" in difference(*port, *merged(STOCK, lost))
     moved = FIXED | {"src/a.cpp": code("first") + code("second", "fix(a);")}
-    assert "moves lines in `first` to `second`" in difference(*port, *merged(STOCK, moved))
+    wanted = "moves lines in `first` of src/a.cpp to `second` of src/a.cpp: +fix(a);"
+    assert wanted in difference(*port, *merged(STOCK, moved))
     twice = FIXED | {"src/a.cpp": code("first", "fix(a);") + code("second", "fix(a);")}
     assert "adds lines in `second`" in difference(*port, *merged(STOCK, twice))
     other = FIXED | {"src/new.h": b"void fix(long);\n"}
@@ -48,7 +49,90 @@ def test_a_renamed_function_is_the_same() -> None:
     assert "in `first`" in difference(*port, *merged(stock, more))
     other = {"src/a.cpp": code("other") + code("second")}
     fixed = FIXED | {"src/a.cpp": code("other", "fix(a);") + code("second")}
-    assert "moves lines in `first` to `other`" in difference(*port, *merged(STOCK | other, fixed))
+    assert "moves lines in `first` of src/a.cpp to `other` of" in difference(
+        *port, *merged(STOCK | other, fixed)
+    )
+
+
+def test_a_function_of_the_same_name_in_another_file() -> None:
+    """It is another function, unless the file was renamed: one name exists on each side."""
+    sibling = {"src/b.cpp": code("first") + code("third")}
+    stock = {"src/a.cpp": code("first") + code("second")} | sibling
+    fixed = stock | {"src/a.cpp": code("first", "fix(a);") + code("second")}
+    port = merged(stock, fixed)
+    wrong = stock | {"src/b.cpp": code("first", "fix(a);") + code("third")}
+    wanted = "moves lines in `first` of src/a.cpp to `first` of src/b.cpp"
+    for tokens, reason in ((None, wanted), ({}, "other tokens in `first` of src/a.cpp")):
+        assert reason in difference(*port, *merged(stock, wrong), tokens=tokens)
+        renamed = [sibling | {"src/c.cpp": side["src/a.cpp"]} for side in (stock, fixed)]
+        assert not difference(*port, *merged(*renamed), tokens=tokens)
+
+
+def test_a_new_file_with_the_most_common_lines_is_the_renamed_one() -> None:
+    """Each change is in the file that has the lines of the former one."""
+    stock = {"a.cpp": code("first"), "b.cpp": code("second")}
+    fixed = {"a.cpp": code("first", "fix(a);"), "b.cpp": code("second", "fix(b);")}
+    names = {"a.cpp": "y.cpp", "b.cpp": "x.cpp"}
+    new = [{names[path]: data for path, data in side.items()} for side in (stock, fixed)]
+    assert not difference(*merged(stock, fixed), *merged(*new))
+    one = {"x.cpp": stock["a.cpp"]}, {"x.cpp": fixed["a.cpp"]}
+    assert difference(*merged(stock, fixed), *merged(*one)), "one of two files is lost"
+
+
+def local(declaration: str, *use: str) -> Files:
+    """Return a file with a function that declares something and uses it in other lines."""
+    return {"src/a.cpp": code("first", declaration, "go(1);", "go(2);", "go(3);", *use)}
+
+
+@pytest.mark.parametrize(
+    ("declaration", "use", "target", "lost"),
+    [
+        ("auto err = run();", "return err;", "auto status = run();", True),
+        ("auto err = run();", "return err;", "int err;", False),
+        ("auto err = run();", "return err;", "ctx->err = run();", True),
+        ("int err = 0;", "for (int err = 0; err < 3; ++err)", "go(0);", False),
+        ("int err = 0;", 'log("err"); // err', "go(0);", False),
+        ("int err = 0;", "go(ctx.err, ctx->err, ns::err);", "go(0);", False),
+        ("for (auto & err : list)", "use(err);", "go(0);", True),
+        ("std::vector<int> err(size);", "use(err[0]);", "go(0);", True),
+        ("const enum status * err = 0;", "use(err);", "go(0);", True),
+        ("return err;", "use(err);", "go(0);", False),
+        ("err = 0;", "use(err);", "go(0);", False),
+    ],
+    ids=[
+        "renamed",
+        "kept",
+        "member",
+        "own",
+        "literal",
+        "qualified",
+        "loop",
+        "template",
+        "pointer",
+        "return",
+        "assignment",
+    ],
+)
+def test_a_variable_that_the_function_lacks(
+    declaration: str, use: str, target: str, lost: bool
+) -> None:
+    """Upstream renamed the variable that an added line uses; the lines themselves are the same."""
+    port = merged(local(declaration), local(declaration, use))
+    found = difference(*port, *merged(local(target), local(target, use)))
+    assert found == ("the patch uses `err`, which `first` of src/a.cpp lacks" if lost else "")
+
+
+def test_a_parameter_that_the_function_lacks() -> None:
+    """A parameter is declared in the heading; the merge may follow a new name."""
+    use = "use(b);"
+    port = merged(STOCK, STOCK | {"src/a.cpp": code("first", use) + code("second")})
+    sides = [
+        {"src/a.cpp": side["src/a.cpp"].replace(b"first(int a, int b)", b"first(int a, int n)")}
+        for side in (STOCK, {"src/a.cpp": code("first", use) + code("second")})
+    ]
+    assert "the patch uses `b`" in difference(*port, *merged(*sides))
+    sides[1]["src/a.cpp"] = sides[1]["src/a.cpp"].replace(b"use(b);", b"use(n);")
+    assert not difference(*port, *merged(*sides), tokens={"b": "n"})
 
 
 def members(*classes: str) -> bytes:

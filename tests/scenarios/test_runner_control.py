@@ -51,6 +51,13 @@ class NoContext(Device):
         raise WorkerDied("ended by SIGSEGV", signal=11)
 
 
+class NoModel(Device):
+    """End the worker while a model is loaded."""
+
+    def model_load(self, *args):
+        raise WorkerDied("ended by SIGSEGV during model_load", signal=11)
+
+
 class Slow(Device):
     """Never come to the end of the first single token."""
 
@@ -128,6 +135,17 @@ def test_a_context_that_ends_the_worker_is_not_judged() -> None:
     outcome, calls, _ = run(NoContext, "vulkan")
     assert (outcome.status, outcome.failure) == ("skip", "crash")
     assert not any(call.startswith("decode") for call in calls)
+
+
+def test_a_model_that_ends_the_worker_is_not_judged() -> None:
+    """A release that cannot load an architecture says nothing about a patch, unless stock can."""
+    stock, _, opened = run(NoModel, "cpu", times=2)
+    assert (stock.status, stock.failure, opened) == ("skip", "crash", 2)
+    assert "cannot be loaded here: ended by SIGSEGV" in stock.message
+    assert not Pair("memory-recurrent", "guard", "plain f16", stock, stock).broken
+    good, _, _ = run(lambda: Device(heals=True), "cpu")
+    pair = Pair("memory-recurrent", "guard", "plain f16", good, stock)
+    assert is_harmful(pair)
 
 
 def test_a_device_that_is_slow_is_tried_again() -> None:

@@ -74,6 +74,7 @@ def test_markdown_folds_older_releases() -> None:
     assert folded.splitlines()[:2] == recent.splitlines()[:2]
     assert folded.endswith(" |\n\n</details>\n")
     assert matrix_reports.markdown(cells[2:]) == recent
+    assert "<summary>1 older verdict</summary>" in matrix_reports.markdown(cells[1:])
 
 
 def test_markdown_counts_carried_patches() -> None:

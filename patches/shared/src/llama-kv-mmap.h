@@ -100,8 +100,10 @@ struct options {
     uint32_t n_seq_max = 64; // maximum number of sequences; a kept file stores a bit for each per cell
 
     // Outputs. n_asked: number of caches with a named file since take_made(). failed: reason of the last failure.
+    // on_heap: set by use_heap_for(), overrides kind.
     uint32_t     n_asked = 0;
     enum failure failed  = FAILURE_NONE;
+    bool         on_heap = false;
 };
 
 // Return the options for the caches that this thread creates next. The reference stays valid in this thread.
@@ -1051,6 +1053,11 @@ inline options effective() {
         res.huge = true;
     }
 
+    if (res.on_heap) {
+        res.kind = KIND_HEAP;
+        res.keep = KEEP_NOT;
+    }
+
 #if LLAMA_KV_MMAP_SUPPORTED
     struct stat st;
 
@@ -1062,6 +1069,16 @@ inline options effective() {
     return res;
 }
 
+// Call this before the memory of a context is created. Return whether the options select mapped memory, which a model
+// of this architecture does not support: the caches are then on the heap until take_made(). DeepSeek V4 stores rows that
+// summarize several tokens and have no cells. Copying and trimming up to the last used cell would lose them.
+inline bool use_heap_for(const std::string & arch) {
+    current().on_heap = false;
+    current().on_heap = arch == "deepseek4" && effective().kind != KIND_HEAP;
+
+    return current().on_heap;
+}
+
 // Return the list of caches that this thread created since the last take_made().
 inline std::vector<std::weak_ptr<backing>> & made() {
     static thread_local std::vector<std::weak_ptr<backing>> res;
@@ -1069,7 +1086,7 @@ inline std::vector<std::weak_ptr<backing>> & made() {
     return res;
 }
 
-// Return the live entries of made(), clear it, and reset n_asked. Call this once per context.
+// Return the live entries of made(), clear it, and reset n_asked and on_heap. Call this once per context.
 inline std::vector<std::weak_ptr<backing>> take_made() {
     std::vector<std::weak_ptr<backing>> res;
 
@@ -1083,6 +1100,7 @@ inline std::vector<std::weak_ptr<backing>> take_made() {
     made().clear();
 
     current().n_asked = 0;
+    current().on_heap = false;
 
     return res;
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.memory_checks import (
     exercise_memory,
@@ -21,7 +23,14 @@ WINDOW = synthetic_models.SHAPES["compressed"].window
 
 def run(lab: Lab) -> None:
     """Run every operation, then those of sequences that are longer than the longest block."""
+    lab.logs()
     player = lab.player(256, n_ubatch=32, n_seq_max=4)
+    mapped = lab.setting.environment and lab.native.about.capabilities & Capability.MAPPING
+    warnings = [line for line in lab.logs() if "is allocated on the heap" in line]
+    lab.expect(
+        len(warnings) == bool(mapped),
+        f"{len(warnings)} warnings that the cache is on the heap: {warnings}",
+    )
     require_deterministic(lab, player)
     exercise_memory(lab, player, window=WINDOW, rows=False)
     player.fill({0: 150, 2: 70}, interleave=True)
@@ -47,6 +56,11 @@ SCENARIO = Scenario(
     issue="ggml-org/llama.cpp#25521",
     run=run,
     model="compressed",
-    settings=(CACHES[0], CACHES[3]),
+    settings=(
+        CACHES[0],
+        CACHES[3],
+        # Mapped memory would lose the rows: the cache stays on the heap.
+        replace(CACHES[0], environment=(("LLAMA_KV_BACKING", "mmap"),)),
+    ),
     environment=(),
 )

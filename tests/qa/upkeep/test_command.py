@@ -32,6 +32,9 @@ def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {one["good"] for one in states["states"]} == {True, False}
     made = SimpleNamespace(verdict="harmful", exit_code=1, reason="wrong data")
     monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
+    monkeypatch.setattr(sample, "_fetch_again", lambda *_: None)
+    monkeypatch.setattr(sample, "_build", lambda *_: None)
+    assert run("--state", "0.3.2").splitlines() == ["0.3.2 2026-08-02 forward"]
     file = tmp_path / "upkeep.md"
     run("--write", str(file), "--sample", "1", "--verify", status=1)
     assert "| 0.3.2 | 2026-08-02 | forward | fix from 0.3.1 | broken-carry |" in file.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qa.upkeep.measurement import CARRY_FIRST, FORWARD, LEAVE_ONE_OUT, TODAY, Hook, Measured
 from qa.upkeep.page import page
 from qa.upkeep.sample import Verified
@@ -35,7 +37,7 @@ def test_totals() -> None:
     assert "| fix | forward | 1 | 1 | 1 |\n" in text
     assert "| more | forward | 3 | 0 | 0 |\n" in text
     assert (
-        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |"
+        "| 0.3.3 | 2026-08-03 | forward | fix | 0.3.1: conflicts in `a.cpp` (2), `b.h` (1) |  |"
         in text
     )
     assert "| 0.3.1 | 2026-07-01 | forward" not in text
@@ -48,7 +50,27 @@ def test_causes() -> None:
         ("has no port", "no such port"),
     ):
         one = Measured("b9", "rows", "2026-01-01", TODAY, {"fix": "manual"}, {"fix": reason})
-        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |" in page([one])
+        assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |  |" in page([one])
+
+
+def test_limits() -> None:
+    """A miss counts once, by its first patch; a rewritten function is one with few lines left."""
+    facts = ("rows", "2026-01-01", TODAY, {"fix": "manual", "more": "manual"})
+    conflict = {"fix": "cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that x"}
+    found = [
+        Measured("b1", *facts, {"fix": "has no port"}),
+        Measured("b2", *facts, {"fix": "cannot be carried from 0.3.1: requires more"}),
+        Measured("b3", *facts, conflict, kept={"fix": {"f": 90, "g": 49}}),
+        Measured("b4", *facts, conflict, kept={"fix": {"f": 50}}),
+        Measured("b5", *facts, conflict, kept={"fix": {"f": 0}}),
+    ]
+    text = page(found)
+    assert (
+        "- all ports: upstream kept less than 50 % of a function that the patch changes: 2; "
+        "no older port of the patch: 1; a file, name or patch that the port uses is missing: 1; "
+        "upstream changed the same or neighbouring lines of a function: 1.\n"
+    ) in text
+    assert "(1) | `f` 90 %, `g` 49 % |" in text
 
 
 def test_hooks() -> None:
@@ -65,5 +87,7 @@ def test_the_sample() -> None:
     assert "No carried state has been built" in page(FOUND)
     facts = ("0.3.2", "2026-07-02", FORWARD, {"fix": "0.3.1"}, "0" * 40)
     one = Verified(*facts, verdict="needed", reason="", verified="2026-11-26")
-    row = "| 0.3.2 | 2026-07-02 | forward | fix from 0.3.1 | needed | 2026-11-26 |"
+    row = "| 0.3.2 | 2026-07-02 | forward | fix from 0.3.1 | needed | 2026-11-26 |  |  |  |  |"
     assert row in page(FOUND, verified=[one])
+    timed = replace(one, seconds={"carry": 1.6, "build": 300.0, "verify": 60.0})
+    assert "| 2026-11-26 |  | 2 s | 300 s | 60 s |" in page(FOUND, verified=[timed])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from upkeep_kit import sandbox
 
-from pyllamakv.errors import HarnessError
+from pyllamakv.errors import BuildError, FetchError, HarnessError, UsageError
+from pyllamakv.home import home
 from pyllamakv.patching import apply, series
 from qa.upkeep import sample
 from qa.upkeep.measurement import CARRY_FIRST, FORWARD, Measured, Measurement
@@ -48,6 +49,24 @@ def test_a_state_that_is_carried_forward_is_preferred() -> None:
     assert len(sample.draw(found, 9, 1)) == 2
 
 
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the network and the compiler; return what was fetched and built."""
+    made: list[str] = []
+
+    def fetched(release, *, progress):
+        assert not list(home().iterdir()), "releases of the data directory are not fetched again"
+        made.append(f"fetch {release.name}")
+
+    monkeypatch.setattr(sample.fetch, "fetch", fetched)
+    monkeypatch.setattr(sample.variant, "request", lambda spec: spec)
+    monkeypatch.setattr(sample.variant, "lookup", lambda spec: None)
+    monkeypatch.setattr(sample, "build", lambda spec, **_: made.append(f"build {spec}"))
+    patched = lambda release, tree, **_: made.append(f"build {release.name}")  # noqa: E731
+    monkeypatch.setattr(sample, "build_patched", patched)
+    return made
+
+
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
     """Return a measurement of four releases, of which 0.3.2 is carried."""
@@ -57,7 +76,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
 
 @pytest.mark.long
 def test_the_carried_tree_is_verified(
-    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch, steps: list[str]
 ) -> None:
     """The check gets a series that makes exactly this tree; a second run verifies nothing."""
     questions = []
@@ -82,9 +101,47 @@ def test_the_carried_tree_is_verified(
     (found,) = sample.verify(chosen, measured, quiet)
     assert (found.release, found.mode, found.verdict) == ("0.3.2", FORWARD, "needed")
     assert found.carried == {"fix": "0.3.1"}
+    assert tuple(sorted(found.seconds)) == tuple(sorted(sample.STEPS))
+    assert steps == ["fetch 0.3.2", "build 0.3.2+stock", "build 0.3.2"]
     assert sample.verify(chosen, measured, quiet) == [found] == sample.kept()
     assert len(questions) == 1
     assert sample.verify([], measured, quiet) == []
+
+
+@pytest.mark.long
+def test_a_step_that_was_not_made_has_no_duration(
+    measured: Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network nothing is fetched; a build that exists or fails has no duration either."""
+    made = SimpleNamespace(verdict="needed", exit_code=0, reason="")
+    monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
+
+    def refused(*_args: object, **_options: object) -> None:
+        raise FetchError("no network")
+
+    def failed(*_args: object, **_options: object) -> None:
+        raise BuildError("error: x")
+
+    monkeypatch.setattr(sample.fetch, "fetch", refused)
+    monkeypatch.setattr(sample, "build_patched", failed)
+    chosen = sample.named(measured.run(), ["0.3.2"])
+    (found,) = sample.verify(chosen, measured, lambda *_: None)
+    assert set(found.seconds) == {"carry", "verify"}
+    monkeypatch.setattr(sample, "kept", list)
+    monkeypatch.setattr(sample.variant, "lookup", lambda spec: spec)
+    monkeypatch.setattr(sample, "build", failed)
+    (found,) = sample.verify(chosen, measured, lambda *_: None)
+    assert set(found.seconds) == {"carry", "verify"}
+
+
+def test_a_named_state_is_carried() -> None:
+    """Forward is preferred; a state that is strict or unknown is refused."""
+    found = [state("b", NEW), state("b", NEW, FORWARD), state("a", NEW), state("c", NEW, "today")]
+    chosen = sample.named(found, ["a", "b"])
+    assert [(one.release, one.mode) for one in chosen] == [("a", CARRY_FIRST), ("b", FORWARD)]
+    for name in ("c", "d"):
+        with pytest.raises(UsageError, match=f"{name} is no fetched state that is carried"):
+            sample.named(found, [name])
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-// Slots are always contiguous (0.3.10).
+// Slots are always contiguous (between b5590 and 0.3.10).
 #include "cells/single.h"
 
 namespace plk {

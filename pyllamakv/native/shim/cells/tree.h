@@ -1,4 +1,4 @@
-// Memory as a tree of objects, some of which are caches (0.3.10 and later). The candidate defines
+// Memory as a tree of objects, some of which are caches (b5590 and later). The candidate defines
 // plk::Cache, plk::Iswa, and the access to one cache:
 //
 //   n_stream, cells_of, head_of, layers_of, transposed
@@ -11,8 +11,18 @@
 #include "cells/state.h"
 
 #include "llama-context.h"
+#if __has_include("llama-memory-hybrid.h")
 #include "llama-memory-hybrid.h"
+#endif
+#if __has_include("llama-memory-recurrent.h")
 #include "llama-memory-recurrent.h"
+#else
+#include "llama-kv-cache-recurrent.h" // through b5640
+using llama_memory_recurrent = llama_kv_cache_recurrent;
+#endif
+#ifndef LLAMA_MAX_SEQ
+#define LLAMA_MAX_SEQ LLAMA_MAX_PARALLEL_SEQUENCES // through b5640
+#endif
 #if __has_include("llama-memory-hybrid-iswa.h")
 #include "llama-memory-hybrid-iswa.h"
 #endif
@@ -53,9 +63,17 @@ template <typename State> auto clears_one(State &state, int) -> decltype(state.c
 }
 template <typename State> bool clears_one(State &, long) { return false; }
 
+// Return the memory of a context: llama_get_memory exists since b5640.
+template <typename Context> auto memory_of(Context *ctx, int) -> decltype(llama_get_memory(ctx)) {
+    return llama_get_memory(ctx);
+}
+template <typename Context> llama_memory_i *memory_of(Context *ctx, long) {
+    return llama_get_kv_self(ctx);
+}
+
 inline Tree tree_of(llama_context *ctx) {
     Tree tree;
-    llama_memory_i *memory = llama_get_memory(ctx);
+    llama_memory_i *memory = memory_of(ctx, 0);
     const auto both = [&](Iswa *pair) {
         tree.caches = {{pair->get_base(), 0, false}, {pair->get_swa(), 0, true}};
     };
@@ -70,9 +88,11 @@ inline Tree tree_of(llama_context *ctx) {
         both(pair);
     } else if (dynamic_cast<llama_memory_recurrent *>(memory)) {
         tree.kind = PLK_MEMORY_RECURRENT;
+#if __has_include("llama-memory-hybrid.h")
     } else if (auto *hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         tree.kind = PLK_MEMORY_HYBRID;
         tree.caches = {{hybrid->get_mem_attn(), 0, false}};
+#endif
 #if __has_include("llama-memory-hybrid-iswa.h")
     } else if (auto *hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
         tree.kind = PLK_MEMORY_HYBRID;

@@ -50,13 +50,6 @@ int plk::mapping::failure() {
 int32_t plk::mapping::count(llama_context *ctx) { return llama_kv_mmap_count(ctx); }
 
 int plk::mapping::check(llama_context *ctx, const plk_context_params &asked) {
-    if (llama_kv_mmap_count(ctx) > 0 && plk::cells::limits(ctx).compressed) {
-        // The patch trims and copies up to the last used cell, but these rows have no cells. The
-        // environment variable maps them too.
-        return refuse(PLK_EUNSUPPORTED,
-                      "this memory has compressed rows that mapped memory would lose: use the heap "
-                      "(kv_backing, LLAMA_KV_BACKING)");
-    }
     if (asked.kv_backing == PLK_BACKING_HEAP) {
         return PLK_OK;
     }
@@ -64,8 +57,8 @@ int plk::mapping::check(llama_context *ctx, const plk_context_params &asked) {
     llama_kv_mmap_info first{};
     if (!llama_kv_mmap_get(ctx, 0, &first)) {
         return refuse(PLK_EUNSUPPORTED,
-                      "kv_backing has no effect here: all keys and values of this context lie on "
-                      "devices, or it has none");
+                      "kv_backing has no effect here: all keys and values of this context are on "
+                      "devices, mapped memory does not support them, or it has none");
     }
     plk_context_info info{};
     plk::cells::describe(ctx, info);

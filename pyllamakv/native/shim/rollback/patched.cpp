@@ -4,6 +4,10 @@
 
 #include "llama-kv-defrag.h"
 
+#if __has_include("llama-kv-cache-unified.h")
+#error "since b5590, upstream rolls back, and an aborted batch leaves its finished micro-batches"
+#endif
+
 const uint64_t plk::rollback::bits = PLK_CAP_ROLLBACK;
 const bool plk::rollback::abortable = true;
 
