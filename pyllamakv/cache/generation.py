@@ -15,7 +15,7 @@ from pyllamakv.cache import token_groups as grouping
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler, uses_penalties
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -294,7 +294,7 @@ def _picker(
         return greedy, None
     if not isinstance(sampler, SamplerParams):
         return sampler, None
-    if sampler.temperature <= 0 and not uses_penalties(sampler):
+    if sampler.is_greedy:
         return greedy, None
     made = make_sampler(model, sampler)
     return made, made if isinstance(made, Sampler) else None

@@ -323,6 +323,7 @@ class Context:
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
         sampler.check_context(self)
+        sampler.check_in_c()
         with self.lock as handle, sampler.life as raw:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -11,7 +11,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import detokenizer
+from pyllamakv.runtime import detokenizer, json_schema
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -23,13 +23,14 @@ from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
     from pyllamakv.runtime.gguf_file import ModelFile
+    from pyllamakv.runtime.sampler import LogitsProcessor
 
 
 class Model(LoadedModel):
@@ -211,9 +212,27 @@ class Model(LoadedModel):
             resume(context)
         return context
 
-    def sampler(self, **options: Any) -> Sampler:
-        """Create a sampler in C with the options of `SamplerParams`."""
-        return Sampler(self, SamplerParams(**options))
+    def sampler(
+        self,
+        *,
+        processors: Iterable[LogitsProcessor] = (),
+        json_schema: Mapping[str, Any] | str | None = None,
+        top_logprobs: int | None = None,
+        **options: Any,
+    ) -> Sampler:
+        """Create a sampler in C with the options of `SamplerParams`; see `Sampler`."""
+        return Sampler(
+            self,
+            SamplerParams(**options),
+            processors=processors,
+            json_schema=json_schema,
+            top_logprobs=top_logprobs,
+        )
+
+    @cached_property
+    def schema_tokens(self) -> Any:
+        """Return the vocabulary in the form for JSON schemas, computed once."""
+        return json_schema.compile_tokens(self)
 
     def close(self) -> None:
         """Free the model after its contexts. A second call does nothing."""
