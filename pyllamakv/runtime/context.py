@@ -16,7 +16,14 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
-from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
+from pyllamakv.errors import (
+    Cancelled,
+    DecodeError,
+    KvError,
+    NativeError,
+    StaleLogits,
+    UsageError,
+)
 from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
@@ -28,6 +35,7 @@ from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
 from pyllamakv.runtime.sequence import Sequence, checked
+from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -389,21 +397,24 @@ class Context:
         max_tokens: int | None = None,
         sampler: TokenSampler | SamplerParams | None = None,
         *,
+        stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
     ) -> Iterator[str]:
         """Generate from a sequence that has tokens; yield text when it is complete.
 
-        Ends after ``max_tokens`` (None: no limit) or at an end-of-generation token, which is not
-        stored. Yielded tokens are in the sequence. Without ``sampler``, generation is greedy.
+        Ends after ``max_tokens`` (None: no limit), before a stop string, or at an
+        end-of-generation token, which is not stored. Yielded tokens are in the sequence, and so
+        are those of the stop string. Without ``sampler``, generation is greedy.
         """
         checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
+        strings = check_stop_strings(stop)
         if not len(sequence):
             msg = "the sequence has no tokens; decode a prompt first"
             raise UsageError(msg)
-        return self._generate(sequence, max_tokens, sampler, stop_at_end)
+        return self._generate(sequence, max_tokens, sampler, strings, stop_at_end)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
@@ -589,9 +600,11 @@ class Context:
         sequence: Sequence,
         max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
+        stop: tuple[str, ...],
         stop_at_end: bool,
     ) -> Iterator[str]:
         picker, mine = self._picker(sampler)
+        stops = StopStrings(stop) if stop else None
         stream, cancels, model = IncrementalDetokenizer(), self.cancels, self.model
         try:
             token = -1
@@ -607,12 +620,21 @@ class Context:
                     raise Cancelled(msg, code=2)
                 self.step(sequence, token)
                 text = stream.feed(model.piece(token))
+                if stops is not None:
+                    text = stops.feed(text)
+                    if stops.found is not None:
+                        if text:
+                            yield text
+                        return
                 left = None if left is None else left - 1
                 # Sample the next token before the caller gets this one and possibly decodes others.
                 token = picker.sample(self) if left is None or left else -1
                 if text:
                     yield text
             rest = stream.flush()
+            if stops is not None:
+                rest = stops.feed(rest)
+                rest += stops.flush()
             if rest:
                 yield rest
         finally:
