@@ -18,7 +18,7 @@ from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.interface import Lease
@@ -249,8 +249,10 @@ def checked_request(
     context: Context,
     greedy: TokenSampler,
     n_batch: int,
-    prompt: str | Iterable[int],
+    prompt: str | Iterable[int] | None,
     *,
+    messages: Iterable[Mapping[str, Any]] | None,
+    tools: Iterable[Mapping[str, Any]] | None,
     max_tokens: int | None,
     stop: str | Iterable[str],
     sampler: TokenSampler | SamplerParams | None,
@@ -259,6 +261,11 @@ def checked_request(
 ) -> Request:
     """Check and return a request. Raises UsageError or Unsupported."""
     model = context.model
+    if (prompt is None) == (messages is None) or (tools is not None and messages is None):
+        msg = "pass either a prompt or messages=, and tools= with messages only"
+        raise UsageError(msg)
+    if messages is not None:
+        prompt = model.tokenize_chat(messages, tools)
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
     given: list[int] = as_int32(tokens, "tokens").tolist()
     if not given:

@@ -7,7 +7,7 @@ for a block, to record or to watch every call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from pyllamakv.errors import (
     DecodeError,
     KvError,
     NativeError,
+    PartialRemovalRefused,
     StaleLogits,
     UsageError,
 )
@@ -38,7 +39,7 @@ from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -416,6 +417,35 @@ class Context:
             raise UsageError(msg)
         return self._generate(sequence, max_tokens, sampler, strings, stop_at_end)
 
+    def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        sampler: TokenSampler | SamplerParams | None = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        stop: str | Iterable[str] = (),
+        sequence: Sequence | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Generate the reply to the messages of a chat; yield text when it is complete.
+
+        ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
+        opens a sequence and closes it at the end. ``options`` are those of
+        `Model.apply_chat_template`, the others those of `generate`. Raises as both do, and
+        PromptTooLong.
+        """
+        if sequence is not None:
+            checked(sequence).check(self)
+        max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+        check_sampler(sampler)
+        strings = check_stop_strings(stop)
+        tokens = self.model.tokenize_chat(messages, tools, **options)
+        if not tokens:
+            msg = "the chat template rendered no text"
+            raise UsageError(msg)
+        return self._chat(tokens, max_tokens, sampler, strings, sequence)
+
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
         n_threads = arguments.integer("n_threads", n_threads, 1, arguments.INT32)
@@ -594,6 +624,30 @@ class Context:
             self.emptied = roll_back(self, ids, halfway=True)
 
     # Generation...
+
+    def _chat(
+        self,
+        tokens: list[int],
+        max_tokens: int | None,
+        sampler: TokenSampler | SamplerParams | None,
+        stop: tuple[str, ...],
+        sequence: Sequence | None,
+    ) -> Iterator[str]:
+        with ExitStack() as stack:
+            used = stack.enter_context(self.sequence()) if sequence is None else sequence
+            # The last token is always decoded, for its logits.
+            pairs = zip(used.tokens, tokens[:-1], strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
+            same = min(same, len(used))
+            # Shifted tokens have other positions than those of a prompt.
+            if used.positions[:same] != list(range(same)):
+                same = 0
+            try:
+                used.trim(same)
+            except PartialRemovalRefused:
+                used.remove()
+            self.prefill(used, tokens[len(used) :])
+            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end=True)
 
     def _generate(
         self,

@@ -11,7 +11,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams, SamplerParams
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import detokenizer, json_schema
+from pyllamakv.runtime import chat_template, detokenizer, json_schema
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -92,6 +92,49 @@ class Model(LoadedModel):
         numbers = as_int32(tokens, "tokens").tolist()
         special = arguments.flag("special", special)
         return detokenizer.decode(b"".join(self.piece(token, special) for token in numbers))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the Jinja template for chats in the model file, or None."""
+        return self.meta(chat_template.KEY)
+
+    def apply_chat_template(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a chat, as transformers renders it.
+
+        A message has a ``role`` and a ``content``. ``tools`` are functions with JSON schemas, in
+        the format of OpenAI. ``add_generation_prompt`` appends the start of a reply. ``template``
+        replaces that of the model; ``variables`` are passed to it. Raises ChatTemplateError if the
+        template is invalid, raises an error, or exceeds a limit; Unsupported if there is none.
+        """
+        return chat_template.render(
+            self,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template=template,
+            variables=variables,
+        )
+
+    def tokenize_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Return the tokens of a chat; the options are those of `apply_chat_template`.
+
+        The template alone decides about special tokens: none is added.
+        """
+        text = self.apply_chat_template(messages, tools, **options)
+        return self.tokenize(text, add_special=False, parse_special=True)
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of a token. ``special`` includes control tokens."""

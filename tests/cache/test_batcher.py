@@ -185,3 +185,21 @@ def test_stop_strings_need_text(ctx: Context) -> None:
     one = batcher.submit([5, 6], 3)
     batcher.run()
     assert (one.text, len(one.tokens)) == ("", 3)
+
+
+def test_messages_of_a_chat(tmp_path: Path) -> None:
+    """They are rendered with the model's template, and tokenized without a first token."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ tools }}"
+    ctx = kit.context(tmp_path, {"meta": {"tokenizer.chat_template": template}}, n_ctx=256)
+    batcher = Batcher(SlotCache(ctx))
+    messages = [{"role": "user", "content": "Hi"}]
+    made = batcher.submit(messages=messages, max_tokens=3)
+    assert made.prompt == ctx.model.tokenize("user:Hi;None", add_special=False)
+    assert len(made.result()) == 3
+    made = batcher.submit(messages=messages, tools=[{"a": 1}])
+    assert made.prompt == ctx.model.tokenize("user:Hi;[{'a': 1}]", add_special=False)
+    for wrong in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "tools": []}):
+        with pytest.raises(UsageError, match="either a prompt or messages"):
+            batcher.submit(**wrong)
+    with pytest.raises(UsageError, match=r"messages\[0\] has no 'role'"):
+        batcher.submit(messages=[{}])
