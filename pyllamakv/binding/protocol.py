@@ -546,6 +546,9 @@ class Native(Protocol):
     def close(self) -> None:
         """Release the library; every handle is invalid afterwards."""
 
+    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run operations, each (name, arguments), in order; the first error ends it."""
+
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
 

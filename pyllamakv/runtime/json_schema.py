@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing
+from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,24 +33,29 @@ def compile_tokens(model: Model) -> Any:
 
     Raises ToolMissing if llguidance is not installed, and Unsupported without a vocabulary.
     """
-    llguidance = _library()
-    tokens = []
-    for token in range(model.info.n_vocab):
-        text = model.piece(token, special=True)
-        # Without ``special``, a control token has no text.
-        tokens.append(text if model.piece(token) else _CONTROL + text)
-    ends = [token for token in range(model.info.n_vocab) if model.is_eog(token)]
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Vocabulary(model, tokens, ends)), eos_token=ends or None
-    )
+    llguidance, words = _library(), _Vocabulary(model)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.ends or None)
 
 
 class _Vocabulary:
     """The attributes and the call that llguidance requires of a tokenizer."""
 
-    def __init__(self, model: Model, tokens: list[bytes], ends: list[int]) -> None:
-        self.tokens = tokens
-        self.eos_token_id = ends[0] if ends else model.info.token_eos
+    def __init__(self, model: Model) -> None:
+        if not model.info.has_vocab:
+            raise Unsupported(
+                "this model has no vocabulary: a JSON schema needs text", "vocabulary"
+            )
+
+        # In one call, which a worker answers at once.
+        def ask(operation: str, *more: Any) -> list[Any]:
+            ids = range(model.info.n_vocab)
+            return model.native.many([(operation, (model.handle, i, *more)) for i in ids])
+
+        # Without ``special``, a control token has no text.
+        pairs = zip(ask("token_piece", True), ask("token_piece", False), strict=True)
+        self.tokens = [whole if plain else _CONTROL + whole for whole, plain in pairs]
+        self.ends = [token for token, end in enumerate(ask("token_is_eog")) if end]
+        self.eos_token_id = self.ends[0] if self.ends else model.info.token_eos
         self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
         self._model = model
 
@@ -71,11 +76,12 @@ class SchemaProcessor:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
         except ValueError as error:
             raise SchemaError(f"the JSON schema is invalid: {error}") from error
-        self._matcher = llguidance.LLMatcher(model.schema_tokens, grammar, log_level=0)
+        tokens = model.schema_tokens
+        self._matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().partition("\n")[0]
             raise SchemaError(f"the JSON schema cannot be used: {reason}")
-        self._ends = [token for token in range(model.info.n_vocab) if model.is_eog(token)]
+        self._ends = list(tokens.eos_tokens)
         self._seen: list[int] = []
 
     def __call__(self, tokens: list[int], logits: NDArray[np.float32]) -> None:

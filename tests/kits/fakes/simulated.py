@@ -292,6 +292,9 @@ class SimulatedNative(SimulatedModels):
             raise NoTokenAllowed("every token is excluded")
         return int(logits.argmax())
 
+    def many(self, calls: list[tuple[str, tuple]]) -> list:
+        return [getattr(self, name)(*arguments) for name, arguments in calls]
+
     def sampler_accept(self, sampler: int, tokens: np.ndarray) -> None:
         self._get(sampler)
 
