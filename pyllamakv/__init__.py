@@ -40,10 +40,12 @@ if TYPE_CHECKING:
         BudgetTooSmall,
         Busy,
         Cancelled,
+        ChatTemplateError,
         Closed,
         ContextError,
         DecodeError,
         DeviceLost,
+        GrammarError,
         KVCacheFull,
         KvError,
         KVFileBusy,
@@ -59,10 +61,12 @@ if TYPE_CHECKING:
         NoSlotAvailable,
         NotBuilt,
         NotEnoughMemory,
+        NoTokenAllowed,
         PagingError,
         PartialRemovalRefused,
         PromptTooLong,
         ReprocessNeeded,
+        SchemaError,
         SharedCells,
         StaleLogits,
         StateError,
@@ -82,7 +86,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import NumpySampler, Sampler
+    from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenLogprobs
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
     from pyllamakv.traces.recording import Recording, record
@@ -106,7 +110,8 @@ _MODULES = {
     "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError BudgetTooSmall "
-        "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
+        "Busy Cancelled ChatTemplateError Closed ContextError DecodeError DeviceLost GrammarError "
+        "KvError LoadError ModelError NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
         "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
@@ -123,7 +128,7 @@ _MODULES = {
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
     "open_variant": "OpenLibrary open serve_rpc",
-    "runtime.sampler": "NumpySampler Sampler",
+    "runtime.sampler": "NumpySampler Sampler TokenLogprobs",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
 }
@@ -144,6 +149,7 @@ __all__ = [
     "Cancelled",
     "Capability",
     "CellMap",
+    "ChatTemplateError",
     "CheckpointSchedule",
     "Closed",
     "Context",
@@ -160,6 +166,7 @@ __all__ = [
     "Device",
     "DeviceLost",
     "Generation",
+    "GrammarError",
     "KVCacheFull",
     "KVFileBusy",
     "KVFileDamaged",
@@ -185,6 +192,7 @@ __all__ = [
     "NativeError",
     "NoKVSlot",
     "NoSlotAvailable",
+    "NoTokenAllowed",
     "NotBuilt",
     "NotEnoughMemory",
     "NumpySampler",
@@ -199,12 +207,14 @@ __all__ = [
     "RpcServer",
     "Sampler",
     "SamplerParams",
+    "SchemaError",
     "Sequence",
     "SharedCells",
     "SlotCache",
     "Snapshot",
     "StaleLogits",
     "StateError",
+    "TokenLogprobs",
     "TraceMismatch",
     "Unsupported",
     "UsageError",

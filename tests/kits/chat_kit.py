@@ -1,8 +1,8 @@
 """Cases for chat templates, and the texts that transformers renders for them.
 
 The templates in ``tests/data/chat_templates`` were written for these tests, with the constructs
-that the families of models use. ``python tests/kits/chat_kit.py``, with transformers installed, writes
-``expected.json`` beside them; for the template of the fetched SmolLM2 as well.
+that the families of models use. ``python tests/kits/chat_kit.py`` writes ``expected.json`` beside
+them, also for the template of the fetched SmolLM2. It requires transformers.
 """
 
 from __future__ import annotations

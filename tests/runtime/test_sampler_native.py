@@ -282,6 +282,7 @@ def test_nothing_allowed_is_an_error(model: kv.Model) -> None:
         model.sampler(logit_bias={99999: 1.0})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
 def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
     """In this process and in a worker: the same text from a grammar, and the same errors."""

@@ -23,7 +23,7 @@ ENDLESS = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
     """Return a process with little CPU time."""
     made = TemplateProcess(cpu_seconds=0.2, address_space=1 << 28)
@@ -31,6 +31,7 @@ def process() -> Iterator[TemplateProcess]:
     made.close()
 
 
+@pytest.mark.long
 def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
     """Nested loops end by the CPU time that they use; the next render starts a new process."""
     assert process.render("{{ a }}", {"a": [1]}) == "[1]"
@@ -60,6 +61,7 @@ def test_an_error_names_the_line(process: TemplateProcess) -> None:
     assert caught.value.line == 2
 
 
+@pytest.mark.long
 def test_a_process_that_died(process: TemplateProcess) -> None:
     """What killed it is in the message, and the next render works."""
     process.render("a", {})
