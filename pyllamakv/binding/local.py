@@ -697,11 +697,10 @@ class Local:
         raw = struct("plk_sampler_params")
         alive = fill(raw, params)
         bias: list[Any] = list(params.logit_bias)  # pairs, after the checks of its class
-        breakers = "".join(f"{text}\0" for text in params.dry_breakers)
         alive += (
             ffi.new("int32_t[]", [token for token, _ in bias]),
             ffi.new("float[]", [value for _, value in bias]),
-            ffi.new("char[]", breakers.encode()),
+            ffi.new("char[]", "\x1f".join(params.dry_breakers).encode()),
         )
         raw.n_bias = len(bias)
         raw.bias_token, raw.bias, raw.dry_breakers = alive[-3:]

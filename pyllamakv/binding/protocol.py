@@ -437,8 +437,9 @@ class SamplerParams:
         _put(self, "logit_bias", _checked_bias(self.logit_bias))
         breakers = arguments.items("dry_breakers", self.dry_breakers, "an iterable of texts")
         for each in breakers:
-            if not arguments.c_text("an item of dry_breakers", each):
-                raise UsageError("an item of dry_breakers must have at least one character")
+            if not arguments.c_text("an item of dry_breakers", each) or "\x1f" in each:
+                expected = "at least one character, and not the separator \\x1f"
+                raise arguments.wrong_value("an item of dry_breakers", each, expected)
         _put(self, "dry_breakers", tuple(breakers))
         self._check_order()
 

@@ -1,5 +1,5 @@
 # Generated from plk.h by pyllamakv.native.generate; change plk.h and run that.
-# declarations sha256: b277d1484152e8a6311be9c4eccae3b296774af682816e8a537d08756cfed52a
+# declarations sha256: 03afb312d3e22500fa2ba1f975f1ace618404770137d68c3908d96ddeebdd2fe
 # written by cffi 2.1.1
 import _cffi_backend
 

@@ -267,7 +267,7 @@ typedef struct {
     const int32_t *bias_token;
     const float *bias;        /* added to the logits; -INFINITY: never sample the token */
     const char *samplers;     /* names in order, separated by commas; NULL: the default */
-    const char *dry_breakers; /* strings, each ended by a NUL; the last one is empty. NULL: none */
+    const char *dry_breakers; /* strings separated by \x1f, ASCII's unit separator; NULL: none */
     const char *grammar;      /* GBNF with the rule root, or NULL */
 } plk_sampler_params;
 
@@ -353,8 +353,8 @@ void plk_sampler_reset(plk_sampler *sampler);
 int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index); /* token */
 int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens,
                        int32_t room); /* for each place with logits; count */
-/* Sample from n_vocab logits of the caller, which are finite or -INFINITY; token. */
-int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n_vocab);
+/* Sample from n = n_vocab logits of the caller, which are finite or -INFINITY; token. */
+int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n);
 /* Add tokens to the history that penalties and DRY compare with. */
 int plk_sampler_accept(plk_sampler *sampler, const int32_t *tokens, int32_t n);
 /* Decode one token of each of n sequences and sample the next ones, `steps` times or, if `stop` is

@@ -136,7 +136,7 @@ def test_any_value_can_be_shown() -> None:
         *((SamplerParams, {"mirostat": 1}), (SamplerParams, {"adaptive_target": 0.5})),
         *((SamplerParams, {"logit_bias": wrong}) for wrong in ({1: NAN}, {1: INF}, {-1: 0}, 5)),
         *((SamplerParams, {"logit_bias": wrong}) for wrong in ([(1, 2, 3)], [1], {"a": 1})),
-        *((SamplerParams, {"dry_breakers": wrong}) for wrong in ("a", [""], ["a\0"], [1])),
+        *((SamplerParams, {"dry_breakers": wrong}) for wrong in ("a", [""], ["a\0"], ["\x1f"])),
         *((SamplerParams, {"samplers": wrong}) for wrong in ("top_k", ["top-k"], [1])),
         *((SamplerParams, {"samplers": [], name: 0.5}) for name in ("min_p", "typical_p", "top_p")),
         (SamplerParams, {"grammar": "a\0"}),

@@ -59,6 +59,10 @@ int check_params(const plk_sampler_params &p, const plk_model &model) {
                                max_remembered);
         }
     }
+    if (p.dry_multiplier > 0.0f && p.dry_allowed_length < 1) {
+        return plk::refuse(PLK_EINVAL, "dry_allowed_length is %d, expected at least 1",
+                           p.dry_allowed_length);
+    }
     if (p.mirostat < 0 || p.mirostat > 2) {
         return plk::refuse(PLK_EINVAL, "mirostat is %d, expected 0, 1 or 2", p.mirostat);
     }
@@ -238,11 +242,11 @@ int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index) {
     });
 }
 
-int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n_vocab) {
+int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n) {
     return plk::guarded([&]() -> int {
-        if (sampler == nullptr || logits == nullptr || n_vocab != sampler->n_vocab) {
+        if (sampler == nullptr || logits == nullptr || n != sampler->n_vocab) {
             return plk::refuse(PLK_EINVAL, "the sampler or the logits are NULL, or %d is not the "
-                               "size of the vocabulary", n_vocab);
+                               "size of the vocabulary", n);
         }
         return run_chain(*sampler, logits); // also if greedy: it checks the logits
     });

@@ -4,6 +4,7 @@
 #include "words.h"
 
 #include <memory>
+#include <sstream>
 #include <string>
 
 namespace {
@@ -39,10 +40,15 @@ auto make_penalties(Int n_vocab, const plk_model_info &info, const plk_sampler_p
 }
 
 struct Breakers {
+    std::vector<std::string> strings;
     std::vector<const char *> texts;
-    explicit Breakers(const char *at) {
-        for (; at != nullptr && *at != '\0'; at += strlen(at) + 1) {
-            texts.push_back(at);
+    explicit Breakers(const char *joined) {
+        std::istringstream rest(joined == nullptr ? "" : joined);
+        for (std::string each; std::getline(rest, each, '\x1f');) {
+            strings.push_back(each);
+        }
+        for (const std::string &each : strings) {
+            texts.push_back(each.c_str());
         }
     }
 };
