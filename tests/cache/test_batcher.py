@@ -150,11 +150,13 @@ def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
     batcher = Batcher(SlotCache(ctx))
     warm = batcher.submit("Hi", 4, sampler=SamplerParams(temperature=0.8, seed=3))
     cold = batcher.submit("Hi", 4, sampler=SamplerParams())
+    biased = batcher.submit("Hi", 0, sampler=SamplerParams(logit_bias={70: 1.0}))
+    assert biased.sampler is not cold.sampler
     batcher.run()
     assert cold.text == warm.text == alone(tmp_path, "Hi", 4)
-    assert ctx.native.freed == ["sampler"]
+    assert ctx.native.freed == ["sampler"] * 2
     batcher.close()
-    assert ctx.native.freed == ["sampler", "sampler"]
+    assert ctx.native.freed == ["sampler"] * 3
 
 
 def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:

@@ -61,8 +61,7 @@ def test_another_chat_replaces_the_sequence(tmp_path: Path) -> None:
         for _ in ctx.chat([{"role": "user", "content": "one two"}], 4, sequence=a):
             pass
         if shift:
-            a.remove(2, 4)
-            a.shift(4, None, -1)
+            a.shift(None, None, 3)
         messages = [{"role": "user", "content": "one three"}]
         expected = "".join(ctx.chat(messages, 4))
         assert "".join(ctx.chat(messages, 4, sequence=a)) == expected

@@ -50,7 +50,11 @@ def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
     """Whatever the logits are, and characters of several bytes are whole."""
     model = kit.model(tmp_path)
     for seed in range(5):
-        jsonschema.validate(json.loads(document(model, seed)), SCHEMA)
+        text = document(model, seed)
+        jsonschema.validate(json.loads(text), SCHEMA)
+        # White space as `json.dumps` writes it; otherwise, it may have no end.
+        assert text.startswith('{"city": "')
+        assert text.count(" ") - text[: text.index('", "size')].count(" ") == 4
     assert model.schema_tokens is model.schema_tokens
 
 
