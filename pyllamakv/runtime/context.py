@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.binding import arguments
+from pyllamakv.binding import arguments, codes
 from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
 from pyllamakv.errors import (
@@ -327,7 +327,7 @@ class Context:
 
         Returns the sampled tokens of each step; decode those of the last step next. Ends early
         after a step that sampled an end-of-generation token. If a step fails, the steps before it
-        remain.
+        remain; if sampling fails (NoTokenAllowed), the decoded step remains as well.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
@@ -349,6 +349,9 @@ class Context:
                     raise
                 for row in [given, *rows][: len(rows)]:
                     self._record_step(group, row)
+                if rows and min(rows[-1]) < 0:
+                    # The last step was decoded, but no token could be sampled after it.
+                    raise codes.error(code, f"sample after {len(chosen) + len(rows)} steps")
                 chosen += rows
                 if not code:
                     ended = len(rows) < left or any(map(self.model.is_eog, rows[-1]))

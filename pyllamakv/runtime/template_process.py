@@ -76,6 +76,10 @@ class TemplateProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         # A fork of the program must not use the pipes of the process that its parent started.
         if self._child is None or self._owner != os.getpid():
+            if not sys.executable:
+                raise WorkerDied(
+                    "chat templates need sys.executable, which this program does not set"
+                )
             command = [sys.executable, "-P", "-m", "pyllamakv.runtime.template_worker"]
             try:
                 self._child = subprocess.Popen(

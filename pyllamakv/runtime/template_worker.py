@@ -111,6 +111,9 @@ def main(cpu_seconds: float, address_space: int) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    # A program that ignores or blocks the signal passes this on to its processes.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin:
         request = json.loads(line)
         # The default action of SIGPROF ends the process, also within one long operation of C.

@@ -306,3 +306,30 @@ def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
             token = sampler.sample(ctx)
             assert sampler.logprobs[0].token == token == 0
             assert sampler.logprobs[0].top[0][0] == ctx.logits().argmax()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
+def test_a_loop_in_c_ends_where_nothing_is_allowed(patched: Any, isolated: bool) -> None:
+    """The decoded steps are in the sequence, with logits, and the cache agrees."""
+    with (
+        kv.open(patched.folder, isolated=isolated) as library,
+        library.load_model(synthetic_models.model("bytes")) as model,
+        model.context(n_ctx=128) as ctx,
+    ):
+        sequence = ctx.sequence()
+        ctx.prefill(sequence, model.tokenize("Once"))
+        before = len(sequence)
+        ban = {i: -math.inf for i in range(model.info.n_vocab) if model.piece(i).startswith(b"c")}
+        with model.sampler(grammar='root ::= "a" "b" "c"', logit_bias=ban) as sampler:
+            first = sampler.sample(ctx)
+            with pytest.raises(NoTokenAllowed, match="sample after 2 steps"):
+                ctx.advance([sequence], [first], 9, sampler)
+        assert len(sequence) == before + 2
+        assert model.detokenize(sequence.tokens[before:]) == "ab"
+        assert sequence.pos_max == len(sequence) - 1
+        best = sequence.logits().argmax()
+        fresh = model.context(n_ctx=128)
+        other = fresh.sequence()
+        fresh.prefill(other, sequence.tokens)
+        assert other.logits().argmax() == best

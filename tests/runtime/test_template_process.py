@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,21 @@ def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
     with pytest.raises(ChatTemplateError, match=r"did not end within 0\.2 seconds of CPU time"):
         process.render(ENDLESS, {})
     assert process.render("b", {}) == "b"
+
+
+@pytest.mark.long
+def test_a_program_that_ignores_the_signal() -> None:
+    """Processes inherit an ignored or blocked signal; the limit works nevertheless."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    process = TemplateProcess(cpu_seconds=0.2)
+    try:
+        with pytest.raises(ChatTemplateError, match="did not end"):
+            process.render(ENDLESS, {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
+        process.close()
 
 
 @pytest.mark.long
@@ -103,4 +119,7 @@ def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that cannot start Python is told why."""
     monkeypatch.setattr(sys, "executable", os.devnull)
     with pytest.raises(WorkerDied, match="cannot start"):
+        TemplateProcess().render("a", {})
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(WorkerDied, match=r"sys\.executable"):
         TemplateProcess().render("a", {})
