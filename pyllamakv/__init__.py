@@ -42,10 +42,12 @@ if TYPE_CHECKING:
         BudgetTooSmall,
         Busy,
         Cancelled,
+        ChatTemplateError,
         Closed,
         ContextError,
         DecodeError,
         DeviceLost,
+        GrammarError,
         KVCacheFull,
         KvError,
         KVFileBusy,
@@ -61,10 +63,12 @@ if TYPE_CHECKING:
         NoSlotAvailable,
         NotBuilt,
         NotEnoughMemory,
+        NoTokenAllowed,
         PagingError,
         PartialRemovalRefused,
         PromptTooLong,
         ReprocessNeeded,
+        SchemaError,
         SharedCells,
         StaleLogits,
         StateError,
@@ -84,7 +88,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Logits, LogitsRows
     from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sampler import NumpySampler, Sampler
+    from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenLogprobs
     from pyllamakv.runtime.sequence import Sequence
     from pyllamakv.runtime.snapshot import CellMap, KVStats, Moves, Snapshot
     from pyllamakv.traces.recording import Recording, record
@@ -108,7 +112,8 @@ _MODULES = {
     "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError BudgetTooSmall "
-        "Busy Cancelled Closed ContextError DecodeError DeviceLost KvError LoadError ModelError "
+        "Busy Cancelled ChatTemplateError Closed ContextError DecodeError DeviceLost GrammarError "
+        "KvError LoadError ModelError NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
         "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
@@ -125,7 +130,7 @@ _MODULES = {
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
     "open_variant": "OpenLibrary open serve_rpc",
-    "runtime.sampler": "NumpySampler Sampler",
+    "runtime.sampler": "NumpySampler Sampler TokenLogprobs",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
 }
@@ -146,6 +151,7 @@ __all__ = [
     "Cancelled",
     "Capability",
     "CellMap",
+    "ChatTemplateError",
     "CheckpointSchedule",
     "Closed",
     "Context",
@@ -164,6 +170,7 @@ __all__ = [
     "Device",
     "DeviceLost",
     "Generation",
+    "GrammarError",
     "KVCacheFull",
     "KVFileBusy",
     "KVFileDamaged",
@@ -189,6 +196,7 @@ __all__ = [
     "NativeError",
     "NoKVSlot",
     "NoSlotAvailable",
+    "NoTokenAllowed",
     "NotBuilt",
     "NotEnoughMemory",
     "NumpySampler",
@@ -203,12 +211,14 @@ __all__ = [
     "RpcServer",
     "Sampler",
     "SamplerParams",
+    "SchemaError",
     "Sequence",
     "SharedCells",
     "SlotCache",
     "Snapshot",
     "StaleLogits",
     "StateError",
+    "TokenLogprobs",
     "TraceMismatch",
     "Unsupported",
     "UsageError",

@@ -20,6 +20,7 @@ __all__ = [
     "BuildError",
     "Busy",
     "Cancelled",
+    "ChatTemplateError",
     "Closed",
     "CommandFailed",
     "ContextError",
@@ -29,6 +30,7 @@ __all__ = [
     "DiskFull",
     "FetchError",
     "GitError",
+    "GrammarError",
     "HarnessError",
     "HashMismatch",
     "KVCacheFull",
@@ -48,6 +50,7 @@ __all__ = [
     "NoKVSlot",
     "NoPortApplies",
     "NoSlotAvailable",
+    "NoTokenAllowed",
     "NotBuilt",
     "NotEnoughMemory",
     "NotFetched",
@@ -62,6 +65,7 @@ __all__ = [
     "ReprocessNeeded",
     "RequestFailed",
     "ScenarioFailed",
+    "SchemaError",
     "ScriptError",
     "ServerDied",
     "SharedCells",
@@ -487,6 +491,37 @@ class NoKVSlot(DecodeError):
 
 class Cancelled(DecodeError):
     """A decode was cancelled. Every sequence kept its tokens."""
+
+
+# Errors of chats and samplers.
+
+
+class ChatTemplateError(UsageError):
+    """A chat template cannot be rendered: it is invalid, raises, or exceeds a limit.
+
+    ``line`` is the line of the template, 0 if unknown. Nothing was decoded.
+    """
+
+    def __init__(self, message: str, *, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class GrammarError(UsageError):
+    """A grammar does not parse. ``line`` and ``column`` start at 1, and are 0 if unknown."""
+
+    def __init__(self, message: str, *, line: int = 0, column: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+        self.column = column
+
+
+class SchemaError(UsageError):
+    """A JSON schema is invalid or unsupported, or no document meets it."""
+
+
+class NoTokenAllowed(KvError):
+    """A grammar, schema, processor or bias excludes every token. The sampler is unchanged."""
 
 
 class PartialRemovalRefused(KvError):

@@ -32,9 +32,10 @@ def test_the_import_loads_nothing_heavy() -> None:
 def test_decoding_needs_numpy_and_cffi_alone() -> None:
     """Check that opening a library by its path loads nothing of git, building or the harness."""
     code = (
-        "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context;"
+        "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context, pyllamakv.Batcher;"
         "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.scenarios',"
-        "'pyllamakv.traces', 'pyllamakv.verification'};"
+        "'pyllamakv.traces', 'pyllamakv.verification', 'llguidance',"
+        "'pyllamakv.runtime.template_worker'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

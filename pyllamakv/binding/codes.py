@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Literal
 
 from pyllamakv.errors import (
     ContextError,
+    GrammarError,
     KvError,
     KVFileBusy,
     KVFileDamaged,
@@ -17,6 +19,7 @@ from pyllamakv.errors import (
     ModelError,
     NativeError,
     NotEnoughMemory,
+    NoTokenAllowed,
     PartialRemovalRefused,
     StateError,
     Unsupported,
@@ -46,6 +49,8 @@ class Code(IntEnum):
     EDIRTY = -1011
     EFOREIGN = -1012
     EDAMAGED = -1013
+    EGRAMMAR = -1014
+    ENOTOKEN = -1015
 
 
 #: Codes up from this value come from llama.cpp, lower ones from the shim.
@@ -65,7 +70,12 @@ _MEANS: Final = {
     Code.EDIRTY: "the file of the cache was left unfinished",
     Code.EFOREIGN: "the file is not one of this cache",
     Code.EDAMAGED: "the file of the cache is damaged",
+    Code.EGRAMMAR: "the grammar does not parse",
+    Code.ENOTOKEN: "no token is allowed as the next one",
 }
+
+#: The place that the shim writes before the message about a grammar.
+_PLACE: Final = re.compile(r"line (\d+), column (\d+): ")
 
 _FILE: Final[dict[int, tuple[type[KVFileError], str]]] = {
     Code.ESPACE: (KVFileFull, "free space, or choose another directory or a smaller n_ctx"),
@@ -101,6 +111,12 @@ def error(
     message = f"{what}: {means}" + (f": {text}" if text else "")
     if code == Code.EUNSUPPORTED:
         return Unsupported(message, (capability.name or "").lower() if capability else "")
+    if code == Code.EGRAMMAR:
+        place = _PLACE.match(text)
+        line, column = map(int, place.groups()) if place else (0, 0)
+        return GrammarError(f"{means}: {text}", line=line, column=column)
+    if code == Code.ENOTOKEN:
+        return NoTokenAllowed(f"{message}; relax the grammar, the schema or the logit biases")
     if code == Code.EREFUSED and doing in {"sequence", "cache"}:
         return PartialRemovalRefused(message)
     if code == Code.EMEMORY and doing == "context":

@@ -60,6 +60,7 @@ _ROOM: Final = 16384
 _KINDS: Final = {0: "cpu", 1: "gpu", 2: "accelerator"}
 _INT32: Final = np.dtype(np.int32)
 _INT8: Final = np.dtype(np.int8)
+_FLOAT32: Final = np.dtype(np.float32)
 NULL: Final = ffi.NULL
 
 
@@ -110,11 +111,13 @@ def read(kind: type[T], raw: Any) -> T:
 def fill(raw: Any, values: Any) -> list[Any]:
     """Write a dataclass into a struct; return the objects that must live as long as the struct.
 
-    None becomes -1 for a number (the library decides) and NULL for text.
+    None becomes -1 for a number (the library decides) and NULL for text. Arrays are left out.
     """
     alive: list[Any] = []
     for item in dataclasses.fields(values):
         value = getattr(values, item.name)
+        if str(item.type).startswith(("tuple", "Mapping")):
+            continue  # arrays, which the caller writes
         if str(item.type).startswith("str"):
             if value is not None:
                 value = ffi.new("char[]", value.encode())
@@ -696,9 +699,21 @@ class Local:
     def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
         """Create a sampler over a model's vocabulary."""
         raw = struct("plk_sampler_params")
-        fill(raw, params)
+        alive = fill(raw, params)
+        bias: list[Any] = list(params.logit_bias)  # pairs, after the checks of its class
+        alive += (
+            ffi.new("int32_t[]", [token for token, _ in bias]),
+            ffi.new("float[]", [value for _, value in bias]),
+            ffi.new("char[]", "\x1f".join(params.dry_breakers).encode()),
+        )
+        raw.n_bias = len(bias)
+        raw.bias_token, raw.bias, raw.dry_breakers = alive[-3:]
+        if params.samplers is not None:
+            alive.append(ffi.new("char[]", ",".join(params.samplers).encode()))
+            raw.samplers = alive[-1]
         out = ffi.new("plk_sampler **")
         code = self._lib.plk_sampler_new(self._model(model), raw, out)
+        del alive
         self._done(code, "make a sampler", "sampler", capability=Capability.SAMPLER)
         handle = SamplerHandle(next(self._ids))
         self._samplers[handle] = (out[0], model)
@@ -719,6 +734,21 @@ class Local:
         token: int = self._lib.plk_sample(self._sampler(sampler), self._context(context), index)
         self._done(token, f"sample at place {index}", "sampler", capability=Capability.SAMPLER)
         return token
+
+    def sample_logits(self, sampler: SamplerHandle, logits: NDArray[np.float32]) -> int:
+        """Choose a token from logits of the caller, and remember it."""
+        flat = _flat(logits, _FLOAT32)
+        row = ffi.from_buffer("float[]", flat)
+        token: int = self._lib.plk_sample_logits(self._sampler(sampler), row, len(flat))
+        self._done(token, "sample", "sampler", capability=Capability.SAMPLER)
+        return token
+
+    def sampler_accept(self, sampler: SamplerHandle, tokens: NDArray[np.int32]) -> None:
+        """Add tokens to the history of a sampler."""
+        flat = _flat(tokens, _INT32)
+        row = ffi.from_buffer("int32_t[]", flat)
+        code = self._lib.plk_sampler_accept(self._sampler(sampler), row, len(flat))
+        self._done(code, f"accept {len(flat)} tokens", "sampler")
 
     def sample_all(self, sampler: SamplerHandle, context: ContextHandle, room: int) -> list[int]:
         """Choose a token for every place with logits, in order."""

@@ -59,7 +59,7 @@ class Process:
                     # A terminal's Ctrl-C must not end a worker that cannot ignore it yet: that
                     # would look like a crash.
                     process_group=0,
-                    env=_environment(env or {}),
+                    env=environment(env or {}),
                 )
             except OSError as error:
                 self.requests.close()
@@ -128,7 +128,7 @@ def _moved(sock: socket.socket) -> socket.socket:
         return socket.socket(fileno=fcntl.fcntl(sock, fcntl.F_DUPFD_CLOEXEC, 3))
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def environment(more: Mapping[str, str]) -> dict[str, str]:
     """Return the worker's environment: this one, the package's place, and ``more``."""
     env = dict(os.environ)
     # Without this ggml starts a debugger on the dying process.

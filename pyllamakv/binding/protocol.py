@@ -8,6 +8,8 @@ own `Local`; the classes of `pyllamakv.runtime` use either.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, Final, NewType, Protocol
@@ -16,7 +18,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -34,19 +36,28 @@ _CONTEXT: Final = (
     (0, 3, "kv_backing"),
     (0, 2, "kv_keep"),
 )
-#: Limits of `SamplerParams`. A new sampler allocates memory for ``penalty_last_n`` tokens. These
-#: values disable a sampler: ``top_k`` 0 and -1, ``top_p`` 1, ``min_p`` 0, penalties 0 and 1.
+#: Limits of `SamplerParams`. A new sampler allocates memory for the last n tokens.
 _SAMPLER: Final = (
     (0, 2**32 - 1, "seed"),
     (-1, arguments.INT32, "top_k"),
-    (0, 1 << 20, "penalty_last_n"),
+    (0, 1 << 20, "penalty_last_n dry_penalty_last_n"),
+    (1, 1 << 20, "dry_allowed_length"),
+    (0, 2, "mirostat"),
 )
 _SAMPLER_NUMBERS: Final = (
     (0.0, arguments.FLOAT32, "temperature"),
-    (0.0, 1.0, "top_p"),
-    (0.0, 1.0, "min_p"),
+    (0.0, 1.0, "top_p min_p typical_p xtc_probability xtc_threshold adaptive_target"),
     (1e-6, 1e6, "penalty_repeat"),
+    (-1e6, 1e6, "penalty_freq penalty_present"),
+    (0.0, 1e6, "top_n_sigma dry_multiplier dynatemp_range dynatemp_exponent"),
+    (1.0, 1e6, "dry_base"),
+    (0.0, 100.0, "mirostat_tau mirostat_eta"),
+    (0.0, 0.99, "adaptive_decay"),
 )
+#: Names for `SamplerParams.samplers`, in the default order.
+SAMPLERS: Final = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
 
 
 def _check(record: Any, check: Callable[..., object], names: str, *limits: float) -> None:
@@ -83,6 +94,12 @@ class Capability(IntFlag):
     ROLLBACK = 1024
     DEFRAG_OPTIONS = 2048
     MAPPING = 4096
+    SAMPLER_CHAIN = 8192
+    GRAMMAR = 16384
+    TOP_N_SIGMA = 32768
+    XTC = 65536
+    DRY = 131072
+    ADAPTIVE_P = 262144
 
 
 class MemoryType(IntEnum):
@@ -392,7 +409,23 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
-    """The parameters of a sampler. Temperature 0 is greedy."""
+    """The parameters of a sampler. Temperature 0 selects the most likely token.
+
+    ``samplers`` names the samplers to apply, in order (None: all of `SAMPLERS` in their order);
+    a named sampler is off at its default value. Logit biases and the grammar come before them,
+    the random choice after them. ``mirostat`` 1 or 2, or ``adaptive_target``, replaces it.
+
+    ``logit_bias`` maps tokens to numbers that are added to their logits; -inf excludes a token.
+    ``penalty_repeat`` divides the logits of the last ``penalty_last_n`` tokens, ``penalty_freq``
+    is subtracted for each occurrence there, and ``penalty_present`` once. ``dry_multiplier``
+    penalizes tokens that extend a repetition of more than ``dry_allowed_length`` tokens;
+    ``dry_breakers`` are strings that no repetition crosses. ``dynatemp_range`` is added to and
+    subtracted from the temperature, by the entropy. ``grammar`` is a text in GBNF with a rule
+    ``root``.
+
+    These values turn a sampler off: ``top_k`` 0 and -1, ``top_p`` and ``typical_p`` 1,
+    ``penalty_repeat`` 1, and 0 for the others. Raises UsageError for a value that has no effect.
+    """
 
     seed: int = 0
     temperature: float = 0.0
@@ -401,12 +434,119 @@ class SamplerParams:
     min_p: float = 0.0
     penalty_last_n: int = 0
     penalty_repeat: float = 1.0
+    penalty_freq: float = 0.0
+    penalty_present: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 1024
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = 0.0
+    adaptive_decay: float = 0.9
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    samplers: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for low, high, names in _SAMPLER:
             _check(self, arguments.integer, names, low, high)
         for least, most, names in _SAMPLER_NUMBERS:
             _check(self, arguments.number, names, least, most)
+        _check(self, arguments.c_text_or_none, "grammar")
+        _put(self, "logit_bias", _checked_bias(self.logit_bias))
+        breakers = arguments.items("dry_breakers", self.dry_breakers, "an iterable of texts")
+        for each in breakers:
+            if not arguments.c_text("an item of dry_breakers", each) or "\x1f" in each:
+                expected = "at least one character, and not the separator \\x1f"
+                raise arguments.wrong_value("an item of dry_breakers", each, expected)
+        _put(self, "dry_breakers", tuple(breakers))
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if self.mirostat and self.adaptive_target:
+            raise UsageError("mirostat and adaptive_target both choose the token; pass one of them")
+        for name in ("mirostat", "adaptive_target"):
+            if getattr(self, name) and not self.temperature:
+                raise UsageError(f"{name} has no effect at temperature 0; pass temperature=1.0")
+        if self.samplers is None:
+            return
+        names = arguments.items("samplers", self.samplers, "an iterable of names, or None")
+        for each in names:
+            arguments.choice("an item of samplers", each, SAMPLERS)
+        for name in SAMPLERS:
+            if name not in names and name in self._active:
+                raise UsageError(f"samplers does not name {name!r}, but its parameters are set")
+        _put(self, "samplers", tuple(names))
+
+    @property
+    def _active(self) -> set[str]:
+        """Return the names of the samplers that are on."""
+        on = {
+            "penalties": self.penalty_last_n > 0
+            and (self.penalty_repeat, self.penalty_freq, self.penalty_present) != (1.0, 0.0, 0.0),
+            "dry": self.dry_multiplier > 0 and self.dry_penalty_last_n > 0,
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "typical_p": 0 < self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0,
+            "temperature": self.temperature not in (0.0, 1.0) or self.dynatemp_range > 0,
+        }
+        return {name for name, active in on.items() if active}
+
+    @property
+    def keeps_history(self) -> bool:
+        """Return whether a token depends on those sampled before, so of one sequence only."""
+        stateful = self.mirostat or self.adaptive_target or self.grammar is not None
+        return bool(stateful or self._active & {"penalties", "dry"})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether the result is always the most likely token of the model."""
+        changes = self.keeps_history or self.logit_bias or "xtc" in self._active
+        return self.temperature == 0 and not changes
+
+    @property
+    def needs(self) -> Capability:
+        """Return the capabilities that a build must have to sample with these parameters."""
+        needed, active = Capability.SAMPLER, self._active
+        for name in ("top_n_sigma", "xtc", "dry"):
+            if name in active:
+                needed |= Capability[name.upper()]
+        if self.adaptive_target:
+            needed |= Capability.ADAPTIVE_P
+        if self.grammar is not None:
+            needed |= Capability.GRAMMAR
+        more = self.penalty_freq or self.penalty_present or self.dynatemp_range or self.mirostat
+        if more or "typical_p" in active or self.samplers is not None:
+            needed |= Capability.SAMPLER_CHAIN
+        return needed
+
+
+def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Return the pairs of a bias: tokens with finite numbers or -inf."""
+    expected = "a mapping of tokens to numbers"
+    pairs = value.items() if isinstance(value, Mapping) else value
+    found = []
+    for pair in arguments.items("logit_bias", pairs, expected):
+        both = arguments.items("an item of logit_bias", pair, "a token and a number")
+        if len(both) != 2:
+            raise arguments.wrong_value("an item of logit_bias", pair, "a token and a number")
+        token, bias = both
+        if bias != -math.inf:
+            bias = arguments.number("a value of logit_bias", bias, -1e6, 1e6)
+        found.append((arguments.integer("a token of logit_bias", token, 0, arguments.INT32), bias))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +574,9 @@ class Native(Protocol):
 
     def close(self) -> None:
         """Release the library; every handle is invalid afterwards."""
+
+    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run operations, each (name, arguments), in order; the first error ends it."""
 
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log: (level, line) with level 1 debug, 2 info, 3 warning, 4 error."""
@@ -603,6 +746,12 @@ class Native(Protocol):
 
     def sample(self, sampler: SamplerHandle, context: ContextHandle, index: int) -> int:
         """Choose a token from the logits of a place in the last batch, and accept it."""
+
+    def sample_logits(self, sampler: SamplerHandle, logits: NDArray[np.float32]) -> int:
+        """Choose a token from logits (n_vocab,), finite or -inf, and accept it."""
+
+    def sampler_accept(self, sampler: SamplerHandle, tokens: NDArray[np.int32]) -> None:
+        """Add tokens (n,) to the history for penalties and DRY."""
 
     def sample_all(self, sampler: SamplerHandle, context: ContextHandle, room: int) -> list[int]:
         """Choose a token for every place of the last batch with logits, in order.

@@ -20,7 +20,7 @@ from pyllamakv.binding.wire import Channel, WireError, pack
 from pyllamakv.errors import Busy, Closed, DeviceLost, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy as np
@@ -133,11 +133,6 @@ class Remote(_Declared):
             self._process.control.send(CANCEL.pack(context))
         except OSError:
             return  # a worker that is gone computes nothing
-
-    def many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Run operations, each (name, arguments), in one round trip; the first error ends it."""
-        found: list[Any] = self._ask("many", [list(call) for call in calls])
-        return found
 
     def logs(self) -> list[tuple[int, str]]:
         """Drain the log."""

@@ -26,7 +26,7 @@ from pyllamakv.binding.wire import Channel, pack, pack_error, unpack
 from pyllamakv.errors import KvError, UsageError
 
 #: Operations that a request may name.
-OPERATIONS: Final = frozenset({*operations(Native), "many", "rpc_serve"})
+OPERATIONS: Final = frozenset({*operations(Native), "rpc_serve"})
 #: Operations that must not run while a cancel uses a context.
 _FREES: Final = frozenset({"context_free", "model_free", "close"})
 #: Milliseconds between checks that the parent is alive, in case a fork keeps the sockets open.

@@ -48,7 +48,7 @@ from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from pyllamakv.cache.generation import Reason
@@ -94,15 +94,19 @@ class Batcher:
 
     def submit(
         self,
-        prompt: str | Iterable[int],
+        prompt: str | Iterable[int] | None = None,
         max_tokens: int | None = None,
         stop: str | Iterable[str] = (),
         sampler: TokenSampler | SamplerParams | None = None,
         *,
+        messages: Iterable[Mapping[str, Any]] | None = None,
+        tools: Iterable[Mapping[str, Any]] | None = None,
         groups: Iterable[tuple[int, int]] = (),
         stop_at_end: bool = True,
     ) -> Generation:
         """Queue a prompt, text or tokens, and return its generation. Decodes nothing.
+
+        ``messages`` of a chat, with ``tools``, replace the prompt: see `Model.tokenize_chat`.
 
         The generation ends after ``max_tokens`` (None: no limit; 0: after the prompt), before a
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
@@ -111,8 +115,9 @@ class Batcher:
         generation fails.
         """
         asked = checked_request(
-            self.context, self._greedy, self.n_batch, prompt, max_tokens=max_tokens, stop=stop,
-            sampler=sampler, groups=groups, stop_at_end=stop_at_end,
+            self.context, self._greedy, self.n_batch, prompt, messages=messages, tools=tools,
+            max_tokens=max_tokens, stop=stop, sampler=sampler, groups=groups,
+            stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
         self._leave_decode_only()

@@ -1,7 +1,6 @@
 """Continue one prompt in a `Batcher`: its request, its tokens and text, and its stop strings.
 
-The request is checked before any decode. `StopStrings` withholds text that may be the start of a
-stop string.
+The request is checked before any decode.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from pyllamakv.cache import token_groups as grouping
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler, uses_penalties
+from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
+from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.interface import Lease
@@ -249,8 +249,10 @@ def checked_request(
     context: Context,
     greedy: TokenSampler,
     n_batch: int,
-    prompt: str | Iterable[int],
+    prompt: str | Iterable[int] | None,
     *,
+    messages: Iterable[Mapping[str, Any]] | None,
+    tools: Iterable[Mapping[str, Any]] | None,
     max_tokens: int | None,
     stop: str | Iterable[str],
     sampler: TokenSampler | SamplerParams | None,
@@ -259,6 +261,11 @@ def checked_request(
 ) -> Request:
     """Check and return a request. Raises UsageError or Unsupported."""
     model = context.model
+    if (prompt is None) == (messages is None) or (tools is not None and messages is None):
+        msg = "pass either a prompt or messages=, and tools= with messages only"
+        raise UsageError(msg)
+    if messages is not None:
+        prompt = model.tokenize_chat(messages, tools)
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
     given: list[int] = as_int32(tokens, "tokens").tolist()
     if not given:
@@ -294,59 +301,7 @@ def _picker(
         return greedy, None
     if not isinstance(sampler, SamplerParams):
         return sampler, None
-    if sampler.temperature <= 0 and not uses_penalties(sampler):
+    if sampler.is_greedy:
         return greedy, None
     made = make_sampler(model, sampler)
     return made, made if isinstance(made, Sampler) else None
-
-
-def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the stop strings of an argument; UsageError for an empty one, or no text."""
-    texts = "text, or an iterable of texts"
-    found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
-    for each in found:
-        if not arguments.text("a stop string", each):
-            msg = "a stop string must have at least one character"
-            raise UsageError(msg)
-    return found
-
-
-class StopStrings:
-    """Emit text up to the first stop string; withhold a possible start of one."""
-
-    __slots__ = ("_held", "_longest", "_stop", "found")
-
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
-        self._longest = max(map(len, stop))
-        self._held = ""
-        #: The stop string that was found.
-        self.found: str | None = None
-
-    def feed(self, text: str) -> str:
-        """Return the text that can be emitted. `found` reports a complete stop string."""
-        data = self._held + text
-        # The stop string that ends first, so that the result does not depend on the pieces.
-        first = min(
-            ((at + len(each), at, each) for each in self._stop if (at := data.find(each)) >= 0),
-            default=None,
-        )
-        if first is not None:
-            self.found, self._held = first[2], ""
-            return data[: first[1]]
-        held = self._half(data)
-        self._held = data[len(data) - held :]
-        return data[: len(data) - held]
-
-    def flush(self) -> str:
-        """Return the withheld text at the end of the generation."""
-        held, self._held = self._held, ""
-        return held
-
-    def _half(self, data: str) -> int:
-        """Return the length of the longest end of ``data`` that starts a stop string."""
-        longest = min(len(data), self._longest - 1)
-        ends = (
-            n for n in range(longest, 0, -1) if any(s.startswith(data[-n:]) for s in self._stop)
-        )
-        return next(ends, 0)

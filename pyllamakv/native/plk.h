@@ -38,6 +38,8 @@ extern "C" {
 #define PLK_EDIRTY -1011      /* the file of a cache was not flushed after its last change */
 #define PLK_EFOREIGN -1012    /* not a cache file, or of another model, build or shape */
 #define PLK_EDAMAGED -1013    /* a checksum in the file of a cache is wrong */
+#define PLK_EGRAMMAR -1014    /* a grammar does not parse */
+#define PLK_ENOTOKEN -1015    /* no token is allowed as the next one */
 
 /* Bits of plk_capabilities(): features of this build. */
 #define PLK_CAP_DEFRAG 1          /* plk_defrag moves cells */
@@ -53,6 +55,12 @@ extern "C" {
 #define PLK_CAP_ROLLBACK 1024     /* llama_decode undoes a batch that found no slot */
 #define PLK_CAP_DEFRAG_OPTIONS 2048 /* defrag_plan, _mover and _threads have an effect */
 #define PLK_CAP_MAPPING 4096      /* kv_backing has an effect, plk_mapping_* work */
+#define PLK_CAP_SAMPLER_CHAIN 8192 /* plk_sampler_params after penalty_repeat have an effect */
+#define PLK_CAP_GRAMMAR 16384     /* plk_sampler_params.grammar has an effect */
+#define PLK_CAP_TOP_N_SIGMA 32768
+#define PLK_CAP_XTC 65536
+#define PLK_CAP_DRY 131072
+#define PLK_CAP_ADAPTIVE_P 262144
 
 /* Kinds of memory, plk_context_info.memory. */
 #define PLK_MEMORY_NONE 0
@@ -242,6 +250,29 @@ typedef struct {
     float min_p;           /* <= 0: off */
     int32_t penalty_last_n;
     float penalty_repeat;
+    float penalty_freq;    /* per occurrence in the last tokens; 0: off */
+    float penalty_present; /* if a token occurs in the last tokens; 0: off */
+    float typical_p;       /* <= 0 or >= 1: off */
+    float top_n_sigma;     /* <= 0: off */
+    float xtc_probability; /* <= 0: off */
+    float xtc_threshold;
+    float dry_multiplier;  /* <= 0: off */
+    float dry_base;
+    int32_t dry_allowed_length;
+    int32_t dry_penalty_last_n;
+    float dynatemp_range;  /* <= 0: off */
+    float dynatemp_exponent;
+    int32_t mirostat;      /* 1 or 2; 0: off */
+    float mirostat_tau;
+    float mirostat_eta;
+    float adaptive_target; /* <= 0: off */
+    float adaptive_decay;
+    int32_t n_bias;
+    const int32_t *bias_token;
+    const float *bias;        /* added to the logits; -INFINITY: never sample the token */
+    const char *samplers;     /* names in order, separated by commas; NULL: the default */
+    const char *dry_breakers; /* strings separated by \x1f, ASCII's unit separator; NULL: none */
+    const char *grammar;      /* GBNF with the rule root, or NULL */
 } plk_sampler_params;
 
 /* The library. */
@@ -326,6 +357,10 @@ void plk_sampler_reset(plk_sampler *sampler);
 int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index); /* token */
 int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens,
                        int32_t room); /* for each place with logits; count */
+/* Sample from n = n_vocab logits of the caller, which are finite or -INFINITY; token. */
+int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n);
+/* Add tokens to the history that penalties and DRY compare with. */
+int plk_sampler_accept(plk_sampler *sampler, const int32_t *tokens, int32_t n);
 /* Decode one token of each of n sequences and sample the next ones, `steps` times or, if `stop` is
  * set, until a sampled token is an end of generation. `tokens` has steps + 1 rows of n; the caller
  * sets the first. `done` is the number of decoded steps, also if the status is not 0. */

@@ -7,17 +7,25 @@ for a block, to record or to watch every call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyllamakv.binding import arguments
+from pyllamakv.binding import arguments, codes
 from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
 from pyllamakv.closing import ClosedOnExit
-from pyllamakv.errors import Cancelled, DecodeError, KvError, NativeError, StaleLogits, UsageError
+from pyllamakv.errors import (
+    Cancelled,
+    DecodeError,
+    KvError,
+    NativeError,
+    PartialRemovalRefused,
+    StaleLogits,
+    UsageError,
+)
 from pyllamakv.runtime import decode_failure
 from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
@@ -29,9 +37,10 @@ from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
 from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
 from pyllamakv.runtime.sequence import Sequence, checked
+from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -318,11 +327,12 @@ class Context(ClosedOnExit):
 
         Returns the sampled tokens of each step; decode those of the last step next. Ends early
         after a step that sampled an end-of-generation token. If a step fails, the steps before it
-        remain.
+        remain; if sampling fails (NoTokenAllowed), the decoded step remains as well.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
         sampler.check_context(self)
+        sampler.check_in_c()
         with self.lock as handle, sampler.life as raw:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids
@@ -339,6 +349,9 @@ class Context(ClosedOnExit):
                     raise
                 for row in [given, *rows][: len(rows)]:
                     self._record_step(group, row)
+                if rows and min(rows[-1]) < 0:
+                    # The last step was decoded, but no token could be sampled after it.
+                    raise codes.error(code, f"sample after {len(chosen) + len(rows)} steps")
                 chosen += rows
                 if not code:
                     ended = len(rows) < left or any(map(self.model.is_eog, rows[-1]))
@@ -388,21 +401,53 @@ class Context(ClosedOnExit):
         max_tokens: int | None = None,
         sampler: TokenSampler | SamplerParams | None = None,
         *,
+        stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
     ) -> Iterator[str]:
         """Generate from a sequence that has tokens; yield text when it is complete.
 
-        Ends after ``max_tokens`` (None: no limit) or at an end-of-generation token, which is not
-        stored. Yielded tokens are in the sequence. Without ``sampler``, generation is greedy.
+        Ends after ``max_tokens`` (None: no limit), before a stop string, or at an
+        end-of-generation token, which is not stored. Yielded tokens are in the sequence, and so
+        are those of the stop string. Without ``sampler``, generation is greedy.
         """
         checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
+        strings = check_stop_strings(stop)
         if not len(sequence):
             msg = "the sequence has no tokens; decode a prompt first"
             raise UsageError(msg)
-        return self._generate(sequence, max_tokens, sampler, stop_at_end)
+        return self._generate(sequence, max_tokens, sampler, strings, stop_at_end)
+
+    def chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        sampler: TokenSampler | SamplerParams | None = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        stop: str | Iterable[str] = (),
+        sequence: Sequence | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Generate the reply to the messages of a chat; yield text when it is complete.
+
+        ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
+        opens a sequence and closes it at the end. ``options`` are those of
+        `Model.apply_chat_template`, the others those of `generate`. Raises as both do, and
+        PromptTooLong.
+        """
+        if sequence is not None:
+            checked(sequence).check(self)
+        max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+        check_sampler(sampler)
+        strings = check_stop_strings(stop)
+        tokens = self.model.tokenize_chat(messages, tools, **options)
+        if not tokens:
+            msg = "the chat template rendered no text"
+            raise UsageError(msg)
+        return self._chat(tokens, max_tokens, sampler, strings, sequence)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
@@ -578,14 +623,40 @@ class Context(ClosedOnExit):
 
     # Generation...
 
+    def _chat(
+        self,
+        tokens: list[int],
+        max_tokens: int | None,
+        sampler: TokenSampler | SamplerParams | None,
+        stop: tuple[str, ...],
+        sequence: Sequence | None,
+    ) -> Iterator[str]:
+        with ExitStack() as stack:
+            used = stack.enter_context(self.sequence()) if sequence is None else sequence
+            # The last token is always decoded, for its logits.
+            pairs = zip(used.tokens, tokens[:-1], strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
+            same = min(same, len(used))
+            # Shifted tokens have other positions than those of a prompt.
+            if used.positions[:same] != list(range(same)):
+                same = 0
+            try:
+                used.trim(same)
+            except PartialRemovalRefused:
+                used.remove()
+            self.prefill(used, tokens[len(used) :])
+            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end=True)
+
     def _generate(
         self,
         sequence: Sequence,
         max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
+        stop: tuple[str, ...],
         stop_at_end: bool,
     ) -> Iterator[str]:
         picker, mine = self._picker(sampler)
+        stops = StopStrings(stop) if stop else None
         stream, cancels, model = IncrementalDetokenizer(), self.cancels, self.model
         try:
             token = -1
@@ -601,12 +672,21 @@ class Context(ClosedOnExit):
                     raise Cancelled(msg, code=2)
                 self.step(sequence, token)
                 text = stream.feed(model.piece(token))
+                if stops is not None:
+                    text = stops.feed(text)
+                    if stops.found is not None:
+                        if text:
+                            yield text
+                        return
                 left = None if left is None else left - 1
                 # Sample the next token before the caller gets this one and possibly decodes others.
                 token = picker.sample(self) if left is None or left else -1
                 if text:
                     yield text
             rest = stream.flush()
+            if stops is not None:
+                rest = stops.feed(rest)
+                rest += stops.flush()
             if rest:
                 yield rest
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,7 +19,7 @@ from pyllamakv.binding.protocol import (
 )
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import detokenizer
+from pyllamakv.runtime import chat_template, detokenizer, json_schema
 from pyllamakv.runtime.backing import choose, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -31,12 +31,13 @@ from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
     from pyllamakv.runtime.gguf_file import ModelFile
+    from pyllamakv.runtime.sampler import LogitsProcessor
 
 
 class Model(LoadedModel, ClosedOnExit):
@@ -98,6 +99,49 @@ class Model(LoadedModel, ClosedOnExit):
         numbers = as_int32(tokens, "tokens").tolist()
         special = arguments.flag("special", special)
         return detokenizer.decode(b"".join(self.piece(token, special) for token in numbers))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the Jinja template for chats in the model file, or None."""
+        return self.meta(chat_template.KEY)
+
+    def apply_chat_template(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a chat, as transformers renders it.
+
+        A message has a ``role`` and a ``content``. ``tools`` are functions with JSON schemas, in
+        the format of OpenAI. ``add_generation_prompt`` appends the start of a reply. ``template``
+        replaces that of the model; ``variables`` are passed to it. Raises ChatTemplateError if the
+        template is invalid, raises an error, or exceeds a limit; Unsupported if there is none.
+        """
+        return chat_template.render(
+            self,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template=template,
+            variables=variables,
+        )
+
+    def tokenize_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Return the tokens of a chat; the options are those of `apply_chat_template`.
+
+        The template alone decides about special tokens: none is added.
+        """
+        text = self.apply_chat_template(messages, tools, **options)
+        return self.tokenize(text, add_special=False, parse_special=True)
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of a token. ``special`` includes control tokens."""
@@ -222,9 +266,27 @@ class Model(LoadedModel, ClosedOnExit):
             resume(context)
         return context
 
-    def sampler(self, **options: Any) -> Sampler:
-        """Create a sampler in C with the options of `SamplerParams`."""
-        return Sampler(self, SamplerParams(**options))
+    def sampler(
+        self,
+        *,
+        processors: Iterable[LogitsProcessor] = (),
+        json_schema: Mapping[str, Any] | str | None = None,
+        top_logprobs: int | None = None,
+        **options: Any,
+    ) -> Sampler:
+        """Create a sampler in C with the options of `SamplerParams`; see `Sampler`."""
+        return Sampler(
+            self,
+            SamplerParams(**options),
+            processors=processors,
+            json_schema=json_schema,
+            top_logprobs=top_logprobs,
+        )
+
+    @cached_property
+    def schema_tokens(self) -> Any:
+        """Return the vocabulary in the form for JSON schemas, computed once."""
+        return json_schema.compile_tokens(self)
 
     def close(self) -> None:
         """Free the model after its contexts. A second call does nothing."""

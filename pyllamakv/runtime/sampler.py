@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +13,11 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime.batch import as_int32
+from pyllamakv.runtime.json_schema import SchemaProcessor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -49,34 +54,97 @@ def context_lock(context: Context) -> Handle[Any]:
         raise arguments.wrong_type("context", context, "a Context") from None
 
 
+class LogitsProcessor(Protocol):
+    """Change logits before a token is sampled."""
+
+    def __call__(self, tokens: list[int], logits: NDArray[np.float32]) -> None:
+        """Change ``logits`` (n_vocab,) in place; -inf excludes a token.
+
+        ``tokens`` were sampled since the sampler was created or reset.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability of a sampled token, and the most likely tokens with theirs, best first.
+
+    They are those of the model: before processors, penalties and temperature.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: NDArray[np.float32], token: int, n: int) -> TokenLogprobs:
+    """Return the log-probabilities of a token and of the ``n`` most likely ones in a row of logits.
+
+    Of equal logits, the lower token comes first.
+    """
+    best = float(logits.max())
+    total = best + math.log(np.exp(logits - best, dtype=np.float64).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if n:
+        n = min(n, len(logits))
+        candidates = np.flatnonzero(logits >= np.partition(logits, -n)[-n])
+        order = candidates[np.argsort(-logits[candidates], kind="stable")][:n]
+        top = tuple((int(each), float(logits[each]) - total) for each in order)
+    return TokenLogprobs(token, float(logits[token]) - total, top)
+
+
 def uses_penalties(params: SamplerParams) -> bool:
-    """Return whether tokens chosen before count."""
+    """Return whether tokens chosen before count in `NumpySampler`."""
     return params.penalty_last_n > 0 and params.penalty_repeat != 1.0
 
 
-def check_single_sequence(params: SamplerParams, n: int) -> None:
+def check_single_sequence(keeps_history: bool, n: int) -> None:
     """Refuse to choose for several places with a memory for one sequence's tokens."""
-    if n > 1 and uses_penalties(params):
+    if n > 1 and keeps_history:
         msg = (
-            f"a sampler with a repetition penalty has the history of one sequence, and the last "
-            f"batch "
-            f"has {n} rows: create one for each, and call sample(context, index)"
+            f"this sampler has the history of one sequence, and the last batch has {n} rows: "
+            "create one sampler for each sequence, and call sample(context, index)"
         )
         raise UsageError(msg)
 
 
 class Sampler:
-    """Sample in C. Closing the model closes the sampler."""
+    """Sample in C. Closing the model closes the sampler.
 
-    def __init__(self, model: Model, params: SamplerParams) -> None:
+    ``processors`` are called in order before each choice, the one for ``json_schema`` last. With
+    ``top_logprobs``, `logprobs` has an entry for each sampled token, with this number of most
+    likely tokens. Either makes it a sampler of one sequence. Raises Unsupported, with the
+    capability, for a sampler that the build lacks; GrammarError; SchemaError.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: SamplerParams,
+        *,
+        processors: Iterable[LogitsProcessor] = (),
+        json_schema: Mapping[str, Any] | str | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
         arguments.instance("model", model, LoadedModel, "a Model")
-        if Capability.SAMPLER not in model.native.about.capabilities:
-            msg = "this build has no sampler in C; use NumpySampler"
-            raise Unsupported(msg, "SAMPLER")
         self.params = check_params(params)
-        self._uses_penalties = uses_penalties(params)
+        _check_capabilities(params, model.native.about.capabilities)
+        self.processors = list(arguments.items("processors", processors, "functions"))
+        for each in self.processors:
+            if not callable(each):
+                raise arguments.wrong_type("an item of processors", each, "a function")
+        self._n_top = arguments.whole_or_none("top_logprobs", top_logprobs, 0)
+        self._tokens: list[int] = []
+        #: Of each token sampled since the last reset, with ``top_logprobs``.
+        self.logprobs: list[TokenLogprobs] = []
+        #: Whether a choice needs the logits in Python.
+        self._in_python = bool(
+            self.processors or json_schema is not None or top_logprobs is not None
+        )
+        self._keeps_history = self._in_python or params.keeps_history
         self._native = model.native
         with model.life as raw:
+            if json_schema is not None:
+                self.processors.append(SchemaProcessor(model, json_schema))
             #: Held by the thread that samples.
             self.life: Handle[Any] = Handle(
                 self._native.sampler_new(raw, params),
@@ -87,26 +155,55 @@ class Sampler:
             )
 
     def sample(self, context: Context, index: int = -1) -> int:
-        """Return a token sampled from the logits at ``index`` of the last batch."""
+        """Return a token sampled from the logits at ``index`` of the last batch.
+
+        Raises NoTokenAllowed if a grammar, schema, processor or bias excludes every token.
+        """
         if type(index) is not int:
             index = arguments.integer("index", index)
         with context_lock(context) as raw, self.life as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             context.outputs.check(index)
-            return self._native.sample(handle, raw, index)
+            if not self._in_python:
+                return self._native.sample(handle, raw, index)
+            return self._sample_copy(handle, context.logits(index).copy())
+
+    def _sample_copy(self, handle: Any, logits: NDArray[np.float32]) -> int:
+        changed = logits.copy() if self.processors else logits
+        for process in self.processors:
+            process(self._tokens, changed)
+        if self.processors and not (changed < np.inf).all():
+            msg = "a processor set a logit to nan or inf: expected finite numbers and -inf"
+            raise UsageError(msg)
+        token = self._native.sample_logits(handle, changed)
+        self._tokens.append(token)
+        if self._n_top is not None:
+            self.logprobs.append(token_logprobs(logits, token, self._n_top))
+        return token
 
     def sample_all(self, context: Context) -> list[int]:
         """Return a token for each row of the last batch with logits, in order.
 
-        Raises UsageError if a repetition penalty would mix several sequences.
+        Raises UsageError if the sampler keeps a history, which would mix several sequences.
         """
         with context_lock(context) as raw, self.life as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             n = context.outputs.count()
             self.check(n)
+            if self._in_python:
+                return [self.sample(context)]
             return self._native.sample_all(handle, raw, n)
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Add tokens, such as a prompt, to the history of penalties and DRY.
+
+        A grammar or schema still begins with the first sampled token.
+        """
+        numbers = as_int32(tokens, "tokens")
+        with self.life as handle:
+            self._native.sampler_accept(handle, numbers)
 
     def check_context(self, context: Context) -> None:
         """Raise UsageError for a context of another library."""
@@ -115,17 +212,28 @@ class Sampler:
             msg = "the sampler and the context belong to two libraries: create both from one model"
             raise UsageError(msg)
 
+    def check_in_c(self) -> None:
+        """Raise UsageError if choices need Python, which a loop in C cannot call."""
+        if self._in_python:
+            msg = (
+                "a sampler with processors, json_schema or top_logprobs runs in Python: call step "
+                "and sample for each token"
+            )
+            raise UsageError(msg)
+
     def check(self, n: int) -> None:
         """Raise UsageError for ``n`` sequences if the sampler keeps a token history."""
         if type(n) is not int or n < 0:
             n = arguments.integer("n", n, 0)
-        if n > 1 and self._uses_penalties:
-            check_single_sequence(self.params, n)
+        if n > 1:
+            check_single_sequence(self._keeps_history, n)
 
     def reset(self) -> None:
         """Drop the token history and restart from the seed."""
         with self.life as handle:
             self._native.sampler_reset(handle)
+            self._tokens = []
+            self.logprobs = []
 
     def close(self) -> None:
         """Free the sampler; further use raises Closed."""
@@ -140,11 +248,28 @@ class Sampler:
         self.close()
 
 
+def _check_capabilities(params: SamplerParams, there: Capability) -> None:
+    """Raise Unsupported if a build lacks a sampler that is on."""
+    if Capability.SAMPLER not in there:
+        msg = "this build has no sampler in C; use NumpySampler"
+        raise Unsupported(msg, "SAMPLER")
+    missing = [each for each in params.needs if each not in there]
+    if missing:
+        name = missing[0].name or ""
+        msg = f"this build lacks a sampler with the capability {name}; open a newer release"
+        raise Unsupported(msg, name)
+
+
 class NumpySampler:
     """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
 
     def __init__(self, params: SamplerParams | None = None) -> None:
         self.params = SamplerParams() if params is None else check_params(params)
+        more = [each for each in self.params.needs if each != Capability.SAMPLER]
+        if more or self.params.logit_bias:
+            name = (more[0].name or "") if more else "SAMPLER"
+            msg = "NumpySampler has no logit bias and none of the samplers in C; use model.sampler"
+            raise Unsupported(msg, name)
         self.reset()
 
     def reset(self) -> None:
@@ -164,7 +289,7 @@ class NumpySampler:
         """Return a token for each row of the last batch with logits, like `Sampler`."""
         context_lock(context)
         rows = context.logits_all()
-        check_single_sequence(self.params, len(rows))
+        check_single_sequence(uses_penalties(self.params), len(rows))
         if self.params.temperature <= 0 and not uses_penalties(self.params):
             found: list[int] = rows.argmax().tolist()
             return found

@@ -133,7 +133,7 @@ class FuzzState:
     def _struct(self, name: str, words: Mapping[str, Any]) -> Any:
         made = ffi.new(f"{name} *")
         made.size = ffi.sizeof(name)
-        drawn = {"n_tokens": 0, **words}
+        drawn = {"n_tokens": 0, "n_bias": 0, **words}
         kinds = fields(ffi.typeof(name))
         for field, one in kinds.items():
             if field in words:

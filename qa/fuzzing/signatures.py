@@ -1,7 +1,7 @@
 """Read the entry points from plk.h: names from its text, types through cffi.
 
-Parameter names define the length of buffers: `room` counts writable elements; `length`, `n_tokens`
-or `n` count readable ones. A new entry point is therefore fuzzed without changes here.
+Parameter names define the length of buffers: `room` counts writable elements; `length`, `n_tokens`,
+`n_bias` or `n` count readable ones. A new entry point is therefore fuzzed without changes here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyllamakv.native import generate
 from pyllamakv.native._plk import ffi
 
 _DECLARED = re.compile(r"([\w\s]+[\s*])(plk_\w+)\(([^()]*)\);")
-_READ, _WRITTEN = ("length", "n_tokens", "n"), ("room", "n")
+_READ, _WRITTEN = ("length", "n_tokens", "n_bias", "n"), ("room", "n")
 #: Pointers to one value, although the call has a count.
 _SINGLE = {"plk_log_read.level", "plk_run.done"}
 #: Factors of a buffer's length: values per element, or another parameter and an addend.
@@ -76,9 +76,10 @@ def entries(text: str | None = None) -> dict[str, EntryPoint]:
 
 @cache
 def fields(struct: Any) -> dict[str, Parameter]:
-    """Return the fields of a struct like parameters; its pointers have the length `n_tokens`.
+    """Return the fields of a struct like parameters.
 
-    Arrays are left out: only structs that plk.h fills in have them.
+    Its pointers have the length `n_tokens` or `n_bias`. Arrays are left out: only structs that
+    plk.h fills in have them.
     """
     ffi.sizeof(struct)  # or cffi has not read its fields yet
     declared = {name: each.type for name, each in struct.fields if each.type.kind != "array"}

@@ -131,6 +131,15 @@ def test_any_value_can_be_shown() -> None:
         *((SamplerParams, {name: 1.1}) for name in ("top_p", "min_p", "top_k")),
         *((SamplerParams, {"penalty_last_n": wrong}) for wrong in (-1, 2**31 - 1, 1.0)),
         *((SamplerParams, {"penalty_repeat": wrong}) for wrong in (0.0, -1.0, NAN, 1e30)),
+        *((SamplerParams, {name: NAN}) for name in ("typical_p", "dry_base", "mirostat_tau")),
+        *((SamplerParams, {"mirostat": wrong}) for wrong in (-1, 3, True)),
+        *((SamplerParams, {"mirostat": 1}), (SamplerParams, {"adaptive_target": 0.5})),
+        *((SamplerParams, {"logit_bias": wrong}) for wrong in ({1: NAN}, {1: INF}, {-1: 0}, 5)),
+        *((SamplerParams, {"logit_bias": wrong}) for wrong in ([(1, 2, 3)], [1], {"a": 1})),
+        *((SamplerParams, {"dry_breakers": wrong}) for wrong in ("a", [""], ["a\0"], ["\x1f"])),
+        *((SamplerParams, {"samplers": wrong}) for wrong in ("top_k", ["top-k"], [1])),
+        *((SamplerParams, {"samplers": [], name: 0.5}) for name in ("min_p", "typical_p", "top_p")),
+        (SamplerParams, {"grammar": "a\0"}),
     ],
 )
 def test_records_check_every_field(kind: Callable[..., Any], words: dict[str, Any]) -> None:

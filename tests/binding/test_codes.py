@@ -75,3 +75,16 @@ def test_what_is_wrong_with_a_file() -> None:
         assert type(found) is kind
         assert isinstance(found, errors.ContextError)
         assert "what the library said; " in str(found)
+
+
+def test_a_grammar_error_has_its_place() -> None:
+    """Line and column are fields; without a place, they are 0."""
+    made = codes.error(Code.EGRAMMAR, "make a sampler", "line 3, column 14: expecting ::=")
+    assert isinstance(made, errors.GrammarError)
+    assert isinstance(made, errors.UsageError)
+    assert (made.line, made.column) == (3, 14)
+    assert "line 3, column 14: expecting ::=" in str(made)
+    made = codes.error(Code.EGRAMMAR, "make a sampler", "the grammar has no rule 'root'")
+    assert isinstance(made, errors.GrammarError)
+    assert (made.line, made.column) == (0, 0)
+    assert isinstance(codes.error(Code.ENOTOKEN, "sample"), errors.NoTokenAllowed)

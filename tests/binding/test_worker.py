@@ -227,10 +227,10 @@ def test_the_environment_reaches_the_library(model: ModelHandle, remote: Remote)
 
 def test_a_worker_s_environment() -> None:
     """The debugger stays off, and the package is found."""
-    found = process._environment({"A": "b"})
+    found = process.environment({"A": "b"})
     assert found["GGML_NO_BACKTRACE"] == "1"
     assert found["A"] == "b"
-    assert process._environment({"GGML_NO_BACKTRACE": "0"})["GGML_NO_BACKTRACE"] == "0"
+    assert process.environment({"GGML_NO_BACKTRACE": "0"})["GGML_NO_BACKTRACE"] == "0"
 
 
 STREAMS = """

@@ -150,11 +150,13 @@ def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
     batcher = Batcher(SlotCache(ctx))
     warm = batcher.submit("Hi", 4, sampler=SamplerParams(temperature=0.8, seed=3))
     cold = batcher.submit("Hi", 4, sampler=SamplerParams())
+    biased = batcher.submit("Hi", 0, sampler=SamplerParams(logit_bias={70: 1.0}))
+    assert biased.sampler is not cold.sampler
     batcher.run()
     assert cold.text == warm.text == alone(tmp_path, "Hi", 4)
-    assert ctx.native.freed == ["sampler"]
+    assert ctx.native.freed == ["sampler"] * 2
     batcher.close()
-    assert ctx.native.freed == ["sampler", "sampler"]
+    assert ctx.native.freed == ["sampler"] * 3
 
 
 def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
@@ -185,3 +187,21 @@ def test_stop_strings_need_text(ctx: Context) -> None:
     one = batcher.submit([5, 6], 3)
     batcher.run()
     assert (one.text, len(one.tokens)) == ("", 3)
+
+
+def test_messages_of_a_chat(tmp_path: Path) -> None:
+    """They are rendered with the model's template, and tokenized without a first token."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ tools }}"
+    ctx = kit.context(tmp_path, {"meta": {"tokenizer.chat_template": template}}, n_ctx=256)
+    batcher = Batcher(SlotCache(ctx))
+    messages = [{"role": "user", "content": "Hi"}]
+    made = batcher.submit(messages=messages, max_tokens=3)
+    assert made.prompt == ctx.model.tokenize("user:Hi;None", add_special=False)
+    assert len(made.result()) == 3
+    made = batcher.submit(messages=messages, tools=[{"a": 1}])
+    assert made.prompt == ctx.model.tokenize("user:Hi;[{'a': 1}]", add_special=False)
+    for wrong in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "tools": []}):
+        with pytest.raises(UsageError, match="either a prompt or messages"):
+            batcher.submit(**wrong)
+    with pytest.raises(UsageError, match=r"messages\[0\] has no 'role'"):
+        batcher.submit(messages=[{}])

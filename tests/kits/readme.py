@@ -25,6 +25,7 @@ DOCUMENTS = (
     "docs/api.md",
     "docs/backends.md",
     "docs/cache.md",
+    "docs/chat.md",
     "docs/contributing.md",
     "docs/patches.md",
     "docs/pictures.md",

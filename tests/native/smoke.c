@@ -255,6 +255,35 @@ static void check_sampler(plk_model *model, plk_context *c) {
     CHECK(plk_sample(greedy, c, 0) == run[4] && plk_sample(greedy, c, 1) == run[5]);
     CHECK(plk_run(greedy, c, 2, ids, next, run, 0, 0, &done) == PLK_EINVAL && done == 0);
     plk_sampler_free(greedy);
+    /* Logits of the caller; biases; what is refused leaves the sampler as it was. */
+    float *mine = calloc((size_t) info.n_vocab, sizeof *mine);
+    const int32_t biased[2] = {4, 5};
+    float bias[2] = {2.0f, 1.0f};
+    p.n_bias = 2;
+    p.bias_token = biased;
+    p.bias = bias;
+    CHECK(plk_sampler_new(model, &p, &greedy) == PLK_OK);
+    CHECK(plk_sample_logits(greedy, mine, info.n_vocab) == 4);
+    CHECK(plk_sample_logits(greedy, mine, info.n_vocab - 1) == PLK_EINVAL);
+    CHECK(plk_sample_logits(greedy, NULL, info.n_vocab) == PLK_EINVAL);
+    mine[7] = NAN;
+    CHECK(plk_sample_logits(greedy, mine, info.n_vocab) == PLK_EINVAL);
+    for (int32_t i = 0; i < info.n_vocab; i++) {
+        mine[i] = -INFINITY;
+    }
+    CHECK(plk_sample_logits(greedy, mine, info.n_vocab) == PLK_ENOTOKEN);
+    CHECK(plk_sampler_accept(greedy, biased, 2) == PLK_OK);
+    CHECK(plk_sampler_accept(greedy, &info.n_vocab, 1) == PLK_EINVAL);
+    plk_sampler_free(greedy);
+    bias[0] = NAN;
+    CHECK(plk_sampler_new(model, &p, &greedy) == PLK_EINVAL && greedy == NULL);
+    p.n_bias = 0;
+    p.temperature = NAN;
+    CHECK(plk_sampler_new(model, &p, &greedy) == PLK_EINVAL);
+    p.temperature = 1.0f;
+    p.samplers = "top_k,nothing";
+    CHECK(plk_sampler_new(model, &p, &greedy) == PLK_EINVAL);
+    free(mine);
 }
 
 int main(int argc, char **argv) {

@@ -145,3 +145,29 @@ def test_what_cannot_go_on_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_tokens"):
         ctx.generate(a, -1)
     assert list(ctx.generate(a, 0)) == []
+
+
+def spell(text: str) -> Fixed:
+    """Return a sampler that generates a text, then an end token."""
+    return Fixed([*(byte + 3 for byte in text.encode()), 2])
+
+
+@pytest.mark.parametrize("stop", ["two", ["three", "two"]])
+def test_a_stop_string_ends_the_text(tmp_path: Path, stop: str | list[str]) -> None:
+    """Its tokens are in the sequence, its text is not yielded, and no token is sampled after it."""
+    ctx = kit.context(tmp_path)
+    a, sampler = ctx.sequence(), spell("one two three")
+    ctx.decode(a.feed("Hi"))
+    assert "".join(ctx.generate(a, sampler=sampler, stop=stop)) == "one "
+    assert a.text == "Hione two"
+    assert len(sampler.tokens) == len(" three") + 1
+
+
+def test_withheld_text_comes_at_the_end(tmp_path: Path) -> None:
+    """What only began like a stop string is yielded."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.decode(a.feed("Hi"))
+    assert "".join(ctx.generate(a, sampler=spell("one t"), stop="two")) == "one t"
+    with pytest.raises(UsageError, match="stop string"):
+        ctx.generate(a, stop="")

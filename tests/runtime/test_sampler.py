@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import hypothesis_profile  # noqa: F401
@@ -13,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
-from pyllamakv.errors import Closed, Unsupported, UsageError
-from pyllamakv.runtime.sampler import NumpySampler
+from pyllamakv.errors import Closed, NoTokenAllowed, Unsupported, UsageError
+from pyllamakv.runtime.sampler import NumpySampler, token_logprobs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,3 +127,142 @@ def test_a_build_without_samplers_says_so(tmp_path: Path) -> None:
     """Check the message."""
     with pytest.raises(Unsupported, match="NumpySampler"):
         kit.model(tmp_path, capabilities=ALL & ~Capability.SAMPLER).sampler()
+
+
+def test_a_missing_sampler_names_its_capability(tmp_path: Path) -> None:
+    """In C by the build's capabilities; numpy has none of them."""
+    model = kit.model(tmp_path)
+    there = ALL | Capability.SAMPLER_CHAIN
+    for options, name in (
+        ({"typical_p": 0.5}, "SAMPLER_CHAIN"),
+        ({"penalty_freq": 0.5}, "SAMPLER_CHAIN"),
+        ({"samplers": []}, "SAMPLER_CHAIN"),
+        ({"temperature": 1, "mirostat": 2}, "SAMPLER_CHAIN"),
+        ({"temperature": 1, "dynatemp_range": 0.5}, "SAMPLER_CHAIN"),
+        ({"top_n_sigma": 1}, "TOP_N_SIGMA"),
+        ({"xtc_probability": 0.5}, "XTC"),
+        ({"dry_multiplier": 0.5}, "DRY"),
+        ({"temperature": 1, "adaptive_target": 0.5}, "ADAPTIVE_P"),
+        ({"grammar": "root ::= [a]"}, "GRAMMAR"),
+    ):
+        with pytest.raises(Unsupported, match=name) as caught:
+            model.sampler(**options)
+        assert caught.value.capability == name
+        with pytest.raises(Unsupported, match=r"use model\.sampler"):
+            NumpySampler(SamplerParams(**options))
+        more = there | Capability[name]
+        kit.model(tmp_path, capabilities=more).sampler(**options).close()
+    with pytest.raises(Unsupported, match=r"use model\.sampler"):
+        NumpySampler(SamplerParams(logit_bias={1: 1.0}))
+
+
+def test_parameters_know_what_they_change() -> None:
+    """Greedy choices are shared by sequences; samplers with a history are not."""
+    assert SamplerParams().is_greedy
+    assert SamplerParams(top_k=5, min_p=0.1, penalty_repeat=2.0, dry_base=2.0).is_greedy
+    for options in ({"logit_bias": {1: 1}}, {"xtc_probability": 1}, {"temperature": 0.1}):
+        assert not SamplerParams(**options).is_greedy
+        assert not SamplerParams(**options).keeps_history
+    last = {"penalty_last_n": 8}
+    for options in (
+        {"penalty_repeat": 2.0, **last},
+        {"penalty_freq": 1, **last},
+        {"penalty_present": 1, **last},
+        {"dry_multiplier": 1},
+        {"grammar": ""},
+        {"mirostat": 1, "temperature": 1},
+        {"adaptive_target": 0.5, "temperature": 1},
+    ):
+        assert SamplerParams(**options).keeps_history
+        assert not SamplerParams(**options).is_greedy
+
+
+def test_log_probabilities(tmp_path: Path) -> None:
+    """They are those of the model: the chosen token's, and the most likely ones', best first."""
+    logits = np.array([1.0, 3.0, -np.inf, 3.0, 2.0], dtype=np.float32)
+    found = token_logprobs(logits, 4, 3)
+    total = math.log(sum(math.exp(each) for each in logits))
+    assert [token for token, _ in found.top] == [1, 3, 4]
+    assert found.logprob == pytest.approx(2 - total)
+    assert [p for _, p in found.top] == pytest.approx([3 - total, 3 - total, 2 - total])
+    assert token_logprobs(logits, 0, 0).top == ()
+    assert len(token_logprobs(logits, 0, 99).top) == 5
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    with ctx.model.sampler(top_logprobs=2) as sampler:
+        ctx.step(a, 5)
+        expected = token_logprobs(ctx.logits().copy(), ctx.logits().argmax(), 2)
+        list(ctx.generate(a, 3, sampler))
+        assert [each.token for each in sampler.logprobs] == a.tokens[1:]
+        assert sampler.logprobs[0] == expected
+        assert all(len(each.top) == 2 for each in sampler.logprobs)
+        sampler.reset()
+        assert sampler.logprobs == []
+
+
+def test_processors_change_the_logits(tmp_path: Path) -> None:
+    """In order, a copy of the logits, with the tokens so far; log-probabilities do not change."""
+    ctx = kit.context(tmp_path)
+    a, seen = ctx.sequence(), []
+
+    def ban_best(tokens: list[int], logits: np.ndarray) -> None:
+        seen.append(list(tokens))
+        logits[logits.argmax()] = -np.inf
+
+    def prefer(tokens: list[int], logits: np.ndarray) -> None:
+        assert np.isinf(logits).any()
+        if len(tokens) == 1:
+            logits[77] = 100.0
+
+    ctx.step(a, 5)
+    before, second = ctx.logits().copy(), ctx.logits().top(2)[1][0]
+    with ctx.model.sampler(processors=[ban_best, prefer], top_logprobs=0) as sampler:
+        assert sampler.sample(ctx) == second
+        assert (ctx.logits() == before).all()
+        assert sampler.sample(ctx) == 77
+        assert seen == [[], [second]]
+        assert sampler.logprobs == [
+            token_logprobs(before, second, 0),
+            token_logprobs(before, 77, 0),
+        ]
+        sampler.reset()
+        assert sampler.sample_all(ctx) == [second]
+        with pytest.raises(UsageError, match="runs in Python"):
+            ctx.advance([a], [5], 2, sampler)
+        b = ctx.sequence()
+        ctx.step_all([a, b], [5, 6])
+        with pytest.raises(UsageError, match="history of one sequence"):
+            sampler.sample_all(ctx)
+
+
+def test_bad_processors_are_named(tmp_path: Path) -> None:
+    """One that is none, one that raises, one that excludes everything or writes no number."""
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.step(a, 5)
+    for wrong in (5, [5], "ab"):
+        with pytest.raises(UsageError, match="processors"):
+            ctx.model.sampler(processors=wrong)
+    for value, kind in ((-np.inf, NoTokenAllowed), (np.nan, UsageError), (np.inf, UsageError)):
+        with (
+            ctx.model.sampler(processors=[lambda _, logits, v=value: logits.fill(v)]) as sampler,
+            pytest.raises(kind),
+        ):
+            sampler.sample(ctx)
+    with (
+        ctx.model.sampler(processors=[lambda tokens, logits: {}[5]]) as sampler,
+        pytest.raises(KeyError),
+    ):
+        sampler.sample(ctx)
+    assert sampler.logprobs == []
+
+
+def test_accepted_tokens_are_checked(tmp_path: Path) -> None:
+    """They must be integers."""
+    with kit.model(tmp_path).sampler() as sampler:
+        sampler.accept([5, 6])
+        for wrong in ("ab", [1.5], 5):
+            with pytest.raises(UsageError):
+                sampler.accept(wrong)
+    with pytest.raises(Closed):
+        sampler.accept([5])

@@ -11,7 +11,7 @@ set(PLK_INCLUDES
 # The groups, and the candidates of each, best first. `none` is the stub if no candidate compiles.
 set(PLK_GROUPS
     load context settings memory cells rollback update defrag moving mapping counters
-    devices sampler rpc)
+    devices sampler grammar rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member hidden)
@@ -24,7 +24,8 @@ set(PLK_moving patched)
 set(PLK_mapping patched)
 set(PLK_counters counters)
 set(PLK_devices registry)
-set(PLK_sampler chain chain_n_vocab chain_vocab functions)
+set(PLK_sampler chain functions)
+set(PLK_grammar parser)
 set(PLK_rpc server cached plain field first)
 
 # Set `out` to the chosen sources, and PLK_PROBES to the JSON that plk_probes() returns.

@@ -34,7 +34,7 @@ const char *plk_probes(void) { return plk::built::probes; }
 uint64_t plk_capabilities(void) {
     return plk::context::bits | plk::cells::bits | plk::defrag::bits |
            plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::mapping::bits |
-           plk::sampler::bits | PLK_CAP_STATES;
+           plk::sampler::bits | plk::grammar::bits | PLK_CAP_STATES;
 }
 
 const char *plk_last_error(void) { return last_error.c_str(); }
@@ -90,4 +90,5 @@ static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");
 static_assert(sizeof(plk_defrag_report) == 56, "layout");
 static_assert(offsetof(plk_counters, ns) == 72 && sizeof(plk_counters) == 96, "layout");
 static_assert(offsetof(plk_device, name) == 24 && sizeof(plk_device) == 216, "layout");
-static_assert(sizeof(plk_sampler_params) == 32, "layout");
+static_assert(sizeof(void *) != 8 || offsetof(plk_sampler_params, bias_token) == 104, "layout");
+static_assert(sizeof(void *) != 8 || sizeof(plk_sampler_params) == 144, "layout");

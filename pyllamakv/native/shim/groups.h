@@ -208,10 +208,27 @@ int serve(const char *endpoint, const char *device, uint64_t memory);
 namespace sampler {
 extern const uint64_t bits;
 struct Sampler;
-Sampler *open(const llama_model *model, const plk_sampler_params &params);
+// Return NULL, with the last error set, on failure.
+Sampler *open(const plk_model &model, const plk_sampler_params &params);
 void close(Sampler *sampler);
 void reset(Sampler *sampler);
-int32_t sample(Sampler *sampler, llama_context *ctx, int32_t index, int32_t n_vocab);
+// Sample from candidates whose logits are finite, at least one; return the token or a PLK_E code.
+int32_t sample(Sampler *sampler, std::vector<llama_token_data> &candidates);
+void accept(Sampler *sampler, int32_t token);
 } // namespace sampler
+
+// Grammars in GBNF. They restrict the candidates before any sampler of the chain.
+namespace grammar {
+extern const uint64_t bits;
+struct Grammar;
+// Return NULL, with the last error set, if the text does not parse or has no rule `root`.
+Grammar *open(const llama_model *model, const char *text);
+void close(Grammar *grammar);
+void reset(Grammar *grammar);
+// Set the logits of the tokens that the grammar does not allow next to -INFINITY.
+void apply(Grammar *grammar, std::vector<llama_token_data> &candidates);
+// The token must be allowed: llama.cpp aborts for an end token that is not.
+void accept(Grammar *grammar, int32_t token);
+} // namespace grammar
 
 } // namespace plk

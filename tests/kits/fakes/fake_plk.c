@@ -7,6 +7,7 @@
 #include "plk.h"
 
 #include <arpa/inet.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -501,6 +502,8 @@ int64_t plk_state_load(plk_context *c, int32_t seq, const uint8_t *data, int64_t
 
 int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, plk_sampler **out) {
     (void) model;
+    if (params->grammar && !strstr(params->grammar, "::="))
+        return fail(PLK_EGRAMMAR, "line 1, column 1: expecting ::=");
     *out = calloc(1, sizeof **out);
     (*out)->params = *params;
     return PLK_OK;
@@ -514,6 +517,19 @@ int32_t plk_sample(plk_sampler *sampler, plk_context *context, int32_t index) {
     for (int32_t v = 1; v < N_VOCAB; v++) if (row[v] > row[best]) best = v;
     sampler->taken++;
     return best;
+}
+int32_t plk_sample_logits(plk_sampler *sampler, const float *logits, int32_t n_vocab) {
+    int32_t best = 0;
+    if (n_vocab != N_VOCAB) return fail(PLK_EINVAL, "not the size of the vocabulary");
+    for (int32_t v = 1; v < N_VOCAB; v++) if (logits[v] > logits[best]) best = v;
+    sampler->taken++;
+    return isinf(logits[best]) ? fail(PLK_ENOTOKEN, "every token is excluded") : best;
+}
+int plk_sampler_accept(plk_sampler *sampler, const int32_t *tokens, int32_t n) {
+    for (int32_t i = 0; i < n; i++)
+        if (tokens[i] >= N_VOCAB) return fail(PLK_EINVAL, "token is not in the vocabulary");
+    sampler->taken += n;
+    return PLK_OK;
 }
 int32_t plk_sample_all(plk_sampler *sampler, plk_context *context, int32_t *tokens, int32_t room) {
     if (room < context->outputs) return fail(PLK_EINVAL, "room");

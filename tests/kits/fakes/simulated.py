@@ -24,7 +24,7 @@ from pyllamakv.binding.protocol import (
     RawDefrag,
     RawMapping,
 )
-from pyllamakv.errors import Closed, ContextError, NativeError, Unsupported
+from pyllamakv.errors import Closed, ContextError, NativeError, NoTokenAllowed, Unsupported
 
 ALL = Capability(2047) & ~Capability.STREAMS & ~Capability.KV_UNIFIED & ~Capability.FLASH_AUTO
 
@@ -57,12 +57,14 @@ class SimulatedNative(SimulatedModels):
         partial: bool = True,
         can_shift: bool = True,
         unifies: bool = False,
+        meta: dict[str, str] | None = None,
     ) -> None:
         self.about = LibraryInfo(1, "simulated", capabilities)
         self.environment: dict[str, str] = {}
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
         self.unifies = unifies
+        self.meta = {"general.name": "simulated", **(meta or {})}
         self.created: list[str] = []
         self.freed: list[str] = []
         self.calls: list[str] = []
@@ -283,6 +285,18 @@ class SimulatedNative(SimulatedModels):
     def sample(self, sampler: int, context: int, index: int) -> int:
         self._get(sampler)
         return int(self.logits(context, index, N_VOCAB).argmax())
+
+    def sample_logits(self, sampler: int, logits: np.ndarray) -> int:
+        self._get(sampler)
+        if not np.isfinite(logits).any():
+            raise NoTokenAllowed("every token is excluded")
+        return int(logits.argmax())
+
+    def many(self, calls: list[tuple[str, tuple]]) -> list:
+        return [getattr(self, name)(*arguments) for name, arguments in calls]
+
+    def sampler_accept(self, sampler: int, tokens: np.ndarray) -> None:
+        self._get(sampler)
 
     def sample_all(self, sampler: int, context: int, room: int) -> list[int]:
         self._get(sampler)

@@ -30,7 +30,7 @@ class SimulatedModels:
         )  # fmt: skip
 
     def model_meta(self, model: int, key: str) -> str | None:
-        return {"general.name": "simulated"}.get(key)
+        return self.meta.get(key)
 
     def tokenize(
         self, model: int, text: bytes, add_special: bool, parse_special: bool

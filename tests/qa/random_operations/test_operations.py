@@ -206,10 +206,10 @@ def test_many(native: Native, context: ContextHandle) -> None:
         ("logits", (context, -1, 512)),
         ("cells", (context, 0)),
     ]
-    code, row, cells = native.many(calls)  # type: ignore[attr-defined]
+    code, row, cells = native.many(calls)
     assert code == 0
     assert int(row.argmax()) == 2
     assert cells.info.used == 1
     with pytest.raises(NativeError, match="invalid token"):
-        native.many([("decode_one", (context, THROW, 0, 0)), *calls])  # type: ignore[attr-defined]
+        native.many([("decode_one", (context, THROW, 0, 0)), *calls])
     assert native.seq_pos_max(context, 0) == 0

@@ -12,7 +12,7 @@ struct plk::sampler::Sampler {
     std::deque<llama_token> last;
 };
 
-plk::sampler::Sampler *plk::sampler::open(const llama_model *, const plk_sampler_params &params) {
+plk::sampler::Sampler *plk::sampler::open(const plk_model &, const plk_sampler_params &params) {
     return new Sampler{params, std::mt19937(params.seed), {}};
 }
 
@@ -23,46 +23,41 @@ void plk::sampler::reset(Sampler *sampler) {
     sampler->last.clear();
 }
 
-int32_t plk::sampler::sample(Sampler *sampler, llama_context *ctx, int32_t index, int32_t n_vocab) {
+int32_t plk::sampler::sample(Sampler *sampler, std::vector<llama_token_data> &candidates) {
     const plk_sampler_params &p = sampler->params;
-    const float *logits = llama_get_logits_ith(ctx, index);
-    std::vector<llama_token_data> data(static_cast<size_t>(n_vocab));
-    for (int32_t i = 0; i < n_vocab; ++i) {
-        data[i] = {i, logits[i], 0.0f};
-    }
-    llama_token_data_array all{data.data(), data.size(), false};
+    llama_token_data_array all{candidates.data(), candidates.size(), false};
     if (p.penalty_last_n > 0 && p.penalty_repeat != 1.0f) {
         const std::vector<llama_token> last(sampler->last.begin(), sampler->last.end());
         llama_sample_repetition_penalties(nullptr, &all, last.data(), last.size(), p.penalty_repeat,
                                           0.0f, 0.0f);
     }
-    llama_token token = 0;
     if (p.temperature <= 0.0f) {
-        token = llama_sample_token_greedy(nullptr, &all);
-    } else {
-        if (p.top_k > 0) {
-            llama_sample_top_k(nullptr, &all, p.top_k, 1);
-        }
-        if (p.top_p < 1.0f) {
-            llama_sample_top_p(nullptr, &all, p.top_p, 1);
-        }
-        if (p.min_p > 0.0f) {
-            llama_sample_min_p(nullptr, &all, p.min_p, 1);
-        }
-        llama_sample_temp(nullptr, &all, p.temperature);
-        llama_sample_softmax(nullptr, &all);
-        std::vector<float> weights(all.size);
-        for (size_t i = 0; i < all.size; ++i) {
-            weights[i] = all.data[i].p;
-        }
-        std::discrete_distribution<size_t> choose(weights.begin(), weights.end());
-        token = all.data[choose(sampler->random)].id;
+        return llama_sample_token_greedy(nullptr, &all);
     }
-    if (p.penalty_last_n > 0) {
+    if (p.top_k > 0) {
+        llama_sample_top_k(nullptr, &all, p.top_k, 1);
+    }
+    if (p.top_p < 1.0f) {
+        llama_sample_top_p(nullptr, &all, p.top_p, 1);
+    }
+    if (p.min_p > 0.0f) {
+        llama_sample_min_p(nullptr, &all, p.min_p, 1);
+    }
+    llama_sample_temp(nullptr, &all, p.temperature);
+    llama_sample_softmax(nullptr, &all);
+    std::vector<float> weights(all.size);
+    for (size_t i = 0; i < all.size; ++i) {
+        weights[i] = all.data[i].p;
+    }
+    std::discrete_distribution<size_t> choose(weights.begin(), weights.end());
+    return all.data[choose(sampler->random)].id;
+}
+
+void plk::sampler::accept(Sampler *sampler, int32_t token) {
+    if (sampler->params.penalty_last_n > 0) {
         sampler->last.push_back(token);
-        if (sampler->last.size() > static_cast<size_t>(p.penalty_last_n)) {
+        if (sampler->last.size() > static_cast<size_t>(sampler->params.penalty_last_n)) {
             sampler->last.pop_front();
         }
     }
-    return token;
 }

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyllamakv.cache.generation import StopStrings, check_stop_strings
 from pyllamakv.errors import UsageError
+from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 
 def through(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:

@@ -1,0 +1,130 @@
+"""Restrict sampling to JSON documents that meet a schema, with the library llguidance.
+
+llguidance computes which tokens may come next. `SchemaProcessor` excludes the others from the
+logits. The extra ``json`` installs the library.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyllamakv.binding import arguments
+from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from pyllamakv.runtime.model import Model
+
+#: White space of a document, as `json.dumps` writes it. With any white space allowed, models write
+#: blanks without end.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: Precedes the bytes of a control token, so that no text of a document can match it.
+_CONTROL = b"\xff"
+
+
+def compile_tokens(model: Model) -> Any:
+    """Return the vocabulary of a model as llguidance reads it; about a second for 128k tokens.
+
+    Raises ToolMissing if llguidance is not installed, and Unsupported without a vocabulary.
+    """
+    llguidance, words = _library(), _Vocabulary(model)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.ends or None)
+
+
+class _Vocabulary:
+    """The attributes and the call that llguidance requires of a tokenizer."""
+
+    def __init__(self, model: Model) -> None:
+        if not model.info.has_vocab:
+            raise Unsupported(
+                "this model has no vocabulary: a JSON schema needs text", "vocabulary"
+            )
+
+        # In one call, which a worker answers at once.
+        def ask(operation: str, *more: Any) -> list[Any]:
+            ids = range(model.info.n_vocab)
+            return model.native.many([(operation, (model.handle, i, *more)) for i in ids])
+
+        # Without ``special``, a control token has no text.
+        pairs = zip(ask("token_piece", True), ask("token_piece", False), strict=True)
+        self.tokens = [whole if plain else _CONTROL + whole for whole, plain in pairs]
+        self.ends = [token for token, end in enumerate(ask("token_is_eog")) if end]
+        self.eos_token_id = self.ends[0] if self.ends else model.info.token_eos
+        self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
+        self._model = model
+
+    def __call__(self, text: str) -> list[int]:
+        return self._model.tokenize(text, add_special=False)
+
+
+class SchemaProcessor:
+    """Exclude tokens that cannot continue a JSON document; a `LogitsProcessor`.
+
+    After a complete document, only end-of-generation tokens remain. Raises SchemaError if the
+    schema is invalid, has unsupported keywords, or cannot be met.
+    """
+
+    def __init__(self, model: Model, schema: Mapping[str, Any] | str) -> None:
+        llguidance, text = _library(), schema_text(schema)
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
+        except ValueError as error:
+            raise SchemaError(f"the JSON schema is invalid: {error}") from error
+        tokens = model.schema_tokens
+        self._matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().partition("\n")[0]
+            raise SchemaError(f"the JSON schema cannot be used: {reason}")
+        self._ends = list(tokens.eos_tokens)
+        self._seen: list[int] = []
+
+    def __call__(self, tokens: list[int], logits: NDArray[np.float32]) -> None:
+        """Set the logits (n_vocab,) of tokens that may not follow ``tokens`` to -inf."""
+        if tokens[: len(self._seen)] != self._seen:
+            self._matcher.reset()
+            self._seen = []
+        new = tokens[len(self._seen) :]
+        self._seen = list(tokens)
+        if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
+            raise NoTokenAllowed(f"the sampled tokens leave the schema: {self._reason()}")
+        allowed = np.zeros(len(logits), dtype=np.bool_)
+        if self._matcher.is_stopped():
+            allowed[self._ends] = True
+        else:
+            mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            bits = np.unpackbits(mask, bitorder="little")[: len(logits)]
+            allowed[: len(bits)] = bits
+        logits[~allowed] = -np.inf
+
+    def _reason(self) -> str:
+        return self._matcher.get_error().strip().partition("\n")[0] or "the document has ended"
+
+
+def schema_text(schema: Mapping[str, Any] | str) -> str:
+    """Return a schema, a mapping or its JSON text, as JSON text."""
+    if isinstance(schema, str):
+        return arguments.text("json_schema", schema)
+    expected = "a JSON schema: a mapping of JSON values, or its text"
+    if not hasattr(schema, "items"):
+        raise arguments.wrong_type("json_schema", schema, expected)
+    try:
+        return json.dumps(dict(schema), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(
+            f"the JSON schema has a value that JSON cannot express: {error}"
+        ) from error
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        msg = "a JSON schema needs llguidance: pip install 'pyllamakv[json]'"
+        raise ToolMissing(msg, "llguidance", "pip install 'pyllamakv[json]'") from None
+    return llguidance

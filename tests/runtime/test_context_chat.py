@@ -1,0 +1,106 @@
+"""Chats: the prompt comes from messages, and a kept sequence is evaluated only where it differs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.errors import PromptTooLong, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def chat_context(folder: Path, **native: object) -> Context:
+    """Return a context whose model has a chat template."""
+    return kit.context(folder, {"meta": {"tokenizer.chat_template": TEMPLATE}, **native})
+
+
+def test_a_chat_without_a_sequence_leaves_nothing(tmp_path: Path) -> None:
+    """The reply is that to the rendered text; the sequence is opened late, and closed."""
+    ctx = chat_context(tmp_path)
+    a = ctx.sequence()
+    ctx.prefill(a, ctx.model.tokenize("<u>Hi<a>", add_special=False))
+    expected = "".join(ctx.generate(a, 8))
+    reply = ctx.chat([{"role": "user", "content": "Hi"}], 8)
+    assert len(ctx.vacant) == 3
+    assert "".join(reply) == expected
+    assert len(ctx.vacant) == 3
+    assert ctx.kv.stats.used == len(a)
+
+
+def test_a_sequence_keeps_the_chat(tmp_path: Path) -> None:
+    """The second call evaluates what is new, and generates what a new sequence would."""
+    ctx = chat_context(tmp_path)
+    a = ctx.sequence()
+    messages = [{"role": "user", "content": "Hi"}]
+    messages.append({"role": "assistant", "content": "".join(ctx.chat(messages, 5, sequence=a))})
+    kept = a.tokens
+    messages.append({"role": "user", "content": "Go on"})
+    expected = "".join(ctx.chat(messages, 5))
+    epoch = ctx.epoch
+    assert "".join(ctx.chat(messages, 5, sequence=a)) == expected
+    assert a.tokens[: len(kept)] == kept
+    assert ctx.epoch - epoch == 1 + 5  # one batch of the new tokens, then each generated one
+
+
+def test_another_chat_replaces_the_sequence(tmp_path: Path) -> None:
+    """Only the common start remains; shifted tokens and states in part are evaluated again."""
+    for native, shift in (({}, False), ({"partial": False}, False), ({}, True)):
+        ctx = chat_context(tmp_path, **native)
+        a = ctx.sequence()
+        for _ in ctx.chat([{"role": "user", "content": "one two"}], 4, sequence=a):
+            pass
+        if shift:
+            a.shift(None, None, 3)
+        messages = [{"role": "user", "content": "one three"}]
+        expected = "".join(ctx.chat(messages, 4))
+        assert "".join(ctx.chat(messages, 4, sequence=a)) == expected
+        assert a.positions == list(range(len(a)))
+
+
+def test_the_same_chat_again(tmp_path: Path) -> None:
+    """The last token is evaluated again, for its logits."""
+    ctx = chat_context(tmp_path)
+    a = ctx.sequence()
+    replies = {"".join(ctx.chat([{"role": "user", "content": "Hi"}], 4, sequence=a)) for _ in "ab"}
+    assert len(replies) == 1
+
+
+def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:
+    """Before any token is requested of the iterator, except when the cache is too small."""
+    ctx = chat_context(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    for wrong in ({"max_tokens": -1}, {"sampler": 1}, {"stop": ""}, {"sequence": 1}):
+        with pytest.raises(UsageError):
+            ctx.chat(messages, **wrong)
+    with pytest.raises(UsageError, match="messages is empty"):
+        ctx.chat([])
+    with pytest.raises(UsageError, match="rendered no text"):
+        ctx.chat(messages, template="")
+    with pytest.raises(PromptTooLong):
+        next(ctx.chat([{"role": "user", "content": "x" * 100}]))
+    assert len(ctx.vacant) == 4
+    with pytest.raises(Unsupported, match="no chat template"):
+        kit.context(tmp_path).chat(messages)
+
+
+def test_a_stop_string_and_options(tmp_path: Path) -> None:
+    """Options of the template and of the generation reach both."""
+    ctx = chat_context(tmp_path)
+    whole = "".join(ctx.chat([{"role": "user", "content": "Hi"}], 8))
+    cut = "".join(ctx.chat([{"role": "user", "content": "Hi"}], 8, stop=whole[3:5]))
+    assert cut == whole[:3]
+    other = "".join(
+        ctx.chat([{"role": "user", "content": "Hi"}], 8, template="{{ x }}", x="<u>Hi<a>")
+    )
+    assert other == whole

@@ -1,0 +1,124 @@
+"""JSON schemas: every sampled document meets its schema, and bad schemas are refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+import pytest
+import runtime_kit as kit
+
+import pyllamakv as kv
+from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, UsageError
+from pyllamakv.runtime.json_schema import SchemaProcessor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "size": {"enum": ["small", "large"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["city", "size", "n"],
+    "additionalProperties": False,
+}
+
+
+def document(model: kv.Model, seed: int) -> str:
+    """Return a document of random tokens that the processor allows."""
+    processor, random = SchemaProcessor(model, SCHEMA), np.random.default_rng(seed)
+    tokens: list[int] = []
+    for _ in range(300):
+        logits = random.normal(size=model.info.n_vocab).astype(np.float32)
+        processor(tokens, logits)
+        token = int(logits.argmax())
+        if model.is_eog(token):
+            return model.detokenize(tokens)
+        tokens.append(token)
+    raise AssertionError("the document did not end")
+
+
+def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
+    """Whatever the logits are, and characters of several bytes are whole."""
+    model = kit.model(tmp_path)
+    for seed in range(5):
+        text = document(model, seed)
+        jsonschema.validate(json.loads(text), SCHEMA)
+        # White space as `json.dumps` writes it; otherwise, it may have no end.
+        assert text.startswith('{"city": "')
+        assert text.count(" ") - text[: text.index('", "size')].count(" ") == 4
+    assert model.schema_tokens is model.schema_tokens
+
+
+def test_a_complete_document_ends(tmp_path: Path) -> None:
+    """Only an end token may follow; a new start forgets the old document."""
+    model = kit.model(tmp_path)
+    processor = SchemaProcessor(model, json.dumps({"const": 5}))
+    for tokens, allowed in (([], {56}), ([56], {2}), ([56, 2], {2}), ([], {56})):
+        logits = np.zeros(model.info.n_vocab, dtype=np.float32)
+        processor(tokens, logits)
+        assert set(np.flatnonzero(np.isfinite(logits)).tolist()) == allowed
+    with pytest.raises(NoTokenAllowed, match="leave the schema"):
+        processor([57], logits)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "Unsatisfiable"),
+        ({"type": "object", "required": ["a"], "properties": {"a": False}}, "'a'"),
+        ({"type": "nope"}, "nope"),
+        ({"$ref": "#/nowhere"}, "nowhere"),
+        ("{", "line 1"),
+        ({"a": {1, 2}}, "JSON cannot express"),
+        ({"const": float("nan")}, "JSON cannot express"),
+    ],
+)
+def test_bad_schemas_are_refused(tmp_path: Path, schema: Any, message: str) -> None:
+    """The reason is in the message, before any token is sampled; no sampler is created."""
+    model = kit.model(tmp_path)
+    with pytest.raises(SchemaError, match=message):
+        model.sampler(json_schema=schema)
+    assert "sampler" not in model.native.created
+
+
+def test_other_types_are_refused(tmp_path: Path) -> None:
+    """A schema is a mapping or text."""
+    for wrong in (5, [1], b"{}", True):
+        with pytest.raises(UsageError, match="json_schema"):
+            kit.model(tmp_path).sampler(json_schema=wrong)
+
+
+def test_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ToolMissing, match=r"pip install 'pyllamakv\[json\]'"):
+        kit.model(tmp_path).sampler(json_schema={})
+
+
+@pytest.mark.native
+@pytest.mark.real_model
+@pytest.mark.long
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
+def test_a_real_model_fills_a_schema(patched: Variant, real_model: Path, isolated: bool) -> None:
+    """Greedily and at a high temperature."""
+    with (
+        kv.open(patched.folder, isolated=isolated) as library,
+        library.load_model(real_model) as model,
+        model.context(n_ctx=256) as ctx,
+    ):
+        for temperature in (0.0, 1.5):
+            with model.sampler(json_schema=SCHEMA, temperature=temperature, seed=3) as sampler:
+                text = "".join(
+                    ctx.chat([{"role": "user", "content": "Name a city."}], 100, sampler)
+                )
+            jsonschema.validate(json.loads(text), SCHEMA)

@@ -1,0 +1,125 @@
+"""The process for chat templates: its limits, its end, and that it starts again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv.errors import ChatTemplateError, WorkerDied
+from pyllamakv.runtime import template_process
+from pyllamakv.runtime.template_process import TemplateProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENDLESS = (
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% for k in range(100000) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    """Return a process with little CPU time."""
+    made = TemplateProcess(cpu_seconds=0.2, address_space=1 << 28)
+    yield made
+    made.close()
+
+
+@pytest.mark.long
+def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
+    """Nested loops end by the CPU time that they use; the next render starts a new process."""
+    assert process.render("{{ a }}", {"a": [1]}) == "[1]"
+    with pytest.raises(ChatTemplateError, match=r"did not end within 0\.2 seconds of CPU time"):
+        process.render(ENDLESS, {})
+    assert process.render("b", {}) == "b"
+
+
+@pytest.mark.long
+def test_a_program_that_ignores_the_signal() -> None:
+    """Processes inherit an ignored or blocked signal; the limit works nevertheless."""
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    process = TemplateProcess(cpu_seconds=0.2)
+    try:
+        with pytest.raises(ChatTemplateError, match="did not end"):
+            process.render(ENDLESS, {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
+        process.close()
+
+
+@pytest.mark.long
+def test_one_long_operation_is_ended(process: TemplateProcess) -> None:
+    """No bytecode runs meanwhile, so no counter of loops could end it."""
+    with pytest.raises(ChatTemplateError, match="did not end"):
+        process.render("{{ (7 ** 40000000) > 1 }}", {})
+
+
+def test_memory_is_limited(process: TemplateProcess) -> None:
+    """A template cannot use more than the address space allows; the process survives."""
+    with pytest.raises(ChatTemplateError, match="too much memory"):
+        process.render("{{ 'a' * 10 ** 10 }}", {})
+    assert process.render("b", {}) == "b"
+
+
+def test_an_error_names_the_line(process: TemplateProcess) -> None:
+    """As a field and in the message."""
+    with pytest.raises(ChatTemplateError, match=r"no \(line 2 of the template\)") as caught:
+        process.render("\n{{ raise_exception('no') }}", {})
+    assert caught.value.line == 2
+
+
+@pytest.mark.long
+def test_a_process_that_died(process: TemplateProcess) -> None:
+    """What killed it is in the message, and the next render works."""
+    process.render("a", {})
+    assert process._child is not None
+    process._child.kill()
+    process._child.wait()
+    with pytest.raises(WorkerDied, match="status -9"):
+        process.render("a", {})
+    assert process.render("a", {}) == "a"
+
+
+def test_threads_get_their_own_answers() -> None:
+    """Requests of several threads are answered one after the other, by one process."""
+    process = template_process.shared()
+    assert template_process.shared() is process
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda n: process.render("{{ n }}", {"n": n}), range(40))
+    assert list(found) == [str(n) for n in range(40)]
+
+
+@pytest.mark.long
+def test_a_fork_starts_its_own_process() -> None:
+    """A child does not write into its parent's pipe, nor end the parent's process."""
+    code = (
+        "import os; from pyllamakv.runtime.template_process import shared\n"
+        "assert shared().render('a', {}) == 'a'; first = shared()._child.pid\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    assert shared().render('b', {}) == 'b' and shared()._child.pid != first\n"
+        "else:\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    assert shared().render('c', {}) == 'c' and shared()._child.pid == first\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that cannot start Python is told why."""
+    monkeypatch.setattr(sys, "executable", os.devnull)
+    with pytest.raises(WorkerDied, match="cannot start"):
+        TemplateProcess().render("a", {})
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(WorkerDied, match=r"sys\.executable"):
+        TemplateProcess().render("a", {})
