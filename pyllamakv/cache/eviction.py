@@ -153,6 +153,17 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     return True
 
 
+def make_sequence_room(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
+    """Free a sequence and cells for ``n`` tokens of it; return False if that is impossible."""
+    kept = list(kept)
+    short = shortage(cache, n, None)
+    if short > 0 and short > cache.branches.reclaimable(kept):
+        return False
+    if not free_sequences(cache, 1, kept):
+        return False
+    return _free(cache, n, None, kept, shortage(cache, n, None))
+
+
 def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:
     """Return whether ``n`` more tokens certainly fit, without reading the cells."""
     context, branches = cache.context, cache.branches

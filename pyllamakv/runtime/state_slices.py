@@ -135,7 +135,8 @@ def _arrays(reader: Reader, layout: Layout, cells: int) -> tuple[CellArray, ...]
             element, n = reader.number("<I"), reader.number("<I")
             if element != kind.bytes:
                 raise WrongLayout
-            shape, axis = (n, cells, element), 1
+            shape: tuple[int, ...] = (n, cells, element)
+            axis = 1
         else:
             width = reader.number("<Q")
             if width % kind.bytes or width > 1 << 40:
