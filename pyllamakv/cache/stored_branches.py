@@ -76,8 +76,8 @@ class StoredBranches:
         self.store = PrefixStore(path, identity(context), budget=budget)
         for file, why in self.store.removed.items():
             LOG.warning("%s was removed: %s", file, why)
-        #: Whether the memory is one attention cache, whose states can be cut.
-        self.cuts = context.info.memory is MemoryType.ATTENTION and context.info.n_caches == 1
+        #: Whether states are cut into pages; False once a state has more than one cache.
+        self.cuts = context.info.memory is MemoryType.ATTENTION
 
     # Writing...
 
