@@ -177,7 +177,12 @@ class StoredBranches:
                 return 0
             found = StoredPrefix(length, tuple(page for page in found.pages if page.start < length))
             try:
-                return self._restore(cache, key, found)
+                covered = self._make_room(cache, key, found)
+                if covered is None:
+                    return 0
+                if any(page.name not in self.store.pages for page in found.pages):
+                    continue  # branches evicted for it took its place in the budget of the store
+                return self._restore(cache, key, found, covered)
             except PrefixStoreDamaged as error:
                 LOG.warning("%s; it is removed with the pages that follow it", error)
                 cache.counts.add("damaged")
@@ -190,12 +195,9 @@ class StoredBranches:
                 LOG.warning("a stored prefix of %d tokens is not used: %s", length, error)
                 return 0
 
-    def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix) -> int:
-        branches = cache.branches
-        room = self._make_room(cache, key, found)
-        if room is None:
-            return 0
-        length, covered = found.length, room
+    def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix, covered: int) -> int:
+        """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
+        branches, length = cache.branches, found.length
         first = next(i for i, page in enumerate(found.pages) if found.used_range(i)[1] > covered)
         raw = self._content(found, first, covered)
         page = found.pages[0]
