@@ -153,15 +153,27 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
     return True
 
 
-def make_sequence_room(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
-    """Free a sequence and cells for ``n`` tokens of it; return False if that is impossible."""
-    kept = list(kept)
+def make_sequence_room(cache: PrefixCache, sequences: int, n: int, kept: Iterable[Node]) -> bool:
+    """Free sequences, and cells for ``n`` tokens; return whether that succeeded.
+
+    Evicts nothing if it is impossible. A branch below a pinned or shared one may count as immovable
+    although it could be evicted.
+    """
+    kept, branches = list(kept), cache.branches
+    protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
+    movable = (
+        node
+        for node in branches.tree.walk()
+        if node not in protected and branches.removable(node, frees_id=True)
+    )
+    if branches.vacant + sum(1 for _ in movable) < sequences:
+        return False
     short = shortage(cache, n, None)
-    if short > 0 and short > cache.branches.reclaimable(kept):
+    if short > 0 and short > branches.reclaimable(kept):
         return False
-    if not free_sequences(cache, 1, kept):
-        return False
-    return _free(cache, n, None, kept, shortage(cache, n, None))
+    return free_sequences(cache, sequences, kept) and _free(
+        cache, n, None, kept, shortage(cache, n, None)
+    )
 
 
 def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:

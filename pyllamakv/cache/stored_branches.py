@@ -246,21 +246,25 @@ class StoredBranches:
     def _make_room(self, cache: PrefixCache, key: bytes, found: StoredPrefix) -> int | None:
         """Free a sequence and cells; return how many tokens the cache has then, None without room.
 
-        The resident part of the prefix is kept if possible, and given up otherwise: the store has
-        it as well.
+        The room is for the whole prompt, so that a prompt that is refused evicts nothing. The
+        resident part of the prefix is kept if possible, and given up otherwise: the store has it.
         """
-        branches, shares = cache.branches, cache.branches.sharing and found.pages[0].kind == "cells"
+        branches = cache.branches
+        cells = found.pages[0].kind == "cells"
+        end, at = branches.tree.match(key[: found.length * TOKEN_BYTES])
+        # A state between a prefix and other branches stays there, and the prompt gets a copy.
+        copied = at == found.length and (end.end > at or end.children or end.pins)
+        n = len(key) // TOKEN_BYTES if cells else max(len(key) // TOKEN_BYTES, found.pages[0].end)
         for keeps in (True, False):
             covered = -1
             while True:
                 node, known = branches.tree.match(key)
-                kept = node.path if keeps else []
-                before, covered = covered, min(known, found.length - 1) if shares else 0
+                before = covered
+                covered = min(known, found.length - 1) if cells and branches.sharing else 0
                 if covered == before:
                     return covered
-                pages = found.pages
-                whole = pages[0].end if pages[0].kind == "state" else found.length
-                if not eviction.make_sequence_room(cache, whole - covered, kept):
+                kept = node.path if keeps else []
+                if not eviction.make_sequence_room(cache, 2 if copied else 1, n - covered, kept):
                     break
         return None
 
