@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
-from pyllamakv.runtime import state_parser
+from pyllamakv.runtime import state_parser, state_slices
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -219,6 +220,9 @@ def _try(sequence: Sequence, raw: bytes) -> bool:
 
 def _cells(content: SavedSequence) -> int:
     """Return how many cells a state needs; 0 where its memory has none per token."""
+    # Slices find one attention cache without copying V; the parser knows all memories.
+    with suppress(StateError):
+        return len(state_slices.read(content.raw).positions)
     try:
         return state_parser.parse(content.raw).cells
     except StateError:
