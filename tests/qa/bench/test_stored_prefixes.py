@@ -31,5 +31,5 @@ def test_figures(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.native
 def test_a_child_that_fails(patched: Variant, tiny_model: Path) -> None:
     """A child that cannot decode the chats is an error of the benchmark, not a figure."""
-    with pytest.raises(HarnessError, match="the child ended with 1.*out of range"):
+    with pytest.raises(HarnessError, match="out of range"):
         stored_prefixes.figures(lambda: None, str(patched.folder), 1, tiny_model)
