@@ -44,6 +44,16 @@ class NativeStep(FaultTarget):
         shape = {"n_ctx": 256, "n_batch": 64, "n_seq_max": 4, "n_threads": 1}
         return model.context(**{**shape, **options})
 
+    def note(self, path: Path, count: int) -> None:
+        """Write how many prompts are flushed, in one change of one byte each."""
+        try:
+            with path.open("r+b" if count > 1 else "wb", buffering=0) as file:
+                file.truncate(max(count - 1, 0))
+                file.seek(0, 2)
+                file.write(b"." * (count > 0))
+        except OSError as error:
+            raise KvError(f"the test cannot write {path}: {error}") from error
+
 
 class RecordRun(NativeStep):
     """Record a run; an incomplete trace is read up to its last complete row."""
@@ -151,13 +161,13 @@ class StorePrefixes(NativeStep):
                     if number < flushed:
                         assert cached == len(prompt) - 1, "a flushed prompt was not reused"
                     cache.flush()
-                    self._note(done, number + 1)
+                    self.note(done, number + 1)
             ctx.clear()
             with self._cache(ctx, folder) as cache:
                 found: list[Any] = [self._serve(cache, [*each, 24]) for each in self.prompts]
                 found.append(cache.stats().damaged)
                 size = cache.stats().stored_bytes
-            self._note(done, 0)
+            self.note(done, 0)
             ctx.clear()
             with self._cache(ctx, folder, budget=max(size // 2, 1)) as cache:
                 found.append(cache.stats().stored_bytes <= size // 2)
@@ -178,16 +188,6 @@ class StorePrefixes(NativeStep):
             cached: int = lease.cached
         return cached
 
-    def _note(self, path: Path, count: int) -> None:
-        """Write how many prompts are flushed, in one change of one byte each."""
-        try:
-            with path.open("r+b" if count > 1 else "wb", buffering=0) as file:
-                file.truncate(max(count - 1, 0))
-                file.seek(0, 2)
-                file.write(b"." * (count > 0))
-        except OSError as error:
-            raise KvError(f"the test cannot write {path}: {error}") from error
-
 
 class Keeping(NativeStep):
     """Keep a cache in a file over several flushes, and resume from an earlier run."""
@@ -198,11 +198,13 @@ class Keeping(NativeStep):
 
     def run(self, folder: Path) -> Any:
         """Open the existing file, complete it, and return the next token's logits."""
-        path = folder / "chat.kv"
+        path, done = folder / "chat.kv", folder / "flushed"
+        flushed = done.stat().st_size if done.exists() else 0
         with self.open() as library:
             try:
                 ctx = self.context(library, kv_backing=path, kv_keep=True)
             except KVFileDirty:
+                assert not flushed, "a flush was lost"
                 ctx = self.context(library, kv_backing=path, kv_keep="fresh")
             chat = ctx.sequence(0)
             whole = [*_BEGINNING, *self._MORE]
@@ -211,14 +213,17 @@ class Keeping(NativeStep):
             assert there in (0, len(_BEGINNING), len(whole)), (
                 "a kept cache has contents that were never flushed"
             )
+            assert there >= (0, len(_BEGINNING), len(whole))[flushed], "a flush was lost"
             if not there:
                 ctx.prefill(chat, _BEGINNING)
                 ctx.kv.flush()
+                self.note(done, 1)
                 there = len(_BEGINNING)
             if there < len(whole):
                 for token in self._MORE:
                     ctx.step(chat, token)
                 ctx.kv.flush()
+                self.note(done, 2)
             kept = chat.tokens
             ctx.close()
             ctx = self.context(library, kv_backing=path, kv_keep=True)
