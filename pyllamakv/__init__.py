@@ -61,6 +61,11 @@ if TYPE_CHECKING:
         NotEnoughMemory,
         PagingError,
         PartialRemovalRefused,
+        PrefixStoreBusy,
+        PrefixStoreDamaged,
+        PrefixStoreError,
+        PrefixStoreForeign,
+        PrefixStoreFull,
         PromptTooLong,
         ReprocessNeeded,
         SharedCells,
@@ -110,7 +115,8 @@ _MODULES = {
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
         "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
-        "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
+        "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull "
+        "PrefixStoreBusy PrefixStoreDamaged PrefixStoreError PrefixStoreForeign PrefixStoreFull"
     ),
     "traces.recording": "Recording record",
     "view.live": "watch",
@@ -193,6 +199,11 @@ __all__ = [
     "PartialRemovalRefused",
     "PrefixCache",
     "PrefixStats",
+    "PrefixStoreBusy",
+    "PrefixStoreDamaged",
+    "PrefixStoreError",
+    "PrefixStoreForeign",
+    "PrefixStoreFull",
     "PromptTooLong",
     "Recording",
     "ReprocessNeeded",

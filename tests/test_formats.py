@@ -97,15 +97,18 @@ def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
     """All tokens of both prompts, and logits of the next token of each."""
     store = tmp_path / "store"
     shutil.copytree(formats.FOLDER / "prefix-store", store)
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:
-        with model.context(**formats.SHAPE) as context:
-            with kv.PrefixCache(context, store=store) as cache:
-                for number, tokens in formats.TOKENS.items():
-                    with cache.acquire([*tokens, 11]) as lease:
-                        assert lease.cached == len(tokens)
-                        lease.prefill()
-                        found = context.logits().copy()
-                    assert np.abs(found - expected(model, number)).max() < TOLERANCE
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic_models.tiny()) as model,
+        model.context(**formats.SHAPE) as context,
+        kv.PrefixCache(context, store=store) as cache,
+    ):
+        for number, tokens in formats.TOKENS.items():
+            with cache.acquire([*tokens, 11]) as lease:
+                assert lease.cached == len(tokens)
+                lease.prefill()
+                found = context.logits().copy()
+            assert np.abs(found - expected(model, number)).max() < TOLERANCE
 
 
 @pytest.mark.native

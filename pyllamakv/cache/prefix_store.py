@@ -267,7 +267,7 @@ def _read_page(path: Path, digest: str, *, contents: bool) -> tuple[StoredPage, 
             facts.st_mtime_ns,
         )
         same = about["identity"] == digest and about["tokens"] * TOKEN_BYTES == len(page.tokens)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PrefixStoreDamaged("its header cannot be read", path) from error
     if not same or path.stem != _page_name(digest, page.kind, page.parent, page.start, page.tokens):
         raise PrefixStoreDamaged("it belongs to another store, or was renamed", path)

@@ -17,13 +17,13 @@ import numpy as np
 from pyllamakv.errors import StateError
 from pyllamakv.runtime.state_parser import (
     LAYOUTS,
-    MAGIC,
     Layout,
     Reader,
     WrongLayout,
     positions,
     read_cells,
     read_kind,
+    skip_magic,
 )
 
 if TYPE_CHECKING:
@@ -99,17 +99,11 @@ def read(data: bytes | memoryview) -> CellState:
 
 
 def _read(reader: Reader, layout: Layout) -> CellState:
-    start = b""
-    if len(reader.data) >= 8 and reader.number("<I") == MAGIC:
-        start = struct.pack("<I", MAGIC) + reader.take(4).tobytes()
-    else:
-        reader.at = 0
-    streams = 1
-    if layout.streams:
-        streams = reader.number("<I")
-        start += struct.pack("<I", streams)
-        if not 1 <= streams <= 4096:
-            raise WrongLayout
+    skip_magic(reader)
+    streams = reader.number("<I") if layout.streams else 1
+    start = reader.data[: reader.at].tobytes()
+    if not 1 <= streams <= 4096:
+        raise WrongLayout
     found: list[tuple[CellArray, ...]] = []
     for _ in range(streams):
         cells = reader.number("<I")

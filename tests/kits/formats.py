@@ -1,4 +1,4 @@
-"""Write one sample of each persistent format: trace, lock, kept cache, saved sequence, prefix store.
+"""Write a sample of each persistent format: trace, lock, kept cache, saved sequence, prefix store.
 
 ``python tests/kits/formats.py FOLDER`` wrote what is in `tests/data/formats`. The current code must
 read it, or refuse it with an error that states the reason. Write it again only when a format
