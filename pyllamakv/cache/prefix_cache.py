@@ -92,7 +92,7 @@ class PrefixCache:
         self.check_budget(prompt)
         self.sync()
         if self.stored is not None:
-            self.counts.add("loaded_tokens", self.stored.load(self, key, together))
+            self.counts.add("loaded_tokens", self.stored.load(self, key))
         known = self.branches.tree.match(key)[1]
         try:
             sequence, length = prefix_match.fork_longest_prefix(self, key, together)

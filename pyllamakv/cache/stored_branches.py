@@ -14,7 +14,6 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import eviction
-from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_store import PAGE_TOKENS, PrefixStore, StoredPrefix
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
 from pyllamakv.errors import (
@@ -31,11 +30,10 @@ from pyllamakv.runtime import backing, state, state_slices
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.prefix_tree import Node
-    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
 
@@ -161,21 +159,18 @@ class StoredBranches:
 
     # Reading...
 
-    def load(self, cache: PrefixCache, key: bytes, groups: Sequence[Group]) -> int:
+    def load(self, cache: PrefixCache, key: bytes) -> int:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
         Return the number of loaded tokens. A damaged page is removed, and the prefix ends before
         it. Without room for the prefix, or if it cannot be restored, the cache is unchanged.
         """
         exact = not can_trim(self.context)
+        limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
-            limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
-            known = _known(cache, key, limit, exact=exact)
             found = self.store.find(key, limit, exact=exact)
-            length = grouping.floor(groups, found.length)
-            if length <= known or (exact and length < found.length):
+            if found.length <= _known(cache, key, limit, exact=exact):
                 return 0
-            found = StoredPrefix(length, tuple(page for page in found.pages if page.start < length))
             try:
                 covered = self._make_room(cache, key, found)
                 if covered is None:
@@ -192,7 +187,7 @@ class StoredBranches:
             except WorkerDied:
                 raise
             except (NativeError, Unsupported, UsageError, MemoryError) as error:
-                LOG.warning("a stored prefix of %d tokens is not used: %s", length, error)
+                LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
                 return 0
 
     def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix, covered: int) -> int:

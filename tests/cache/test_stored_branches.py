@@ -161,6 +161,34 @@ def test_a_grown_branch_rewrites_one_page(start: Callable[..., PrefixCache]) -> 
     assert serve(start(), [*chat[:280], 7, 7]) == 281
 
 
+def test_cells_are_stored_in_the_order_of_positions(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """The end of a branch is in cells before its beginning."""
+    cache = start(n_ctx=64)
+    with cache.context.sequence() as other:
+        cache.context.prefill(other, [1] * 20)
+        lease = cache.acquire(SYSTEM)
+        prefix_kit.feed(lease)
+    prefix_kit.feed(lease, [5] * 30)
+    snapshot = cache.context.kv.snapshot().streams[0]
+    pos = snapshot.pos[snapshot.has(lease.sequence.id)].tolist()
+    assert pos != sorted(pos)
+    lease.release()
+    cache.flush()
+    assert {page.kind for page in cache.stored.store.pages.values()} == {"cells"}
+    kill(cache)
+    cache = start(n_ctx=64)
+    with cache.acquire([*SYSTEM, *[5] * 30, 6]) as lease:
+        assert lease.cached == 50
+        prefix_kit.feed(lease)
+        mine = lease.sequence.logits().copy()
+    with prefix_kit.kit.context(cache.stored.store.folder.parent) as fresh:
+        sequence = fresh.sequence()
+        fresh.prefill(sequence, [*SYSTEM, *[5] * 30, 6])
+        assert (sequence.logits() == mine).all()
+
+
 def test_groups_are_not_split(start: Callable[..., PrefixCache]) -> None:
     """A stored prefix does not end inside of a group."""
     with start() as cache:

@@ -165,6 +165,8 @@ def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -
         "            sequence.remove()",
     )
     for work in changes:
+        # A process that is killed between flush and copy leaves no copy of a clean file.
+        (tmp_path / "cache.flushed").unlink()
         done = child(build, model, file, script.format(work=work))
         assert done.returncode == -signal.SIGKILL, done.stderr
         with model.context(**keep) as ctx:
@@ -174,9 +176,12 @@ def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -
             assert sequence.tokens == TOKENS
             assert np.array_equal(logits(ctx, [sequence])[0], expected), work
             sequence.trim(len(TOKENS))
-    done = child(build, model, file, script.format(work="ctx.sequence(0).trim(20); ctx.kv.flush()"))
+    work = "ctx.sequence(0).trim(20); ctx.kv.flush(); ctx.prefill(ctx.sequence(1), tokens)"
+    done = child(build, model, file, script.format(work=work))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     with model.context(**keep) as ctx:
         assert ctx.sequence(0).tokens == TOKENS[:20]
+        assert not len(ctx.sequence(1))
     with model.context(**{**keep, "kv_keep": "fresh"}):
         assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
