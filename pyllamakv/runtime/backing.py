@@ -8,6 +8,7 @@ may be kept: the next process can use the content written by `KV.flush`.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.model import Model
+
+LOG = logging.getLogger("pyllamakv.runtime")
 
 KeepName = Literal["fresh"]
 
@@ -221,8 +224,8 @@ def new_context(native: Native, model: ModelHandle, params: ContextParams) -> Co
 def resume(context: Context) -> None:
     """Fill the ledgers from a cache file, and make sure that its flush has a copy.
 
-    Raises KVFileForeign if it has no tokens, KVFileDamaged if cells or tokens belong to no
-    sequence, and KVFileFull without space for the copy.
+    Raises KVFileForeign if it has no tokens, and KVFileDamaged if cells or tokens belong to no
+    sequence.
     """
     native, handle, path = context.native, context.handle, context.params.kv_path
     assert path is not None, "a kept cache has a file"
@@ -231,9 +234,9 @@ def resume(context: Context) -> None:
         return
     try:
         flushed_copy.write(path)
-    except KVFileError:
-        _leave(context)
-        raise
+    except KVFileError as error:
+        # A full disk is no reason to refuse a cache that is complete.
+        LOG.warning("%s", error)
     tokens = native.mapping_tokens(handle)
     at = 0
     for raw in _cells(native, handle):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -184,6 +185,33 @@ def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -
         assert not len(ctx.sequence(1))
     with model.context(**{**keep, "kv_keep": "fresh"}):
         assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_no_space_for_a_copy(
+    model: kv.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`flush` and `close` raise, and a file without a copy is opened with a warning."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True, **context_options()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        ctx = model.context(**keep)
+        fill(ctx, TOKENS)
+        for flush in (ctx.kv.flush, ctx.close):
+            with pytest.raises(KVFileFull, match="a kill before the next flush would lose it"):
+                flush()
+        caplog.clear()
+        ctx = model.context(**keep)
+        assert "No space left" in caplog.text
+        assert ctx.sequence(0).tokens == TOKENS
+    ctx.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.flushed"}
 
 
 def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
