@@ -92,7 +92,7 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Store the present state of a lease, if a sequence or a page is available for it.
+    """Keep the present state of a lease, if a sequence, a page or the store is available for it.
 
     Evicts nothing. Failing to store the state is not an error.
     """
@@ -106,6 +106,8 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
             page = branches.pager.write(lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
+        elif cache.stored is not None:
+            cache.counts.add("stored_tokens", cache.stored.keep(node.key, lease.sequence))
     except WorkerDied:
         raise
     except (NativeError, Unsupported, PagingError, MemoryError) as error:

@@ -152,7 +152,7 @@ class PrefixCache:
 
     def _store_branch(self, node: Node) -> None:
         if self.stored is not None:
-            self.counts.add("stored_tokens", self.stored.keep(node))
+            self.counts.add("stored_tokens", self.stored.keep(node.key, node.entry))
 
     # What stays...
 

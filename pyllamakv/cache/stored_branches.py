@@ -97,17 +97,17 @@ class StoredBranches:
             raise late
         return count
 
-    def keep(self, node: Node) -> int:
-        """Write the branch of a node before the cache drops it; return the number of new tokens.
+    def keep(self, key: bytes, sequence: runtime.Sequence) -> int:
+        """Write a sequence that the cache cannot keep; return the number of new tokens.
 
-        A failure is logged: the branch is dropped for room that the cache needs.
+        A failure is logged: the cache needs the room, and the tokens can be decoded again.
         """
         try:
-            return self.write(node.key, node.entry)
+            return self.write(key, sequence)
         except WorkerDied:
             raise
         except (NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError) as error:
-            LOG.warning("a branch of %d tokens is dropped and not stored: %s", node.end, error)
+            LOG.warning("%d tokens are not stored: %s", len(key) // TOKEN_BYTES, error)
             return 0
 
     def write(self, key: bytes, sequence: runtime.Sequence) -> int:
@@ -249,6 +249,8 @@ class StoredBranches:
         end, at = branches.tree.match(key[: found.length * TOKEN_BYTES])
         # A state between a prefix and other branches stays there, and the prompt gets a copy.
         copied = at == found.length and (end.end > at or end.children or end.pins)
+        # With one sequence, it can only take the place of those branches.
+        sequences = min(2 if copied else 1, branches.limit)
         n = len(key) // TOKEN_BYTES if cells else max(len(key) // TOKEN_BYTES, found.pages[0].end)
         for keeps in (True, False):
             covered = -1
@@ -259,7 +261,7 @@ class StoredBranches:
                 if covered == before:
                     return covered
                 kept = node.path if keeps else []
-                if not eviction.make_sequence_room(cache, 2 if copied else 1, n - covered, kept):
+                if not eviction.make_sequence_room(cache, sequences, n - covered, kept):
                     break
         return None
 

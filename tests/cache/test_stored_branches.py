@@ -301,7 +301,7 @@ def test_a_full_disk(
         assert serve(cache, [*SYSTEM, 2, 2]) == 20
         for number in (3, 4):
             serve(cache, [number] * 10)
-        assert "is dropped and not stored" in caplog.text
+        assert "tokens are not stored: " in caplog.text
     assert cache.flush() > 0
     serve(cache, [5] * 10)
     with monkeypatch.context() as patch:

@@ -110,6 +110,29 @@ def test_every_memory_survives_a_restart(
             assert kinds == {"cells" if name in ("tiny", "latent") else "state"}
 
 
+@pytest.mark.parametrize("name", ["recurrent", "hybrid"])
+def test_states_are_stored_without_a_sequence_for_them(
+    late: kv.OpenLibrary, name: str, tmp_path: Path
+) -> None:
+    """With one sequence, the states in front of the last token and at a branch are on disk."""
+    with (
+        late.load_model(synthetic_models.model(name)) as model,
+        context(model, n_seq_max=1) as ctx,
+        PrefixCache(ctx, store=tmp_path / "store") as cache,
+    ):
+        found = []
+        for tail in ([1, 2], [1, 2], [3, 4], [5, 6]):
+            with cache.acquire([*SYSTEM, *tail]) as lease:
+                found.append(lease.cached)
+                lease.prefill()
+                mine = ctx.logits().copy()
+            cache.check()
+            expected = next_logits(model, [*SYSTEM, *tail])
+            assert np.abs(mine - expected).max() < TOLERANCE
+        # The second is a repeat, and the third leaves a state for the fourth.
+        assert found == [0, len(SYSTEM) + 1, 0, len(SYSTEM)]
+
+
 @pytest.mark.parametrize("name", ["tiny", "sliding", "recurrent", "hybrid"])
 def test_random_traffic_over_restarts_is_exact(
     late: kv.OpenLibrary, name: str, tmp_path: Path
