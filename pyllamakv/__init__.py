@@ -66,6 +66,11 @@ if TYPE_CHECKING:
         NoTokenAllowed,
         PagingError,
         PartialRemovalRefused,
+        PrefixStoreBusy,
+        PrefixStoreDamaged,
+        PrefixStoreError,
+        PrefixStoreForeign,
+        PrefixStoreFull,
         PromptTooLong,
         ReprocessNeeded,
         SchemaError,
@@ -117,7 +122,8 @@ _MODULES = {
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
         "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
-        "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull"
+        "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull "
+        "PrefixStoreBusy PrefixStoreDamaged PrefixStoreError PrefixStoreForeign PrefixStoreFull"
     ),
     "traces.recording": "Recording record",
     "view.live": "watch",
@@ -205,6 +211,11 @@ __all__ = [
     "PartialRemovalRefused",
     "PrefixCache",
     "PrefixStats",
+    "PrefixStoreBusy",
+    "PrefixStoreDamaged",
+    "PrefixStoreError",
+    "PrefixStoreForeign",
+    "PrefixStoreFull",
     "PromptTooLong",
     "Recording",
     "ReprocessNeeded",

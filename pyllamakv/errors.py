@@ -60,6 +60,11 @@ __all__ = [
     "PatchError",
     "PatchFormatError",
     "PatchLintError",
+    "PrefixStoreBusy",
+    "PrefixStoreDamaged",
+    "PrefixStoreError",
+    "PrefixStoreForeign",
+    "PrefixStoreFull",
     "PromptTooLong",
     "RebaseConflict",
     "ReprocessNeeded",
@@ -625,6 +630,41 @@ class PagingError(KvError):
     def __init__(self, message: str, path: Path | None = None) -> None:
         super().__init__(message)
         self.path = path
+
+
+class PrefixStoreError(KvError):
+    """Base class of errors of prefix stores. Nothing was changed; ``path`` is the one at fault."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class PrefixStoreBusy(PrefixStoreError):
+    """Another process or cache writes to the store."""
+
+
+class PrefixStoreForeign(PrefixStoreError):
+    """A store belongs to another model, build, shape or format, or is something else.
+
+    ``differences`` has the names of the properties that differ.
+    """
+
+    def __init__(
+        self, message: str, path: Path | None = None, differences: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, path)
+        self.differences = tuple(differences)
+
+
+class PrefixStoreDamaged(PrefixStoreError):
+    """A file of a store is missing, truncated or changed."""
+
+    exit_code = 1
+
+
+class PrefixStoreFull(PrefixStoreError):
+    """The disk has no room for a page. Complete pages stay in the store."""
 
 
 # Errors of scenarios, scripts and traces.

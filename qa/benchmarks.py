@@ -24,6 +24,7 @@ GROUPS = {
     "sparse": False,
     "policies": False,
     "prefixes": False,
+    "stored": False,
     "managers": True,
     "soak": False,
     "devices": False,
@@ -83,6 +84,7 @@ def bench(
         recording_overhead,
         soak,
         sparse,
+        stored_prefixes,
     )
     from qa.bench.figure import Figure
 
@@ -95,6 +97,7 @@ def bench(
         "sparse": sparse,
         "policies": policies,
         "prefixes": prefix_cache_cost,
+        "stored": stored_prefixes,
         "managers": manager_overhead,
         "soak": soak,
         "devices": devices,

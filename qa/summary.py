@@ -116,6 +116,16 @@ CLAIMS = (
         "a prompt of 1000 tokens",
     ),
     Claim(
+        "After `kill -9`, a store of prefixes has everything that was flushed",
+        "Stored prefixes",
+        "tokens reused",
+    ),
+    Claim(
+        "A prompt whose prefix is stored starts in a fraction of the time of evaluating it",
+        "Stored prefixes",
+        "the first token after",
+    ),
+    Claim(
         "A memory-mapped cache decodes as fast as one on the heap",
         "Mapped memory",
         "decoding after",

@@ -30,7 +30,7 @@ def expected(model, number: int) -> np.ndarray:
 def test_every_kind_of_file_is_kept() -> None:
     """A kind that is added is added here as well."""
     names = {path.name for path in formats.FOLDER.iterdir()}
-    assert names == {"lock.toml", "trace.jsonl", "sequence.save", "cache.kv"}
+    assert names == {"lock.toml", "trace.jsonl", "sequence.save", "cache.kv", "prefix-store"}
 
 
 def test_the_lock_is_read() -> None:
@@ -90,6 +90,25 @@ def test_a_kept_cache_of_another_format_is_refused(patched: Variant, tmp_path: P
     with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
         with pytest.raises(KVFileError):
             model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True)
+
+
+@pytest.mark.native
+def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
+    """All tokens of both prompts, and logits of the next token of each."""
+    store = tmp_path / "store"
+    shutil.copytree(formats.FOLDER / "prefix-store", store)
+    with (
+        kv.open(patched.folder) as lib,
+        lib.load_model(synthetic_models.tiny()) as model,
+        model.context(**formats.SHAPE) as context,
+        kv.PrefixCache(context, store=store) as cache,
+    ):
+        for number, tokens in formats.TOKENS.items():
+            with cache.acquire([*tokens, 11]) as lease:
+                assert lease.cached == len(tokens)
+                lease.prefill()
+                found = context.logits().copy()
+            assert np.abs(found - expected(model, number)).max() < TOLERANCE
 
 
 @pytest.mark.native

@@ -24,7 +24,7 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from pyllamakv.cache.paging import Page, Pager
     from pyllamakv.cache.prefix_tree import Node
@@ -39,8 +39,16 @@ class Branches:
     window may have passed. ``sharing``: pages and entries share common prefixes.
     """
 
-    def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        limit: int,
+        pager: Pager | None,
+        before_drop: Callable[[Node], None] | None = None,
+    ) -> None:
         self.context, self.limit, self.pager = context, limit, pager
+        #: Called with a node whose entry is about to be dropped.
+        self._before_drop = before_drop
         memory = context.info.memory
         self.may_trim = memory in (MemoryType.ATTENTION, MemoryType.SWA)
         self.can_trim = self.may_trim and (
@@ -199,6 +207,8 @@ class Branches:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
         heir, kept = self.heir(node), None
         if node.entry is not None:
+            if self._before_drop is not None:
+                self._before_drop(node)
             sequence: Sequence = node.entry
             if keep or heir is not None:
                 sequence.trim(keep or heir.end)  # type: ignore[union-attr]

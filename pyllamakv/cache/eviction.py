@@ -92,7 +92,7 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Store the present state of a lease, if a sequence or a page is available for it.
+    """Keep the present state of a lease, if a sequence, a page or the store is available for it.
 
     Evicts nothing. Failing to store the state is not an error.
     """
@@ -106,6 +106,8 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
             page = branches.pager.write(lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
+        elif cache.stored is not None:
+            cache.counts.add("stored_tokens", cache.stored.keep(node.key, lease.sequence))
     except WorkerDied:
         raise
     except (NativeError, Unsupported, PagingError, MemoryError) as error:
@@ -151,6 +153,29 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
         if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
             return False
     return True
+
+
+def make_sequence_room(cache: PrefixCache, sequences: int, n: int, kept: Iterable[Node]) -> bool:
+    """Free sequences, and cells for ``n`` tokens; return whether that succeeded.
+
+    Evicts nothing if it is impossible. A branch below a pinned or shared one may count as immovable
+    although it could be evicted.
+    """
+    kept, branches = list(kept), cache.branches
+    protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
+    movable = (
+        node
+        for node in branches.tree.walk()
+        if node not in protected and branches.removable(node, frees_id=True)
+    )
+    if branches.vacant + sum(1 for _ in movable) < sequences:
+        return False
+    short = shortage(cache, n, None)
+    if short > 0 and short > branches.reclaimable(kept):
+        return False
+    return free_sequences(cache, sequences, kept) and _free(
+        cache, n, None, kept, shortage(cache, n, None)
+    )
 
 
 def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> bool:

@@ -7,6 +7,7 @@ a context. A prompt gets a sequence with the longest prefix that any of them has
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
-from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
+from pyllamakv.cache.stored_branches import StoredBranches
+from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError, WorkerDied
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
 
@@ -35,8 +37,10 @@ class PrefixCache:
     """Manage the sequences of a context as branches of a prefix tree, in one thread at a time.
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
-    the only one). ``budget`` limits the bytes of resident and paged branches. ``paging`` is the
-    storage of evicted branches: "memory" or a directory; None drops them.
+    the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
+    store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
+    ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
+    evictions write to it. Raises the errors of `PrefixStore`.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class PrefixCache:
         entries: int | None = None,
         budget: int | None = None,
         paging: str | PathLike[str] | None = None,
+        store: str | PathLike[str] | None = None,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         entries = arguments.whole_or_none("entries", entries)
@@ -54,8 +59,11 @@ class PrefixCache:
         if entries is not None and not 1 <= entries <= most:
             msg = f"entries must be 1 to {most} (n_seq_max), not {arguments.shown(entries)}"
             raise UsageError(msg)
+        if paging is not None and store is not None:
+            msg = "paging and store are two places for evicted branches: choose one"
+            raise UsageError(msg)
         self.context = context
-        self.branches = Branches(context, entries or most, pager(paging))
+        self.branches = Branches(context, entries or most, pager(paging), self._store_branch)
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
@@ -65,6 +73,7 @@ class PrefixCache:
         self.closed = False
         self.counts = PrefixCounts()
         self.check_budget(1)
+        self.stored = None if store is None else StoredBranches(context, store, budget)
 
     # Prompts...
 
@@ -82,6 +91,8 @@ class PrefixCache:
         together = grouping.checked(groups, prompt, prompt)
         self.check_budget(prompt)
         self.sync()
+        if self.stored is not None:
+            self.counts.add("loaded_tokens", self.stored.load(self, key))
         known = self.branches.tree.match(key)[1]
         try:
             sequence, length = prefix_match.fork_longest_prefix(self, key, together)
@@ -121,6 +132,27 @@ class PrefixCache:
             self._emptied = self.context.emptied
             self.branches.forget_emptied()
             self.forget_pins()
+
+    # The store...
+
+    def flush(self) -> int:
+        """Write all decoded tokens to the store, also those of leases; return the number of new.
+
+        After it returns, a later process can reuse them, even if this one is killed. Raises
+        UsageError without a store, PrefixStoreFull, PrefixStoreError, or BudgetTooSmall if a branch
+        alone exceeds the budget; the store keeps its complete pages then.
+        """
+        self.sync()
+        if self.stored is None:
+            msg = "this cache has no store; create it with store=PATH"
+            raise UsageError(msg)
+        count = self.stored.flush(self)
+        self.counts.add("stored_tokens", count)
+        return count
+
+    def _store_branch(self, node: Node) -> None:
+        if self.stored is not None:
+            self.counts.add("stored_tokens", self.stored.keep(node.key, node.entry))
 
     # What stays...
 
@@ -292,14 +324,25 @@ class PrefixCache:
             raise Closed(msg)
 
     def close(self) -> None:
-        """Close the sequences, also leased ones. A second call does nothing."""
+        """Flush, and close the sequences, also leased ones. A second call does nothing.
+
+        Raises the errors of `flush` after everything was closed.
+        """
         if self.closed:
             return
-        self.closed = True
-        for sequence in list(self.branches.sequences()):
-            sequence.close()
-        if self.branches.pager is not None:
-            self.branches.pager.close()
+        try:
+            # A worker that has ended has nothing to write.
+            with suppress(WorkerDied):
+                if self.stored is not None and not self.context.closed:
+                    self.flush()
+        finally:
+            self.closed = True
+            for sequence in list(self.branches.sequences()):
+                sequence.close()
+            if self.branches.pager is not None:
+                self.branches.pager.close()
+            if self.stored is not None:
+                self.stored.store.close()
 
     def __enter__(self) -> PrefixCache:
         self._check_open()
@@ -477,6 +520,7 @@ class PrefixLease:
 COUNTED = (
     *("hits", "misses", "reused_tokens", "prompt_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
+    *("stored_tokens", "loaded_tokens"),
 )
 
 
@@ -498,7 +542,8 @@ class PrefixStats:
     ``resident`` branches have a sequence, ``paged`` ones are stored outside of the cache, and
     ``leased`` sequences are in use. ``tokens`` are in the tree, and ``cells`` of them in the cache,
     each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached. ``evictions`` counts
-    dropped branches, and ``damaged`` pages that could not be read.
+    dropped branches, and ``damaged`` pages that could not be read. ``stored_tokens`` were written
+    to the store and ``loaded_tokens`` read from it; it has ``stored_pages`` of ``stored_bytes``.
     """
 
     resident: int
@@ -520,6 +565,10 @@ class PrefixStats:
     paged_out: int
     paged_in: int
     damaged: int
+    stored_tokens: int
+    loaded_tokens: int
+    stored_pages: int
+    stored_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
@@ -543,6 +592,8 @@ def measure(cache: PrefixCache) -> PrefixStats:
         paged_bytes=paged,
         bytes=resident + paged,
         budget=cache.budget,
+        stored_pages=len(cache.stored.store.pages) if cache.stored else 0,
+        stored_bytes=cache.stored.store.size if cache.stored else 0,
         **cache.counts,
     )
 

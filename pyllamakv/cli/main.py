@@ -31,6 +31,7 @@ VERBS = {
     "replay": "Replay a recorded trace and compare results.",
     "view": "Show the KV cache cells of a run.",
     "stats": "Print KV cache statistics of a run.",
+    "cache": "List, verify and prune stores of cached prefixes.",
     "minimize": "Reduce a failing trace.",
     "model": "List and fetch models from the package index.",
     "env": "Print the environment that loads a variant in llama-cpp-python.",

@@ -8,6 +8,7 @@ may be kept: the next process can use the content written by `KV.flush`.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,31 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Backing, Capability
-from pyllamakv.errors import KVFileDamaged, KVFileForeign, Unsupported, UsageError
+from pyllamakv.errors import (
+    KVFileDamaged,
+    KVFileDirty,
+    KVFileError,
+    KVFileForeign,
+    Unsupported,
+    UsageError,
+)
+from pyllamakv.runtime import flushed_copy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextHandle, Native, RawCells
+    from pyllamakv.binding.protocol import (
+        ContextHandle,
+        ContextParams,
+        ModelHandle,
+        Native,
+        RawCells,
+    )
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.model import Model
+
+LOG = logging.getLogger("pyllamakv.runtime")
 
 KeepName = Literal["fresh"]
 
@@ -169,9 +186,10 @@ def read(context: Context) -> KVMemory:
 class KVFile:
     """Keep the cache of one context in its file; outlives the context until that is freed."""
 
-    def __init__(self, native: Native, ledgers: tuple[Ledger, ...]) -> None:
+    def __init__(self, native: Native, ledgers: tuple[Ledger, ...], path: str | None) -> None:
         self._native = native
         self._ledgers = ledgers
+        self._path = path
         #: False if `close` must not change the file.
         self.flushes = True
 
@@ -181,6 +199,8 @@ class KVFile:
         self._native.update(handle)
         parts = [_tokens(raw, self._ledgers) for raw in _cells(self._native, handle)]
         self._native.mapping_flush(handle, np.concatenate(parts))
+        if self._path is not None:
+            flushed_copy.write(self._path)
 
     def free(self, handle: ContextHandle) -> None:
         """Flush and free the context, also if the flush fails."""
@@ -191,15 +211,32 @@ class KVFile:
             self._native.context_free(handle)
 
 
+def new_context(native: Native, model: ModelHandle, params: ContextParams) -> ContextHandle:
+    """Create a context. The file of a killed process is restored to its last flush first."""
+    try:
+        return native.context_new(model, params)
+    except KVFileDirty:
+        if params.kv_path is None or not flushed_copy.restore(params.kv_path):
+            raise
+        return native.context_new(model, params)
+
+
 def resume(context: Context) -> None:
-    """Fill the ledgers from a cache file.
+    """Fill the ledgers from a cache file, and make sure that its flush has a copy.
 
     Raises KVFileForeign if it has no tokens, and KVFileDamaged if cells or tokens belong to no
     sequence.
     """
-    native, handle = context.native, context.handle
+    native, handle, path = context.native, context.handle, context.params.kv_path
+    assert path is not None, "a kept cache has a file"
     if not native.mapping(handle).info.resumed:
+        flushed_copy.remove(path)
         return
+    try:
+        flushed_copy.write(path)
+    except KVFileError as error:
+        # A full disk is no reason to refuse a cache that is complete.
+        LOG.warning("%s", error)
     tokens = native.mapping_tokens(handle)
     at = 0
     for raw in _cells(native, handle):

@@ -145,7 +145,7 @@ class Context(ClosedOnExit):
         self.guard = params.guard
         self.info: ContextInfo = native.context_info(handle)
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
-        self.kv_file = KVFile(native, self.ledgers) if params.kv_keep else None
+        self.kv_file = KVFile(native, self.ledgers, params.kv_path) if params.kv_keep else None
         free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
         #: Held by the thread that uses the context. A second thread gets Busy.
         self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)

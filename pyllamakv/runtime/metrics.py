@@ -223,7 +223,7 @@ COUNTER_FIELDS = frozenset(
     {
         *("prompts", "hits", "misses", "prompt_tokens", "reused_tokens"),
         *("forks", "evictions", "shifts", "reprocessed", "refused"),
-        *("paged_out", "paged_in", "damaged"),
+        *("paged_out", "paged_in", "damaged", "stored_tokens", "loaded_tokens"),
         *("decodes", "decoded_tokens", "generated_tokens", "slot_failures"),
         *("finished", "cancelled", "failed"),
         *("forwards", "full_errors", "defrags", "copies", "removals", "restores"),

@@ -20,7 +20,7 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import chat_template, detokenizer, json_schema
-from pyllamakv.runtime.backing import choose, resume
+from pyllamakv.runtime.backing import choose, new_context, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
@@ -260,7 +260,7 @@ class Model(LoadedModel, ClosedOnExit):
         if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.has_partial_layers)
         with self.life as model:
-            context = Context(self, self.native.context_new(model, params), params)
+            context = Context(self, new_context(self.native, model, params), params)
         context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
         if context.kv_file:
             resume(context)

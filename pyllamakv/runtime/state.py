@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import NativeError, StateError, WorkerDied
-from pyllamakv.runtime import state_parser
+from pyllamakv.runtime import state_parser, state_slices
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
     """Serialise a sequence's tokens and the library's state; `unpack` is the inverse."""
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
-    about = {"fits": _fits(context), "tokens": len(ledger), "exact": ledger.first_moved}
+    about = {"fits": compatibility(context), "tokens": len(ledger), "exact": ledger.first_moved}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
     return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
@@ -88,11 +89,16 @@ def unpack(saved: bytes) -> SavedSequence:
 
 def restore(sequence: Sequence, saved: bytes) -> None:
     """Restore a saved sequence: see `Sequence.restore`."""
-    context, content = sequence.context, unpack(saved)
+    load(sequence, unpack(saved))
+
+
+def load(sequence: Sequence, content: SavedSequence) -> None:
+    """Replace a sequence by an unpacked save. Raises StateError, with nothing changed."""
+    context = sequence.context
     with context.lock:
         sequence.check(context)
         context.native.about.require(Capability.STATES, "restore the state of a sequence")
-        here = _fits(context)
+        here = compatibility(context)
         wrong = [key for key in here if content.fits.get(key) != here[key]]
         if wrong:
             shown = ", ".join(f"{key} {content.fits.get(key)} (here {here[key]})" for key in wrong)
@@ -214,6 +220,9 @@ def _try(sequence: Sequence, raw: bytes) -> bool:
 
 def _cells(content: SavedSequence) -> int:
     """Return how many cells a state needs; 0 where its memory has none per token."""
+    # Slices find one attention cache without copying V; the parser knows all memories.
+    with suppress(StateError):
+        return len(state_slices.read(content.raw).positions)
     try:
         return state_parser.parse(content.raw).cells
     except StateError:
@@ -240,7 +249,8 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
     return free, largest
 
 
-def _fits(context: Context) -> dict[str, Any]:
+def compatibility(context: Context) -> dict[str, Any]:
+    """Return what a save and a context must have in common: model, types, layout of V."""
     info, params = context.model.info, context.params
     return {
         "n_vocab": info.n_vocab,

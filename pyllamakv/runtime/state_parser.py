@@ -96,24 +96,28 @@ class SequenceState:
         return max(counts, default=0)
 
 
-class _Reader:
+class Reader:
+    """Read the bytes of a state in order. Raises WrongLayout at the end."""
+
     def __init__(self, data: bytes | memoryview) -> None:
         self.data = np.frombuffer(data, dtype=np.uint8)
         self.at = 0
 
     def take(self, n: int) -> Rows:
+        """Return a view of the next ``n`` bytes."""
         if n < 0 or self.at + n > len(self.data):
-            raise _WrongLayout
+            raise WrongLayout
         part = self.data[self.at : self.at + n]
         self.at += n
         return part
 
     def number(self, form: str) -> int:
+        """Return the next number, in a format of `struct`."""
         return int(struct.unpack(form, self.take(struct.calcsize(form)).tobytes())[0])
 
 
-class _WrongLayout(Exception):
-    pass
+class WrongLayout(Exception):
+    """A layout does not explain the bytes."""
 
 
 def parse(data: bytes | memoryview) -> SequenceState:
@@ -123,8 +127,8 @@ def parse(data: bytes | memoryview) -> SequenceState:
     """
     for layout in LAYOUTS:
         try:
-            return SequenceState(layout.name, tuple(_sections(_Reader(data), layout)))
-        except _WrongLayout:
+            return SequenceState(layout.name, tuple(_sections(Reader(data), layout)))
+        except WrongLayout:
             continue
     msg = (
         f"these {len(data)} bytes are not a sequence state of any known layout "
@@ -134,23 +138,23 @@ def parse(data: bytes | memoryview) -> SequenceState:
     raise StateError(msg)
 
 
-def _sections(reader: _Reader, layout: Layout) -> list[Section]:
+def _sections(reader: Reader, layout: Layout) -> list[Section]:
     if not len(reader.data):
-        raise _WrongLayout
-    _skip_magic(reader)
+        raise WrongLayout
+    skip_magic(reader)
     return [section for section in _caches(reader, layout, 0) if len(section.pos)]
 
 
-def _caches(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
+def _caches(reader: Reader, layout: Layout, cache: int) -> list[Section]:
     """Read this cache and all that follow it."""
     start = reader.at
     if start == len(reader.data):
         return []
     if cache == MOST:
-        raise _WrongLayout
+        raise WrongLayout
     try:
         return _cache(reader, layout, cache) + _caches(reader, layout, cache + 1)
-    except _WrongLayout:
+    except WrongLayout:
         if not cache:
             raise
         # The states of recurrent layers may follow the last cache. The state of one token at
@@ -159,17 +163,18 @@ def _caches(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
         return _recurrent(reader, cache)
 
 
-def _skip_magic(reader: _Reader) -> None:
+def skip_magic(reader: Reader) -> None:
+    """Skip the magic number and the sequence that later releases write first."""
     if len(reader.data) >= 8 and reader.number("<I") == MAGIC:
         reader.take(4)
     else:
         reader.at = 0
 
 
-def _cache(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
+def _cache(reader: Reader, layout: Layout, cache: int) -> list[Section]:
     streams = reader.number("<I") if layout.streams else 1
     if not 1 <= streams <= 4096:
-        raise _WrongLayout
+        raise WrongLayout
     found = []
     for stream in range(streams):
         cells = reader.number("<I")
@@ -179,13 +184,13 @@ def _cache(reader: _Reader, layout: Layout, cache: int) -> list[Section]:
     return found
 
 
-def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
+def _section(reader: Reader, layout: Layout, cells: int) -> Section:
     pos = _positions(reader, layout, cells)
     transposed, n_layer = reader.number("<I"), reader.number("<I")
     if layout.rotations:
         reader.take(8)
     if transposed > 1 or not 1 <= n_layer <= 4096:
-        raise _WrongLayout
+        raise WrongLayout
     keys = [_rows(reader, cells) for _ in range(n_layer)]
     values: list[tuple[NumberType, Rows]] = []
     if layout.values:
@@ -196,58 +201,69 @@ def _section(reader: _Reader, layout: Layout, cells: int) -> Section:
     return Section(pos, layers, bool(transposed))
 
 
-def _recurrent(reader: _Reader, cache: int) -> list[Section]:
+def _recurrent(reader: Reader, cache: int) -> list[Section]:
     """Read to the end: the number of all layers is written, but only the rows of recurrent ones."""
     cells = reader.number("<I")
     pos = _positions(reader, LAYOUTS[0], cells)
     if reader.number("<I") != 0 or not 1 <= reader.number("<I") <= 4096:
-        raise _WrongLayout
+        raise WrongLayout
     found = []
     while reader.at < len(reader.data):
         found.append(_rows(reader, cells))
     half = len(found) // 2
     if not half or len(found) % 2:
-        raise _WrongLayout
+        raise WrongLayout
     layers = tuple(LayerRows(*found[i], *found[half + i]) for i in range(half))
     return [Section(pos, layers, False, cache, recurrent=True)]
 
 
-def _positions(reader: _Reader, layout: Layout, cells: int) -> NDArray[np.int32]:
+def _positions(reader: Reader, layout: Layout, cells: int) -> NDArray[np.int32]:
     # A cell has its position, the number of its sequences (0 or 1 in the state of one sequence),
     # and optionally a place in an image and the sequence.
     if cells == 0:
         return np.empty(0, dtype=np.int32)
+    return positions(read_cells(reader, layout, cells))
+
+
+def read_cells(reader: Reader, layout: Layout, cells: int) -> Rows:
+    """Read the table of cells (cells, bytes of a cell) in front of K and V."""
     start = reader.at
     reader.take(4)
     own = reader.number("<I")
     reader.at = start
     if own > 1:
-        raise _WrongLayout
+        raise WrongLayout
     width = 8 + layout.extra + 4 * own
     table = reader.take(cells * width).reshape(cells, width)
     numbers = np.ascontiguousarray(table).view("<i4")
     if (numbers[:, 1] != own).any() or (numbers[:, 0] < 0).any():
-        raise _WrongLayout
-    return numbers[:, 0].astype(np.int32)
+        raise WrongLayout
+    return table
 
 
-def _rows(reader: _Reader, cells: int) -> tuple[NumberType, Rows]:
-    kind, width = _kind(reader), reader.number("<Q")
+def positions(table: Rows) -> NDArray[np.int32]:
+    """Return the positions (cells,) of a table of cells."""
+    return np.ascontiguousarray(table[:, :4]).view("<i4")[:, 0].astype(np.int32)
+
+
+def _rows(reader: Reader, cells: int) -> tuple[NumberType, Rows]:
+    kind, width = read_kind(reader), reader.number("<Q")
     if width % kind.bytes or width > 1 << 40:
-        raise _WrongLayout
+        raise WrongLayout
     return kind, reader.take(cells * width).reshape(cells, width)
 
 
-def _columns(reader: _Reader, cells: int) -> tuple[NumberType, Rows]:
-    kind, element, n = _kind(reader), reader.number("<I"), reader.number("<I")
+def _columns(reader: Reader, cells: int) -> tuple[NumberType, Rows]:
+    kind, element, n = read_kind(reader), reader.number("<I"), reader.number("<I")
     if element != kind.bytes:
-        raise _WrongLayout
+        raise WrongLayout
     columns = reader.take(n * cells * element).reshape(n, cells, element)
     return kind, np.ascontiguousarray(columns.transpose(1, 0, 2)).reshape(cells, n * element)
 
 
-def _kind(reader: _Reader) -> NumberType:
+def read_kind(reader: Reader) -> NumberType:
+    """Read the number of a ggml type."""
     try:
         return number_type(reader.number("<i"))
     except UsageError:
-        raise _WrongLayout from None
+        raise WrongLayout from None

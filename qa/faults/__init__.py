@@ -39,6 +39,7 @@ _NATIVE: Final = {
     "recording": "caching:RecordRun",
     "paging": "caching:Paging",
     "keeping": "caching:Keeping",
+    "prefix store": "caching:StorePrefixes",
 }
 _JUDGED: Final = {"matrix": "result_writing:Matrix"}
 _KILLED_PROCESSES: Final = ("workers", "servers")

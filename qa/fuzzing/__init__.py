@@ -28,6 +28,7 @@ TARGETS = {
     "gguf": "python_targets:gguf",
     "states": "python_targets:states",
     "state-rows": "python_targets:rows",
+    "stored-pages": "python_targets:stored_pages",
     "traces": "python_targets:traces",
     "lock": "python_targets:locks",
     "patches": "python_targets:patches",

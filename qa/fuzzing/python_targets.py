@@ -7,16 +7,18 @@ import socket
 import struct
 import zlib
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
 from pyllamakv.binding import protocol, wire
+from pyllamakv.cache import prefix_store
 from pyllamakv.errors import StateError
 from pyllamakv.home import data as shipped
 from pyllamakv.patching import foreign_series, hunks, mail_header
-from pyllamakv.runtime import gguf_file, state, state_parser
+from pyllamakv.runtime import gguf_file, state, state_parser, state_slices
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import lockfile
 from pyllamakv.traces import trace
@@ -102,11 +104,15 @@ def rows(_folder: Path) -> Target:
             for layer in section.layers:
                 if len(layer.k) != len(section.pos):
                     raise WrongAnswer("a layer has different numbers of rows and cells")
+        with suppress(StateError):
+            cut = state_slices.read(data)
+            if len(cut.positions) != found.cells or len(cut.to_bytes()) != len(data):
+                raise WrongAnswer("the parts of a state join to another state")
         return [(found.layout, len(found.sections), found.cells > 0)]
 
     seeds = tuple(_state(layout, magic) for layout in state_parser.LAYOUTS for magic in (0, 1))
     return Target(run, (*seeds, _state(state_parser.LAYOUTS[0], 0, more=True)),
-                  (_HERE + "runtime.state_parser",))  # fmt: skip
+                  (_HERE + "runtime.state_parser", _HERE + "runtime.state_slices"))  # fmt: skip
 
 
 def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> bytes:
@@ -122,6 +128,39 @@ def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> by
     if more:
         made += struct.pack("<IiIiII", 1, 1, 1, 0, 0, 1) + (struct.pack("<iQ", 0, 4) + bytes(4)) * 2
     return made
+
+
+def stored_pages(folder: Path) -> Target:
+    """Return the target for pages of a prefix store."""
+    store = prefix_store.PrefixStore(folder / "store", {"model": "m"})
+    first = store.add("cells", None, 0, struct.pack("<2i", 1, 2), b"content")
+    pages = (first, store.add("state", None, 0, struct.pack("<i", 3), b""))
+    store.close()
+    seeds = tuple(store.path(page).read_bytes() for page in pages)
+    store.path(pages[1]).unlink()
+
+    def run(data: bytes) -> Iterable[Hashable]:
+        store.path(first).write_bytes(data)
+        found = prefix_store.scan(store.folder, contents=True)
+        if any(page.tokens != first.tokens for page in found.pages.values()):
+            raise WrongAnswer("a page has other tokens than its name")
+        # Reasons with numbers would make each input a new one.
+        return [bool(found.pages), *(why.split()[1] for why in found.unusable.values())]
+
+    return Target(run, seeds, (_HERE + "cache.prefix_store",), post_process=with_page_checksums)
+
+
+def with_page_checksums(chance: Random, data: bytes) -> bytes:
+    """Return a page of a prefix store, usually with correct sizes and checksums."""
+    head, sizes = struct.Struct("<8sIIQI"), struct.Struct("<IQI")
+    if len(data) < head.size or chance.random() < 0.1:
+        return data
+    n = min(int.from_bytes(data[8:12], "little"), len(data) - head.size)
+    header, content = data[head.size :][:n], data[head.size + n :]
+    checked = sizes.pack(n, len(content), zlib.crc32(content))
+    checksum = zlib.crc32(header, zlib.crc32(checked))
+    made = head.pack(data[:8], n, checksum, len(content), zlib.crc32(content))
+    return made + data[head.size :]
 
 
 def traces(folder: Path) -> Target:

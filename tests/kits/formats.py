@@ -1,4 +1,4 @@
-"""Write one file of each persistent format: trace, lock, kept cache, saved sequence.
+"""Write a sample of each persistent format: trace, lock, kept cache, saved sequence, prefix store.
 
 ``python tests/kits/formats.py FOLDER`` wrote what is in `tests/data/formats`. The current code must
 read it, or refuse it with an error that states the reason. Write it again only when a format
@@ -52,10 +52,18 @@ def write(folder: Path) -> None:
             sequence = context.sequence(0)
             context.decode(sequence.feed(TOKENS[0]))
             (folder / "sequence.save").write_bytes(sequence.save())
+        store = folder / "prefix-store"
+        shutil.rmtree(store, ignore_errors=True)
+        with model.context(**SHAPE) as context, kv.PrefixCache(context, store=store) as cache:
+            for tokens in TOKENS.values():
+                with cache.acquire(tokens) as lease:
+                    lease.prefill()
+        (store / "lock").unlink(missing_ok=True)
         kept = folder / "cache.kv"
         kept.unlink(missing_ok=True)
         with model.context(**SHAPE, kv_backing=kept, kv_keep=True) as context:
             fill(context)
+        (folder / "cache.kv.flushed").unlink()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ DOCUMENTS = (
     "docs/pictures.md",
     "docs/plugin.md",
     "docs/prefix-cache.md",
+    "docs/prefix-store.md",
     "docs/quickstart-llama-cpp-python.md",
     "docs/quickstart-patches.md",
     "docs/quickstart-scripts.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -129,47 +130,121 @@ def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Pa
 
 
 def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
-    """A process killed between a decode and a flush leaves a file that is reported as dirty."""
+    """A killed process leaves its last flush, whatever it has changed since.
+
+    Without a flush, the file is dirty.
+    """
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
-    with model.context(**keep) as ctx:
-        fill(ctx, TOKENS)
     script = """
         ctx = model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
         {work}
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    # Killed before it changed anything, or after another flush, it leaves what was flushed.
-    for work in ("pass", "ctx.decode(ctx.sequence(0).feed([1])); ctx.kv.flush()"):
-        done = child(build, model, file, script.format(work=work))
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        with model.context(**keep) as ctx:
-            assert ctx.kv.memory.resumed
-            sequence = ctx.sequence(0)
-            assert sequence.tokens[: len(TOKENS)] == TOKENS
-            sequence.trim(len(TOKENS))
-            again = logits(ctx, [sequence])[0]
-            sequence.trim(len(TOKENS))
-        with model.context(**context_options()) as ctx:
-            assert np.array_equal(logits(ctx, [fill(ctx, TOKENS)])[0], again)
-    work = (
-        "import threading; sequence = ctx.sequence(1); "
-        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "        while True:\n"
-        "            ctx.prefill(sequence, tokens)\n"
-        "            sequence.remove()"
-    )
-    done = child(build, model, file, script.format(work=work))
+    done = child(build, model, file, script.format(work="ctx.prefill(ctx.sequence(), tokens)"))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    for _ in range(2):
+    for _ in range(2):  # nothing was flushed
         with pytest.raises(KVFileDirty, match="fresh"):
             model.context(**keep)
     with model.context(**{**keep, "kv_keep": "fresh"}) as ctx:
         assert not ctx.kv.memory.resumed
         assert not any(len(ledger) for ledger in ctx.ledgers)
-        fill(ctx, TOKENS[:5])
+        fill(ctx, TOKENS)
+    with model.context(**context_options()) as ctx:
+        expected = logits(ctx, [fill(ctx, TOKENS)])[0]
+    changes = (
+        "pass",
+        "ctx.decode(ctx.sequence(0).feed([1]))",
+        "ctx.clear(); ctx.prefill(ctx.sequence(1), tokens[::-1])",
+        "first = ctx.sequence(0); first.remove(0, 50); first.shift(50, None, -50); "
+        "ctx.kv.defrag(); "
+        "ctx.prefill(ctx.sequence(1), tokens[::-1])",
+        "import threading; sequence = ctx.sequence(1); "
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "        while True:\n"
+        "            ctx.prefill(sequence, tokens)\n"
+        "            sequence.remove()",
+    )
+    for work in changes:
+        # A process that is killed between flush and copy leaves no copy of a clean file.
+        (tmp_path / "cache.flushed").unlink()
+        done = child(build, model, file, script.format(work=work))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with model.context(**keep) as ctx:
+            assert ctx.kv.memory.resumed
+            assert [len(ledger) for ledger in ctx.ledgers if len(ledger)] == [len(TOKENS)]
+            sequence = ctx.sequence(0)
+            assert sequence.tokens == TOKENS
+            assert np.array_equal(logits(ctx, [sequence])[0], expected), work
+            sequence.trim(len(TOKENS))
+    work = "ctx.sequence(0).trim(20); ctx.kv.flush(); ctx.prefill(ctx.sequence(1), tokens)"
+    done = child(build, model, file, script.format(work=work))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     with model.context(**keep) as ctx:
-        assert ctx.sequence(0).tokens == TOKENS[:5]
+        assert ctx.sequence(0).tokens == TOKENS[:20]
+        assert not len(ctx.sequence(1))
+    with model.context(**{**keep, "kv_keep": "fresh"}):
+        assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_no_space_for_a_copy(
+    model: kv.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`flush` and `close` raise, and a file without a copy is opened with a warning."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True, **context_options()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        ctx = model.context(**keep)
+        fill(ctx, TOKENS)
+        for flush in (ctx.kv.flush, ctx.close):
+            with pytest.raises(KVFileFull, match="a kill before the next flush would lose it"):
+                flush()
+        caplog.clear()
+        ctx = model.context(**keep)
+        assert "No space left" in caplog.text
+        assert ctx.sequence(0).tokens == TOKENS
+    ctx.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.flushed"}
+
+
+def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
+    """Both files of a sliding-window cache return to one flush."""
+    from pyllamakv.scenarios import synthetic_models
+
+    file = tmp_path / "cache"
+    keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
+    with kv.open(build.folder) as library:
+        model = library.load_model(synthetic_models.model("sliding"))
+        with model.context(**keep) as ctx:
+            if ctx.info.n_caches < 2:
+                pytest.skip("this release has one cache for windows")
+            fill(ctx, TOKENS)
+        with model.context(**keep) as ctx:
+            sequence = ctx.sequence(0)
+            expected = logits(ctx, [sequence])
+            sequence.trim(len(TOKENS))
+        done = child(
+            build,
+            model,
+            file,
+            """
+            ctx = model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
+            ctx.prefill(ctx.sequence(0), tokens)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with model.context(**keep) as ctx:
+            sequence = ctx.sequence(0)
+            assert sequence.tokens == TOKENS
+            assert np.array_equal(logits(ctx, [sequence]), expected)
 
 
 def test_one_owner(build: Variant, model: kv.Model, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Record a run, page branches out and in, and keep a cache in a file."""
+"""Record a run, page branches out and in, and keep caches and prefixes in files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from qa.faults.step import FaultTarget
 _open, _record, _prefix_cache = kv.open, kv.record, kv.PrefixCache
 
 _BEGINNING: Final = [1 + n % 20 for n in range(40)]
+#: More than one page of a prefix store.
+_LONG: Final = [1 + n % 20 for n in range(280)]
 
 
 def _digest(logits: Any) -> str:
@@ -41,6 +43,13 @@ class NativeStep(FaultTarget):
         model = library.load_model(self.model)
         shape = {"n_ctx": 256, "n_batch": 64, "n_seq_max": 4, "n_threads": 1}
         return model.context(**{**shape, **options})
+
+    def note(self, path: Path, count: int) -> None:
+        """Write a file with one byte per flush that has returned; a fault leaves fewer bytes."""
+        try:
+            path.write_bytes(b"." * count)
+        except OSError as error:
+            raise KvError(f"the test cannot write {path}: {error}") from error
 
 
 class RecordRun(NativeStep):
@@ -127,6 +136,56 @@ class Paging(NativeStep):
         return [] if ended or not left else [f"page files remain: {left[0].name}"]
 
 
+class StorePrefixes(NativeStep):
+    """Flush prefixes to a store in several steps, and reuse them in an earlier or later run.
+
+    The file ``flushed`` has one byte per prompt whose flush has returned.
+    """
+
+    name = "prefix store"
+    allowed_errors = ("PrefixStoreBusy",)
+    #: The second prompt replaces the last page of the first one, the third one branches off.
+    prompts = (_LONG, [*_LONG, *[21] * 20], [*_LONG[:270], 22], [23] * 30)
+
+    def run(self, folder: Path) -> Any:
+        """Flush every prompt, reuse all of them, and remove half of the pages."""
+        done = folder / "flushed"
+        flushed = done.stat().st_size if done.exists() else 0
+        with self.open() as library, self.context(library, n_ctx=2048, n_seq_max=8) as ctx:
+            with self._cache(ctx, folder) as cache:
+                for number, prompt in enumerate(self.prompts):
+                    cached = self._serve(cache, prompt)
+                    if number < flushed:
+                        assert cached == len(prompt) - 1, "a flushed prompt was not reused"
+                    cache.flush()
+                    self.note(done, number + 1)
+            ctx.clear()
+            with self._cache(ctx, folder) as cache:
+                found: list[Any] = [self._serve(cache, [*each, 24]) for each in self.prompts]
+                found.append(cache.stats().damaged)
+                size = cache.stats().stored_bytes
+            self.note(done, 0)
+            ctx.clear()
+            with self._cache(ctx, folder, budget=max(size // 2, 1)) as cache:
+                found.append(cache.stats().stored_bytes <= size // 2)
+        return found
+
+    def _cache(self, ctx: Any, folder: Path, **options: Any) -> Any:
+        return _prefix_cache(ctx, store=folder / "prefixes", **options)
+
+    def _serve(self, cache: Any, prompt: list[int]) -> int:
+        """Decode a prompt after its cached prefix; the logits must be those of a fresh decode."""
+        with cache.acquire(prompt) as lease:
+            lease.prefill()
+            mine = lease.sequence.logits().copy()
+            with cache.context.sequence() as fresh:
+                cache.context.prefill(fresh, prompt)
+                far = float(abs(mine - fresh.logits().copy()).max())
+            assert far < 0.01, f"logits after {lease.cached} cached tokens differ by {far}"
+            cached: int = lease.cached
+        return cached
+
+
 class Keeping(NativeStep):
     """Keep a cache in a file over several flushes, and resume from an earlier run."""
 
@@ -136,11 +195,13 @@ class Keeping(NativeStep):
 
     def run(self, folder: Path) -> Any:
         """Open the existing file, complete it, and return the next token's logits."""
-        path = folder / "chat.kv"
+        path, done = folder / "chat.kv", folder / "flushed"
+        flushed = done.stat().st_size if done.exists() else 0
         with self.open() as library:
             try:
                 ctx = self.context(library, kv_backing=path, kv_keep=True)
             except KVFileDirty:
+                assert not flushed, "a flush was lost"
                 ctx = self.context(library, kv_backing=path, kv_keep="fresh")
             chat = ctx.sequence(0)
             whole = [*_BEGINNING, *self._MORE]
@@ -149,14 +210,17 @@ class Keeping(NativeStep):
             assert there in (0, len(_BEGINNING), len(whole)), (
                 "a kept cache has contents that were never flushed"
             )
+            assert there >= (0, len(_BEGINNING), len(whole))[flushed], "a flush was lost"
             if not there:
                 ctx.prefill(chat, _BEGINNING)
                 ctx.kv.flush()
+                self.note(done, 1)
                 there = len(_BEGINNING)
             if there < len(whole):
                 for token in self._MORE:
                     ctx.step(chat, token)
                 ctx.kv.flush()
+                self.note(done, 2)
             kept = chat.tokens
             ctx.close()
             ctx = self.context(library, kv_backing=path, kv_keep=True)

@@ -1,0 +1,291 @@
+"""Write the branches of a prefix cache to a store, and load stored prefixes into the cache.
+
+K and V of an attention cache are cut into pages of tokens, so that prompts share the pages of their
+common prefix. Other memories (windows, states) are stored as whole sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache import eviction
+from pyllamakv.cache.prefix_store import PAGE_TOKENS, PrefixStore, StoredPrefix
+from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
+from pyllamakv.errors import (
+    BudgetTooSmall,
+    NativeError,
+    PrefixStoreDamaged,
+    PrefixStoreError,
+    StateError,
+    Unsupported,
+    UsageError,
+    WorkerDied,
+)
+from pyllamakv.runtime import backing, state, state_slices
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.runtime import sequence as runtime
+    from pyllamakv.runtime.context import Context
+
+LOG = logging.getLogger("pyllamakv.cache")
+
+
+def identity(context: Context) -> dict[str, str]:
+    """Return what stored pages depend on, as named strings.
+
+    The model is identified by its metadata and samples of its weights, the build by its name
+    without the digest. Numbers of cells, batches and threads do not matter.
+    """
+    model, info = context.model, context.info
+    found = {
+        "model": backing.identity(model).rpartition(" ")[2],
+        "build": context.native.about.variant.rpartition("-")[0] or context.native.about.variant,
+        "memory": info.memory.name,
+        "streams": str(info.n_streams),
+        "window": f"{info.n_swa}, full" if context.params.swa_full else str(info.n_swa),
+        "byte order": sys.byteorder,
+    }
+    # Models with two sets of RoPE factors choose one by the size of a sequence (Phi-3, MiniCPM).
+    trained = model.meta(f"{model.file.architecture}.rope.scaling.original_context_length")
+    if trained is not None:
+        found["cells"] = f"{info.n_ctx} for {info.n_seq_max} sequences"
+    shape = state.compatibility(context)
+    return found | {name: str(shape[name]) for name in shape if name != "model"}
+
+
+class StoredBranches:
+    """Connect a prefix cache with its store. Raises the errors of `PrefixStore`."""
+
+    def __init__(
+        self, context: Context, path: str | os.PathLike[str], budget: int | None = None
+    ) -> None:
+        context.native.about.require(Capability.STATES, "save the state of a sequence")
+        self.context = context
+        self.store = PrefixStore(path, identity(context), budget=budget)
+        for file, why in self.store.removed.items():
+            LOG.warning("%s was removed: %s", file, why)
+        #: Whether states are cut into pages; False once a state has more than one cache.
+        self.cuts = context.info.memory is MemoryType.ATTENTION
+
+    # Writing...
+
+    def flush(self, cache: PrefixCache) -> int:
+        """Write all decoded tokens that are not stored; return their number.
+
+        The branch used last is written last. A branch that exceeds the budget alone raises
+        BudgetTooSmall after the others were written.
+        """
+        late: BudgetTooSmall | None = None
+        count = 0
+        for node, sequence in sorted(_sequences(cache), key=lambda found: found[0].last_used):
+            try:
+                count += self.write(node.key, sequence)
+            except BudgetTooSmall as error:
+                late = late or error
+        self.store.sync()
+        if late is not None:
+            raise late
+        return count
+
+    def keep(self, key: bytes, sequence: runtime.Sequence) -> int:
+        """Write a sequence that the cache cannot keep; return the number of new tokens.
+
+        A failure is logged: the cache needs the room, and the tokens can be decoded again.
+        """
+        try:
+            return self.write(key, sequence)
+        except WorkerDied:
+            raise
+        except (NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError) as error:
+            LOG.warning("%d tokens are not stored: %s", len(key) // TOKEN_BYTES, error)
+            return 0
+
+    def write(self, key: bytes, sequence: runtime.Sequence) -> int:
+        """Write the tokens of a sequence that are not stored; return their number."""
+        length = len(key) // TOKEN_BYTES
+        trims = can_trim(self.context)
+        found = self.store.find(key, length, exact=not trims)
+        if not length or found.length == length:
+            self.store.touch(found.pages)
+            return 0
+        with self.context.lock:
+            raw = self.context.native.state_save(self.context.handle, sequence.id)
+        if self.cuts:
+            try:
+                cells = state_slices.read(raw)
+                return self._write_cells(key, cells, found)
+            except StateError as error:
+                LOG.info("a state is stored as a whole: %s", error)
+                self.cuts = False
+        self.store.add("state", None, 0, key, raw)
+        for page in found.pages if trims else ():
+            if page.kind == "state" and page.end == found.length:
+                self.store.replace(page)
+        return length - found.length
+
+    def _write_cells(self, key: bytes, cells: state_slices.CellState, found: StoredPrefix) -> int:
+        store, length = self.store, len(key) // TOKEN_BYTES
+        order = np.argsort(cells.positions, kind="stable")
+        if cells.positions[order].tolist() != list(range(length)):
+            raise StateError("the cells of the sequence have other positions than its tokens")
+        chain = list(found.pages)
+        start, last = found.length, chain[-1] if chain else None
+        if last is not None and last.end == start < last.start + PAGE_TOKENS:
+            # The last page is not full: a longer one replaces it.
+            start = last.start
+            chain.pop()
+        ranges = [(a, min(a + PAGE_TOKENS, length)) for a in range(start, length, PAGE_TOKENS)]
+        new = sum(store.file_size(b - a, cells.size(b - a)) for a, b in ranges)
+        store.check_budget(new + sum(page.size for page in chain))
+        for first, end in ranges:
+            content = cells.cut(order[first:end]).to_bytes()
+            tokens = key[first * TOKEN_BYTES : end * TOKEN_BYTES]
+            above = chain[-1] if chain else None
+            chain.append(store.add("cells", above, first, tokens, content, chain))
+        if last is not None and last not in chain:
+            store.replace(last)
+        store.touch(chain)
+        return length - found.length
+
+    # Reading...
+
+    def load(self, cache: PrefixCache, key: bytes) -> int:
+        """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
+
+        Return the number of loaded tokens. A damaged page is removed, and the prefix ends before
+        it. Without room for the prefix, or if it cannot be restored, the cache is unchanged.
+        """
+        exact = not can_trim(self.context)
+        limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
+        while True:
+            found = self.store.find(key, limit, exact=exact)
+            if found.length <= _known(cache, key, limit, exact=exact):
+                return 0
+            try:
+                covered = self._make_room(cache, key, found)
+                if covered is None:
+                    return 0
+                if any(page.name not in self.store.pages for page in found.pages):
+                    continue  # branches evicted for it took its place in the budget of the store
+                return self._restore(cache, key, found, covered)
+            except PrefixStoreDamaged as error:
+                LOG.warning("%s; it is removed with the pages that follow it", error)
+                cache.counts.add("damaged")
+                self.store.discard(
+                    next(page for page in found.pages if self.store.path(page) == error.path)
+                )
+            except WorkerDied:
+                raise
+            except (NativeError, Unsupported, UsageError, MemoryError) as error:
+                LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
+                return 0
+
+    def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix, covered: int) -> int:
+        """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
+        branches, length = cache.branches, found.length
+        first = next(i for i, page in enumerate(found.pages) if found.used_range(i)[1] > covered)
+        raw = self._content(found, first, covered)
+        page = found.pages[0]
+        tokens = np.frombuffer(
+            page.tokens if page.kind == "state" else key[: length * TOKEN_BYTES], np.int32
+        )
+        positions = np.arange(covered, len(tokens), dtype=np.int32)
+        saved = state.SavedSequence(
+            state.compatibility(self.context), tokens[covered:], positions, raw
+        )
+        sequence = branches.new()
+        try:
+            state.load(sequence, saved)
+            sequence.trim(length - covered)
+            node = branches.tree.match(key[: covered * TOKEN_BYTES])[0]
+            if covered:
+                sequence.share(branches.provider(node), 0, covered)
+            assert tokens_to_key(sequence.tokens) == key[: length * TOKEN_BYTES]
+        except BaseException:
+            branches.close(sequence)
+            raise
+        node = branches.tree.insert(key[: length * TOKEN_BYTES])
+        branches.keep(node, sequence)
+        branches.tree.touch(node)
+        branches.tidy(node)
+        self.store.touch(found.pages)
+        return length - covered
+
+    def _content(self, found: StoredPrefix, first: int, covered: int) -> bytes:
+        """Return the library's state of the positions from ``covered``, in pages from ``first``."""
+        if found.pages[0].kind == "state":
+            return self.store.read(found.pages[0])
+        parts = []
+        for index in range(first, len(found.pages)):
+            page = found.pages[index]
+            content = self.store.read(page)
+            begin, end = found.used_range(index)
+            try:
+                cells = state_slices.read(content)
+            except StateError as error:
+                msg = f"the page {page.name} has no state of cells: {error}"
+                raise PrefixStoreDamaged(msg, self.store.path(page)) from error
+            parts.append(cells.cut(slice(max(begin, covered) - page.start, end - page.start)))
+        return state_slices.join(parts)
+
+    def _make_room(self, cache: PrefixCache, key: bytes, found: StoredPrefix) -> int | None:
+        """Free a sequence and cells; return how many tokens the cache has then, None without room.
+
+        The room is for the whole prompt, so that a prompt that is refused evicts nothing. The
+        resident part of the prefix is kept if possible, and given up otherwise: the store has it.
+        """
+        branches = cache.branches
+        cells = found.pages[0].kind == "cells"
+        end, at = branches.tree.match(key[: found.length * TOKEN_BYTES])
+        # A state between a prefix and other branches stays there, and the prompt gets a copy.
+        copied = at == found.length and (end.end > at or end.children or end.pins)
+        # With one sequence, it can only take the place of those branches.
+        sequences = min(2 if copied else 1, branches.limit)
+        n = len(key) // TOKEN_BYTES if cells else max(len(key) // TOKEN_BYTES, found.pages[0].end)
+        for keeps in (True, False):
+            covered = -1
+            while True:
+                node, known = branches.tree.match(key)
+                before = covered
+                covered = min(known, found.length - 1) if cells and branches.sharing else 0
+                if covered == before:
+                    return covered
+                kept = node.path if keeps else []
+                if not eviction.make_sequence_room(cache, sequences, n - covered, kept):
+                    break
+        return None
+
+
+def can_trim(context: Context) -> bool:
+    """Return whether a sequence of the context can be trimmed to any length."""
+    memory = context.info.memory
+    return memory is MemoryType.ATTENTION or (memory is MemoryType.SWA and context.params.swa_full)
+
+
+def _sequences(cache: PrefixCache) -> Iterator[tuple[Node, runtime.Sequence]]:
+    """Yield the sequences of entries and leases whose tokens are those of their node."""
+    for node in cache.branches.tree.walk():
+        if node.entry is not None:
+            yield node, node.entry
+        for lease in node.leases:
+            if tokens_to_key(lease.ledger.tokens) == node.key:
+                yield node, lease.sequence
+
+
+def _known(cache: PrefixCache, key: bytes, limit: int, *, exact: bool) -> int:
+    """Return how many tokens of a key the cache can reuse without the store."""
+    node, length = cache.branches.tree.match(key)
+    if not exact:
+        return min(length, limit)
+    ends = (each.end for each in node.path if each.entry is not None or each.leases)
+    return max((end for end in ends if end <= min(length, limit)), default=0)

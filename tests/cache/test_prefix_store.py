@@ -1,0 +1,358 @@
+"""Test the files of a prefix store: what is found again, and every kind of bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyllamakv import errors
+from pyllamakv.cache import prefix_store
+from pyllamakv.cache.prefix_store import PART, SUFFIX, PrefixStore, scan
+from pyllamakv.cache.prefix_tree import tokens_to_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyllamakv.cache.prefix_store import StoredPage, StoredPrefix
+
+IDENTITY = {"model": "m", "build": "1", "type_k": "1"}
+A, B = tokens_to_key(range(10)), tokens_to_key([*range(5), *range(50, 60)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the path of a store."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[PrefixStore]:
+    """Open a new store."""
+    made = PrefixStore(folder, IDENTITY)
+    yield made
+    made.close()
+
+
+def fill(store: PrefixStore) -> tuple[StoredPage, StoredPage, StoredPage]:
+    """Write A in pages of 4 and 6 tokens, and B, which leaves A after 5."""
+    one = store.add("cells", None, 0, A[:16], b"one" * 10)
+    two = store.add("cells", one, 4, A[16:], b"two" * 10)
+    three = store.add("cells", two, 5, B[20:], b"three" * 10)
+    store.sync()
+    return one, two, three
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the names and contents of all files but the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def names(found: StoredPrefix) -> list[str]:
+    """Return the names of a prefix's pages."""
+    return [page.name for page in found.pages]
+
+
+def test_pages_are_found_by_tokens(store: PrefixStore) -> None:
+    """Search for all, a part, and a branch that starts inside of a page."""
+    one, two, three = fill(store)
+    found = store.find(A, 10)
+    assert (found.length, names(found)) == (10, [one.name, two.name])
+    assert [found.used_range(i) for i in range(2)] == [(0, 4), (4, 10)]
+    found = store.find(A, 9)
+    assert (found.length, found.used_range(1)) == (9, (4, 9))
+    found = store.find(B, 15)
+    assert (found.length, names(found)) == (15, [one.name, two.name, three.name])
+    assert [found.used_range(i) for i in range(3)] == [(0, 4), (4, 5), (5, 15)]
+    assert names(store.find(B, 5)) == [one.name, two.name]
+    assert names(store.find(A, 4)) == [one.name]
+    assert store.find(tokens_to_key([9, 9]), 2).length == 0
+    assert store.find(tokens_to_key([*range(7), 99, 99]), 9).length == 7
+    assert [store.read(page) for page in (one, two, three)] == [
+        b"one" * 10,
+        b"two" * 10,
+        b"three" * 10,
+    ]
+
+
+def test_states_end_where_a_prefix_does(store: PrefixStore) -> None:
+    """A whole state is used at its end only, or trimmed where the memory can."""
+    short = store.add("state", None, 0, A[:24], b"short")
+    long = store.add("state", None, 0, A, b"long")
+    assert names(store.find(A, 10, exact=True)) == [long.name]
+    assert store.find(A, 9, exact=True) == prefix_store.StoredPrefix(6, (short,))
+    assert store.find(A, 9) == prefix_store.StoredPrefix(9, (long,))
+    assert store.find(B, 15, exact=True).length == 0
+    assert store.find(B, 15).length == 5
+
+
+def test_another_process_finds_the_same(store: PrefixStore, folder: Path) -> None:
+    """Open the directory again: same pages, and the order of use is kept."""
+    one, two, three = fill(store)
+    store.touch([one, two])
+    store.close()
+    again = PrefixStore(folder, IDENTITY)
+    try:
+        assert names(again.find(B, 15)) == [one.name, two.name, three.name]
+        assert (
+            again.size
+            == store.size
+            == sum(len(each) for each in files(folder).values()) - len(files(folder)["store.json"])
+        )
+        found = [again.pages[page.name].used for page in (one, two, three)]
+        assert found == [one.used, two.used, three.used]
+        assert found[0] == found[1] > found[2]
+        assert again.removed == {}
+        assert folder.stat().st_mode & 0o077 == 0
+        assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+    finally:
+        again.close()
+
+
+def test_the_pages_used_longest_ago_go_first(folder: Path) -> None:
+    """Keep to the budget; a page that others follow stays as long as they do."""
+    store = PrefixStore(folder, IDENTITY)
+    one, two, _ = fill(store)
+    other = store.add("cells", None, 0, tokens_to_key([7, 8]), b"x" * 30)
+    store.touch([one, two])
+    store.set_budget(store.size - 1)
+    assert set(store.pages) == {one.name, two.name, other.name}
+    store.set_budget(store.size - 1)
+    assert set(store.pages) == {one.name, two.name}
+    # Too large together with what it follows: nothing is removed.
+    with pytest.raises(errors.BudgetTooSmall) as caught:
+        store.add("cells", two, 10, tokens_to_key([2]), b"z" * store.size)
+    assert caught.value.needed > caught.value.budget == store.budget
+    assert {one.name, two.name} <= set(store.pages)
+    assert set(scan(folder).pages) == set(store.pages)
+    store.close()
+    PrefixStore(folder, IDENTITY, budget=0).close()
+    assert scan(folder).pages == {}
+
+
+def test_a_longer_page_replaces_a_shorter_one(store: PrefixStore) -> None:
+    """The shorter one is removed only if nothing follows it."""
+    one, two, three = fill(store)
+    longer = store.add("cells", one, 4, A[16:] + tokens_to_key([77]), b"longer")
+    store.replace(two)
+    assert two.name in store.pages
+    store.discard(three)
+    store.replace(two)
+    assert set(store.pages) == {one.name, longer.name}
+    assert store.find(A, 10).length == 10
+    # After a crash between the two steps both exist, and either serves.
+    store.add("cells", one, 4, A[16:], b"two" * 10)
+    assert store.find(A + tokens_to_key([77]), 11).length == 11
+
+
+def test_one_writer(store: PrefixStore, folder: Path) -> None:
+    """A second writer is refused, and the store does not change."""
+    fill(store)
+    before = files(folder)
+    with pytest.raises(errors.PrefixStoreBusy, match="in use"):
+        PrefixStore(folder, IDENTITY)
+    with pytest.raises(errors.PrefixStoreBusy):
+        prefix_store.prune(folder)
+    assert files(folder) == before
+    assert len(scan(folder).pages) == 3  # readers need no lock
+    store.close()
+    store.close()
+    PrefixStore(folder, IDENTITY).close()
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({**IDENTITY, "model": "n"}, ["model"]),
+        ({**IDENTITY, "build": "2", "type_k": "8"}, ["build", "type_k"]),
+        ({**IDENTITY, "adapter": "x"}, ["adapter"]),
+        ({"model": "m", "build": "1"}, ["type_k"]),
+    ],
+)
+def test_another_identity_is_refused(
+    store: PrefixStore, folder: Path, other: dict[str, str], differs: list[str]
+) -> None:
+    """The error names what differs, with both values."""
+    fill(store)
+    store.close()
+    before = files(folder)
+    with pytest.raises(errors.PrefixStoreForeign, match="another model") as caught:
+        PrefixStore(folder, other)
+    assert sorted(caught.value.differences) == differs
+    assert files(folder) == before
+
+
+def test_another_format_is_refused(store: PrefixStore, folder: Path) -> None:
+    """A later version, and a directory or file of something else, stay as they are."""
+    store.close()
+    path = folder / "store.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "version": 2}))
+    with pytest.raises(errors.PrefixStoreForeign, match="format 2") as caught:
+        PrefixStore(folder, IDENTITY)
+    assert caught.value.differences == ("version",)
+    path.write_text(json.dumps({**about, "format": "other"}))
+    with pytest.raises(errors.PrefixStoreForeign, match="not a prefix store"):
+        PrefixStore(folder, IDENTITY)
+    path.write_text(json.dumps({**about, "identity": [["model", "n"]]}))
+    with pytest.raises(errors.PrefixStoreDamaged, match="delete"):
+        PrefixStore(folder, IDENTITY)
+    for bad in ("", "[]", "{", '{"format": "pyllamakv prefix store", "version": 1}'):
+        path.write_text(bad)
+        with pytest.raises((errors.PrefixStoreDamaged, errors.PrefixStoreForeign)):
+            PrefixStore(folder, IDENTITY)
+    home = folder.parent / "home"
+    home.mkdir()
+    (home / "notes").write_text("mine")
+    with pytest.raises(errors.PrefixStoreForeign, match="has files"):
+        PrefixStore(home, IDENTITY)
+    assert [each.name for each in home.iterdir()] == ["notes"]
+    with pytest.raises(errors.PrefixStoreForeign, match="not a directory"):
+        PrefixStore(home / "notes", IDENTITY)
+    with pytest.raises(errors.PrefixStoreForeign):
+        PrefixStore(folder.parent / "nothing", None)
+    assert not (folder.parent / "nothing").exists()
+
+
+@pytest.mark.long
+def test_every_changed_byte_is_noticed(store: PrefixStore, folder: Path) -> None:
+    """Change each byte of a page, and cut it everywhere: it is never read."""
+    page = store.add("cells", None, 0, A, b"content" * 5)
+    store.close()
+    path = store.path(page)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        found = scan(folder, contents=True)
+        assert (found.pages, list(found.unusable)) == ({}, [path]), at
+        with pytest.raises(errors.PrefixStoreDamaged, match=page.name):
+            store.read(page)
+        path.write_bytes(whole[:at])
+        assert scan(folder).pages == {}
+    path.write_bytes(whole + b"\0")
+    assert scan(folder).pages == {}
+    path.write_bytes(whole)
+    assert list(scan(folder, contents=True).pages) == [page.name]
+
+
+def test_unusable_files_are_removed_when_a_store_is_opened(
+    store: PrefixStore, folder: Path
+) -> None:
+    """Remove what was not completed, what was renamed or truncated, and what lost its parent."""
+    one, two, three = fill(store)
+    alone = store.add("state", None, 0, A, b"state")
+    store.close()
+    store.path(two).unlink()
+    (folder / f"x{PART}").write_bytes(b"half")
+    (folder / f"{'0' * 32}{SUFFIX}").write_bytes(store.path(one).read_bytes())
+    store.path(alone).write_bytes(store.path(alone).read_bytes()[:-1])
+    found = scan(folder)
+    assert set(found.pages) == {one.name}
+    reasons = {path.name: why for path, why in found.unusable.items()}
+    assert "missing" in reasons[three.name + SUFFIX]
+    assert "renamed" in reasons[f"{'0' * 32}{SUFFIX}"]
+    assert "bytes instead of" in reasons[alone.name + SUFFIX]
+    assert "not completed" in reasons[f"x{PART}"]
+    again = PrefixStore(folder, IDENTITY)
+    assert len(again.removed) == 3
+    again.close()
+    assert set(files(folder)) == {"store.json", one.name + SUFFIX}
+
+
+def test_a_missing_page_is_damage(store: PrefixStore) -> None:
+    """Discard a page that cannot be read, with all that follow it."""
+    one, two, _ = fill(store)
+    store.path(two).unlink()
+    with pytest.raises(errors.PrefixStoreDamaged, match="missing") as caught:
+        store.read(two)
+    assert caught.value.path == store.path(two)
+    store.discard(two)
+    assert set(store.pages) == {one.name}
+    assert store.size == one.size
+    assert store.find(B, 15).length == 4
+
+
+def test_pages_of_another_store_are_not_read(store: PrefixStore, folder: Path) -> None:
+    """Copy a page from a store of another model: it is unusable."""
+    other = PrefixStore(folder.parent / "other", {**IDENTITY, "model": "n"})
+    page = other.add("cells", None, 0, A, b"other")
+    other.close()
+    (folder / (page.name + SUFFIX)).write_bytes(other.path(page).read_bytes())
+    assert "another store" in str(next(iter(scan(folder).unusable.values())))
+
+
+def test_prune(store: PrefixStore, folder: Path) -> None:
+    """Remove damaged pages and those beyond a budget; nothing without need."""
+    _, two, three = fill(store)
+    store.close()
+    assert prefix_store.prune(folder) == prefix_store.PruneResult(0, 3, store.size)
+    data = store.path(three).read_bytes()
+    store.path(three).write_bytes(data[:-1] + b"?")
+    left = store.size - three.size
+    assert prefix_store.prune(folder) == prefix_store.PruneResult(1, 2, left)
+    left -= two.size
+    assert prefix_store.prune(folder, left) == prefix_store.PruneResult(1, 1, left)
+    assert prefix_store.prune(folder, 0) == prefix_store.PruneResult(1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, errors.PrefixStoreFull),
+        (errno.EDQUOT, errors.PrefixStoreFull),
+        (errno.EIO, errors.PrefixStoreError),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "fdopen", "fsync", "replace"])
+def test_failed_writes_leave_nothing(
+    store: PrefixStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+    kind: type[Exception],
+) -> None:
+    """Each step of a write may fail: complete pages remain, and the next write succeeds."""
+    one = store.add("cells", None, 0, A[:16], b"one")
+    store.sync()
+    before = files(folder)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if call == "replace" else os, call, fail)
+        with pytest.raises(kind) as caught:
+            store.add("cells", one, 4, A[16:], b"two")
+        assert type(caught.value) is kind
+    assert files(folder) == before
+    assert list(store.pages) == [one.name]
+    store.add("cells", one, 4, A[16:], b"two")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(kind):
+            store.sync()
+    store.sync()
+    assert store.find(A, 10).length == 10
+
+
+def test_a_directory_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a directory that cannot be written, listed or locked, with a remedy."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for name in ("mkdir", "iterdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(errors.PrefixStoreError, match=r"Permission denied.*name a dir"):
+                PrefixStore(folder, IDENTITY)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_store.filelock.FileLock, "acquire", refuse)
+        with pytest.raises(errors.PrefixStoreError, match="lock"):
+            PrefixStore(folder, IDENTITY)
+    PrefixStore(folder, IDENTITY).close()

@@ -1,0 +1,396 @@
+"""Test a prefix cache with a store over a simulated library: restarts, evictions, bad input."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import prefix_kit
+import pytest
+from prefix_kit import SYSTEM, make, serve
+
+from pyllamakv import errors
+from pyllamakv.cache import prefix_store, stored_branches
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.runtime import state_slices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LONG = [10 + i % 40 for i in range(600)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., PrefixCache]:
+    """Return a function that makes a cache with the store, in a new context."""
+
+    def started(**options: Any) -> PrefixCache:
+        return make(tmp_path, **{"n_ctx": 2048, "store": tmp_path / "store", **options})
+
+    return started
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make states that cannot be cut."""
+
+    def refuse(data: bytes) -> None:
+        raise errors.StateError("not one attention cache")
+
+    monkeypatch.setattr(state_slices, "read", refuse)
+
+
+def kill(cache: PrefixCache) -> None:
+    """End the use of a store as a killed process does: nothing more is written."""
+    assert cache.stored is not None
+    cache.stored.store.close()
+
+
+def full_disk(*_: Any) -> None:
+    """Fail as a write on a full disk does."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_flushed_tokens_outlive_the_process(
+    start: Callable[..., PrefixCache], tmp_path: Path
+) -> None:
+    """Reuse everything that was flushed, and nothing that was not."""
+    cache = start()
+    serve(cache, [*LONG, 1, 2])
+    serve(cache, [*LONG, 3])
+    assert cache.flush() == len(LONG) + 3
+    assert cache.flush() == 0
+    serve(cache, [5] * 30)
+    kill(cache)
+    cache = start()
+    for prompt, cached in (
+        ([*LONG, 1, 2, 4], 602),
+        ([*LONG, 3, 4], 601),
+        ([*LONG[:300], 9], 300),
+        ([5] * 31, 0),
+    ):
+        with cache.acquire(prompt) as lease:
+            assert lease.cached == cached
+            prefix_kit.feed(lease)
+            mine = lease.sequence.logits().copy()
+        cache.check()
+        with prefix_kit.kit.context(tmp_path, n_ctx=1024) as fresh:
+            sequence = fresh.sequence()
+            fresh.prefill(sequence, prompt)
+            assert (sequence.logits() == mine).all()
+    stats = cache.stats()
+    # The second prompt shares the cells that the first one has loaded.
+    assert (stats.loaded_tokens, stats.stored_tokens, stats.damaged) == (603, 0, 0)
+    assert stats.stored_bytes == cache.stored.store.size > 0
+    assert stats.stored_pages == 4
+
+
+def test_close_flushes(start: Callable[..., PrefixCache]) -> None:
+    """Leave a ``with`` block, also with an open lease."""
+    with start() as cache:
+        lease = cache.acquire([*SYSTEM, 1])
+        lease.prefill()
+    with start() as cache:
+        assert serve(cache, [*SYSTEM, 1, 2]) == 21
+        cache.context.close()
+    with start() as cache:  # nothing was written without a context, and the lock is free
+        assert serve(cache, [*SYSTEM, 1, 2, 3]) == 21
+
+
+def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) -> None:
+    """Serve more chats than there are sequences and cells."""
+    cache = start(n_ctx=128, n_seq_max=2)
+    chats = [[*SYSTEM, *[number] * 30] for number in range(6)]
+    for chat in chats:
+        serve(cache, chat)
+    for chat in chats * 2:
+        assert serve(cache, [*chat, 1]) == len(chat)
+        chat.append(1)
+    stats = cache.stats()
+    assert stats.loaded_tokens > 0
+    assert (stats.misses, stats.damaged) == (1, 0)
+    kill(cache)
+    cache = start(n_ctx=128, n_seq_max=1)  # another shape of the context, the same of the cells
+    for chat in chats[:4]:  # the last two were not evicted
+        assert serve(cache, [*chat, 2]) == len(chat)
+
+
+def test_one_sequence_gives_its_prefix_up_for_a_longer_one(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """With one sequence, a resident part of the prefix is no obstacle."""
+    cache = start(n_ctx=128, n_seq_max=1)
+    serve(cache, [*SYSTEM, *[1] * 30])
+    serve(cache, [*SYSTEM, 2])
+    assert serve(cache, [*SYSTEM, *[1] * 30, 3]) == 50
+
+
+def test_a_prefix_without_room_is_not_loaded(
+    start: Callable[..., PrefixCache], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leases use the cells: the prompt is refused as without a store, and the cache unchanged."""
+    with start() as cache:
+        serve(cache, LONG)
+    cache = start(n_ctx=128)
+    with cache.acquire([1] * 100) as lease:
+        prefix_kit.feed(lease)
+        with pytest.raises(errors.KVCacheFull):
+            cache.acquire(LONG[:100])
+        cache.check()
+        assert serve(cache, [*LONG[:20], 1]) == 20
+    assert caplog.messages == []
+
+
+def test_a_grown_branch_rewrites_one_page(start: Callable[..., PrefixCache]) -> None:
+    """A page that is not full is replaced by a longer one; full ones are not written again."""
+    cache = start()
+    chat = list(LONG[:300])
+    for turn in range(4):
+        serve(cache, [*chat, turn])
+        chat.append(turn)
+        cache.flush()
+        pages = cache.stored.store.pages.values()
+        assert sorted((page.start, page.end) for page in pages) == [(0, 256), (256, 301 + turn)]
+    serve(cache, [*chat[:280], 7])
+    cache.flush()
+    pages = cache.stored.store.pages.values()
+    assert sorted((page.start, page.end) for page in pages) == [(0, 256), (256, 304), (280, 281)]
+    kill(cache)
+    assert serve(start(), [*chat[:280], 7, 7]) == 281
+
+
+def test_cells_are_stored_in_the_order_of_positions(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """The end of a branch is in cells before its beginning."""
+    cache = start(n_ctx=64)
+    with cache.context.sequence() as other:
+        cache.context.prefill(other, [1] * 20)
+        lease = cache.acquire(SYSTEM)
+        prefix_kit.feed(lease)
+    prefix_kit.feed(lease, [5] * 30)
+    snapshot = cache.context.kv.snapshot().streams[0]
+    pos = snapshot.pos[snapshot.has(lease.sequence.id)].tolist()
+    assert pos != sorted(pos)
+    lease.release()
+    cache.flush()
+    assert {page.kind for page in cache.stored.store.pages.values()} == {"cells"}
+    kill(cache)
+    cache = start(n_ctx=64)
+    with cache.acquire([*SYSTEM, *[5] * 30, 6]) as lease:
+        assert lease.cached == 50
+        prefix_kit.feed(lease)
+        mine = lease.sequence.logits().copy()
+    with prefix_kit.kit.context(cache.stored.store.folder.parent) as fresh:
+        sequence = fresh.sequence()
+        fresh.prefill(sequence, [*SYSTEM, *[5] * 30, 6])
+        assert (sequence.logits() == mine).all()
+
+
+def test_groups_are_not_split(start: Callable[..., PrefixCache]) -> None:
+    """A stored prefix does not end inside of a group."""
+    with start() as cache:
+        serve(cache, LONG[:50])
+    cache = start()
+    with cache.acquire([*LONG[:45], 1, 1, 1], groups=[(40, 48)]) as lease:
+        assert lease.cached == 40
+
+
+def test_whole_states(start: Callable[..., PrefixCache], whole: None) -> None:
+    """Store states that cannot be cut; a longer one replaces those that it contains."""
+    cache = start()
+    serve(cache, [*SYSTEM, 1, 2])
+    assert cache.flush() == 22
+    serve(cache, [*SYSTEM, 1, 2, 3])
+    assert cache.flush() == 1
+    assert cache.flush() == 0
+    (page,) = cache.stored.store.pages.values()
+    assert (page.kind, page.start, page.end) == ("state", 0, 23)
+    serve(cache, [*SYSTEM, 4])
+    assert cache.flush() == 1
+    kill(cache)
+    cache = start()
+    assert serve(cache, [*SYSTEM, 1, 2, 3, 4]) == 23
+    assert serve(cache, [*SYSTEM, 1, 5]) == 21
+    assert serve(cache, [*SYSTEM, 4, 5]) == 21
+
+
+# Bad input...
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_a_damaged_page_ends_the_prefix_before_it(
+    start: Callable[..., PrefixCache], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens before the page are reused, the others decoded; the page is written again."""
+    with start() as cache:
+        serve(cache, LONG)
+    cache = start()
+    store = cache.stored.store
+    page = next(page for page in store.pages.values() if page.start == 256)
+    path = store.path(page)
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(data if damage == "flipped" else data[:-1])
+    with cache.acquire([*LONG, 1]) as lease:
+        assert lease.cached == 256
+        prefix_kit.feed(lease)
+        mine = lease.sequence.logits().copy()
+        with cache.context.sequence() as fresh:
+            cache.context.prefill(fresh, [*LONG, 1])
+            assert (fresh.logits() == mine).all()
+    cache.check()
+    assert cache.stats().damaged == 1
+    assert page.name in caplog.text
+    assert cache.flush() == len(LONG) + 1 - 256
+    kill(cache)
+    assert serve(start(), [*LONG, 1, 2]) == len(LONG) + 1
+
+
+@pytest.mark.parametrize("content", [b"", b"no state of cells"])
+def test_a_page_with_another_content_is_damaged(
+    start: Callable[..., PrefixCache], content: bytes
+) -> None:
+    """A page with right checksums, written by something else, is not restored."""
+    with start() as cache:
+        serve(cache, SYSTEM)
+    cache = start()
+    store = cache.stored.store
+    (page,) = store.pages.values()
+    store.discard(page)
+    store.add("cells", None, 0, page.tokens, content)
+    assert serve(cache, [*SYSTEM, 1]) == 0
+    assert cache.stats().damaged == 1
+    cache.flush()
+    kill(cache)
+    assert serve(start(), [*SYSTEM, 1, 2]) == 21
+
+
+def test_a_state_that_the_library_refuses(
+    start: Callable[..., PrefixCache], whole: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt is decoded, and the reason logged."""
+    with start() as cache:
+        serve(cache, SYSTEM)
+    cache = start()
+    store = cache.stored.store
+    (page,) = store.pages.values()
+    store.discard(page)
+    store.add("state", None, 0, page.tokens, b"\1\0\0\0no state")
+    assert serve(cache, [*SYSTEM, 1]) == 0
+    assert "a stored prefix of 20 tokens is not used" in caplog.text
+
+
+def test_a_full_disk(
+    start: Callable[..., PrefixCache],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`flush` raises, evictions go on, and everything is stored once there is room."""
+    cache = start(n_seq_max=2)
+    serve(cache, [*SYSTEM, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(errors.PrefixStoreFull, match="free disk space"):
+            cache.flush()
+        cache.check()
+        assert serve(cache, [*SYSTEM, 2, 2]) == 20
+        for number in (3, 4):
+            serve(cache, [number] * 10)
+        assert "tokens are not stored: " in caplog.text
+    assert cache.flush() > 0
+    serve(cache, [5] * 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(errors.PrefixStoreFull):
+            cache.close()
+    assert prefix_kit.used(cache) == 0
+    cache = start()
+    assert serve(cache, [4] * 11) == 10
+    assert serve(cache, [5] * 11) == 0
+
+
+def test_a_budget_below_a_prompt(start: Callable[..., PrefixCache]) -> None:
+    """A prompt beyond the budget is refused; the others use it in turn."""
+    with start() as cache:
+        size = cache.branches.bytes_of(100)
+    cache = start(budget=size)
+    with pytest.raises(errors.BudgetTooSmall):
+        cache.acquire(LONG)
+    for number in range(5):
+        serve(cache, [number] * 60)
+        cache.flush()
+        assert cache.stats().stored_bytes <= size
+    # The bytes of a page's head can exceed the budget that K and V just fit.
+    serve(cache, LONG[:100])
+    with pytest.raises(errors.BudgetTooSmall, match="increase the budget"):
+        cache.flush()
+    cache.check()
+    assert cache.stats().stored_bytes > 0
+    kill(cache)
+    assert serve(start(budget=size), [4] * 61) == 60
+
+
+def test_two_writers_and_other_stores(start: Callable[..., PrefixCache], tmp_path: Path) -> None:
+    """Refuse a second cache, another shape of the cells, and two places for evicted branches."""
+    cache = start()
+    serve(cache, SYSTEM)
+    with pytest.raises(errors.PrefixStoreBusy):
+        start()
+    cache.close()
+    with pytest.raises(errors.PrefixStoreForeign) as caught:
+        make(tmp_path, store=tmp_path / "store", native={"contiguous": True}).close()
+        other = prefix_kit.kit.context(tmp_path, type_k="q8_0", flash_attn=True)
+        PrefixCache(other, store=tmp_path / "store")
+    assert caught.value.differences == ("type_k", "v_transposed")
+    with pytest.raises(errors.UsageError, match="choose one"):
+        make(tmp_path, store=tmp_path / "store", paging="memory")
+    with pytest.raises(errors.UsageError, match="store=PATH"):
+        make(tmp_path).flush()
+    for wrong in (5, "", b"x"):
+        with pytest.raises(errors.UsageError):
+            make(tmp_path, store=wrong)
+    assert serve(start(), [*SYSTEM, 1]) == 20
+
+
+def test_the_identity_names_what_pages_depend_on(tmp_path: Path) -> None:
+    """Model, build, memory, types and layout; not sizes."""
+    found = stored_branches.identity(prefix_kit.kit.context(tmp_path))
+    assert {"model", "build", "memory", "streams", "window", "type_k", "v_transposed"} <= set(found)
+    assert found == stored_branches.identity(
+        prefix_kit.kit.context(tmp_path, n_ctx=128, n_seq_max=2, n_batch=16)
+    )
+    assert all(type(value) is str for value in found.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["pages", "states"])
+def test_random_traffic_over_restarts(
+    start: Callable[..., PrefixCache], kind: str, seed: int, request: pytest.FixtureRequest
+) -> None:
+    """Do everything at random with a small cache, and start again after a kill or a close."""
+    if kind == "states":
+        request.getfixturevalue("whole")
+    past = [[3, 4, 5]]
+    loaded = 0
+    for number in range(4):
+        cache = start(n_ctx=96, n_seq_max=3, budget=20000)
+        context = cache.context
+        kill(cache)
+        cache.closed = True
+        traffic = prefix_kit.Traffic(
+            context, seed + 10 * number, store=cache.stored.store.folder, budget=20000
+        )
+        traffic.past = past
+        traffic.run(80)
+        loaded += traffic.cache.stats().loaded_tokens
+        assert traffic.cache.stats().damaged == 0
+        assert traffic.cache.stats().stored_bytes <= 20000
+        traffic.cache.close() if number % 2 else kill(traffic.cache)
+        assert prefix_store.scan(cache.stored.store.folder, contents=True).unusable == {}
+    assert loaded > 30

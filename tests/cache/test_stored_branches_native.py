@@ -1,0 +1,219 @@
+"""Test stored prefixes over real builds: logits after a restart, in every kind of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from prefix_kit import Traffic, serve
+
+import pyllamakv as kv
+from pyllamakv.building import variant as variants
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import PrefixStoreForeign
+from pyllamakv.scenarios import synthetic_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyllamakv.building.variant import Variant
+
+pytestmark = [pytest.mark.native, pytest.mark.long]
+
+SYSTEM = [1 + (7 * i) % 60 for i in range(300)]
+CHATS = [[*SYSTEM, 1, 2, 3], [*SYSTEM, 4, 5], [*SYSTEM[:50], *range(1, 60)]]
+#: A release with streams, windows and states.
+LATE = "0.3.36+patched"
+#: The limit of other tests of the prefix cache, where batches of other sizes are compared.
+TOLERANCE = 0.02
+
+
+@pytest.fixture
+def late() -> Iterator[kv.OpenLibrary]:
+    """Open the late release, or skip."""
+    found = variants.find(LATE)
+    if found is None:
+        pytest.skip(f"{LATE} is not built")
+    with kv.open(found.folder) as library:
+        yield library
+
+
+def context(model: kv.Model, **options: Any) -> kv.Context:
+    """Return a context for all chats."""
+    return model.context(
+        **{"n_ctx": 2048, "n_batch": 64, "n_ubatch": 32, "n_seq_max": 8, **options}
+    )
+
+
+def next_logits(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
+    """Decode tokens in a new context; return the logits of the last."""
+    with context(model, **options) as ctx:
+        sequence = ctx.sequence()
+        ctx.prefill(sequence, tokens[:-1])
+        ctx.step(sequence, tokens[-1])
+        return ctx.logits().copy()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"flash_attn": True}, {"flash_attn": True, "type_k": "q8_0", "type_v": "q8_0"}],
+    ids=["columns", "rows", "q8_0"],
+)
+def test_logits_after_a_restart_equal_those_before(
+    variant: Variant, tiny_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Decode one token after a stored prefix: bit-equal to the token after the decoded one."""
+    with kv.open(variant.folder) as library, library.load_model(tiny_model) as model:
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for chat in CHATS:
+                serve(cache, chat)
+            flushed = cache.flush()
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for chat in CHATS:
+                with cache.acquire([*chat, 7]) as lease:
+                    assert lease.cached == len(chat)
+                    lease.prefill()
+                    mine = ctx.logits().copy()
+                expected = next_logits(model, [*chat, 7], **options)
+                if chat is CHATS[0]:  # decoded in the same batches
+                    assert np.array_equal(mine, expected)
+                assert np.abs(mine - expected).max() < TOLERANCE
+            cache.check()
+            # Each stored token was read once, also those that chats share.
+            assert cache.stats().loaded_tokens == flushed
+            assert ctx.kv.stats.used == flushed + len(CHATS)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("name", ["tiny", "sliding", "recurrent", "hybrid", "latent"])
+def test_every_memory_survives_a_restart(
+    late: kv.OpenLibrary, name: str, unified: bool, tmp_path: Path
+) -> None:
+    """Reuse all tokens of finished prompts, with logits of a fresh decode."""
+    options = {"kv_unified": unified, "n_ctx": 4096}
+    with late.load_model(synthetic_models.model(name)) as model:
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for chat in CHATS:
+                serve(cache, chat)
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for chat in CHATS:
+                with cache.acquire([*chat, 7]) as lease:
+                    assert lease.cached == len(chat)
+                    lease.prefill()
+                    mine = ctx.logits().copy()
+                expected = next_logits(model, [*chat, 7], **options)
+                assert np.abs(mine - expected).max() < TOLERANCE
+            cache.check()
+            kinds = {page.kind for page in cache.stored.store.pages.values()}
+            assert kinds == {"cells" if name in ("tiny", "latent") else "state"}
+
+
+@pytest.mark.parametrize("name", ["recurrent", "hybrid"])
+def test_states_are_stored_without_a_sequence_for_them(
+    late: kv.OpenLibrary, name: str, tmp_path: Path
+) -> None:
+    """With one sequence, the states in front of the last token and at a branch are on disk."""
+    with (
+        late.load_model(synthetic_models.model(name)) as model,
+        context(model, n_seq_max=1) as ctx,
+        PrefixCache(ctx, store=tmp_path / "store") as cache,
+    ):
+        found = []
+        for tail in ([1, 2], [1, 2], [3, 4], [5, 6]):
+            with cache.acquire([*SYSTEM, *tail]) as lease:
+                found.append(lease.cached)
+                lease.prefill()
+                mine = ctx.logits().copy()
+            cache.check()
+            expected = next_logits(model, [*SYSTEM, *tail])
+            assert np.abs(mine - expected).max() < TOLERANCE
+        # The second is a repeat, and the third leaves a state for the fourth.
+        assert found == [0, len(SYSTEM) + 1, 0, len(SYSTEM)]
+
+
+@pytest.mark.parametrize("name", ["tiny", "sliding", "recurrent", "hybrid"])
+def test_random_traffic_over_restarts_is_exact(
+    late: kv.OpenLibrary, name: str, tmp_path: Path
+) -> None:
+    """Do everything at random with few cells and a small store, and compare every prompt."""
+    with late.load_model(synthetic_models.model(name)) as model:
+        oracle = model.context(n_ctx=512, n_batch=512)
+
+        def look(lease: Any) -> None:
+            mine = lease.sequence.logits().copy()
+            oracle.clear()
+            with oracle.sequence() as fresh:
+                oracle.prefill(fresh, lease.sequence.tokens)
+                assert np.abs(mine - oracle.logits()).max() < TOLERANCE, lease
+
+        past = [[3, 4, 5]]
+        loaded = 0
+        for number in range(3):
+            with model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx:
+                traffic = Traffic(
+                    ctx, number, look=look, store=tmp_path / "store", budget=1_000_000
+                )
+                traffic.past = past
+                traffic.run(80)
+                loaded += traffic.cache.stats().loaded_tokens
+                assert traffic.cache.stats().damaged == 0
+                traffic.cache.close()
+        assert loaded > 0
+
+
+def test_a_scattered_cache_is_stored_and_loaded(
+    stock: Variant, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Store cells that are not adjacent, and load them where no two free cells are.
+
+    Through 0.3.16, a state is restored into one hole.
+    """
+    with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
+        with context(model) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            other = ctx.sequence()
+            with cache.acquire(SYSTEM[:100]) as lease:
+                for token in lease.rest:
+                    ctx.step_all([lease.sequence, other], [token, 1])
+        options = {"n_ctx": 256, "n_seq_max": 4}
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            a, b = ctx.sequence(), ctx.sequence()
+            for _ in range(120):
+                ctx.step_all([a, b], [1, 2])
+            b.close()
+            assert ctx.kv.stats.largest_hole < 100
+            with cache.acquire([*SYSTEM[:100], 7]) as lease:
+                assert lease.cached == 100
+                lease.prefill()
+                mine = ctx.logits().copy()
+        assert np.abs(mine - next_logits(model, [*SYSTEM[:100], 7])).max() < TOLERANCE
+
+
+def test_other_models_builds_and_types_are_refused(
+    variant: Variant, tiny_model: Path, tmp_path: Path, late: kv.OpenLibrary
+) -> None:
+    """The error names what differs; the store is used again afterwards."""
+    store = tmp_path / "store"
+    with kv.open(variant.folder) as library, library.load_model(tiny_model) as model:
+        with context(model) as ctx, PrefixCache(ctx, store=store) as cache:
+            serve(cache, SYSTEM)
+        with late.load_model(tiny_model) as other, context(other) as ctx:
+            with pytest.raises(PrefixStoreForeign) as caught:
+                PrefixCache(ctx, store=store)
+            assert "build" in caught.value.differences
+        grouped = synthetic_models.model("grouped")
+        with library.load_model(grouped) as other, context(other) as ctx:
+            with pytest.raises(PrefixStoreForeign) as caught:
+                PrefixCache(ctx, store=store)
+            assert {"model", "n_embd"} <= set(caught.value.differences)
+        for change, name in (
+            ({"type_k": "q8_0"}, "type_k"),
+            ({"flash_attn": True}, "v_transposed"),
+        ):
+            with context(model, **change) as ctx:
+                with pytest.raises(PrefixStoreForeign) as caught:
+                    PrefixCache(ctx, store=store)
+                assert caught.value.differences == (name,)
+        with context(model) as ctx, PrefixCache(ctx, store=store) as cache:
+            assert serve(cache, [*SYSTEM, 1]) == len(SYSTEM)
