@@ -2,9 +2,9 @@
 
 A decode changes the mapped file of a kept cache in place. If the process is killed, the file is
 dirty, and its last flush is lost. `write` therefore copies the files of a cache (NAME, NAME.1 of a
-sliding window) to NAME.flushed, and `restore` copies them back. A copy is made sparse, and shares
-blocks with the file where the file system can (Btrfs, XFS). The format of both is that of the patch
-mmap-kv (`struct header` in patches/shared/src/llama-kv-mmap.h).
+sliding window) to NAME.flushed, and `restore` copies them back. A copy has holes instead of zeros.
+The format of both is that of the patch mmap-kv (`struct header` in
+patches/shared/src/llama-kv-mmap.h).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _GENERATION: Final = slice(40, 48)
 _IDENTITY: Final = slice(48, 472)
 _MAGIC: Final = b"llama-kv"
 _CLEAN: Final = 0xC33CC33C
-#: Bytes that are copied at a time where the system cannot copy between files.
-_CHUNK: Final = 1 << 20
+#: Bytes that are copied at a time, and the size of holes.
+_CHUNK: Final = 1 << 16
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CANNOT: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)
 
 
 def files(path: str | os.PathLike[str]) -> list[Path]:
@@ -137,32 +136,28 @@ def _opened(stack: ExitStack, path: Path, flags: int) -> int:
 
 
 def _copy_data(source: int, target: int, start: int) -> None:
-    """Copy a file from a position, except for its holes, and make it as long."""
+    """Make a file equal to another one from a position; zeros of a new file stay holes."""
     size = os.fstat(source).st_size
+    new = os.fstat(target).st_size == 0
     at = start
     while at < size:
-        try:
-            at = os.lseek(source, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break  # the rest is a hole
-        end = os.lseek(source, at, os.SEEK_HOLE)
-        while at < end:
-            copied = _copy_some(source, target, at, end - at)
-            if not copied:
-                raise OSError(errno.EIO, "the file is shorter than it was")
-            at += copied
+        if new:
+            try:
+                at = os.lseek(source, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                break  # the rest is a hole
+        chunk = os.pread(source, _CHUNK, at)
+        if not chunk:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        # Also where the source has a hole: the checksums include free cells between used ones.
+        if chunk != os.pread(target, len(chunk), at).ljust(len(chunk), b"\0"):
+            written = 0
+            while written < len(chunk):
+                written += os.pwrite(target, chunk[written:], at + written)
+        at += len(chunk)
     os.ftruncate(target, size)
-
-
-def _copy_some(source: int, target: int, at: int, n: int) -> int:
-    try:
-        return os.copy_file_range(source, target, n, at, at)
-    except OSError as error:
-        if error.errno not in _CANNOT:
-            raise
-    return os.pwrite(target, os.pread(source, min(n, _CHUNK), at), at)
 
 
 def _sync_directory(folder: Path) -> None:
