@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import (
     NativeError,
     PartialRemovalRefused,
+    ScenarioFailed,
     Unsupported,
     Untestable,
     WorkerDied,
 )
+from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.reference import distance
 
 if TYPE_CHECKING:
@@ -59,9 +62,7 @@ def exercise_memory(
         done["shifted"] = supported(lambda: player.shift(1, 16, -1, -8))
     verify()
     check_invalid_calls(player)
-    player.save(2, "kept")
-    player.remove(2)
-    player.restore(3, "kept")
+    _save_and_restore(player, window, rows=rows)
     verify()
     player.fill({0: 24})
     player.remove(1)
@@ -83,6 +84,19 @@ def exercise_memory(
     lab.note(memory=player.info.memory.name.lower(), **done)
 
 
+def _save_and_restore(player: Player, window: int, *, rows: bool) -> None:
+    """Move sequence 2 to sequence 3 by its saved state, and compare the rows of all layers.
+
+    The reference repeats a restore, so that its logits do not show what the restore omits.
+    """
+    before = player.rows() if rows else {}
+    player.save(2, "kept")
+    player.remove(2)
+    player.restore(3, "kept")
+    if rows:
+        kv_rows.compare({3: before[2]}, player.rows(), "the restore", window=window)
+
+
 def verify_memory(lab: Lab, player: Player, window: int = 0, *, rows: bool = True) -> None:
     """Compare cells, rows and logits with the ledger and the reference."""
     if window:
@@ -96,6 +110,28 @@ def verify_memory(lab: Lab, player: Player, window: int = 0, *, rows: bool = Tru
             right = found == expected[len(expected) - len(found) :] if some else found == expected
             lab.expect(right, f"sequence {seq} has rows of positions {found}, expected {expected}")
     lab.verify(player)
+
+
+def check_searches(lab: Lab, player: Player) -> None:
+    """Decode a token: its slot is searched once per cache, which the counters must agree with.
+
+    A cache that mirrors another one has no search of its own. Does nothing without counters.
+    """
+    if not lab.native.about.capabilities & Capability.COUNTERS:
+        return
+    snapshot = player.snapshot()
+    caches = len({each.swa for each in snapshot.streams}) if snapshot is not None else 1
+    before = player.counters()
+    player.decode({0: 1})
+    after = player.counters()
+    if before is None or after is None:
+        msg = "the library reports counters, but none for this memory"
+        raise ScenarioFailed(msg, failure="claim")
+    found = after - before
+    lab.expect(
+        (found.slot_searches, found.slot_failures) == (caches, 0),
+        f"one token in {caches} caches: expected {caches} slot searches, counted {found}",
+    )
 
 
 def supported(what: Callable[[], Any]) -> bool:

@@ -2,7 +2,7 @@
 
 Mutants of every patch of a series are built and tested one after another, in random order, until
 the time is up; results are stored in the data directory. A mutant that passes everything is a
-defect, unless ``qa/mutation/equivalent.toml`` states why it is equivalent.
+defect, unless ``qa/mutation/equivalent.toml`` states why no test can detect it.
 """
 
 from __future__ import annotations

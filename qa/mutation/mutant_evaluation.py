@@ -42,7 +42,7 @@ class MutantEvaluator:
     ``own`` are the ids that a patch names, ``logic`` the drivers of its headers by path. Mutants in
     the ``switched`` library need no build of their own. If ``stock`` is not built, a run that a
     mutant cannot start counts as one that stock cannot start either. ``quick`` runs only the quick
-    settings, as `check --quick` does.
+    settings and no device, as `check --quick` does.
     """
 
     patched: Variant
@@ -183,7 +183,7 @@ class MutantEvaluator:
             for each in group if not self.quick else ():
                 left = [setting for setting in each.settings if setting not in each.few]
                 yield from (ScenarioRun(each, setting) for setting in left)
-        for each in ours:
+        for each in ours if not self.quick else ():
             yield from (ScenarioRun(each, setting, "rpc") for setting in each.few)
 
     def _seconds(self, each: Scenario) -> float:

@@ -241,9 +241,21 @@ static void failed() {
     CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv) && !ctx.compact_requested);
 }
 
+// after a failed graph, the later streams are not tried
+static void failed_graph() {
+    cache kv(9, 3, 64);
+    context ctx({ { &kv, nullptr } });
+    ggml_backend processor = { "processor", { ggml_backend_cpu_buffer_type() }, [](const ggml_tensor *) { return true; } };
+    ctx.sched.backends     = { &processor };
+    ctx.sched.n_until_full = 0;
+    llama_kv_defrag::current().mover = llama_kv_defrag::MOVER_GRAPH;
+    CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv) && !ctx.compact_requested);
+    CHECK(kv.defrag_stats.n_graphs == 1 && kv.defrag_stats.n_defrags == 0);
+}
+
 int main(int argc, char ** argv) {
     return run_group(argc, argv, {
-        { "due", due }, { "failed", failed }, { "moves", moves }, { "refused", refused }, { "same", same }, { "sparse", sparse },
-        { "thold", thold },
+        { "due", due }, { "failed", failed }, { "failed-graph", failed_graph }, { "moves", moves }, { "refused", refused }, { "same", same },
+        { "sparse", sparse }, { "thold", thold },
     });
 }

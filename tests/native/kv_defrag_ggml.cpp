@@ -459,6 +459,24 @@ static void test_graphs() {
     }
 }
 
+// A single graph is allocated before it writes, and moves that do not overlap can be made again: only several graphs of
+// an ordered plan are reserved, because this takes time.
+static void test_reservations() {
+    const auto used = alternate(40);
+    for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
+        for (const bool both : { false, true }) {
+            machine m;
+            auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+            if (both) {
+                tensors.emplace_back(new cache_tensor(&m.other, GGML_TYPE_F16, 4, 40));
+            }
+            stream s(tensors, used);
+            CHECK(carried_out(s, planned(used, kept), &m, MOVER_GATHER, kept).res == RESULT_GRAPHS);
+            CHECK(m.sched.n_graphs == 1 + both && m.sched.n_reserved == (kept == ORDER_KEPT && both ? 2 : 0));
+        }
+    }
+}
+
 // what is needed beside the cache, at most at a time
 static void test_scratch() {
     const auto used = alternate(40); // 20 used cells: 10 stay, 10 come, from up to the last
@@ -727,6 +745,7 @@ int main(int argc, char ** argv) {
     return run_group(argc, argv, {
         { "cells", test_cells }, { "failures", test_failures }, { "faults", test_faults }, { "graphs", test_graphs },
         { "middle", test_middle }, { "moves", test_moves }, { "overlaps", test_overlaps }, { "picks", test_picks },
-        { "scratch", test_scratch }, { "slices", test_slices }, { "throws", test_throws }, { "worth", test_worth },
+        { "reservations", test_reservations }, { "scratch", test_scratch }, { "slices", test_slices }, { "throws", test_throws },
+        { "worth", test_worth },
     });
 }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pyllamakv.binding.protocol import ModelParams
-from pyllamakv.errors import NativeError, ScenarioFailed, WorkerDied
+from pyllamakv.binding.protocol import Capability, Counters, ModelParams
+from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.lab import Lab
 from pyllamakv.scenarios.ledger import CellLedger, window_errors
-from pyllamakv.scenarios.memory_checks import exercise_memory
+from pyllamakv.scenarios.memory_checks import check_searches, exercise_memory
 from pyllamakv.scenarios.scenario import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pyllamakv.scenarios.player import Player
 
 
 class Liar:
@@ -44,12 +48,20 @@ class Liar:
         return lie
 
 
-def run(native: Any) -> None:
-    """Run the routine on a tiny model in this process."""
+class Everywhere(Liar):
+    """Change a call for every context, including the reference."""
+
+    def __getattr__(self, name: str) -> Any:
+        true = getattr(self._native, name)
+        return true if name != self._name else partial(self._answer, true)
+
+
+def run(native: Any, check: Callable[[Lab, Player], None] = exercise_memory) -> None:
+    """Run a check on a tiny model in this process."""
     model = native.model_load(str(synthetic_models.tiny()), ModelParams())
     lab = Lab(native, model, Setting())
     try:
-        exercise_memory(lab, lab.player(256, n_seq_max=4))
+        check(lab, lab.player(256, n_seq_max=4))
     finally:
         lab.close()
         native.model_free(model)
@@ -79,6 +91,38 @@ def test_each_lie_is_found(library: Any, name: str, answer: Callable[..., Any]) 
     """Cells, rows or logits give it away."""
     with pytest.raises((ScenarioFailed, NativeError)):
         run(Liar(library.native, name, answer))
+
+
+@pytest.mark.native
+def test_rows_that_no_context_restores_are_found(library: Any) -> None:
+    """Restored rows are compared with the saved ones, not only with a reference's logits."""
+
+    def restore(true: Any, context: Any, seq: int, data: bytes) -> int:
+        rows = data[:-64] + bytes(64) if len(data) > 256 else data
+        return int(true(context, seq, rows))
+
+    with pytest.raises(ScenarioFailed, match="the restore changed"):
+        run(Everywhere(library.native, "state_load", restore))
+
+
+@pytest.mark.native
+def test_searches_must_be_counted(library: Any) -> None:
+    """A token needs one slot search; other counts, and no counts, fail the claim."""
+    if not library.native.about.capabilities & Capability.COUNTERS:
+        pytest.skip("without counters there is nothing to check")
+    run(library.native, check_searches)
+
+    def counted_twice(true: Any, context: Any) -> Counters:
+        found: Counters = true(context)
+        return replace(found, slot_searches=2 * found.slot_searches)
+
+    def refuse(*_: Any) -> Counters:
+        raise Unsupported("none", capability="counters")
+
+    with pytest.raises(ScenarioFailed, match="expected 1 slot searches, counted"):
+        run(Liar(library.native, "counters", counted_twice), check_searches)
+    with pytest.raises(ScenarioFailed, match="none for this memory"):
+        run(Liar(library.native, "counters", refuse), check_searches)
 
 
 @pytest.mark.native

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import ScenarioFailed, Unsupported
+from pyllamakv.scenarios.memory_checks import check_searches
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import Snapshot
@@ -45,6 +46,7 @@ def defrag_sparse_tail(lab: Lab, *, rows: bool = True) -> None:
     defrag(lab, player, rows=rows)
     player.decode({2: 20, 4: 8})
     lab.verify(player)
+    check_searches(lab, player)
     player.fill({5: 80})
     player.remove(2)
     defrag(lab, player, rows=rows)

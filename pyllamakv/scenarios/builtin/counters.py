@@ -35,6 +35,7 @@ def run(lab: Lab) -> None:
     lab.expect(
         failed.slot_failures >= 1, "a decode that found no slot was not counted as a slot failure"
     )
+    _full(lab, player)
 
     player.remove(1)
     if not lab.native.about.capabilities & Capability.DEFRAG:
@@ -58,6 +59,22 @@ def run(lab: Lab) -> None:
     _compare(lab, player, worked)
     _long_runs(lab)
     lab.note(moves=worked.moves, cells=worked.cells_moved, bytes=worked.bytes_moved)
+
+
+def _full(lab: Lab, player: Player) -> None:
+    """Refuse a token in a full cache: no defragmentation helps, so its slot is not searched again.
+
+    Leaves the cache as it was.
+    """
+    player.fill({2: player.n_cells - player.ledger.used})
+    before = lab.counters(player)
+    player.decode({2: 1}, expect=DecodeStatus.NO_SLOT)
+    full = lab.counters(player) - before
+    lab.expect(
+        full.slot_searches == full.slot_failures == 1,
+        f"one token in a full cache: expected one slot search that fails, counted {full}",
+    )
+    player.remove(2)
 
 
 def _compare(lab: Lab, player: Player, worked: Counters) -> None:

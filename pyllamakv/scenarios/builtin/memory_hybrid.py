@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyllamakv.scenarios.memory_checks import exercise_memory, require_deterministic, verify_memory
+from pyllamakv.scenarios.memory_checks import (
+    check_searches,
+    exercise_memory,
+    require_deterministic,
+    verify_memory,
+)
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -18,6 +23,7 @@ def run(lab: Lab) -> None:
     exercise_memory(lab, player)
     player.decode({0: 80, 2: 80}, interleave=True)
     verify_memory(lab, player)
+    check_searches(lab, player)
 
 
 SCENARIO = Scenario(

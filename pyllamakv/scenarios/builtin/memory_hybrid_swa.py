@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.memory_checks import exercise_memory, require_deterministic, verify_memory
+from pyllamakv.scenarios.memory_checks import (
+    check_searches,
+    exercise_memory,
+    require_deterministic,
+    verify_memory,
+)
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ def run(lab: Lab) -> None:
     exercise_memory(lab, player, window=WINDOW, rows=False, shifts=False)
     player.decode({0: 80, 2: 60}, interleave=True)
     verify_memory(lab, player, WINDOW, rows=False)
+    check_searches(lab, player)
 
 
 SCENARIO = Scenario(

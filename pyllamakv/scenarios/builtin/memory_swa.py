@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.memory_checks import exercise_memory
+from pyllamakv.scenarios.memory_checks import check_searches, exercise_memory
 from pyllamakv.scenarios.scenario import CACHES, SCATTERED, Scenario
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ WINDOW = synthetic_models.SHAPES["sliding"].window
 def run(lab: Lab) -> None:
     """Run every operation on both caches, with the smallest and the full window cache."""
     for full in (False, True):
-        exercise_memory(lab, lab.player(512, n_seq_max=4, swa_full=full), window=WINDOW)
+        player = lab.player(512, n_seq_max=4, swa_full=full)
+        exercise_memory(lab, player, window=WINDOW)
+        check_searches(lab, player)
 
 
 SCENARIO = Scenario(

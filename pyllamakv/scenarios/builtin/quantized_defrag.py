@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
 
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
+
+#: `ContextParams.defrag_mover`: one copy per move, in graphs, as upstream defragments.
+GRAPH = 3
 
 
 def run(lab: Lab) -> None:
@@ -25,6 +29,19 @@ def run(lab: Lab) -> None:
         player.defrag()
     lab.picture(player, "after")
     player.decode({0: 4, 1: 4})
+    lab.verify(player)
+    _long_run(lab)
+
+
+def _long_run(lab: Lab) -> None:
+    """Move 33 adjacent cells by one copy in a graph, which two threads divide among them."""
+    chosen = GRAPH if lab.native.about.capabilities & Capability.DEFRAG_OPTIONS else 0
+    player = lab.player(256, defrag_mover=chosen, n_threads=2, n_threads_batch=2)
+    player.fill({0: 33})
+    player.fill({1: 63})
+    player.remove(0)
+    with player.unchanged():
+        player.defrag()
     lab.verify(player)
 
 

@@ -33,7 +33,8 @@ struct ggml_backend_sched {
     int n_until_full = -1; // graphs that can still be allocated; -1: all
 
     std::map<ggml_op, int> n_computed; // nodes
-    int n_graphs = 0;
+    int n_graphs   = 0;
+    int n_reserved = 0; // graphs for which room was made beforehand
 
     bool is_clean = true; // nothing is known of earlier graphs
     size_t n_room = 0;    // bytes for what is computed, of all graphs so far the most
@@ -146,6 +147,7 @@ inline bool ggml_backend_sched_reserve(ggml_backend_sched_t sched, ggml_cgraph *
         return false;
     }
     ggml_backend_sched_reset(sched);
+    sched->n_reserved++;
     return true;
 }
 

@@ -191,6 +191,36 @@ def test_a_catch_is_what_check_counts(
         assert entry.defects[0].endswith("has no result: story [plain f16] fault: of ours")
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_evaluation_runs_what_check_quick_does(tmp_path: Path, monkeypatch, quick) -> None:
+    """It runs the quick settings of each scenario, and nothing behind an RPC server."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
+
+    class AllRuns(Runs):
+        def run(self, *given: object) -> Any:
+            ran.extend(given)
+            return Outcome("pass")
+
+    ran: list[Any] = []
+    built = SimpleNamespace(id="v", folder=tmp_path, manifest=SimpleNamespace(library_sha256="d"))
+    made = SimpleNamespace(error="", library=tmp_path)
+    shop = SimpleNamespace(folder=tmp_path, build=lambda *_, **__: made)
+    story = scenario.Scenario("story", "fix", "It is so.", "", print)
+    judge = MutantEvaluator(
+        built,  # type: ignore[arg-type]
+        shop,  # type: ignore[arg-type]
+        [story],
+        (story.id,),
+        {},
+        AllRuns({some().id: 1}),
+        quick=quick,
+    )
+    assert judge.answer(some(), time.monotonic() + 60).outcome == "survivor"
+    local = [each.setting for each in ran if each.backend == "cpu"]
+    assert set(local) == set(story.few if quick else story.settings)
+    assert [each.setting for each in ran if each.backend == "rpc"] == [*story.few] * (not quick)
+
+
 def test_a_fault_is_tried_once_more(monkeypatch) -> None:
     """What comes twice is believed, of hangs and of the harness's own faults."""
     fault, passed = Outcome("fault"), Outcome("pass")
