@@ -429,12 +429,13 @@ class Context(ClosedOnExit):
         tools: Iterable[Mapping[str, Any]] | None = None,
         stop: str | Iterable[str] = (),
         sequence: Sequence | None = None,
+        template: str | None = None,
         **options: Any,
     ) -> Iterator[str]:
         """Generate the reply to the messages of a chat; yield text when it is complete.
 
         ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
-        opens a sequence and closes it at the end. ``options`` are those of
+        opens a sequence and closes it at the end. ``template`` and ``options`` are those of
         `Model.apply_chat_template`, the others those of `generate`. Raises as both do, and
         PromptTooLong.
         """
@@ -443,7 +444,7 @@ class Context(ClosedOnExit):
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         check_sampler(sampler)
         strings = check_stop_strings(stop)
-        tokens = self.model.tokenize_chat(messages, tools, **options)
+        tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
         if not tokens:
             msg = "the chat template rendered no text"
             raise UsageError(msg)

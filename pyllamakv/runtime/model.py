@@ -134,13 +134,15 @@ class Model(LoadedModel, ClosedOnExit):
         self,
         messages: Iterable[Mapping[str, Any]],
         tools: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        template: str | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the tokens of a chat; the options are those of `apply_chat_template`.
+        """Return the tokens of a chat; the arguments are those of `apply_chat_template`.
 
         The template alone decides about special tokens: none is added.
         """
-        text = self.apply_chat_template(messages, tools, **options)
+        text = self.apply_chat_template(messages, tools, template=template, **options)
         return self.tokenize(text, add_special=False, parse_special=True)
 
     def piece(self, token: int, special: bool = False) -> bytes:

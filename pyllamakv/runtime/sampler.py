@@ -132,7 +132,7 @@ class Sampler:
         for each in self.processors:
             if not callable(each):
                 raise arguments.wrong_type("an item of processors", each, "a function")
-        self._n_top = arguments.whole_or_none("top_logprobs", top_logprobs, 0)
+        self._n_top = arguments.whole_or_none("top_logprobs", top_logprobs, 0, arguments.INT32)
         self._tokens: list[int] = []
         #: Of each token sampled since the last reset, with ``top_logprobs``.
         self.logprobs: list[TokenLogprobs] = []

@@ -48,7 +48,7 @@ NOT_CONSTRUCTED = {
         "CellMap", "ContextCacheStats", "ContextInfo",
         "Counters", "DefragReport", "Device", "KVMemory",
         "KVStats", "LayerMemory", "MemoryBreakdown", "ModelInfo", "Moves", "PrefixStats",
-        "Snapshot",
+        "Snapshot", "TokenLogprobs",
     ),
     "a protocol": ("Cache", "CacheManager", "Lease"),
     "an enumeration: Python's own lookup by value": (
@@ -324,6 +324,10 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "Batch.of.counts": lambda world: None,
     "Batch.add.sequences": lambda world: 0,
     "Batcher.manager": lambda world: kv.SlotCache(world.context(), 2),
+    "Batcher.submit.prompt": lambda world: [1, 2, 3],
+    "Context.chat.template": lambda world: "x",
+    "Model.apply_chat_template.template": lambda world: "x",
+    "Model.tokenize_chat.template": lambda world: "x",
     "Batcher.interrupt.generation": lambda world: _batcher(world).submit([1, 2]),
     "CellMap.has.sequence": lambda world: 0,
     "Context.step.token": lambda world: 1,
@@ -402,6 +406,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "max_batch": lambda world: 16,
     "max_sequences": lambda world: 2,
     "max_tokens": lambda world: 2,
+    "messages": lambda world: [{"role": "user", "content": "a"}],
     "missing_ok": lambda world: True,
     "model": lambda world: world.model,
     "move": lambda world: 0.0,
@@ -625,6 +630,12 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Iterable[ContextCache]": lambda value: False,
     "NDArray[np.float32]": lambda value: isinstance(value, np.ndarray) and value.dtype.kind == "f",
     "tuple[str, str]": lambda value: False,
+    "Mapping[str, Any]": _one_of(dict),
+    "Iterable[Mapping[str, Any]]": _empty,
+    "Iterable[LogitsProcessor]": _empty,
+    "Mapping[int, float]": lambda value: value == {1: 2},
+    "tuple[tuple[int, float], ...]": lambda value: _empty(value) or value in ([(1, 2)], [(2, 1)]),
+    "tuple[str, ...]": lambda value: not isinstance(value, str) and ACCEPTS["Iterable[str]"](value),
 }
 
 #: What parameters accept whose annotation is ``Any``.
@@ -635,6 +646,9 @@ ANY: dict[str, Callable[[Any], bool]] = {
     "sequences": lambda value: _whole(value) or _tokens(value),
     "logits": lambda value: value is None or _flags(value),
     "text_or_tokens": lambda value: isinstance(value, str) or _whole(value) or _tokens(value),
+    # Any other argument is a variable of a chat template.
+    "options": lambda value: True,
+    "variables": lambda value: True,
 }
 
 
