@@ -100,9 +100,8 @@ def test_stock_splits_batches_in_a_sparse_cache() -> None:
 def test_stock_loses_window_cells() -> None:
     """On the default release; its text rarely differs, but its probabilities do."""
     release = verified.newest().name
-    outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("stock", release))
-    assert (outcome.status, outcome.failure) == ("fail", "data")
-    assert notes["changed"] > 0 or notes["other_text"] > 0
+    outcome, _ = run_scenario(BY_ID["server-sliding-window"], server("stock", release))
+    assert (outcome.status, outcome.failure) == ("fail", "data"), outcome.message
     outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("patched", release))
     assert outcome.status == "pass", outcome.message
     assert notes["reused"] > 0
