@@ -100,19 +100,21 @@ class Batcher:
         sampler: TokenSampler | SamplerParams | None = None,
         *,
         groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
         stop_at_end: bool = True,
     ) -> Generation:
         """Queue a prompt, text or tokens, and return its generation. Decodes nothing.
 
         The generation ends after ``max_tokens`` (None: no limit; 0: after the prompt), before a
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
-        ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch. Raises
-        UsageError for invalid arguments. If the manager refuses the prompt later, only this
-        generation fails.
+        ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch.
+        ``checkpoints`` are lengths of the prompt after which the manager keeps a state, if the
+        memory cannot return there. Raises UsageError for invalid arguments. If the manager refuses
+        the prompt later, only this generation fails.
         """
         asked = checked_request(
             self.context, self._greedy, self.n_batch, prompt, max_tokens=max_tokens, stop=stop,
-            sampler=sampler, groups=groups, stop_at_end=stop_at_end,
+            sampler=sampler, groups=groups, checkpoints=checkpoints, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
         self._leave_decode_only()
@@ -310,9 +312,11 @@ class Batcher:
         elif isinstance(error, NoKVSlot):
             one, n = portions[0]
             counts = {one.sequence.id: n}
-            self._no_room(
-                one, defrag_retry.cache_full_error(self.context, error, counts, defragged=defragged)
-            )
+            if not self.manager.relieve():
+                full = defrag_retry.cache_full_error(
+                    self.context, error, counts, defragged=defragged
+                )
+                self._no_room(one, full)
         else:
             self._queue.end(portions[0][0], "failed", error)
 
@@ -325,6 +329,8 @@ class Batcher:
                     self._queue.end(one, "length")
                 else:
                     ready.append(one)
+            elif one.lease is not None:
+                one.lease.checkpoint()
         if not ready:
             return
         self._generated += len(ready)
@@ -365,6 +371,8 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
     for each in (*late, *single, *others):
         have = len(each.ledger.tokens)
         n = min(len(each.all_tokens) - have, n_batch)
+        if each.lease is not None:
+            n = each.lease.limit_batch(n)
         if each.groups and have + n < len(each.prompt):
             n = grouping.floor(each.groups, have + n) - have
         if n > 0:
@@ -449,7 +457,9 @@ class GenerationQueue:
             self._crowded = None
             first = self.waiting[0]
             try:
-                lease = self.manager.acquire(first.prompt, groups=first.groups)
+                lease = self.manager.acquire(
+                    first.prompt, groups=first.groups, checkpoints=first.checkpoints
+                )
             except (NoSlotAvailable, KVCacheFull) as error:
                 if self.active:
                     self._crowded = len(self.active)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.cache import prefix_states
+from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from pyllamakv.errors import (
     NativeError,
@@ -26,6 +28,7 @@ from pyllamakv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.paging import Page, Pager
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.context import Context
@@ -36,16 +39,24 @@ class Branches:
     """The tree and its sequences, at most ``limit``.
 
     ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
-    window may have passed. ``sharing``: pages and entries share common prefixes.
+    window may have passed. ``sharing``: pages and entries share common prefixes. If sequences
+    cannot be trimmed, ``schedule`` limits the pages, and they are in host memory without a pager.
     """
 
-    def __init__(self, context: Context, limit: int, pager: Pager | None) -> None:
-        self.context, self.limit, self.pager = context, limit, pager
+    def __init__(
+        self, context: Context, limit: int, pager: Pager | None, schedule: CheckpointSchedule
+    ) -> None:
+        self.context, self.limit, self.schedule = context, limit, schedule
         memory = context.info.memory
         self.may_trim = memory in (MemoryType.ATTENTION, MemoryType.SWA)
         self.can_trim = self.may_trim and (
             memory is MemoryType.ATTENTION or context.params.swa_full
         )
+        #: Whether pages are there for states only, so that a branch may be dropped instead.
+        self.pages_optional = pager is None and not self.can_trim
+        if self.pages_optional and schedule.size and prefix_states.saves(context):
+            pager = MemoryPager()
+        self.pager = pager
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
@@ -92,7 +103,12 @@ class Branches:
         self.taken -= 1
 
     def provider(self, node: Node, beside: Node | None = None) -> Sequence:
-        """Return a sequence with a node, but none at or below ``beside``; entries are preferred."""
+        """Return a sequence with a node, but none at or below ``beside``; entries are preferred.
+
+        If sequences cannot be trimmed, one that ends with the node comes first.
+        """
+        if not self.can_trim and node.entry is None and node.leases:
+            return node.leases[0].sequence  # type: ignore[no-any-return]
         waiting, leased = [node], None
         while waiting:
             each = waiting.pop()
@@ -126,9 +142,8 @@ class Branches:
         self.tree.unlease(node, lease)
 
     def _forget_pages(self, node: Node) -> None:
-        # Cached nodes need no page. A state at the end of a node does not contain those of its
-        # parents.
-        for each in node.path if self.can_trim else [node]:
+        # Cached nodes need no page. The page of a state remains, because the sequence leaves it.
+        for each in node.path if self.can_trim else ():
             self.forget_page(each)
 
     def forget_page(self, node: Node) -> None:
@@ -189,12 +204,6 @@ class Branches:
             return False
         return not (frees_id and self.heir(node))
 
-    def evict(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Page a removable node out, or drop it; return its sequence of ``keep`` tokens, if any."""
-        if self.pager is not None:
-            return self.page_out(node, keep)
-        return self.drop(node, keep)
-
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
         heir, kept = self.heir(node), None
@@ -254,27 +263,73 @@ class Branches:
         """
         assert self.pager is not None
         sequence: Sequence = node.entry
+        if node.page is not None:
+            return self._close_paged(node, keep)
         chain = [node]
         while self.sharing and (above := chain[-1].parent) is not None and above.ref_count == 1:
             if above.parent is None:
                 break
             chain.append(above)
         start = chain[-1].start if self.sharing else 0
-        page = self.pager.write(self._save(sequence, chain[-1], start), start, node.end)
+        page = self.write_page(self._save(sequence, chain[-1], start), start, node.end)
         try:
             if keep:
                 sequence.trim(keep)
         except PartialRemovalRefused:
             page.drop()
             raise
-        self.detach(node)
         for each in chain:
             self.tree.set_page(each, page)
-        self.tidy(node)
+        return self._close_paged(node, 0) if not keep else self._detach_paged(node)
+
+    def _close_paged(self, node: Node, keep: int) -> Sequence | None:
+        """Detach a sequence whose node has a page; close it, or trim it to ``keep`` tokens."""
+        sequence: Sequence = node.entry
         if keep:
-            return sequence
+            sequence.trim(keep)
+            return self._detach_paged(node)
+        self._detach_paged(node)
         self.close(sequence)
         return None
+
+    def _detach_paged(self, node: Node) -> Sequence:
+        sequence = self.detach(node)
+        self.tidy(node)
+        return sequence
+
+    def write_page(self, saved: bytes, start: int, end: int) -> Page:
+        """Store a page. Raises PagingError if one page exceeds the budget of states."""
+        assert self.pager is not None
+        if not self.can_trim and len(saved) > self.schedule.budget:
+            msg = (
+                f"a state of {end} tokens has {len(saved)} bytes and the budget of checkpoints is "
+                f"{self.schedule.budget}; increase it, or decode the tokens again"
+            )
+            raise PagingError(msg)
+        return self.pager.write(saved, start, end)
+
+    def surplus(self) -> Node | None:
+        """Return the least valuable state if there are more than the schedule allows."""
+        pager, most = self.pager, self.schedule
+        if self.can_trim or pager is None:
+            return None
+        if pager.count <= most.size and pager.size <= most.budget:
+            return None
+
+        def wanted(node: Node) -> bool:
+            return node.page is not None and not node.pins
+
+        spare = next((each for each in self.tree.walk() if wanted(each) and each.entry), None)
+        return spare or prefix_states.least_valuable(
+            self.tree,
+            wanted,
+            lambda node: node.page.size,
+        )
+
+    def size_of(self, node: Node) -> int:
+        """Return the bytes of the entry and the page of a node."""
+        page = node.page.size if node.page is not None else 0
+        return page + (self.bytes_of(node.end) if node.entry is not None else 0)
 
     def _save(self, sequence: Sequence, top: Node, start: int) -> bytes:
         assert top.parent is not None
@@ -289,7 +344,7 @@ class Branches:
                 sequence.share(beside, 0, start)
         except WorkerDied:
             raise
-        except (NativeError, Unsupported) as error:
+        except (NativeError, Unsupported, MemoryError) as error:
             msg = f"a branch of {top.end} tokens could not be saved: {error}"
             raise PagingError(msg) from error
 

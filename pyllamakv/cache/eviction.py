@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
+from pyllamakv.cache import prefix_states
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.errors import (
     NativeError,
@@ -62,8 +64,19 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
-    kept = cache.branches.evict(node, keep)
-    cache.counts.add("evictions" if cache.branches.pager is None else "paged_out")
+    branches = cache.branches
+    if branches.pager is not None:
+        try:
+            kept = branches.page_out(node, keep)
+        except PagingError as error:
+            if not branches.pages_optional or node.pins:
+                raise
+            LOG.warning("%s; the branch is dropped", error)
+        else:
+            cache.counts.add("paged_out")
+            return kept
+    kept = branches.drop(node, keep)
+    cache.counts.add("evictions")
     return kept
 
 
@@ -72,12 +85,15 @@ def droppable(cache: PrefixCache) -> Node | None:
     branches = cache.branches
     protected = {each for lease in cache.leases for each in lease.node.path}
     most = 0 if branches.sharing else 1
+    least = branches.tree.least_recently_used
+    if not branches.can_trim:
+        least = partial(prefix_states.least_valuable, branches.tree, size=branches.size_of)
 
     def wanted(node: Node) -> bool:
         keeps = node.entry is not None or node.page is not None
         return keeps and not node.pins and len(node.children) <= most and node not in protected
 
-    return branches.tree.least_recently_used(wanted)
+    return least(wanted)
 
 
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
@@ -92,20 +108,23 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Store the present state of a lease, if a sequence or a page is available for it.
+    """Store the present state of a lease in a vacant sequence, or in a page.
 
-    Evicts nothing. Failing to store the state is not an error.
+    Evicts no branch. Failing to store the state is not an error.
     """
     branches, node = cache.branches, lease.node
     if node.parent is None or node.entry is not None or node.page is not None:
         return
+    # A fork of a sliding window shares its cells, and llama.cpp does not reuse shared ones.
+    pages = branches.pager is not None and (branches.may_trim or not branches.vacant)
     try:
-        if branches.vacant:
-            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
-        elif branches.pager is not None:
-            page = branches.pager.write(lease.sequence.save(), 0, node.end)
+        if pages:
+            page = branches.write_page(lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
+        elif branches.vacant:
+            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
+        branches.tree.touch(node)
     except WorkerDied:
         raise
     except (NativeError, Unsupported, PagingError, MemoryError) as error:

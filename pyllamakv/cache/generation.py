@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
@@ -50,6 +51,7 @@ class Generation:
         self.cached: int | None = None
         self.max_tokens = asked.max_tokens
         self.groups = asked.groups
+        self.checkpoints = asked.checkpoints
         self.sampler = asked.sampler
         self.cancelled = False
         self._batcher = batcher
@@ -241,6 +243,7 @@ class Request:
     stop: tuple[str, ...]
     stop_at_end: bool
     groups: tuple[Group, ...]
+    checkpoints: tuple[int, ...]
     sampler: TokenSampler
     owned: Sampler | None
 
@@ -255,6 +258,7 @@ def checked_request(
     stop: str | Iterable[str],
     sampler: TokenSampler | SamplerParams | None,
     groups: Iterable[tuple[int, int]],
+    checkpoints: Iterable[int],
     stop_at_end: bool,
 ) -> Request:
     """Check and return a request. Raises UsageError or Unsupported."""
@@ -276,8 +280,9 @@ def checked_request(
         msg = "this model has no vocabulary: stop strings need text"
         raise Unsupported(msg, "vocabulary")
     together = grouping.checked(groups, len(given), n_batch)
+    named = checked_positions(checkpoints, len(given))
     picker, owned = _picker(model, greedy, sampler)
-    return Request(given, max_tokens, strings, stop_at_end, together, picker, owned)
+    return Request(given, max_tokens, strings, stop_at_end, together, named, picker, owned)
 
 
 def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:

@@ -122,6 +122,12 @@ class Lease(Protocol):
         decoded again: it has the tokens to decode next, and the sequence keeps those before them.
         """
 
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+
     def release(self) -> None:
         """Release the sequence. A second call does nothing."""
 
@@ -139,13 +145,23 @@ class CacheManager(Protocol):
     def context(self) -> Context:
         """The context whose cache is managed."""
 
-    def acquire(self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()) -> Lease:
+    def acquire(
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
+    ) -> Lease:
         """Return a lease for a prompt, with the cached part of the prompt.
 
-        ``groups`` are ranges (first, end) of the prompt that a shift never splits. Raises
+        ``groups`` are ranges (first, end) of the prompt that a shift never splits.
+        ``checkpoints`` are lengths of the prompt after which a state is kept. Raises
         UsageError (the prompt is empty or longer than a sequence), NoSlotAvailable (all sequences
         are in use) or KVCacheFull; the cache is unchanged then.
         """
+
+    def relieve(self) -> bool:
+        """Free cells of an idle sequence after a decode found none; False if nothing is left."""
 
     def close(self) -> None:
         """Free the sequences of the context. A second call does nothing."""

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, eviction, prefix_match
+from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import pager
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
-from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError
+from pyllamakv.cache.prefix_states import StatePoints
+from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.errors import BudgetTooSmall, Cancelled, Closed, PagingError, UsageError
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.sequence import Sequence
 
@@ -37,6 +39,10 @@ class PrefixCache:
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
     the only one). ``budget`` limits the bytes of resident and paged branches. ``paging`` is the
     storage of evicted branches: "memory" or a directory; None drops them.
+
+    A memory that cannot return to every position continues after saved states. ``checkpoints``
+    defines their interval, their number and their bytes in all; without ``paging``, they are in
+    host memory. None: every 512 tokens, up to 1 GiB.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class PrefixCache:
         entries: int | None = None,
         budget: int | None = None,
         paging: str | PathLike[str] | None = None,
+        checkpoints: CheckpointSchedule | None = None,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         entries = arguments.whole_or_none("entries", entries)
@@ -55,7 +62,8 @@ class PrefixCache:
             msg = f"entries must be 1 to {most} (n_seq_max), not {arguments.shown(entries)}"
             raise UsageError(msg)
         self.context = context
-        self.branches = Branches(context, entries or most, pager(paging))
+        schedule = prefix_states.checked_schedule(checkpoints)
+        self.branches = Branches(context, entries or most, pager(paging), schedule)
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
@@ -69,25 +77,38 @@ class PrefixCache:
     # Prompts...
 
     def acquire(
-        self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
     ) -> PrefixLease:
         """Return a lease for a prompt, with its longest cached prefix.
 
         At least one token is left to decode. The prefix does not end inside one of ``groups``,
-        disjoint ranges of the prompt. Raises UsageError, BudgetTooSmall, NoSlotAvailable,
-        KVCacheFull, or PagingError if a branch cannot be paged out; the cache is unchanged then.
+        disjoint ranges of the prompt. ``checkpoints`` are lengths of the prompt after which a state
+        is kept, if the memory cannot return there. Raises UsageError, BudgetTooSmall,
+        NoSlotAvailable, KVCacheFull, or PagingError if a branch cannot be paged out; the cache is
+        unchanged then.
         """
         key = self.key(tokens)
         prompt = len(key) // TOKEN_BYTES
         together = grouping.checked(groups, prompt, prompt)
+        named = prefix_states.checked_positions(checkpoints, prompt)
         self.check_budget(prompt)
         self.sync()
-        known = self.branches.tree.match(key)[1]
+        diverges = self._diverges(key)
         try:
             sequence, length = prefix_match.fork_longest_prefix(self, key, together)
         finally:
             self.forget_pins()
-        lease = PrefixLease(self, sequence, key, length, known)
+        points = None
+        if not self.branches.can_trim:
+            points = StatePoints(
+                self.branches.schedule, prompt, length,
+                branches=diverges, named=named, groups=together,
+            )  # fmt: skip
+        lease = PrefixLease(self, sequence, key, length, points)
         try:
             eviction.make_cells(self, prompt - length, lease)
         except BaseException:
@@ -96,6 +117,18 @@ class PrefixCache:
         self.enforce(prompt - length)
         self._count(prompt, length)
         return lease
+
+    def _diverges(self, key: bytes) -> set[int]:
+        """Return the lengths at which a prompt diverges from others, also from leased ones."""
+        if self.branches.can_trim:
+            return set()
+        node, length = self.branches.tree.match(key)
+        found = {length, *(each.end for each in node.path if len(each.children) > 1)}
+        for lease in self.leases:
+            ahead = common(lease.key, key)
+            lease.add_checkpoint(ahead)
+            found.add(ahead)
+        return found
 
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
@@ -200,6 +233,23 @@ class PrefixCache:
             raise UsageError(msg)
         return node
 
+    def relieve(self) -> bool:
+        """Free cells after a decode found none: see `CacheManager.relieve`.
+
+        Evicts the least recently used branch, else copies cells of a sliding window.
+        """
+        self.sync()
+        node = eviction.victim(self, (), frees_id=False)
+        if node is None:
+            leased = (lease.sequence for lease in self.leases)
+            return defrag_retry.copy_shared_window(self.context, leased)
+        try:
+            eviction.evict(self, node)
+        except PagingError as error:
+            LOG.warning("%s", error)
+            return False
+        return True
+
     def evict(self) -> bool:
         """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
@@ -238,6 +288,10 @@ class PrefixCache:
                 break
             self.branches.drop(node)
             self.counts.add("evictions")
+        while (node := self.branches.surplus()) is not None:
+            self.counts.add("evictions", node.entry is None)
+            self.branches.forget_page(node)
+            self.branches.tidy(node)
 
     @property
     def size(self) -> int:
@@ -317,26 +371,29 @@ class PrefixCache:
 #: Number of tokens for which cells are reserved at a time if that evicts nothing.
 LOOKAHEAD_TOKENS = 64
 
-#: Number of tokens between saved states, for memories that cannot return to a position.
-STATE_INTERVAL = 2048
-
 
 class PrefixLease:
     """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases."""
 
     def __init__(
-        self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
+        self,
+        cache: PrefixCache,
+        sequence: Sequence,
+        key: bytes,
+        cached: int,
+        points: StatePoints | None,
     ) -> None:
         self.cache = cache
         self.sequence = sequence
         self.cached = cached
         self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
-        self._key = key
+        #: The tokens of the prompt.
+        self.key = key
         #: Reserved length of the sequence, and the length that was requested. The difference is
         #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
-        #: Length of the prompt's prefix in the tree; its state may be missing.
-        self._known = known
+        #: Where states are due; None: the memory needs none.
+        self._points = points
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
         self._whole = True
@@ -360,20 +417,36 @@ class PrefixLease:
     def prefill(self, *, logits: bool = True) -> None:
         """Decode the rest of the prompt in batches of n_batch. Batches before a failure remain.
 
-        A second call continues, or restarts if the failure emptied the sequence. For memory that
-        cannot be rewound, states are saved on the way: where other prompts diverge, before the last
-        token, and every `STATE_INTERVAL` tokens.
+        A second call continues, or restarts if the failure emptied the sequence. If the memory
+        cannot return to earlier positions, states are saved on the way: see `StatePoints`.
         """
         logits = arguments.flag("logits", logits)
-        prompt = self._prompt
-        for stop in [*self._stops(prompt), prompt]:
-            here = len(self.ledger)
-            if here < stop:
-                tokens = key_to_tokens(self._key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
-                self._decode(tokens, logits=logits and stop == prompt)
-            if stop < prompt:
-                self.cache.sync()
-                eviction.keep_state(self.cache, self)
+        prompt, context = self._prompt, self.cache.context
+        cancels = context.cancels
+        while (here := len(self.ledger)) < prompt:
+            if context.cancels != cancels:
+                msg = f"cancelled with {prompt - here} tokens left; the others remain"
+                raise Cancelled(msg, code=2)
+            stop = here + self.limit_batch(prompt - here)
+            tokens = key_to_tokens(self.key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
+            self._decode(tokens, logits=logits and stop == prompt)
+            self.checkpoint()
+
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+        return n if self._points is None else self._points.limit(len(self.ledger.tokens), n)
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+        if self._points is not None and self._points.due(len(self.ledger.tokens)):
+            self.cache.sync()
+            eviction.keep_state(self.cache, self)
+            self.cache.enforce(0)
+
+    def add_checkpoint(self, position: int) -> None:
+        """Keep a state after a prefix of the prompt with which another prompt begins."""
+        if self._points is not None:
+            self._points.add(position, len(self.ledger.tokens))
 
     def _decode(self, tokens: list[int], *, logits: bool) -> None:
         """Decode tokens; other leases may have taken the hole that was there for them."""
@@ -382,13 +455,8 @@ class PrefixLease:
         def go_on() -> None:
             context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
 
-        defrag_retry.decode_with_defrag(context, go_on, {sequence.id: len(tokens)})
-
-    def _stops(self, prompt: int) -> list[int]:
-        if self.cache.branches.can_trim:
-            return []
-        places = {self._known, prompt - 1, *range(STATE_INTERVAL, prompt - 1, STATE_INTERVAL)}
-        return sorted(each for each in places if self.cached < each < prompt)
+        counts = {sequence.id: len(tokens)}
+        defrag_retry.decode_with_defrag(context, go_on, counts, self.cache.relieve)
 
     def make_room(self, n: int) -> None:
         """Free cells for ``n`` more tokens; others are paged out or dropped for it.
@@ -408,6 +476,7 @@ class PrefixLease:
     def _grow(self, n: int) -> None:
         cache = self.cache
         cache.sync()
+        self.checkpoint()
         here = len(self.ledger)
         ahead = n + LOOKAHEAD_TOKENS
         longest = cache.max_sequence_tokens
@@ -599,7 +668,9 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
             f"the sequence of {node} has other tokens"
         )
         assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
-        assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
+        # Some releases report a recurrent state of one token as empty.
+        if branches.can_trim or node.end > 1:
+            assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
     if branches.can_trim:
         assert not (node.ref_count and node.page), f"{node} is resident and paged out"
     if branches.sharing:

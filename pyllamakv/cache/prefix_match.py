@@ -118,9 +118,12 @@ def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
     while True:
         # An eviction may merge nodes, so search the tree again.
         node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
-        alone = node.entry is not None and not node.pins and not node.children
-        if length and alone and node.end == length and (branches.can_trim or not branches.vacant):
-            return branches.detach(node)
+        if length and node.entry is not None and node.end == length:
+            alone = not node.pins and not node.children
+            last = branches.can_trim or not branches.vacant
+            # If the state has a page too, its sequence may leave it.
+            if (alone and last) or (not branches.can_trim and node.page is not None):
+                return branches.detach(node)
         donor = branches.provider(node) if length else None
         if branches.vacant:
             return branches.new() if donor is None else branches.fork(donor, length)

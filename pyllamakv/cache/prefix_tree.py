@@ -257,9 +257,12 @@ class PrefixTree:
         return None if old.drop_ref() else old
 
     def touch(self, node: Node) -> None:
-        """Record that the tokens up to the end of a node were used."""
+        """Record that the tokens up to the end of a node were used.
+
+        A whole page is used without the pages of the nodes above it.
+        """
         self.clock += 1
-        for each in node.path:
+        for each in [node] if self.whole_pages else node.path:
             each.last_used = self.clock
 
     def least_recently_used(self, wanted: Callable[[Node], bool]) -> Node | None:

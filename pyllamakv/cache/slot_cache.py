@@ -15,15 +15,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, slot_choice
+from pyllamakv.cache import defrag_retry, prefix_states, slot_choice
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
+from pyllamakv.cache.prefix_states import StatePoints, StateStore
+from pyllamakv.cache.prefix_tree import tokens_to_key
 from pyllamakv.errors import (
     Closed,
+    KVCacheFull,
+    NativeError,
     NoSlotAvailable,
     PartialRemovalRefused,
     ReprocessNeeded,
+    StateError,
+    Unsupported,
     UsageError,
+    WorkerDied,
 )
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.slot_choice import Policy
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
@@ -50,6 +58,10 @@ class SlotCache:
     recently used history is evicted. ``policy`` selects a slot: see `slot_choice.choose`. A shift
     keeps the first ``keep`` tokens of a prompt; negative: all of it. The model's first token is not
     counted.
+
+    A memory that cannot return to every position continues after states in host memory.
+    ``checkpoints`` defines their interval, their number and their bytes in all slots together.
+    None: every 512 tokens, up to 1 GiB.
     """
 
     def __init__(
@@ -60,6 +72,7 @@ class SlotCache:
         keep: int = 0,
         *,
         size: int | None = None,
+        checkpoints: CheckpointSchedule | None = None,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         n_slots = arguments.whole_or_none("n_slots", n_slots)
@@ -82,6 +95,12 @@ class SlotCache:
             )
             raise UsageError(msg)
         self._cells = cells
+        schedule = prefix_states.checked_schedule(checkpoints)
+        #: None if the memory can return to every position, or cannot save states.
+        self.states: StateStore | None = None
+        needed = schedule.size > 0 and not prefix_states.rewinds(context)
+        if needed and prefix_states.saves(context):
+            self.states = StateStore(schedule)
         self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
@@ -102,13 +121,15 @@ class SlotCache:
         tokens: Iterable[int],
         *,
         groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
         keep: int | None = None,
     ) -> SlotLease:
-        """Return a lease on a slot for a prompt, with the longest prefix that a slot has.
+        """Return a lease on a slot for a prompt, with the longest prefix that a slot or state has.
 
-        At least one token is left to evaluate. ``keep`` is as in the class. Raises UsageError for
-        an empty prompt and for one longer than a slot (`truncate` shortens it), and NoSlotAvailable
-        if all slots are in use; nothing is changed then.
+        At least one token is left to evaluate. ``keep`` is as in the class. ``checkpoints`` are
+        lengths of the prompt after which a state is kept, if the memory cannot return there. Raises
+        UsageError for an empty prompt and for one longer than a slot (`truncate` shortens it), and
+        NoSlotAvailable if all slots are in use; nothing is changed then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
@@ -124,8 +145,10 @@ class SlotCache:
         largest = min(self.context.info.n_batch, self.size - 1)
         together = grouping.checked(groups, len(prompt), largest)
         kept = head(self.size, self._kept(prompt, keep), together)
+        named = prefix_states.checked_positions(checkpoints, len(prompt))
         with self.context.lock:
             self._check_open()
+            diverges = self._diverges(prompt)
             found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
                                     self.policy)  # fmt: skip
             if found is None:
@@ -134,15 +157,41 @@ class SlotCache:
                 raise NoSlotAvailable(msg, slots=len(self._slots))
             slot = self._slots[found.slot]
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
+            if found.evicts:
+                self.keep_state(slot)
             cached = self._bring(slot, found.source, wanted)
+            cached = self._restore_state(slot, prompt[:-1], cached, together)
             self._counts.take(found.evicts, cached, len(prompt))
             slot.groups = together
-            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept)
+            points = None
+            if self.states is not None:
+                points = StatePoints(
+                    self.states.schedule, len(prompt), cached,
+                    branches=diverges, named=named, groups=together,
+                )  # fmt: skip
+            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept, points)
         _log.debug(
             "prompt of %d tokens: %d in slot %d%s", len(prompt), cached, found.slot,
             "" if found.source is None else f", from slot {found.source}",
         )  # fmt: skip
         return lease
+
+    def relieve(self) -> bool:
+        """Free cells after a decode found none: see `CacheManager.relieve`.
+
+        Evicts the least recently used history, else copies cells of a sliding window.
+        """
+        with self.context.lock:
+            free = [each for each in self._slots if each.lease is None and each.tokens]
+            if not free:
+                return defrag_retry.copy_shared_window(
+                    self.context, [each.sequence for each in self._slots]
+                )
+            oldest = min(free, key=lambda each: each.last_used)
+            self.keep_state(oldest)
+            oldest.trim(0)
+            self._counts.evictions += 1
+            return True
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
         """Return a prompt that fits into a slot: its start and its end.
@@ -221,7 +270,7 @@ class SlotCache:
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
                     return
             tokens = slot.tokens[:keep] + slot.tokens[end:]
-            left = slot.trim(keep)
+            left = self._restore_state(slot, tokens[:keep], slot.trim(keep))
             if not left:
                 self._begin_again()
             slot.groups = grouping.without(slot.groups, keep, end)
@@ -255,7 +304,58 @@ class SlotCache:
                 self._counts.evictions += len(each.sequence) > 0
                 each.trim(0)
 
+    def keep_state(self, slot: Slot) -> None:
+        """Save the state of a slot's tokens, if the memory needs states. Never raises for it."""
+        states, sequence = self.states, slot.sequence
+        if states is None or not sequence.open or len(sequence) < states.schedule.first:
+            return
+        ledger = sequence.ledger
+        if ledger.moved or ledger.next != len(ledger) or tokens_to_key(ledger.tokens) in states:
+            return
+        try:
+            states.put(tokens_to_key(ledger.tokens), sequence.save())
+        except (NativeError, Unsupported, MemoryError) as error:
+            if isinstance(error, WorkerDied):
+                raise
+            _log.warning("no states are kept: %s", error)
+            states.clear()
+            self.states = None
+
     # Helpers.
+
+    def _diverges(self, prompt: list[int]) -> set[int]:
+        """Return the lengths at which a prompt diverges from others, also from leased ones."""
+        if self.states is None:
+            return set()
+        found = self.states.branches(tokens_to_key(prompt))
+        for slot in self._slots:
+            found.add(slot_choice.count_common(slot.tokens, prompt))
+            if slot.lease is not None:
+                ahead = slot_choice.count_common(slot.lease.prompt, prompt)
+                slot.lease.add_checkpoint(ahead)
+                found.add(ahead)
+        return found
+
+    def _restore_state(
+        self, slot: Slot, tokens: list[int], have: int, groups: tuple[Group, ...] = ()
+    ) -> int:
+        """Restore the longest state of a prefix if it has more than ``have`` tokens.
+
+        Returns the number of tokens in the slot, which are unchanged if no cells are free.
+        """
+        if self.states is None:
+            return have
+        length, saved = self.states.best(tokens_to_key(tokens), groups)
+        if length <= have:
+            return have
+        try:
+            if self.overcommits:
+                self.reserve(length, slot)
+            slot.sequence.restore(saved)
+        except (KVCacheFull, StateError) as error:
+            _log.info("the state of %d tokens is not restored: %s", length, error)
+            return len(slot.sequence)
+        return length
 
     def _kept(self, prompt: list[int], keep: int | None) -> int:
         wanted, info = self.keep if keep is None else keep, self.context.model.info
@@ -353,12 +453,20 @@ class SlotLease:
     """
 
     def __init__(
-        self, cache: SlotCache, slot: Slot, prompt: list[int], cached: int, keep: int
+        self,
+        cache: SlotCache,
+        slot: Slot,
+        prompt: list[int],
+        cached: int,
+        keep: int,
+        points: StatePoints | None = None,
     ) -> None:
         self.sequence = slot.sequence
         self.cached = cached
         self.rest = prompt[cached:]
-        self._prompt = prompt
+        self.prompt = prompt
+        #: Where states are due; None: the memory needs none.
+        self._points = points
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
@@ -402,7 +510,7 @@ class SlotLease:
             given = as_int32(many, "tokens").tolist()
         self._decode_again()
         if tokens is None:
-            given = self._prompt[len(self.sequence) :]
+            given = self.prompt[len(self.sequence) :]
             together = self._slot.groups
         if not given:
             msg = "no tokens to decode"
@@ -410,13 +518,30 @@ class SlotLease:
         context, start = self._cache.context, len(self.sequence)
         at, end, size = start, start + len(given), context.info.n_batch
         while at < end:
-            upto = grouping.floor(together, min(at + size, end))
+            upto = grouping.floor(together, at + self.limit_batch(min(size, end - at)))
             self._room(upto - at)
             piece = given[at - start : upto - start]
             defrag_retry.decode_feed(
-                context, self.sequence.feed(piece, "last" if upto == end else "none")
+                context,
+                self.sequence.feed(piece, "last" if upto == end else "none"),
+                self._cache.relieve,
             )
             at = upto
+            self.checkpoint()
+
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+        return n if self._points is None else self._points.limit(len(self._tokens.tokens), n)
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+        if self._points is not None and self._points.due(len(self._tokens.tokens)):
+            self._cache.keep_state(self._slot)
+
+    def add_checkpoint(self, position: int) -> None:
+        """Keep a state after a prefix of the prompt with which another prompt begins."""
+        if self._points is not None:
+            self._points.add(position, len(self._tokens.tokens))
 
     def release(self) -> None:
         """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
@@ -448,7 +573,9 @@ class SlotLease:
         context, again = self._cache.context, self._to_decode_again
         while (have := len(self.sequence)) < len(again):
             piece = again[have : have + context.info.n_batch]
-            defrag_retry.decode_feed(context, self.sequence.feed(piece, "none"))
+            defrag_retry.decode_feed(
+                context, self.sequence.feed(piece, "none"), self._cache.relieve
+            )
         self._to_decode_again = []
 
     def _shift(self, n: int) -> None:
