@@ -10,10 +10,11 @@ is the fast path for steps in which every generation needs one token. There are 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from bisect import insort
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,14 +58,22 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenSampler
 
 
+#: Number of steps after which a waiting generation takes the place of one that has run as long.
+MAX_WAIT = 1024
+
+
 class Batcher:
     """Generate for several prompts at once, with the sequences of a cache manager.
 
     A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
-    fit waits until another generation has ended.
+    fit waits until another generation has ended. If cells run short, the generation that was
+    submitted last is parked until another one has ended. One that has waited for ``max_wait`` steps
+    takes the place of one that has run as long (None: it waits).
     """
 
-    def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
+    def __init__(
+        self, manager: CacheManager, *, n_batch: int | None = None, max_wait: int | None = MAX_WAIT
+    ) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
             expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
@@ -82,7 +91,8 @@ class Batcher:
             raise UsageError(msg)
         #: Text of tokens by id, a cache for all generations: see `Generation`.
         self.known: dict[int, str] = {}
-        self._queue = GenerationQueue(manager)
+        max_wait = arguments.whole_or_none("max_wait", max_wait, 1)
+        self._queue = GenerationQueue(manager, max_wait)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
         #: The fast path for the active generations, until one is added, ends or is cancelled.
@@ -120,7 +130,7 @@ class Batcher:
         self._leave_decode_only()
         if not self._queue:
             self._cancels = self.context.cancels - self._interrupts
-        self._queue.waiting.append(made)
+        self._queue.submit(made, self._steps)
         return made
 
     def step(self) -> bool:
@@ -211,7 +221,8 @@ class Batcher:
         if any(len(one.all_tokens) - len(one.ledger.tokens) != 1 for one in queue.active):
             return
         cancels = self._interrupts + self._cancels
-        self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels)
+        most = queue.patience(self._steps)
+        self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels, most)
         if any(one.cancelled for one in queue):
             # This order is required, because `Generation.cancel` sets its flag before it
             # interrupts.
@@ -239,12 +250,15 @@ class Batcher:
         self._sweep()
         for one in self._queue.active:
             drop_last_token(one)
+        self._queue.rotate(self._steps)
         self._queue.admit(self._steps)
         # In place: of generations with the same last step, another one is first next time.
         self._queue.active.sort(key=lambda one: one.last_step)
         portions = schedule_batch(self._queue.active, self.n_batch, self._steps)
         self._steps += 1
         portions = [each for each in portions if self._room(*each)]
+        # Room for a later one may have required to park an earlier one.
+        portions = [each for each in portions if each[0].lease is not None]
         if portions:
             self._feed(portions)
         self._enter_decode_only()
@@ -263,18 +277,19 @@ class Batcher:
 
     def _room(self, one: Generation, n: int) -> bool:
         """Free cells for ``n`` tokens; return False if they cannot be decoded in this step."""
-        try:
-            return make_room(one, n)
-        except NoKVSlot as error:
-            self._no_room(one, error)
-            return False
+        while one.lease is not None:
+            try:
+                return make_room(one, n)
+            except NoKVSlot as error:
+                self._no_room(one, error)
+        return False
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
-        """Requeue a prompt until another generation ends; one with text fails instead."""
-        if one.tokens or len(self._queue.active) == 1:
+        """Park the generation that was submitted last; ``one`` fails if it is the only one."""
+        if len(self._queue.active) == 1:
             self._queue.end(one, "failed", error)
         else:
-            self._queue.requeue(one)
+            self._queue.park(max(self._queue.active, key=lambda each: each.turn), self._steps)
 
     def _feed(self, portions: list[Portion], *, defragged: bool = False) -> None:
         """Decode, and choose the next tokens."""
@@ -426,15 +441,20 @@ class BatcherStats:
 class GenerationQueue:
     """The generations of a batcher that have not ended, and the totals of the others."""
 
-    def __init__(self, manager: CacheManager) -> None:
+    def __init__(self, manager: CacheManager, max_wait: int | None) -> None:
         self.manager = manager
-        self.waiting: deque[Generation] = deque()
+        self.max_wait = max_wait
+        #: Those without a lease, in the order of their turns.
+        self.waiting: list[Generation] = []
         self.active: list[Generation] = []
         self.ended: dict[Reason, int] = dict.fromkeys(
             ("end", "stop", "length", "cancelled", "failed"), 0
         )
         #: No generation is admitted until fewer than this number are active.
         self._crowded: int | None = None
+        self._turns = count()
+        #: Totals: generations that were parked, and that were resumed.
+        self.parks = self.resumes = 0
 
     def __bool__(self) -> bool:
         return bool(self.active or self.waiting)
@@ -456,10 +476,9 @@ class GenerationQueue:
         while self.waiting and not self.full:
             self._crowded = None
             first = self.waiting[0]
+            resumes = first.parked is not None
             try:
-                lease = self.manager.acquire(
-                    first.prompt, groups=first.groups, checkpoints=first.checkpoints
-                )
+                first.begin(self.manager, steps)
             except (NoSlotAvailable, KVCacheFull) as error:
                 if self.active:
                     self._crowded = len(self.active)
@@ -470,16 +489,47 @@ class GenerationQueue:
             except KvError as error:
                 self.end(first, "failed", error)
             else:
-                self.waiting.popleft()
-                first.begin(lease, steps)
+                self.waiting.remove(first)
                 self.active.append(first)
+                self.resumes += resumes
 
-    def requeue(self, one: Generation) -> None:
-        """Requeue a generation as the first one, until another ends."""
+    def submit(self, one: Generation, steps: int) -> None:
+        """Add a generation as the last one."""
+        one.turn, one.since = next(self._turns), steps
+        self.waiting.append(one)
+
+    def park(self, one: Generation, steps: int) -> None:
+        """Let a generation wait for its turn, until another one ends."""
         self.active.remove(one)
-        self.waiting.appendleft(one)
+        insort(self.waiting, one, key=lambda each: each.turn)
         self._crowded = len(self.active)
-        one.release_lease()
+        self.parks += 1
+        one.park(steps)
+
+    def rotate(self, steps: int) -> None:
+        """Park a generation for one that has waited for ``max_wait`` steps.
+
+        Those that have run as long get a new turn, after all others. The first one that waits is
+        therefore admitted after the runs of those before it, whatever is submitted later.
+        """
+        if self.max_wait is None or not self.waiting or not self.active:
+            return
+        first = self.waiting[0]
+        if steps - first.since < self.max_wait:
+            return
+        for one in self.active:
+            if one.turn < first.turn and steps - one.since >= self.max_wait:
+                one.turn = next(self._turns)
+        last = max(self.active, key=lambda one: one.turn)
+        if last.turn > first.turn:
+            self.park(last, steps)
+        self._crowded = None
+
+    def patience(self, steps: int) -> int | None:
+        """Return after how many steps `rotate` is due; None: never."""
+        if self.max_wait is None or not self.waiting:
+            return None
+        return max(1, self.waiting[0].since + self.max_wait - steps)
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
         """End one generation and remove it. Raises the error of releasing its lease, if any."""
@@ -518,13 +568,13 @@ GOING, ENDED, NOTHING = StepOutcome
 class DecodeOnlyBatch:
     """Generations that need one token each.
 
-    ``steps`` counts decodes. ``decoding``: a decode is running. If ``cancels`` differs from the
-    context's, the next step does not start.
+    ``steps`` counts decodes, at most ``limit`` (None: no limit). ``decoding``: a decode is running.
+    If ``cancels`` differs from the context's, the next step does not start.
     """
 
     __slots__ = (
         "_alike", "_context", "_greedy", "_rooms", "_sequences", "cancels",
-        "decoding", "generations", "portions", "steps",
+        "decoding", "generations", "limit", "portions", "steps",
     )  # fmt: skip
 
     def __init__(
@@ -533,7 +583,9 @@ class DecodeOnlyBatch:
         greedy: Sampler | NumpySampler,
         generations: Sequence[Generation],
         cancels: int,
+        limit: int | None = None,
     ) -> None:
+        self.limit = limit
         self.generations = tuple(generations)
         self.portions = [(one, 1) for one in generations]
         self.steps = 0
@@ -552,7 +604,7 @@ class DecodeOnlyBatch:
         NOTHING when that has to be done in the general way. Raises DecodeError.
         """
         context = self._context
-        if context.cancels != self.cancels:
+        if context.cancels != self.cancels or self.steps == self.limit:
             return NOTHING
         tokens = []
         for one, ledger, reserve in self._rooms:

@@ -57,6 +57,8 @@ class Branches:
         if self.pages_optional and schedule.size and prefix_states.saves(context):
             pager = MemoryPager()
         self.pager = pager
+        #: Pages of parked leases, if there is no pager.
+        self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
@@ -192,15 +194,32 @@ class Branches:
         for each in path:
             self.tree.merge(each)
 
+    def storage(self, node: Node) -> Pager | None:
+        """Return where a node is paged out to; None: it is dropped."""
+        return self._parking if self.pager is None and node.parked else self.pager
+
+    def unpark(self, node: Node) -> None:
+        """Count a parked lease less. Without a pager, a page that was for it alone is dropped."""
+        if node.parked:
+            node.parked -= 1
+        while self.pager is None and not node.children and node.bare and node.linked:
+            above = node.parent
+            self.forget_page(node)
+            self.tree.prune(node)
+            if above is None or above.parent is None:
+                break
+            node = above
+        self.tidy(node)
+
     # Parting...
 
     def removable(self, node: Node, *, frees_id: bool) -> bool:
         """Return whether a node's sequence can be paged out, or dropped if there are no pages."""
-        if node.entry is None or node.leases or (self.can_trim and node.ref_count != 1):
+        if node.entry is None or (self.can_trim and (node.leases or node.ref_count != 1)):
             return False
-        if self.pager is not None:
+        if self.storage(node) is not None:
             return True
-        if node.pins or len(node.children) > (0 if self.can_trim else 1):
+        if node.protected or len(node.children) > (0 if self.can_trim else 1):
             return False
         return not (frees_id and self.heir(node))
 
@@ -227,7 +246,7 @@ class Branches:
         parent = node.parent
         if not self.can_trim or node.entry is None or parent is None or parent.parent is None:
             return None
-        needed = parent.pins or (self.sharing and len(parent.children) > 1)
+        needed = parent.protected or (self.sharing and len(parent.children) > 1)
         return parent if needed and parent.ref_count == 1 else None
 
     def forget_emptied(self) -> None:
@@ -238,6 +257,7 @@ class Branches:
             self.close(self.detach(node))
             if node.page is None:
                 node.pins.clear()
+                node.parked = 0
         for node in lost:
             self.tidy(node)
 
@@ -251,6 +271,7 @@ class Branches:
         above = top.parent
         for each in list(top.walk())[::-1] if self.sharing else [top]:
             each.pins.clear()
+            each.parked = 0
             self.forget_page(each)
             self.tree.prune(each)
         if above is not None:
@@ -261,17 +282,18 @@ class Branches:
 
         Raises PagingError with nothing changed.
         """
-        assert self.pager is not None
         sequence: Sequence = node.entry
         if node.page is not None:
             return self._close_paged(node, keep)
+        pager = self.storage(node)
+        assert pager is not None
         chain = [node]
         while self.sharing and (above := chain[-1].parent) is not None and above.ref_count == 1:
             if above.parent is None:
                 break
             chain.append(above)
         start = chain[-1].start if self.sharing else 0
-        page = self.write_page(self._save(sequence, chain[-1], start), start, node.end)
+        page = self.write_page(pager, self._save(sequence, chain[-1], start), start, node.end)
         try:
             if keep:
                 sequence.trim(keep)
@@ -297,16 +319,15 @@ class Branches:
         self.tidy(node)
         return sequence
 
-    def write_page(self, saved: bytes, start: int, end: int) -> Page:
+    def write_page(self, pager: Pager, saved: bytes, start: int, end: int) -> Page:
         """Store a page. Raises PagingError if one page exceeds the budget of states."""
-        assert self.pager is not None
         if not self.can_trim and len(saved) > self.schedule.budget:
             msg = (
                 f"a state of {end} tokens has {len(saved)} bytes and the budget of checkpoints is "
                 f"{self.schedule.budget}; increase it, or decode the tokens again"
             )
             raise PagingError(msg)
-        return self.pager.write(saved, start, end)
+        return pager.write(saved, start, end)
 
     def surplus(self) -> Node | None:
         """Return the least valuable state if there are more than the schedule allows."""
@@ -317,7 +338,7 @@ class Branches:
             return None
 
         def wanted(node: Node) -> bool:
-            return node.page is not None and not node.pins
+            return node.page is not None and not node.protected
 
         spare = next((each for each in self.tree.walk() if wanted(each) and each.entry), None)
         return spare or prefix_states.least_valuable(
@@ -441,7 +462,12 @@ class Branches:
     @property
     def paged_bytes(self) -> int:
         """Return the bytes of all pages."""
-        return self.pager.size if self.pager is not None else 0
+        return (self.pager or self._parking).size
+
+    @property
+    def paged(self) -> int:
+        """Return the number of pages."""
+        return (self.pager or self._parking).count
 
     def reclaimable(self, protected: Collection[Node], head: tuple[Node, int] | None = None) -> int:
         """Return how many cells would be free with everything removable gone but ``protected``.
@@ -451,7 +477,8 @@ class Branches:
         tree = self.tree
         kept = set(protected)
         for node in tree.walk():
-            if node.leases or (node.pins and self.pager is None):
+            leased = self.can_trim and node.leases
+            if leased or (node.protected and self.storage(node) is None):
                 kept.update(node.path)
         going = [node for node in tree.walk() if node not in kept]
         if self.sharing:

@@ -53,10 +53,17 @@ def capacity(context: Context) -> int | None:
     return found.size // context.partitions
 
 
+def _leased(cache: PrefixCache) -> set[Node]:
+    """Return the nodes whose tokens leases need: states are not needed once they were forked."""
+    if not cache.branches.can_trim:
+        return set()
+    return {each for lease in cache.leases for each in lease.node.path}
+
+
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
     """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes."""
     branches = cache.branches
-    protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
+    protected = {*kept, *_leased(cache)}
     return branches.tree.least_recently_used(
         lambda node: node not in protected and branches.removable(node, frees_id=frees_id)
     )
@@ -65,13 +72,14 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
     branches = cache.branches
-    if branches.pager is not None:
+    if branches.storage(node) is not None:
         try:
             kept = branches.page_out(node, keep)
         except PagingError as error:
-            if not branches.pages_optional or node.pins:
+            if node.pins or not (branches.pages_optional or node.parked):
                 raise
             LOG.warning("%s; the branch is dropped", error)
+            node.parked = 0
         else:
             cache.counts.add("paged_out")
             return kept
@@ -83,7 +91,7 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
 def droppable(cache: PrefixCache) -> Node | None:
     """Return the next branch to evict, resident or paged; None if all must stay."""
     branches = cache.branches
-    protected = {each for lease in cache.leases for each in lease.node.path}
+    protected = _leased(cache)
     most = 0 if branches.sharing else 1
     least = branches.tree.least_recently_used
     if not branches.can_trim:
@@ -91,7 +99,7 @@ def droppable(cache: PrefixCache) -> Node | None:
 
     def wanted(node: Node) -> bool:
         keeps = node.entry is not None or node.page is not None
-        return keeps and not node.pins and len(node.children) <= most and node not in protected
+        return keeps and not node.protected and len(node.children) <= most and node not in protected
 
     return least(wanted)
 
@@ -99,6 +107,9 @@ def droppable(cache: PrefixCache) -> Node | None:
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     """Free sequences by eviction. Returns False if too few can be evicted."""
     kept = list(kept)
+    idle = sum(node.entry is not None and node not in kept for node in cache.branches.tree.walk())
+    if cache.branches.vacant + idle < n:
+        return False
     while cache.branches.vacant < n:
         node = victim(cache, kept, frees_id=True)
         if node is None:
@@ -119,7 +130,8 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
     pages = branches.pager is not None and (branches.may_trim or not branches.vacant)
     try:
         if pages:
-            page = branches.write_page(lease.sequence.save(), 0, node.end)
+            assert branches.pager is not None
+            page = branches.write_page(branches.pager, lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
         elif branches.vacant:
@@ -167,7 +179,8 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
             return False
         # Evicting for this branch may drop the prefix that its pages follow; then it needs more
         # pages.
-        if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
+        held = next((each for each in reversed(above) if each.ref_count), None)
+        if not _free(cache, wanted, None, above, shortage(cache, wanted, None), held):
             return False
     return True
 
@@ -230,16 +243,31 @@ def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
 
 
 def _free(
-    cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node], short: int
+    cache: PrefixCache,
+    n: int,
+    lease: PrefixLease | None,
+    kept: Iterable[Node],
+    short: int,
+    head: Node | None = None,
 ) -> bool:
-    """Evict until the cells suffice. Returns False if nothing is left to evict."""
+    """Evict until the cells suffice. Returns False if nothing is left to evict.
+
+    If cells are shared, the tokens up to the end of ``head`` remain in the cache.
+    """
     kept, context, branches = list(kept), cache.context, cache.branches
     while short > 0:
         node = victim(cache, kept, frees_id=False)
         if node is None:
             return False
         held = branches.tree.held_tokens
-        evict(cache, node)
+        alone = head is not None and head.ref_count == 1 and head in node.path
+        paged = branches.storage(node) is not None
+        if head is not None and branches.sharing and alone and (paged or not branches.heir(node)):
+            rest = evict(cache, node, head.end)
+            assert rest is not None
+            branches.attach(head, rest)
+        else:
+            evict(cache, node)
         # Reading the cells costs more than counting evicted tokens, so they are read once at the
         # end.
         short -= held - branches.tree.held_tokens

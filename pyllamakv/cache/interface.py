@@ -128,6 +128,9 @@ class Lease(Protocol):
     def checkpoint(self) -> None:
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
 
+    def park(self) -> Parked:
+        """Release the sequence, and keep its content until `Parked.resume` or `Parked.close`."""
+
     def release(self) -> None:
         """Release the sequence. A second call does nothing."""
 
@@ -136,6 +139,20 @@ class Lease(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None: ...
+
+
+class Parked(Protocol):
+    """The content of a lease that gave up its sequence and, when others need them, its cells."""
+
+    def resume(self, tokens: Iterable[int]) -> Lease:
+        """Return a new lease for the parked tokens and at least one more.
+
+        Tokens whose content was lost are to be decoded again. Raises NoSlotAvailable or
+        KVCacheFull; the content stays parked then.
+        """
+
+    def close(self) -> None:
+        """Give the content up. A second call does nothing."""
 
 
 class CacheManager(Protocol):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.sequence import Sequence
 
 LOG = logging.getLogger("pyllamakv.cache")
@@ -96,10 +97,22 @@ class PrefixCache:
         together = grouping.checked(groups, prompt, prompt)
         named = prefix_states.checked_positions(checkpoints, prompt)
         self.check_budget(prompt)
+        lease = self._lease(key, together, named)
+        self._count(prompt, lease.cached)
+        return lease
+
+    def _lease(
+        self,
+        key: bytes,
+        together: tuple[Group, ...],
+        named: tuple[int, ...],
+        resumed: Node | None = None,
+    ) -> PrefixLease:
+        prompt = len(key) // TOKEN_BYTES
         self.sync()
         diverges = self._diverges(key)
         try:
-            sequence, length = prefix_match.fork_longest_prefix(self, key, together)
+            sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         finally:
             self.forget_pins()
         points = None
@@ -108,15 +121,37 @@ class PrefixCache:
                 self.branches.schedule, prompt, length,
                 branches=diverges, named=named, groups=together,
             )  # fmt: skip
-        lease = PrefixLease(self, sequence, key, length, points)
+        lease = PrefixLease(self, sequence, key, length, points, together)
         try:
             eviction.make_cells(self, prompt - length, lease)
         except BaseException:
             lease.release()
             raise
         self.enforce(prompt - length)
-        self._count(prompt, length)
         return lease
+
+    def resume(self, parked: ParkedPrefix, tokens: Iterable[int]) -> PrefixLease:
+        """Return a lease that continues a parked one, for `ParkedPrefix.resume`."""
+        arguments.instance("parked", parked, ParkedPrefix, "a parked lease of this cache")
+        if parked.cache is not self or parked.closed:
+            msg = "this lease is not parked in this cache; acquire its tokens instead"
+            raise UsageError(msg)
+        key = self.key(tokens)
+        if not key.startswith(parked.key) or len(key) == len(parked.key):
+            msg = "the tokens do not continue the parked ones: give these and at least one more"
+            raise UsageError(msg)
+        self._make_way(parked.node)
+        lease = self._lease(key, parked.groups, (), parked.node)
+        parked.close()
+        return lease
+
+    def _make_way(self, node: Node | None) -> None:
+        """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
+        if node is None or node.page is None or not self.leases:
+            return
+        there = node.ref_count if self.branches.can_trim else node.entry is not None
+        if not there and not eviction.make_page_room(self, node):
+            raise eviction.full(self, node.end)
 
     def _diverges(self, key: bytes) -> set[int]:
         """Return the lengths at which a prompt diverges from others, also from leased ones."""
@@ -126,7 +161,8 @@ class PrefixCache:
         found = {length, *(each.end for each in node.path if len(each.children) > 1)}
         for lease in self.leases:
             ahead = common(lease.key, key)
-            lease.add_checkpoint(ahead)
+            if lease.points is not None:
+                lease.points.add(ahead, len(lease.ledger))
             found.add(ahead)
         return found
 
@@ -382,6 +418,7 @@ class PrefixLease:
         key: bytes,
         cached: int,
         points: StatePoints | None,
+        groups: tuple[Group, ...],
     ) -> None:
         self.cache = cache
         self.sequence = sequence
@@ -389,11 +426,12 @@ class PrefixLease:
         self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
         #: The tokens of the prompt.
         self.key = key
+        self._groups = groups
         #: Reserved length of the sequence, and the length that was requested. The difference is
         #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
         #: Where states are due; None: the memory needs none.
-        self._points = points
+        self.points = points
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
         self._whole = True
@@ -434,19 +472,16 @@ class PrefixLease:
 
     def limit_batch(self, n: int) -> int:
         """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
-        return n if self._points is None else self._points.limit(len(self.ledger.tokens), n)
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        return n if self.points is None else self.points.limit(len(self.ledger.tokens), n)
 
     def checkpoint(self) -> None:
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
-        if self._points is not None and self._points.due(len(self.ledger.tokens)):
+        if self.points is not None and self.points.due(len(self.ledger.tokens)):
             self.cache.sync()
             eviction.keep_state(self.cache, self)
             self.cache.enforce(0)
-
-    def add_checkpoint(self, position: int) -> None:
-        """Keep a state after a prefix of the prompt with which another prompt begins."""
-        if self._points is not None:
-            self._points.add(position, len(self.ledger.tokens))
 
     def _decode(self, tokens: list[int], *, logits: bool) -> None:
         """Decode tokens; other leases may have taken the hole that was there for them."""
@@ -510,6 +545,13 @@ class PrefixLease:
             branches.tidy(before)
         branches.tidy(self.node)
 
+    def park(self) -> ParkedPrefix:
+        """Release the sequence; its branch is paged out if others need cells, and never dropped."""
+        self.cache.sync()
+        parked = ParkedPrefix(self.cache, self.node, self._groups)
+        self.release()
+        return parked
+
     def release(self) -> None:
         """Release the sequence. Its tokens stay cached. A second call does nothing."""
         cache = self.cache
@@ -540,6 +582,31 @@ class PrefixLease:
     def __repr__(self) -> str:
         state = "released" if self.released else f"sequence {self.sequence.id}"
         return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
+
+
+class ParkedPrefix:
+    """A branch of a prefix cache that is kept for a lease. `PrefixLease.park` creates it."""
+
+    def __init__(self, cache: PrefixCache, node: Node, groups: tuple[Group, ...]) -> None:
+        self.cache = cache
+        self.key = node.key
+        self.groups = groups
+        self.closed = False
+        #: The node that has the tokens; None: nothing was decoded.
+        self.node = node if node.parent is not None else None
+        if self.node is not None:
+            self.node.parked += 1
+
+    def resume(self, tokens: Iterable[int]) -> PrefixLease:
+        """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""
+        return self.cache.resume(self, tokens)
+
+    def close(self) -> None:
+        """Allow the eviction of the branch. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            if self.node is not None and not (self.cache.closed or self.cache.context.closed):
+                self.cache.branches.unpark(self.node)
 
 
 #: Counters that change with each event.
@@ -602,7 +669,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
     resident, paged = branches.resident_bytes, branches.paged_bytes
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
-        paged=branches.pager.count if branches.pager is not None else 0,
+        paged=branches.paged,
         leased=len(cache.leases),
         pinned=len(cache.pins),
         nodes=tree.nodes,
@@ -637,6 +704,7 @@ def _facts(node: Node) -> list[str]:
     if node.page is not None:
         facts.append(f"page {node.page.start}..{node.page.end}")
     facts += [f"pinned {name}" for name in sorted(node.pins)]
+    facts += [f"parked {node.parked}"] if node.parked else []
     return [*facts, f"used {node.last_used}"]
 
 

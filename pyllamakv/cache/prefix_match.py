@@ -24,18 +24,19 @@ LOG = logging.getLogger("pyllamakv.cache")
 
 
 def fork_longest_prefix(
-    cache: PrefixCache, key: bytes, groups: Sequence[Group]
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], resumed: Node | None = None
 ) -> tuple[runtime.Sequence, int]:
     """Return a sequence with the longest prefix of a prompt, without its last token.
 
-    Raises NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
+    ``resumed`` is the node of a parked lease, whose sequence may be taken over. Raises
+    NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
     """
     exact = not cache.branches.may_trim
     while True:
         node, length = _find(cache, key, groups, exact=exact)
         eviction.check_cells(cache, len(key) // TOKEN_BYTES - length, node, length)
         try:
-            return _sequence(cache, key, length), length
+            return _sequence(cache, key, length, resumed), length
         except PartialRemovalRefused:
             # The window has passed that position. Decoding can continue from the end of a branch.
             if exact:
@@ -112,14 +113,17 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     return True
 
 
-def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
+def _sequence(
+    cache: PrefixCache, key: bytes, length: int, resumed: Node | None
+) -> runtime.Sequence:
     """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
     branches = cache.branches
     while True:
         # An eviction may merge nodes, so search the tree again.
         node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
         if length and node.entry is not None and node.end == length:
-            alone = not node.pins and not node.children
+            parked = node.parked - (node is resumed)
+            alone = not node.pins and not parked and not node.children
             last = branches.can_trim or not branches.vacant
             # If the state has a page too, its sequence may leave it.
             if (alone and last) or (not branches.can_trim and node.page is not None):

@@ -58,6 +58,7 @@ class Node:
         "leases",
         "page",
         "parent",
+        "parked",
         "pins",
         "ref_count",
         "run",
@@ -74,6 +75,8 @@ class Node:
         self.page: Any = None
         self.leases: list[Any] = []
         self.pins: set[str] = set()
+        #: Number of parked leases that end here.
+        self.parked = 0
         #: Number of entries and leases at this node and below.
         self.ref_count = 0
         #: Time of the last use, by the tree's clock.
@@ -88,7 +91,12 @@ class Node:
     @property
     def bare(self) -> bool:
         """Return whether nothing is kept at this very node."""
-        return not (self.pins or self.leases) and self.entry is None
+        return not (self.protected or self.leases) and self.entry is None
+
+    @property
+    def protected(self) -> bool:
+        """Return whether this may be paged out, but not dropped."""
+        return bool(self.pins) or self.parked > 0
 
     @property
     def linked(self) -> bool:

@@ -233,6 +233,57 @@ class SlotCache:
     def __repr__(self) -> str:
         return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"
 
+    def resume(self, parked: ParkedSlot, tokens: Iterable[int]) -> SlotLease:
+        """Return a lease that continues a parked one, for `ParkedSlot.resume`."""
+        arguments.instance("parked", parked, ParkedSlot, "a parked lease of this cache")
+        given: list[int] = as_int32(tokens, "tokens").tolist()
+        if parked.cache is not self or parked.closed:
+            msg = "this lease is not parked in this cache; acquire its tokens instead"
+            raise UsageError(msg)
+        have = len(parked.tokens)
+        if given[:have] != parked.tokens or len(given) == have:
+            msg = "the tokens do not continue the parked ones: give these and at least one more"
+            raise UsageError(msg)
+        with self.context.lock:
+            self._check_open()
+            free = [each for each in self._slots if each.lease is None]
+            if not free:
+                msg = f"all {len(self._slots)} slots are in use: release one, or create more"
+                raise NoSlotAvailable(msg, slots=len(self._slots))
+            slot = next((each for each in free if parked.unchanged(each)), None)
+            if slot is None:
+                slot = min(free, key=lambda each: (len(each.tokens) > 0, each.last_used))
+                self._unpark(slot, parked)
+            elif self.overcommits:
+                self.reserve(len(given) - have, slot)
+            slot.groups = parked.groups
+            cached = len(slot.tokens)
+            points = None
+            if self.states is not None:
+                points = StatePoints(self.states.schedule, len(given), cached, groups=slot.groups)
+            lease = SlotLease(self, slot, given, cached, parked.keep, points)
+            slot.lease = lease
+            parked.closed = True
+        return lease
+
+    def _unpark(self, slot: Slot, parked: ParkedSlot) -> None:
+        """Replace the history of a free slot by a parked one, or empty it if there is none."""
+        if self.overcommits:
+            self.reserve(len(parked.tokens) + 1, None)
+        self._counts.evictions += len(slot.tokens) > 0
+        self.keep_state(slot)
+        slot.trim(0)
+        if parked.saved:
+            try:
+                slot.sequence.restore(parked.saved)
+            except StateError as error:
+                have = sum(len(each.tokens) for each in self._slots)
+                msg = f"a parked sequence of {len(parked.tokens)} tokens is not restored: {error}"
+                wanted = len(parked.tokens)
+                raise CellUsage(self._cells, have).full(msg, wanted) from error
+        else:
+            self._begin_again()
+
     # The interface for leases.
 
     def release_slot(self, slot: Slot) -> None:
@@ -281,8 +332,11 @@ class SlotCache:
         )
         raise ReprocessNeeded(msg, tokens[left:])
 
-    def reserve(self, n: int, slot: Slot) -> None:
-        """Ensure ``n`` free cells: evict histories of free slots, least recently used first."""
+    def reserve(self, n: int, slot: Slot | None) -> None:
+        """Ensure ``n`` free cells: evict histories of free slots, least recently used first.
+
+        ``slot`` keeps its history.
+        """
         ledgers = self.context.ledgers
         # The sum without sharing is cheap, and usually small enough.
         if sum(len(each.tokens) for each in ledgers) + n <= self._cells:
@@ -332,7 +386,8 @@ class SlotCache:
             found.add(slot_choice.count_common(slot.tokens, prompt))
             if slot.lease is not None:
                 ahead = slot_choice.count_common(slot.lease.prompt, prompt)
-                slot.lease.add_checkpoint(ahead)
+                if slot.lease.points is not None:
+                    slot.lease.points.add(ahead, len(slot.tokens))
                 found.add(ahead)
         return found
 
@@ -466,7 +521,7 @@ class SlotLease:
         self.rest = prompt[cached:]
         self.prompt = prompt
         #: Where states are due; None: the memory needs none.
-        self._points = points
+        self.points = points
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
@@ -531,17 +586,20 @@ class SlotLease:
 
     def limit_batch(self, n: int) -> int:
         """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
-        return n if self._points is None else self._points.limit(len(self._tokens.tokens), n)
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        return n if self.points is None else self.points.limit(len(self._tokens.tokens), n)
 
     def checkpoint(self) -> None:
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
-        if self._points is not None and self._points.due(len(self._tokens.tokens)):
+        if self.points is not None and self.points.due(len(self._tokens.tokens)):
             self._cache.keep_state(self._slot)
 
-    def add_checkpoint(self, position: int) -> None:
-        """Keep a state after a prefix of the prompt with which another prompt begins."""
-        if self._points is not None:
-            self._points.add(position, len(self._tokens.tokens))
+    def park(self) -> ParkedSlot:
+        """Release the slot, and save its content for `ParkedSlot.resume`."""
+        parked = ParkedSlot(self._cache, self._slot, self.keep)
+        self.release()
+        return parked
 
     def release(self) -> None:
         """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
@@ -588,6 +646,38 @@ class SlotLease:
             raise defrag_retry.CellUsage(self._size, have).full(msg, n)
         discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
         self._cache.discard(slot, keep, discard)
+
+
+class ParkedSlot:
+    """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
+
+    def __init__(self, cache: SlotCache, slot: Slot, keep: int) -> None:
+        self.cache = cache
+        self.tokens = slot.tokens.copy()
+        self.groups = slot.groups
+        self.keep = keep
+        self.closed = False
+        self._marks = slot.sequence.ledger.marks.copy()
+        #: The saved sequence; empty if it cannot be saved, so that its tokens are decoded again.
+        self.saved = b""
+        try:
+            self.saved = slot.sequence.save() if self.tokens else b""
+        except (NativeError, Unsupported, MemoryError) as error:
+            if isinstance(error, WorkerDied):
+                raise
+            _log.warning("a parked sequence will be decoded again: %s", error)
+
+    def unchanged(self, slot: Slot) -> bool:
+        """Return whether a slot still has the parked cells."""
+        return bool(self.tokens) and slot.sequence.ledger.marks == self._marks
+
+    def resume(self, tokens: Iterable[int]) -> SlotLease:
+        """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""
+        return self.cache.resume(self, tokens)
+
+    def close(self) -> None:
+        """Free the saved content. A second call does nothing."""
+        self.closed, self.saved = True, b""
 
 
 #: Number of tokens at the start and end of a slot that `draw` shows.

@@ -302,7 +302,7 @@ def test_pages_of_states_stay_within_the_schedule(tmp_path: Path) -> None:
         assert cache.stats().paged_bytes <= 30_000
     assert cache.stats().evictions > 0
     with pytest.raises(PagingError, match="budget of checkpoints is 30000"):
-        cache.branches.write_page(b"x" * 30_001, 0, 9)
+        cache.branches.write_page(cache.branches.pager, b"x" * 30_001, 0, 9)
     cache.check()
 
 
