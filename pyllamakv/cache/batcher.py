@@ -174,7 +174,8 @@ class Batcher:
             len(queue.waiting), len(queue.active), self._decodes + more, self._tokens + each,
             self._generated + each,
             self._slot_failures, sum(queue.ended.values()), queue.ended["cancelled"],
-            queue.ended["failed"],
+            queue.ended["failed"], sum(one.parked is not None for one in queue.waiting),
+            queue.parks, queue.resumes,
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
@@ -420,7 +421,9 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
 class BatcherStats:
     """Count what a batcher did: batches and their tokens, generations by how they ended.
 
-    ``slot_failures`` counts decodes that found no cells. A retry serves most of them.
+    ``parked`` of those that wait gave up their sequence; this happened ``parks`` times. Of these,
+    ``resumes`` continued. ``slot_failures`` counts decodes that found no cells. A retry serves most
+    of them.
     """
 
     waiting: int
@@ -432,6 +435,9 @@ class BatcherStats:
     finished: int
     cancelled: int
     failed: int
+    parked: int
+    parks: int
+    resumes: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""

@@ -63,6 +63,8 @@ class Branches:
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
+        #: Totals of tokens, as in `PrefixStats`.
+        self.evicted_tokens = self.paged_out_tokens = self.paged_in_tokens = 0
         #: Bytes of a sequence that do not depend on its length: its states.
         self.state_bytes = 0
 
@@ -226,6 +228,9 @@ class Branches:
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
         heir, kept = self.heir(node), None
+        if node.entry is not None or node.page is not None:
+            first = node.start if self.sharing else 0
+            self.evicted_tokens += node.end - min(max(keep, first), node.end)
         if node.entry is not None:
             sequence: Sequence = node.entry
             if keep or heir is not None:
@@ -327,7 +332,9 @@ class Branches:
                 f"{self.schedule.budget}; increase it, or decode the tokens again"
             )
             raise PagingError(msg)
-        return pager.write(saved, start, end)
+        page = pager.write(saved, start, end)
+        self.paged_out_tokens += end - start
+        return page
 
     def surplus(self) -> Node | None:
         """Return the least valuable state if there are more than the schedule allows."""
@@ -431,6 +438,7 @@ class Branches:
         sequence = self.new()
         made.append(sequence)
         sequence.restore(saved)
+        self.paged_in_tokens += page.end - page.start
         if sequence.positions != list(range(page.start, page.end)):
             msg = (
                 f"a page contains other tokens than positions {page.start}..{page.end}; decode "

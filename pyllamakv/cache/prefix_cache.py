@@ -14,9 +14,10 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
-from pyllamakv.cache.paging import pager
+from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.errors import BudgetTooSmall, Cancelled, Closed, PagingError, UsageError
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
@@ -73,6 +74,8 @@ class PrefixCache:
         self.leases: list[PrefixLease] = []
         self.closed = False
         self.counts = PrefixCounts()
+        #: Number of hits by the depth of the prefix.
+        self.depths = DepthCounts()
         self.check_budget(1)
 
     # Prompts...
@@ -143,6 +146,8 @@ class PrefixCache:
         self._make_way(parked.node)
         lease = self._lease(key, parked.groups, (), parked.node)
         parked.close()
+        self.counts.add("resumes")
+        self.counts.add("resumed_tokens", lease.cached)
         return lease
 
     def _make_way(self, node: Node | None) -> None:
@@ -169,6 +174,7 @@ class PrefixCache:
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
         counts.add("hits" if length else "misses")
+        self.depths.add(length)
         counts.add("reused_tokens", length)
         counts.add("prompt_tokens", prompt)
         if LOG.isEnabledFor(logging.INFO):
@@ -325,9 +331,11 @@ class PrefixCache:
             self.branches.drop(node)
             self.counts.add("evictions")
         while (node := self.branches.surplus()) is not None:
-            self.counts.add("evictions", node.entry is None)
-            self.branches.forget_page(node)
-            self.branches.tidy(node)
+            if node.entry is None:
+                self.branches.drop(node)
+                self.counts.add("evictions")
+            else:
+                self.branches.forget_page(node)
 
     @property
     def size(self) -> int:
@@ -448,6 +456,11 @@ class PrefixLease:
         return self not in self.cache.leases
 
     @property
+    def evaluated(self) -> int:
+        """Return how many tokens of the sequence were not cached."""
+        return max(0, len(self.ledger) - self.cached)
+
+    @property
     def promised(self) -> int:
         """Return how many tokens can be decoded without another `make_room`."""
         return max(0, self.granted - len(self.ledger))
@@ -549,6 +562,8 @@ class PrefixLease:
         """Release the sequence; its branch is paged out if others need cells, and never dropped."""
         self.cache.sync()
         parked = ParkedPrefix(self.cache, self.node, self._groups)
+        self.cache.counts.add("parks")
+        self.cache.counts.add("parked_tokens", self.node.end)
         self.release()
         return parked
 
@@ -559,6 +574,7 @@ class PrefixLease:
             return
         self.sync_node()
         branches, node = cache.branches, self.node
+        cache.counts.add("evaluated_tokens", self.evaluated)
         cache.leases.remove(self)
         branches.unlease(node, self)
         # Another branch may have decoded the same tokens; a longer one contains these too.
@@ -611,8 +627,9 @@ class ParkedPrefix:
 
 #: Counters that change with each event.
 COUNTED = (
-    *("hits", "misses", "reused_tokens", "prompt_tokens"),
+    *("hits", "misses", "reused_tokens", "prompt_tokens", "evaluated_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
+    *("parks", "resumes", "parked_tokens", "resumed_tokens"),
 )
 
 
@@ -633,8 +650,11 @@ class PrefixStats:
 
     ``resident`` branches have a sequence, ``paged`` ones are stored outside of the cache, and
     ``leased`` sequences are in use. ``tokens`` are in the tree, and ``cells`` of them in the cache,
-    each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached. ``evictions`` counts
-    dropped branches, and ``damaged`` pages that could not be read.
+    each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached; ``evaluated_tokens``
+    of prompts and text were decoded. ``evictions`` counts dropped branches, and ``damaged`` pages
+    that could not be read. Leases were parked ``parks`` times. ``hits_by_depth`` counts prompts by
+    the number of their cached tokens (see `DepthCounts`), ``bytes_by_tier`` the bytes in cells and
+    states, in host memory and in files.
     """
 
     resident: int
@@ -656,6 +676,16 @@ class PrefixStats:
     paged_out: int
     paged_in: int
     damaged: int
+    evaluated_tokens: int
+    evicted_tokens: int
+    paged_out_tokens: int
+    paged_in_tokens: int
+    parks: int
+    resumes: int
+    parked_tokens: int
+    resumed_tokens: int
+    hits_by_depth: dict[str, int]
+    bytes_by_tier: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
@@ -667,6 +697,11 @@ def measure(cache: PrefixCache) -> PrefixStats:
     branches = cache.branches
     tree = branches.tree
     resident, paged = branches.resident_bytes, branches.paged_bytes
+    counts = PrefixCounts()
+    counts.update(cache.counts)
+    for lease in cache.leases:
+        counts.add("evaluated_tokens", lease.evaluated)
+    tier = "files" if isinstance(branches.pager, FilePager) else "memory"
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
         paged=branches.paged,
@@ -679,7 +714,12 @@ def measure(cache: PrefixCache) -> PrefixStats:
         paged_bytes=paged,
         bytes=resident + paged,
         budget=cache.budget,
-        **cache.counts,
+        evicted_tokens=branches.evicted_tokens,
+        paged_out_tokens=branches.paged_out_tokens,
+        paged_in_tokens=branches.paged_in_tokens,
+        hits_by_depth=dict(cache.depths),
+        bytes_by_tier={"cells": resident, "memory": 0, "files": 0, tier: paged},
+        **counts,
     )
 
 

@@ -20,6 +20,7 @@ from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.cache.prefix_states import StatePoints, StateStore
 from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.errors import (
     Closed,
     KVCacheFull,
@@ -159,9 +160,11 @@ class SlotCache:
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
             if found.evicts:
                 self.keep_state(slot)
+                kept_tokens = found.common if found.source is None else 0
+                self._counts.evict(slot, kept_tokens)
             cached = self._bring(slot, found.source, wanted)
             cached = self._restore_state(slot, prompt[:-1], cached, together)
-            self._counts.take(found.evicts, cached, len(prompt))
+            self._counts.take(cached, len(prompt))
             slot.groups = together
             points = None
             if self.states is not None:
@@ -189,8 +192,8 @@ class SlotCache:
                 )
             oldest = min(free, key=lambda each: each.last_used)
             self.keep_state(oldest)
+            self._counts.evict(oldest)
             oldest.trim(0)
-            self._counts.evictions += 1
             return True
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
@@ -204,7 +207,7 @@ class SlotCache:
 
     def stats(self) -> SlotStats:
         """Return the statistics and totals."""
-        return self._counts.stats(self._slots, self.size)
+        return self._counts.stats(self._slots, self.size, self.states)
 
     def dump(self) -> str:
         """Return the slots as text, one line each."""
@@ -263,14 +266,27 @@ class SlotCache:
                 points = StatePoints(self.states.schedule, len(given), cached, groups=slot.groups)
             lease = SlotLease(self, slot, given, cached, parked.keep, points)
             slot.lease = lease
-            parked.closed = True
+            self._counts.resumes += 1
+            self._counts.resumed_tokens += cached
+            self._counts.parked_bytes -= len(parked.saved)
+            parked.closed, parked.saved = True, b""
         return lease
+
+    def count_parked(self, parked: ParkedSlot) -> None:
+        """Count a parked lease, for `SlotLease.park`."""
+        self._counts.parks += 1
+        self._counts.parked_tokens += len(parked.tokens)
+        self._counts.parked_bytes += len(parked.saved)
+
+    def discard_parked(self, parked: ParkedSlot) -> None:
+        """Count a parked lease that was given up, for `ParkedSlot.close`."""
+        self._counts.parked_bytes -= len(parked.saved)
 
     def _unpark(self, slot: Slot, parked: ParkedSlot) -> None:
         """Replace the history of a free slot by a parked one, or empty it if there is none."""
         if self.overcommits:
             self.reserve(len(parked.tokens) + 1, None)
-        self._counts.evictions += len(slot.tokens) > 0
+        self._counts.evict(slot)
         self.keep_state(slot)
         slot.trim(0)
         if parked.saved:
@@ -288,6 +304,8 @@ class SlotCache:
 
     def release_slot(self, slot: Slot) -> None:
         """Release a slot, for `SlotLease.release`."""
+        if slot.lease is not None:
+            self._counts.evaluated_tokens += slot.lease.evaluated
         slot.lease = None
         self._clock += 1
         slot.last_used = self._clock
@@ -306,7 +324,7 @@ class SlotCache:
         Raises ReprocessNeeded if the memory cannot do that in place; the first ``keep`` tokens
         remain.
         """
-        sequence = slot.sequence
+        sequence, before = slot.sequence, len(slot.tokens)
         with self.context.lock:
             end = keep + n
             if self._can_shift(slot, end):
@@ -318,6 +336,7 @@ class SlotCache:
                     sequence.shift(end, None, -n)
                     slot.groups = grouping.without(slot.groups, keep, end)
                     self._counts.shifts += 1
+                    self._discarded(slot, before)
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
                     return
             tokens = slot.tokens[:keep] + slot.tokens[end:]
@@ -326,11 +345,17 @@ class SlotCache:
                 self._begin_again()
             slot.groups = grouping.without(slot.groups, keep, end)
             self._counts.reprocessed += len(tokens) - left
+            self._discarded(slot, before)
         msg = (
             f"sequence {sequence.id} is full and cannot be shifted: decode these "
             f"{len(tokens) - left} tokens again"
         )
         raise ReprocessNeeded(msg, tokens[left:])
+
+    def _discarded(self, slot: Slot, before: int) -> None:
+        """Count the tokens that a lease decoded and discarded."""
+        if slot.lease is not None:
+            slot.lease.discarded += before - len(slot.tokens)
 
     def reserve(self, n: int, slot: Slot | None) -> None:
         """Ensure ``n`` free cells: evict histories of free slots, least recently used first.
@@ -355,7 +380,7 @@ class SlotCache:
                 if _cells(ledgers) + n <= self._cells:
                     return
                 _log.debug("sequence %d is evicted", each.sequence.id)
-                self._counts.evictions += len(each.sequence) > 0
+                self._counts.evict(each)
                 each.trim(0)
 
     def keep_state(self, slot: Slot) -> None:
@@ -525,12 +550,19 @@ class SlotLease:
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
+        #: Tokens that the sequence had, and that `make_room` discarded.
+        self.discarded = 0
         self._cache = cache
         self._slot = slot
         self._size = cache.size
         self._overcommits = cache.overcommits
         self._tokens = slot.sequence.ledger
         self.released = False
+
+    @property
+    def evaluated(self) -> int:
+        """Return how many tokens were decoded with this lease."""
+        return max(0, len(self._tokens) + self.discarded - self.cached)
 
     def make_room(self, n: int = 1) -> None:
         """Free cells for ``n`` more tokens: shift, and evict if slots share all cells.
@@ -598,6 +630,7 @@ class SlotLease:
     def park(self) -> ParkedSlot:
         """Release the slot, and save its content for `ParkedSlot.resume`."""
         parked = ParkedSlot(self._cache, self._slot, self.keep)
+        self._cache.count_parked(parked)
         self.release()
         return parked
 
@@ -677,7 +710,9 @@ class ParkedSlot:
 
     def close(self) -> None:
         """Free the saved content. A second call does nothing."""
-        self.closed, self.saved = True, b""
+        if not self.closed:
+            self.cache.discard_parked(self)
+            self.closed, self.saved = True, b""
 
 
 #: Number of tokens at the start and end of a slot that `draw` shows.
@@ -691,6 +726,10 @@ class SlotStats:
     Of ``prompts`` with ``prompt_tokens``, ``reused_tokens`` were there already; ``hits`` had any.
     ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
     use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
+    ``evaluated_tokens`` of prompts and text were decoded, ``evicted_tokens`` of histories are gone.
+    Leases were parked ``parks`` times. There are ``states`` saved states. ``hits_by_depth`` counts
+    prompts by the number of their cached tokens (see `DepthCounts`); ``bytes_by_tier`` are the
+    bytes of states and of parked slots in host memory.
     """
 
     slots: int
@@ -707,6 +746,16 @@ class SlotStats:
     shifts: int
     reprocessed: int
     refused: int
+    evaluated_tokens: int
+    evicted_tokens: int
+    parks: int
+    resumes: int
+    parked_tokens: int
+    resumed_tokens: int
+    states: int
+    state_evictions: int
+    hits_by_depth: dict[str, int]
+    bytes_by_tier: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
@@ -719,24 +768,42 @@ class SlotCounts:
     def __init__(self) -> None:
         self.prompts = self.hits = self.prompt_tokens = self.reused_tokens = 0
         self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
+        self.evaluated_tokens = self.evicted_tokens = 0
+        self.parks = self.resumes = self.parked_tokens = self.resumed_tokens = 0
+        self.depths = DepthCounts()
+        self.parked_bytes = 0
 
-    def take(self, evicts: bool, cached: int, length: int) -> None:
+    def evict(self, slot: Slot, keep: int = 0) -> None:
+        """Count a history of which the first ``keep`` tokens remain."""
+        self.evictions += len(slot.tokens) > 0
+        self.evicted_tokens += max(0, len(slot.tokens) - keep)
+
+    def take(self, cached: int, length: int) -> None:
         """Count a prompt that got a slot."""
         self.prompts += 1
         self.hits += cached > 0
-        self.evictions += evicts
+        self.depths.add(cached)
         self.reused_tokens += cached
         self.prompt_tokens += length
 
-    def stats(self, slots: Sequence[Slot], size: int) -> SlotStats:
-        """Return the numbers, with those of the slots."""
+    def stats(self, slots: Sequence[Slot], size: int, states: StateStore | None) -> SlotStats:
+        """Return the numbers, with those of the slots and of the saved states."""
+        counts = dict(vars(self))
+        depths, parked = counts.pop("depths"), counts.pop("parked_bytes")
+        leases = (each.lease for each in slots)
+        counts["evaluated_tokens"] += sum(each.evaluated for each in leases if each is not None)
+        saved = states.pager.size if states is not None else 0
         return SlotStats(
             slots=len(slots),
             in_use=sum(each.lease is not None for each in slots),
             size=size,
             tokens=sum(len(each.tokens) for each in slots),
             misses=self.prompts - self.hits,
-            **vars(self),
+            states=states.pager.count if states is not None else 0,
+            state_evictions=states.evictions if states is not None else 0,
+            hits_by_depth=dict(depths),
+            bytes_by_tier={"states": saved, "parked": parked},
+            **counts,
         )
 
 
