@@ -125,8 +125,15 @@ def _sequence(
             parked = node.parked - (node is resumed)
             alone = not node.pins and not parked and not node.children
             last = branches.can_trim or not branches.vacant
-            # If the state has a page too, its sequence may leave it.
-            if (alone and last) or (not branches.can_trim and node.page is not None):
+            if not branches.can_trim and node.page is not None:
+                return branches.detach(node)  # the page has the same state
+            paged = not branches.can_trim and branches.storage(node) is not None
+            if alone and last and paged and node is not resumed:
+                # Other prompts may diverge here, so the state is kept as a page.
+                taken = eviction.evict(cache, node, length)
+                assert taken is not None
+                return taken
+            if alone and last:
                 return branches.detach(node)
         donor = branches.provider(node) if length else None
         if branches.vacant:

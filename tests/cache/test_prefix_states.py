@@ -384,6 +384,15 @@ def test_a_state_that_cannot_be_saved_fails_no_prompt(
         cache.check()
 
 
+def test_a_state_that_a_prompt_continues_is_kept(tmp_path: Path) -> None:
+    """If no sequence is vacant, the prompt takes the only one; its state goes to a page."""
+    cache = PrefixCache(recurrent(tmp_path), entries=1)
+    chat = [*range(10, 40)]
+    prefix_kit.serve(cache, chat, [5] * 20)
+    for number in range(3):
+        assert prefix_kit.serve(cache, [*chat, *([5] * 20), 60 + number, 7], [9] * 10) == 50
+
+
 def test_a_lease_is_forked_where_it_is(tmp_path: Path) -> None:
     """A longer branch cannot be cut to the length of the lease, so the lease is the source."""
     ctx = recurrent(tmp_path)
