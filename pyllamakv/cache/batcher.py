@@ -91,7 +91,7 @@ class Batcher:
             raise UsageError(msg)
         #: Text of tokens by id, a cache for all generations: see `Generation`.
         self.known: dict[int, str] = {}
-        max_wait = arguments.whole_or_none("max_wait", max_wait, 1)
+        max_wait = arguments.whole_or_none("max_wait", max_wait, 1, arguments.INT32)
         self._queue = GenerationQueue(manager, max_wait)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
