@@ -202,8 +202,7 @@ class Branches:
 
     def unpark(self, node: Node) -> None:
         """Count a parked lease less. Without a pager, a page that was for it alone is dropped."""
-        if node.parked:
-            node.parked -= 1
+        node.unpark()
         while self.pager is None and not node.children and node.bare and node.linked:
             above = node.parent
             self.forget_page(node)
@@ -261,8 +260,7 @@ class Branches:
         for node in lost:
             self.close(self.detach(node))
             if node.page is None:
-                node.pins.clear()
-                node.parked = 0
+                node.unprotect()
         for node in lost:
             self.tidy(node)
 
@@ -275,8 +273,7 @@ class Branches:
         top = next(node for node in self.tree.walk() if node.page is page)
         above = top.parent
         for each in list(top.walk())[::-1] if self.sharing else [top]:
-            each.pins.clear()
-            each.parked = 0
+            each.unprotect()
             self.forget_page(each)
             self.tree.prune(each)
         if above is not None:

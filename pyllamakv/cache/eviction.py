@@ -79,7 +79,7 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
             if node.pins or not (branches.pages_optional or node.parked):
                 raise
             LOG.warning("%s; the branch is dropped", error)
-            node.parked = 0
+            node.unprotect()
         else:
             cache.counts.add("paged_out")
             return kept

@@ -611,7 +611,7 @@ class ParkedPrefix:
         #: The node that has the tokens; None: nothing was decoded.
         self.node = node if node.parent is not None else None
         if self.node is not None:
-            self.node.parked += 1
+            self.node.park()
 
     def resume(self, tokens: Iterable[int]) -> PrefixLease:
         """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""

@@ -98,6 +98,19 @@ class Node:
         """Return whether this may be paged out, but not dropped."""
         return bool(self.pins) or self.parked > 0
 
+    def park(self) -> None:
+        """Count a parked lease."""
+        self.parked += 1
+
+    def unpark(self) -> None:
+        """Count a parked lease less, if its content was not lost."""
+        self.parked = max(0, self.parked - 1)
+
+    def unprotect(self) -> None:
+        """Forget pins and parked leases, because the content is lost."""
+        self.pins.clear()
+        self.parked = 0
+
     @property
     def linked(self) -> bool:
         """Return whether this is a node below another one still."""

@@ -91,8 +91,9 @@ class _ScreenNative:
         moved = sum(length for *_, length in moves)
         failed = word(status) if status else ""
         picture = Picture.of(now.snapshot)
-        self._screen.notes = [manager_line(*each) for each in self._managers.items()]
-        self._screen.show(Frame(self._number, op, detail, picture, failed, moves, moved))
+        notes = [manager_line(*each) for each in self._managers.items()]
+        frame = Frame(self._number, op, detail, picture, failed, moves, moved)
+        self._screen.show(frame, notes)
 
 
 #: Numbers of a cache manager that are shown, if they are not 0.
