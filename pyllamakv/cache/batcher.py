@@ -10,10 +10,11 @@ is the fast path for steps in which every generation needs one token. There are 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from bisect import insort
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,14 +58,22 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenSampler
 
 
+#: Number of steps after which a waiting generation takes the place of one that has run as long.
+MAX_WAIT = 1024
+
+
 class Batcher:
     """Generate for several prompts at once, with the sequences of a cache manager.
 
     A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
-    fit waits until another generation has ended.
+    fit waits until another generation has ended. If cells run short, the generation that was
+    submitted last is parked until another one has ended. One that has waited for ``max_wait`` steps
+    takes the place of one that has run as long (None: it waits).
     """
 
-    def __init__(self, manager: CacheManager, *, n_batch: int | None = None) -> None:
+    def __init__(
+        self, manager: CacheManager, *, n_batch: int | None = None, max_wait: int | None = MAX_WAIT
+    ) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
             expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
@@ -82,7 +91,8 @@ class Batcher:
             raise UsageError(msg)
         #: Text of tokens by id, a cache for all generations: see `Generation`.
         self.known: dict[int, str] = {}
-        self._queue = GenerationQueue(manager)
+        max_wait = arguments.whole_or_none("max_wait", max_wait, 1, arguments.INT32)
+        self._queue = GenerationQueue(manager, max_wait)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
         #: The fast path for the active generations, until one is added, ends or is cancelled.
@@ -102,6 +112,7 @@ class Batcher:
         messages: Iterable[Mapping[str, Any]] | None = None,
         tools: Iterable[Mapping[str, Any]] | None = None,
         groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
         stop_at_end: bool = True,
     ) -> Generation:
         """Queue a prompt, text or tokens, and return its generation. Decodes nothing.
@@ -110,20 +121,21 @@ class Batcher:
 
         The generation ends after ``max_tokens`` (None: no limit; 0: after the prompt), before a
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
-        ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch. Raises
-        UsageError for invalid arguments. If the manager refuses the prompt later, only this
-        generation fails.
+        ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch.
+        ``checkpoints`` are lengths of the prompt after which the manager keeps a state, if the
+        memory cannot return there. Raises UsageError for invalid arguments. If the manager refuses
+        the prompt later, only this generation fails.
         """
         asked = checked_request(
             self.context, self._greedy, self.n_batch, prompt, messages=messages, tools=tools,
             max_tokens=max_tokens, stop=stop, sampler=sampler, groups=groups,
-            stop_at_end=stop_at_end,
+            checkpoints=checkpoints, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
         self._leave_decode_only()
         if not self._queue:
             self._cancels = self.context.cancels - self._interrupts
-        self._queue.waiting.append(made)
+        self._queue.submit(made, self._steps)
         return made
 
     def step(self) -> bool:
@@ -167,7 +179,8 @@ class Batcher:
             len(queue.waiting), len(queue.active), self._decodes + more, self._tokens + each,
             self._generated + each,
             self._slot_failures, sum(queue.ended.values()), queue.ended["cancelled"],
-            queue.ended["failed"],
+            queue.ended["failed"], sum(one.parked is not None for one in queue.waiting),
+            queue.parks, queue.resumes,
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
@@ -214,7 +227,8 @@ class Batcher:
         if any(len(one.all_tokens) - len(one.ledger.tokens) != 1 for one in queue.active):
             return
         cancels = self._interrupts + self._cancels
-        self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels)
+        most = queue.patience(self._steps)
+        self._decode_only = DecodeOnlyBatch(self.context, self._greedy, queue.active, cancels, most)
         if any(one.cancelled for one in queue):
             # This order is required, because `Generation.cancel` sets its flag before it
             # interrupts.
@@ -242,12 +256,15 @@ class Batcher:
         self._sweep()
         for one in self._queue.active:
             drop_last_token(one)
+        self._queue.rotate(self._steps)
         self._queue.admit(self._steps)
         # In place: of generations with the same last step, another one is first next time.
         self._queue.active.sort(key=lambda one: one.last_step)
         portions = schedule_batch(self._queue.active, self.n_batch, self._steps)
         self._steps += 1
         portions = [each for each in portions if self._room(*each)]
+        # Room for a later one may have required to park an earlier one.
+        portions = [each for each in portions if each[0].lease is not None]
         if portions:
             self._feed(portions)
         self._enter_decode_only()
@@ -266,18 +283,19 @@ class Batcher:
 
     def _room(self, one: Generation, n: int) -> bool:
         """Free cells for ``n`` tokens; return False if they cannot be decoded in this step."""
-        try:
-            return make_room(one, n)
-        except NoKVSlot as error:
-            self._no_room(one, error)
-            return False
+        while one.lease is not None:
+            try:
+                return make_room(one, n)
+            except NoKVSlot as error:
+                self._no_room(one, error)
+        return False
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
-        """Requeue a prompt until another generation ends; one with text fails instead."""
-        if one.tokens or len(self._queue.active) == 1:
+        """Park the generation that was submitted last; ``one`` fails if it is the only one."""
+        if len(self._queue.active) == 1:
             self._queue.end(one, "failed", error)
         else:
-            self._queue.requeue(one)
+            self._queue.park(max(self._queue.active, key=lambda each: each.turn), self._steps)
 
     def _feed(self, portions: list[Portion], *, defragged: bool = False) -> None:
         """Decode, and choose the next tokens."""
@@ -315,9 +333,11 @@ class Batcher:
         elif isinstance(error, NoKVSlot):
             one, n = portions[0]
             counts = {one.sequence.id: n}
-            self._no_room(
-                one, defrag_retry.cache_full_error(self.context, error, counts, defragged=defragged)
-            )
+            if not self.manager.relieve():
+                full = defrag_retry.cache_full_error(
+                    self.context, error, counts, defragged=defragged
+                )
+                self._no_room(one, full)
         else:
             self._queue.end(portions[0][0], "failed", error)
 
@@ -330,6 +350,8 @@ class Batcher:
                     self._queue.end(one, "length")
                 else:
                     ready.append(one)
+            elif one.lease is not None:
+                one.lease.checkpoint()
         if not ready:
             return
         self._generated += len(ready)
@@ -370,6 +392,8 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
     for each in (*late, *single, *others):
         have = len(each.ledger.tokens)
         n = min(len(each.all_tokens) - have, n_batch)
+        if each.lease is not None:
+            n = each.lease.limit_batch(n)
         if each.groups and have + n < len(each.prompt):
             n = grouping.floor(each.groups, have + n) - have
         if n > 0:
@@ -402,7 +426,9 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
 class BatcherStats:
     """Count what a batcher did: batches and their tokens, generations by how they ended.
 
-    ``slot_failures`` counts decodes that found no cells. A retry serves most of them.
+    ``parked`` of those that wait gave up their sequence; this happened ``parks`` times. Of these,
+    ``resumes`` continued. ``slot_failures`` counts decodes that found no cells. A retry serves most
+    of them.
     """
 
     waiting: int
@@ -414,6 +440,9 @@ class BatcherStats:
     finished: int
     cancelled: int
     failed: int
+    parked: int
+    parks: int
+    resumes: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
@@ -423,15 +452,20 @@ class BatcherStats:
 class GenerationQueue:
     """The generations of a batcher that have not ended, and the totals of the others."""
 
-    def __init__(self, manager: CacheManager) -> None:
+    def __init__(self, manager: CacheManager, max_wait: int | None) -> None:
         self.manager = manager
-        self.waiting: deque[Generation] = deque()
+        self.max_wait = max_wait
+        #: Those without a lease, in the order of their turns.
+        self.waiting: list[Generation] = []
         self.active: list[Generation] = []
         self.ended: dict[Reason, int] = dict.fromkeys(
             ("end", "stop", "length", "cancelled", "failed"), 0
         )
         #: No generation is admitted until fewer than this number are active.
         self._crowded: int | None = None
+        self._turns = count()
+        #: Totals: generations that were parked, and that were resumed.
+        self.parks = self.resumes = 0
 
     def __bool__(self) -> bool:
         return bool(self.active or self.waiting)
@@ -453,8 +487,9 @@ class GenerationQueue:
         while self.waiting and not self.full:
             self._crowded = None
             first = self.waiting[0]
+            resumes = first.parked is not None
             try:
-                lease = self.manager.acquire(first.prompt, groups=first.groups)
+                first.begin(self.manager, steps)
             except (NoSlotAvailable, KVCacheFull) as error:
                 if self.active:
                     self._crowded = len(self.active)
@@ -465,16 +500,47 @@ class GenerationQueue:
             except KvError as error:
                 self.end(first, "failed", error)
             else:
-                self.waiting.popleft()
-                first.begin(lease, steps)
+                self.waiting.remove(first)
                 self.active.append(first)
+                self.resumes += resumes
 
-    def requeue(self, one: Generation) -> None:
-        """Requeue a generation as the first one, until another ends."""
+    def submit(self, one: Generation, steps: int) -> None:
+        """Add a generation as the last one."""
+        one.turn, one.since = next(self._turns), steps
+        self.waiting.append(one)
+
+    def park(self, one: Generation, steps: int) -> None:
+        """Let a generation wait for its turn, until another one ends."""
         self.active.remove(one)
-        self.waiting.appendleft(one)
+        insort(self.waiting, one, key=lambda each: each.turn)
         self._crowded = len(self.active)
-        one.release_lease()
+        self.parks += 1
+        one.park(steps)
+
+    def rotate(self, steps: int) -> None:
+        """Park a generation for one that has waited for ``max_wait`` steps.
+
+        Those that have run as long get a new turn, after all others. The first one that waits is
+        therefore admitted after the runs of those before it, whatever is submitted later.
+        """
+        if self.max_wait is None or not self.waiting or not self.active:
+            return
+        first = self.waiting[0]
+        if steps - first.since < self.max_wait:
+            return
+        for one in self.active:
+            if one.turn < first.turn and steps - one.since >= self.max_wait:
+                one.turn = next(self._turns)
+        last = max(self.active, key=lambda one: one.turn)
+        if last.turn > first.turn:
+            self.park(last, steps)
+        self._crowded = None
+
+    def patience(self, steps: int) -> int | None:
+        """Return after how many steps `rotate` is due; None: never."""
+        if self.max_wait is None or not self.waiting:
+            return None
+        return max(1, self.waiting[0].since + self.max_wait - steps)
 
     def end(self, one: Generation, reason: Reason, error: Exception | None = None) -> None:
         """End one generation and remove it. Raises the error of releasing its lease, if any."""
@@ -513,13 +579,13 @@ GOING, ENDED, NOTHING = StepOutcome
 class DecodeOnlyBatch:
     """Generations that need one token each.
 
-    ``steps`` counts decodes. ``decoding``: a decode is running. If ``cancels`` differs from the
-    context's, the next step does not start.
+    ``steps`` counts decodes, at most ``limit`` (None: no limit). ``decoding``: a decode is running.
+    If ``cancels`` differs from the context's, the next step does not start.
     """
 
     __slots__ = (
         "_alike", "_context", "_greedy", "_rooms", "_sequences", "cancels",
-        "decoding", "generations", "portions", "steps",
+        "decoding", "generations", "limit", "portions", "steps",
     )  # fmt: skip
 
     def __init__(
@@ -528,7 +594,9 @@ class DecodeOnlyBatch:
         greedy: Sampler | NumpySampler,
         generations: Sequence[Generation],
         cancels: int,
+        limit: int | None = None,
     ) -> None:
+        self.limit = limit
         self.generations = tuple(generations)
         self.portions = [(one, 1) for one in generations]
         self.steps = 0
@@ -547,7 +615,7 @@ class DecodeOnlyBatch:
         NOTHING when that has to be done in the general way. Raises DecodeError.
         """
         context = self._context
-        if context.cancels != self.cancels:
+        if context.cancels != self.cancels or self.steps == self.limit:
             return NOTHING
         tokens = []
         for one, ledger, reserve in self._rooms:

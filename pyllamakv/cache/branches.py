@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.cache import prefix_states
+from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from pyllamakv.errors import (
     NativeError,
@@ -26,6 +28,7 @@ from pyllamakv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.paging import Page, Pager
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.context import Context
@@ -36,7 +39,9 @@ class Branches:
     """The tree and its sequences, at most ``limit``.
 
     ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
-    window may have passed. ``sharing``: pages and entries share common prefixes.
+    window may have passed. ``sharing``: pages and entries share common prefixes. If sequences
+    cannot be trimmed, ``schedule`` limits the pages. Without a pager they are in host memory,
+    unless ``before_drop`` stores branches elsewhere.
     """
 
     def __init__(
@@ -44,9 +49,10 @@ class Branches:
         context: Context,
         limit: int,
         pager: Pager | None,
+        schedule: CheckpointSchedule,
         before_drop: Callable[[Node], None] | None = None,
     ) -> None:
-        self.context, self.limit, self.pager = context, limit, pager
+        self.context, self.limit, self.schedule = context, limit, schedule
         #: Called with a node whose entry is about to be dropped.
         self._before_drop = before_drop
         memory = context.info.memory
@@ -54,10 +60,19 @@ class Branches:
         self.can_trim = self.may_trim and (
             memory is MemoryType.ATTENTION or context.params.swa_full
         )
+        #: Whether pages are there for states only, so that a branch may be dropped instead.
+        self.pages_optional = pager is None and before_drop is None and not self.can_trim
+        if self.pages_optional and schedule.size and prefix_states.saves(context):
+            pager = MemoryPager()
+        self.pager = pager
+        #: Pages of parked leases, if there is no pager.
+        self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
         self.tree = PrefixTree(whole_pages=not self.sharing)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
+        #: Totals of tokens, as in `PrefixStats`.
+        self.evicted_tokens = self.paged_out_tokens = self.paged_in_tokens = 0
         #: Bytes of a sequence that do not depend on its length: its states.
         self.state_bytes = 0
 
@@ -100,7 +115,12 @@ class Branches:
         self.taken -= 1
 
     def provider(self, node: Node, beside: Node | None = None) -> Sequence:
-        """Return a sequence with a node, but none at or below ``beside``; entries are preferred."""
+        """Return a sequence with a node, but none at or below ``beside``; entries are preferred.
+
+        If sequences cannot be trimmed, one that ends with the node comes first.
+        """
+        if not self.can_trim and node.entry is None and node.leases:
+            return node.leases[0].sequence  # type: ignore[no-any-return]
         waiting, leased = [node], None
         while waiting:
             each = waiting.pop()
@@ -134,9 +154,8 @@ class Branches:
         self.tree.unlease(node, lease)
 
     def _forget_pages(self, node: Node) -> None:
-        # Cached nodes need no page. A state at the end of a node does not contain those of its
-        # parents.
-        for each in node.path if self.can_trim else [node]:
+        # Cached nodes need no page. The page of a state remains, because the sequence leaves it.
+        for each in node.path if self.can_trim else ():
             self.forget_page(each)
 
     def forget_page(self, node: Node) -> None:
@@ -185,27 +204,40 @@ class Branches:
         for each in path:
             self.tree.merge(each)
 
+    def storage(self, node: Node) -> Pager | None:
+        """Return where a node is paged out to; None: it is dropped."""
+        return self._parking if self.pager is None and node.parked else self.pager
+
+    def unpark(self, node: Node) -> None:
+        """Count a parked lease less. Without a pager, a page that was for it alone is dropped."""
+        node.unpark()
+        while self.pager is None and not node.children and node.bare and node.linked:
+            above = node.parent
+            self.forget_page(node)
+            self.tree.prune(node)
+            if above is None or above.parent is None:
+                break
+            node = above
+        self.tidy(node)
+
     # Parting...
 
     def removable(self, node: Node, *, frees_id: bool) -> bool:
         """Return whether a node's sequence can be paged out, or dropped if there are no pages."""
-        if node.entry is None or node.leases or (self.can_trim and node.ref_count != 1):
+        if node.entry is None or (self.can_trim and (node.leases or node.ref_count != 1)):
             return False
-        if self.pager is not None:
+        if self.storage(node) is not None:
             return True
-        if node.pins or len(node.children) > (0 if self.can_trim else 1):
+        if node.protected or len(node.children) > (0 if self.can_trim else 1):
             return False
         return not (frees_id and self.heir(node))
-
-    def evict(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Page a removable node out, or drop it; return its sequence of ``keep`` tokens, if any."""
-        if self.pager is not None:
-            return self.page_out(node, keep)
-        return self.drop(node, keep)
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
         heir, kept = self.heir(node), None
+        if node.entry is not None or node.page is not None:
+            first = node.start if self.sharing else 0
+            self.evicted_tokens += node.end - min(max(keep, first), node.end)
         if node.entry is not None:
             if self._before_drop is not None:
                 self._before_drop(node)
@@ -228,7 +260,7 @@ class Branches:
         parent = node.parent
         if not self.can_trim or node.entry is None or parent is None or parent.parent is None:
             return None
-        needed = parent.pins or (self.sharing and len(parent.children) > 1)
+        needed = parent.protected or (self.sharing and len(parent.children) > 1)
         return parent if needed and parent.ref_count == 1 else None
 
     def forget_emptied(self) -> None:
@@ -238,7 +270,7 @@ class Branches:
         for node in lost:
             self.close(self.detach(node))
             if node.page is None:
-                node.pins.clear()
+                node.unprotect()
         for node in lost:
             self.tidy(node)
 
@@ -251,7 +283,7 @@ class Branches:
         top = next(node for node in self.tree.walk() if node.page is page)
         above = top.parent
         for each in list(top.walk())[::-1] if self.sharing else [top]:
-            each.pins.clear()
+            each.unprotect()
             self.forget_page(each)
             self.tree.prune(each)
         if above is not None:
@@ -262,29 +294,77 @@ class Branches:
 
         Raises PagingError with nothing changed.
         """
-        assert self.pager is not None
         sequence: Sequence = node.entry
+        if node.page is not None:
+            return self._close_paged(node, keep)
+        pager = self.storage(node)
+        assert pager is not None
         chain = [node]
         while self.sharing and (above := chain[-1].parent) is not None and above.ref_count == 1:
             if above.parent is None:
                 break
             chain.append(above)
         start = chain[-1].start if self.sharing else 0
-        page = self.pager.write(self._save(sequence, chain[-1], start), start, node.end)
+        page = self.write_page(pager, self._save(sequence, chain[-1], start), start, node.end)
         try:
             if keep:
                 sequence.trim(keep)
         except PartialRemovalRefused:
             page.drop()
             raise
-        self.detach(node)
         for each in chain:
             self.tree.set_page(each, page)
-        self.tidy(node)
+        return self._close_paged(node, 0) if not keep else self._detach_paged(node)
+
+    def _close_paged(self, node: Node, keep: int) -> Sequence | None:
+        """Detach a sequence whose node has a page; close it, or trim it to ``keep`` tokens."""
+        sequence: Sequence = node.entry
         if keep:
-            return sequence
+            sequence.trim(keep)
+            return self._detach_paged(node)
+        self._detach_paged(node)
         self.close(sequence)
         return None
+
+    def _detach_paged(self, node: Node) -> Sequence:
+        sequence = self.detach(node)
+        self.tidy(node)
+        return sequence
+
+    def write_page(self, pager: Pager, saved: bytes, start: int, end: int) -> Page:
+        """Store a page. Raises PagingError if one page exceeds the budget of states."""
+        if not self.can_trim and len(saved) > self.schedule.budget:
+            msg = (
+                f"a state of {end} tokens has {len(saved)} bytes and the budget of checkpoints is "
+                f"{self.schedule.budget}; increase it, or decode the tokens again"
+            )
+            raise PagingError(msg)
+        page = pager.write(saved, start, end)
+        self.paged_out_tokens += end - start
+        return page
+
+    def surplus(self) -> Node | None:
+        """Return the least valuable state if there are more than the schedule allows."""
+        pager, most = self.pager, self.schedule
+        if self.can_trim or pager is None:
+            return None
+        if pager.count <= most.size and pager.size <= most.budget:
+            return None
+
+        def wanted(node: Node) -> bool:
+            return node.page is not None and not node.protected
+
+        spare = next((each for each in self.tree.walk() if wanted(each) and each.entry), None)
+        return spare or prefix_states.least_valuable(
+            self.tree,
+            wanted,
+            lambda node: node.page.size,
+        )
+
+    def size_of(self, node: Node) -> int:
+        """Return the bytes of the entry and the page of a node."""
+        page = node.page.size if node.page is not None else 0
+        return page + (self.bytes_of(node.end) if node.entry is not None else 0)
 
     def _save(self, sequence: Sequence, top: Node, start: int) -> bytes:
         assert top.parent is not None
@@ -299,7 +379,7 @@ class Branches:
                 sequence.share(beside, 0, start)
         except WorkerDied:
             raise
-        except (NativeError, Unsupported) as error:
+        except (NativeError, Unsupported, MemoryError) as error:
             msg = f"a branch of {top.end} tokens could not be saved: {error}"
             raise PagingError(msg) from error
 
@@ -365,6 +445,7 @@ class Branches:
         sequence = self.new()
         made.append(sequence)
         sequence.restore(saved)
+        self.paged_in_tokens += page.end - page.start
         if sequence.positions != list(range(page.start, page.end)):
             msg = (
                 f"a page contains other tokens than positions {page.start}..{page.end}; decode "
@@ -396,7 +477,12 @@ class Branches:
     @property
     def paged_bytes(self) -> int:
         """Return the bytes of all pages."""
-        return self.pager.size if self.pager is not None else 0
+        return (self.pager or self._parking).size
+
+    @property
+    def paged(self) -> int:
+        """Return the number of pages."""
+        return (self.pager or self._parking).count
 
     def reclaimable(self, protected: Collection[Node], head: tuple[Node, int] | None = None) -> int:
         """Return how many cells would be free with everything removable gone but ``protected``.
@@ -406,7 +492,8 @@ class Branches:
         tree = self.tree
         kept = set(protected)
         for node in tree.walk():
-            if node.leases or (node.pins and self.pager is None):
+            leased = self.can_trim and node.leases
+            if leased or (node.protected and self.storage(node) is None):
                 kept.update(node.path)
         going = [node for node in tree.walk() if node not in kept]
         if self.sharing:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyllamakv.cache.inspection import describe
-from pyllamakv.errors import KVCacheFull, NoKVSlot, Unsupported
+from pyllamakv.errors import KVCacheFull, NoKVSlot, StateError, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pyllamakv.runtime.batch import Feed
     from pyllamakv.runtime.context import Context
@@ -57,10 +57,14 @@ class CellUsage:
 
 
 def decode_with_defrag(
-    context: Context, run: Callable[[], None], counts: Mapping[int, int]
+    context: Context,
+    run: Callable[[], None],
+    counts: Mapping[int, int],
+    relieve: Callable[[], bool] | None = None,
 ) -> bool:
     """Run a decode of ``counts`` tokens per sequence; return whether a defragmentation helped.
 
+    ``relieve`` frees cells of idle sequences, or returns False; the decode is repeated after it.
     Raises KVCacheFull, and logs the content of the cache at debug level.
     """
     try:
@@ -74,6 +78,13 @@ def decode_with_defrag(
                 error = again
             else:
                 return True
+        while relieve is not None and relieve():
+            try:
+                run()
+            except NoKVSlot as again:
+                error = again
+            else:
+                return defragged
         raise cache_full_error(context, error, counts, defragged=defragged) from error
     return False
 
@@ -90,9 +101,32 @@ def defragment(context: Context, error: NoKVSlot) -> bool:
     return True
 
 
-def decode_feed(context: Context, feed: Feed) -> None:
-    """Decode a feed, and defragment once if that can help. Raises KVCacheFull."""
-    decode_with_defrag(context, partial(context.decode, feed), {feed.sequence.id: len(feed)})
+def decode_feed(context: Context, feed: Feed, relieve: Callable[[], bool] | None = None) -> None:
+    """Decode a feed as `decode_with_defrag` does. Raises KVCacheFull."""
+    counts = {feed.sequence.id: len(feed)}
+    decode_with_defrag(context, partial(context.decode, feed), counts, relieve)
+
+
+def copy_shared_window(context: Context, sequences: Iterable[Sequence]) -> bool:
+    """Give a sequence cells of its own, if it shares cells of a sliding window with another.
+
+    llama.cpp drops a cell outside of the window only if one sequence has it. Returns False if none
+    shares any, or if no cells are free for the copies.
+    """
+    if not context.info.n_swa or context.stream_per_sequence:
+        return False
+    with context.lock:
+        snapshot = context.kv.try_snapshot()
+        shared = [cells for cells in snapshot.streams if cells.swa] if snapshot is not None else []
+        for each in sequences:
+            if any((cells.has(each.id) & (cells.sharers > 1)).any() for cells in shared):
+                try:
+                    each.restore(each.save())
+                except (StateError, Unsupported) as error:
+                    LOGGER.info("sequence %d keeps its shared cells: %s", each.id, error)
+                else:
+                    return True
+    return False
 
 
 def cache_full_error(

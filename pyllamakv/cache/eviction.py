@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
+from pyllamakv.cache import prefix_states
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.errors import (
     NativeError,
@@ -51,10 +53,17 @@ def capacity(context: Context) -> int | None:
     return found.size // context.partitions
 
 
+def _leased(cache: PrefixCache) -> set[Node]:
+    """Return the nodes whose tokens leases need: states are not needed once they were forked."""
+    if not cache.branches.can_trim:
+        return set()
+    return {each for lease in cache.leases for each in lease.node.path}
+
+
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
     """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes."""
     branches = cache.branches
-    protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
+    protected = {*kept, *_leased(cache)}
     return branches.tree.least_recently_used(
         lambda node: node not in protected and branches.removable(node, frees_id=frees_id)
     )
@@ -62,27 +71,45 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
-    kept = cache.branches.evict(node, keep)
-    cache.counts.add("evictions" if cache.branches.pager is None else "paged_out")
+    branches = cache.branches
+    if branches.storage(node) is not None:
+        try:
+            kept = branches.page_out(node, keep)
+        except PagingError as error:
+            if node.pins or not (branches.pages_optional or node.parked):
+                raise
+            LOG.warning("%s; the branch is dropped", error)
+            node.unprotect()
+        else:
+            cache.counts.add("paged_out")
+            return kept
+    kept = branches.drop(node, keep)
+    cache.counts.add("evictions")
     return kept
 
 
 def droppable(cache: PrefixCache) -> Node | None:
     """Return the next branch to evict, resident or paged; None if all must stay."""
     branches = cache.branches
-    protected = {each for lease in cache.leases for each in lease.node.path}
+    protected = _leased(cache)
     most = 0 if branches.sharing else 1
+    least = branches.tree.least_recently_used
+    if not branches.can_trim:
+        least = partial(prefix_states.least_valuable, branches.tree, size=branches.size_of)
 
     def wanted(node: Node) -> bool:
         keeps = node.entry is not None or node.page is not None
-        return keeps and not node.pins and len(node.children) <= most and node not in protected
+        return keeps and not node.protected and len(node.children) <= most and node not in protected
 
-    return branches.tree.least_recently_used(wanted)
+    return least(wanted)
 
 
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     """Free sequences by eviction. Returns False if too few can be evicted."""
     kept = list(kept)
+    idle = sum(node.entry is not None and node not in kept for node in cache.branches.tree.walk())
+    if cache.branches.vacant + idle < n:
+        return False
     while cache.branches.vacant < n:
         node = victim(cache, kept, frees_id=True)
         if node is None:
@@ -92,22 +119,26 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
 
 
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
-    """Keep the present state of a lease, if a sequence, a page or the store is available for it.
+    """Keep the present state of a lease in a vacant sequence, a page or the store.
 
-    Evicts nothing. Failing to store the state is not an error.
+    Evicts no branch. Failing to store the state is not an error.
     """
     branches, node = cache.branches, lease.node
     if node.parent is None or node.entry is not None or node.page is not None:
         return
+    # A fork of a sliding window shares its cells, and llama.cpp does not reuse shared ones.
+    pages = branches.pager is not None and (branches.may_trim or not branches.vacant)
     try:
-        if branches.vacant:
-            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
-        elif branches.pager is not None:
-            page = branches.pager.write(lease.sequence.save(), 0, node.end)
+        if pages:
+            assert branches.pager is not None
+            page = branches.write_page(branches.pager, lease.sequence.save(), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
+        elif branches.vacant:
+            branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
         elif cache.stored is not None:
             cache.counts.add("stored_tokens", cache.stored.keep(node.key, lease.sequence))
+        branches.tree.touch(node)
     except WorkerDied:
         raise
     except (NativeError, Unsupported, PagingError, MemoryError) as error:
@@ -150,7 +181,8 @@ def make_page_room(cache: PrefixCache, node: Node) -> bool:
             return False
         # Evicting for this branch may drop the prefix that its pages follow; then it needs more
         # pages.
-        if not _free(cache, wanted, None, above, shortage(cache, wanted, None)):
+        held = next((each for each in reversed(above) if each.ref_count), None)
+        if not _free(cache, wanted, None, above, shortage(cache, wanted, None), held):
             return False
     return True
 
@@ -236,16 +268,31 @@ def make_cells(cache: PrefixCache, n: int, lease: PrefixLease) -> None:
 
 
 def _free(
-    cache: PrefixCache, n: int, lease: PrefixLease | None, kept: Iterable[Node], short: int
+    cache: PrefixCache,
+    n: int,
+    lease: PrefixLease | None,
+    kept: Iterable[Node],
+    short: int,
+    head: Node | None = None,
 ) -> bool:
-    """Evict until the cells suffice. Returns False if nothing is left to evict."""
+    """Evict until the cells suffice. Returns False if nothing is left to evict.
+
+    If cells are shared, the tokens up to the end of ``head`` remain in the cache.
+    """
     kept, context, branches = list(kept), cache.context, cache.branches
     while short > 0:
         node = victim(cache, kept, frees_id=False)
         if node is None:
             return False
         held = branches.tree.held_tokens
-        evict(cache, node)
+        alone = head is not None and head.ref_count == 1 and head in node.path
+        paged = branches.storage(node) is not None
+        if head is not None and branches.sharing and alone and (paged or not branches.heir(node)):
+            rest = evict(cache, node, head.end)
+            assert rest is not None
+            branches.attach(head, rest)
+        else:
+            evict(cache, node)
         # Reading the cells costs more than counting evicted tokens, so they are read once at the
         # end.
         short -= held - branches.tree.held_tokens

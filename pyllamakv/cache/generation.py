@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pyllamakv.cache.batcher import Batcher
-    from pyllamakv.cache.interface import Lease
+    from pyllamakv.cache.interface import CacheManager, Lease, Parked
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
@@ -50,6 +51,7 @@ class Generation:
         self.cached: int | None = None
         self.max_tokens = asked.max_tokens
         self.groups = asked.groups
+        self.checkpoints = asked.checkpoints
         self.sampler = asked.sampler
         self.cancelled = False
         self._batcher = batcher
@@ -64,6 +66,12 @@ class Generation:
         self._parts: list[str] = []
         # State of the batcher, while the generation has a lease.
         self.lease: Lease | None = None
+        #: What the generation continues with, while it gave up its sequence.
+        self.parked: Parked | None = None
+        #: Order of priority: the lowest is parked last. It changes after a long run.
+        self.turn = 0
+        #: Step in which the generation began to wait, or to run.
+        self.since = 0
         self.sequence: Sequence
         self.ledger: Ledger
         #: All tokens of the sequence: the decoded ones, then those to decode.
@@ -110,13 +118,26 @@ class Generation:
 
     # The interface for the batcher.
 
-    def begin(self, lease: Lease, steps: int) -> None:
-        """Accept a lease; ``step`` is the present step."""
-        self.last_step = steps
-        self.lease, self.cached = lease, lease.cached
-        self.sequence = lease.sequence
-        self.ledger = lease.sequence.ledger
-        self.all_tokens = [*self.prompt, *self.tokens]
+    def begin(self, manager: CacheManager, steps: int) -> None:
+        """Get a lease of a manager, or resume; ``steps`` is the present step.
+
+        Raises NoSlotAvailable, KVCacheFull and other errors of the manager, with nothing changed.
+        """
+        if self.parked is not None:
+            lease = self.parked.resume(self.all_tokens)
+            self.parked = None
+        else:
+            lease = manager.acquire(self.prompt, groups=self.groups, checkpoints=self.checkpoints)
+            self.cached, self.all_tokens = lease.cached, self.prompt.copy()
+        self.last_step = self.since = steps
+        self.lease, self.sequence, self.ledger = lease, lease.sequence, lease.sequence.ledger
+
+    def park(self, steps: int) -> None:
+        """Give the sequence up, and keep tokens, text, sampler and stop strings."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        self.since = steps
+        self.parked = lease.park()
 
     def sample_token(self, context: Context) -> bool:
         """Sample a token with the own sampler and accept it. An error of the sampler ends it."""
@@ -178,8 +199,11 @@ class Generation:
     def release_lease(self) -> None:
         """Release the lease. Decoded tokens stay in the cache."""
         lease, self.lease = self.lease, None
+        parked, self.parked = self.parked, None
         if lease is not None:
             lease.release()
+        if parked is not None:
+            parked.close()
 
     def _flush(self) -> None:
         text = self._text.flush()
@@ -241,6 +265,7 @@ class Request:
     stop: tuple[str, ...]
     stop_at_end: bool
     groups: tuple[Group, ...]
+    checkpoints: tuple[int, ...]
     sampler: TokenSampler
     owned: Sampler | None
 
@@ -257,6 +282,7 @@ def checked_request(
     stop: str | Iterable[str],
     sampler: TokenSampler | SamplerParams | None,
     groups: Iterable[tuple[int, int]],
+    checkpoints: Iterable[int],
     stop_at_end: bool,
 ) -> Request:
     """Check and return a request. Raises UsageError or Unsupported."""
@@ -283,8 +309,9 @@ def checked_request(
         msg = "this model has no vocabulary: stop strings need text"
         raise Unsupported(msg, "vocabulary")
     together = grouping.checked(groups, len(given), n_batch)
+    named = checked_positions(checkpoints, len(given))
     picker, owned = _picker(model, greedy, sampler)
-    return Request(given, max_tokens, strings, stop_at_end, together, picker, owned)
+    return Request(given, max_tokens, strings, stop_at_end, together, named, picker, owned)
 
 
 def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:

@@ -122,6 +122,15 @@ class Lease(Protocol):
         decoded again: it has the tokens to decode next, and the sequence keeps those before them.
         """
 
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+
+    def park(self) -> Parked:
+        """Release the sequence, and keep its content until `Parked.resume` or `Parked.close`."""
+
     def release(self) -> None:
         """Release the sequence. A second call does nothing."""
 
@@ -132,6 +141,20 @@ class Lease(Protocol):
     ) -> None: ...
 
 
+class Parked(Protocol):
+    """The content of a lease that gave up its sequence and, when others need them, its cells."""
+
+    def resume(self, tokens: Iterable[int]) -> Lease:
+        """Return a new lease for the parked tokens and at least one more.
+
+        Tokens whose content was lost are to be decoded again. Raises NoSlotAvailable or
+        KVCacheFull; the content stays parked then.
+        """
+
+    def close(self) -> None:
+        """Give the content up. A second call does nothing."""
+
+
 class CacheManager(Protocol):
     """Manage the cache of a context, and assign its sequences to prompts."""
 
@@ -139,13 +162,23 @@ class CacheManager(Protocol):
     def context(self) -> Context:
         """The context whose cache is managed."""
 
-    def acquire(self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()) -> Lease:
+    def acquire(
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
+    ) -> Lease:
         """Return a lease for a prompt, with the cached part of the prompt.
 
-        ``groups`` are ranges (first, end) of the prompt that a shift never splits. Raises
+        ``groups`` are ranges (first, end) of the prompt that a shift never splits.
+        ``checkpoints`` are lengths of the prompt after which a state is kept. Raises
         UsageError (the prompt is empty or longer than a sequence), NoSlotAvailable (all sequences
         are in use) or KVCacheFull; the cache is unchanged then.
         """
+
+    def relieve(self) -> bool:
+        """Free cells of an idle sequence after a decode found none; False if nothing is left."""
 
     def close(self) -> None:
         """Free the sequences of the context. A second call does nothing."""

@@ -12,13 +12,22 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, eviction, prefix_match
+from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
-from pyllamakv.cache.paging import pager
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
+from pyllamakv.cache.paging import FilePager, pager
+from pyllamakv.cache.prefix_states import StatePoints
+from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
-from pyllamakv.errors import BudgetTooSmall, Closed, PagingError, UsageError, WorkerDied
+from pyllamakv.errors import (
+    BudgetTooSmall,
+    Cancelled,
+    Closed,
+    PagingError,
+    UsageError,
+    WorkerDied,
+)
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
 
@@ -27,7 +36,9 @@ if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.sequence import Sequence
 
 LOG = logging.getLogger("pyllamakv.cache")
@@ -41,6 +52,10 @@ class PrefixCache:
     store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
     ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
     evictions write to it. Raises the errors of `PrefixStore`.
+
+    A memory that cannot return to every position continues after saved states. ``checkpoints``
+    defines their interval, their number and their bytes in all; without ``paging`` and ``store``,
+    they are in host memory. None: every 512 tokens, up to 1 GiB.
     """
 
     def __init__(
@@ -51,6 +66,7 @@ class PrefixCache:
         budget: int | None = None,
         paging: str | PathLike[str] | None = None,
         store: str | PathLike[str] | None = None,
+        checkpoints: CheckpointSchedule | None = None,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         entries = arguments.whole_or_none("entries", entries)
@@ -63,7 +79,9 @@ class PrefixCache:
             msg = "paging and store are two places for evicted branches: choose one"
             raise UsageError(msg)
         self.context = context
-        self.branches = Branches(context, entries or most, pager(paging), self._store_branch)
+        schedule = prefix_states.checked_schedule(checkpoints)
+        keep = None if store is None else self._store_branch
+        self.branches = Branches(context, entries or most, pager(paging), schedule, keep)
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
@@ -72,45 +90,110 @@ class PrefixCache:
         self.leases: list[PrefixLease] = []
         self.closed = False
         self.counts = PrefixCounts()
+        #: Number of hits by the depth of the prefix.
+        self.depths = DepthCounts()
         self.check_budget(1)
         self.stored = None if store is None else StoredBranches(context, store, budget)
 
     # Prompts...
 
     def acquire(
-        self, tokens: Iterable[int], *, groups: Iterable[tuple[int, int]] = ()
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
     ) -> PrefixLease:
         """Return a lease for a prompt, with its longest cached prefix.
 
         At least one token is left to decode. The prefix does not end inside one of ``groups``,
-        disjoint ranges of the prompt. Raises UsageError, BudgetTooSmall, NoSlotAvailable,
-        KVCacheFull, or PagingError if a branch cannot be paged out; the cache is unchanged then.
+        disjoint ranges of the prompt. ``checkpoints`` are lengths of the prompt after which a state
+        is kept, if the memory cannot return there. Raises UsageError, BudgetTooSmall,
+        NoSlotAvailable, KVCacheFull, or PagingError if a branch cannot be paged out; the cache is
+        unchanged then.
         """
         key = self.key(tokens)
         prompt = len(key) // TOKEN_BYTES
         together = grouping.checked(groups, prompt, prompt)
+        named = prefix_states.checked_positions(checkpoints, prompt)
         self.check_budget(prompt)
+        lease = self._lease(key, together, named)
+        self._count(prompt, lease.cached)
+        return lease
+
+    def _lease(
+        self,
+        key: bytes,
+        together: tuple[Group, ...],
+        named: tuple[int, ...],
+        resumed: Node | None = None,
+    ) -> PrefixLease:
+        prompt = len(key) // TOKEN_BYTES
         self.sync()
-        if self.stored is not None:
+        if self.stored is not None and resumed is None:
             self.counts.add("loaded_tokens", self.stored.load(self, key))
-        known = self.branches.tree.match(key)[1]
+        diverges = self._diverges(key)
         try:
-            sequence, length = prefix_match.fork_longest_prefix(self, key, together)
+            sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         finally:
             self.forget_pins()
-        lease = PrefixLease(self, sequence, key, length, known)
+        points = None
+        if not self.branches.can_trim:
+            points = StatePoints(
+                self.branches.schedule, prompt, length,
+                branches=diverges, named=named, groups=together,
+            )  # fmt: skip
+        lease = PrefixLease(self, sequence, key, length, points, together)
         try:
             eviction.make_cells(self, prompt - length, lease)
         except BaseException:
             lease.release()
             raise
         self.enforce(prompt - length)
-        self._count(prompt, length)
         return lease
+
+    def resume(self, parked: ParkedPrefix, tokens: Iterable[int]) -> PrefixLease:
+        """Return a lease that continues a parked one, for `ParkedPrefix.resume`."""
+        arguments.instance("parked", parked, ParkedPrefix, "a parked lease of this cache")
+        if parked.cache is not self or parked.closed:
+            msg = "this lease is not parked in this cache; acquire its tokens instead"
+            raise UsageError(msg)
+        key = self.key(tokens)
+        if not key.startswith(parked.key) or len(key) == len(parked.key):
+            msg = "the tokens do not continue the parked ones: give these and at least one more"
+            raise UsageError(msg)
+        self._make_way(parked.node)
+        lease = self._lease(key, parked.groups, (), parked.node)
+        parked.close()
+        self.counts.add("resumes")
+        self.counts.add("resumed_tokens", lease.cached)
+        return lease
+
+    def _make_way(self, node: Node | None) -> None:
+        """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
+        if node is None or node.page is None or not self.leases:
+            return
+        there = node.ref_count if self.branches.can_trim else node.entry is not None
+        if not there and not eviction.make_page_room(self, node):
+            raise eviction.full(self, node.end)
+
+    def _diverges(self, key: bytes) -> set[int]:
+        """Return the lengths at which a prompt diverges from others, also from leased ones."""
+        if self.branches.can_trim:
+            return set()
+        node, length = self.branches.tree.match(key)
+        found = {length, *(each.end for each in node.path if len(each.children) > 1)}
+        for lease in self.leases:
+            ahead = common(lease.key, key)
+            if lease.points is not None:
+                lease.points.add(ahead, len(lease.ledger))
+            found.add(ahead)
+        return found
 
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
         counts.add("hits" if length else "misses")
+        self.depths.add(length)
         counts.add("reused_tokens", length)
         counts.add("prompt_tokens", prompt)
         if LOG.isEnabledFor(logging.INFO):
@@ -232,6 +315,23 @@ class PrefixCache:
             raise UsageError(msg)
         return node
 
+    def relieve(self) -> bool:
+        """Free cells after a decode found none: see `CacheManager.relieve`.
+
+        Evicts the least recently used branch, else copies cells of a sliding window.
+        """
+        self.sync()
+        node = eviction.victim(self, (), frees_id=False)
+        if node is None:
+            leased = (lease.sequence for lease in self.leases)
+            return defrag_retry.copy_shared_window(self.context, leased)
+        try:
+            eviction.evict(self, node)
+        except PagingError as error:
+            LOG.warning("%s", error)
+            return False
+        return True
+
     def evict(self) -> bool:
         """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
@@ -270,6 +370,12 @@ class PrefixCache:
                 break
             self.branches.drop(node)
             self.counts.add("evictions")
+        while (node := self.branches.surplus()) is not None:
+            if node.entry is None:
+                self.branches.drop(node)
+                self.counts.add("evictions")
+            else:
+                self.branches.forget_page(node)
 
     @property
     def size(self) -> int:
@@ -360,26 +466,31 @@ class PrefixCache:
 #: Number of tokens for which cells are reserved at a time if that evicts nothing.
 LOOKAHEAD_TOKENS = 64
 
-#: Number of tokens between saved states, for memories that cannot return to a position.
-STATE_INTERVAL = 2048
-
 
 class PrefixLease:
     """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases."""
 
     def __init__(
-        self, cache: PrefixCache, sequence: Sequence, key: bytes, cached: int, known: int
+        self,
+        cache: PrefixCache,
+        sequence: Sequence,
+        key: bytes,
+        cached: int,
+        points: StatePoints | None,
+        groups: tuple[Group, ...],
     ) -> None:
         self.cache = cache
         self.sequence = sequence
         self.cached = cached
         self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
-        self._key = key
+        #: The tokens of the prompt.
+        self.key = key
+        self._groups = groups
         #: Reserved length of the sequence, and the length that was requested. The difference is
         #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
-        #: Length of the prompt's prefix in the tree; its state may be missing.
-        self._known = known
+        #: Where states are due; None: the memory needs none.
+        self.points = points
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
         self._whole = True
@@ -396,6 +507,11 @@ class PrefixLease:
         return self not in self.cache.leases
 
     @property
+    def evaluated(self) -> int:
+        """Return how many tokens of the sequence were not cached."""
+        return max(0, len(self.ledger) - self.cached)
+
+    @property
     def promised(self) -> int:
         """Return how many tokens can be decoded without another `make_room`."""
         return max(0, self.granted - len(self.ledger))
@@ -403,20 +519,33 @@ class PrefixLease:
     def prefill(self, *, logits: bool = True) -> None:
         """Decode the rest of the prompt in batches of n_batch. Batches before a failure remain.
 
-        A second call continues, or restarts if the failure emptied the sequence. For memory that
-        cannot be rewound, states are saved on the way: where other prompts diverge, before the last
-        token, and every `STATE_INTERVAL` tokens.
+        A second call continues, or restarts if the failure emptied the sequence. If the memory
+        cannot return to earlier positions, states are saved on the way: see `StatePoints`.
         """
         logits = arguments.flag("logits", logits)
-        prompt = self._prompt
-        for stop in [*self._stops(prompt), prompt]:
-            here = len(self.ledger)
-            if here < stop:
-                tokens = key_to_tokens(self._key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
-                self._decode(tokens, logits=logits and stop == prompt)
-            if stop < prompt:
-                self.cache.sync()
-                eviction.keep_state(self.cache, self)
+        prompt, context = self._prompt, self.cache.context
+        cancels = context.cancels
+        while (here := len(self.ledger)) < prompt:
+            if context.cancels != cancels:
+                msg = f"cancelled with {prompt - here} tokens left; the others remain"
+                raise Cancelled(msg, code=2)
+            stop = here + self.limit_batch(prompt - here)
+            tokens = key_to_tokens(self.key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
+            self._decode(tokens, logits=logits and stop == prompt)
+            self.checkpoint()
+
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        return n if self.points is None else self.points.limit(len(self.ledger.tokens), n)
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+        if self.points is not None and self.points.due(len(self.ledger.tokens)):
+            self.cache.sync()
+            eviction.keep_state(self.cache, self)
+            self.cache.enforce(0)
 
     def _decode(self, tokens: list[int], *, logits: bool) -> None:
         """Decode tokens; other leases may have taken the hole that was there for them."""
@@ -425,13 +554,8 @@ class PrefixLease:
         def go_on() -> None:
             context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
 
-        defrag_retry.decode_with_defrag(context, go_on, {sequence.id: len(tokens)})
-
-    def _stops(self, prompt: int) -> list[int]:
-        if self.cache.branches.can_trim:
-            return []
-        places = {self._known, prompt - 1, *range(STATE_INTERVAL, prompt - 1, STATE_INTERVAL)}
-        return sorted(each for each in places if self.cached < each < prompt)
+        counts = {sequence.id: len(tokens)}
+        defrag_retry.decode_with_defrag(context, go_on, counts, self.cache.relieve)
 
     def make_room(self, n: int) -> None:
         """Free cells for ``n`` more tokens; others are paged out or dropped for it.
@@ -451,6 +575,7 @@ class PrefixLease:
     def _grow(self, n: int) -> None:
         cache = self.cache
         cache.sync()
+        self.checkpoint()
         here = len(self.ledger)
         ahead = n + LOOKAHEAD_TOKENS
         longest = cache.max_sequence_tokens
@@ -484,6 +609,15 @@ class PrefixLease:
             branches.tidy(before)
         branches.tidy(self.node)
 
+    def park(self) -> ParkedPrefix:
+        """Release the sequence; its branch is paged out if others need cells, and never dropped."""
+        self.cache.sync()
+        parked = ParkedPrefix(self.cache, self.node, self._groups)
+        self.cache.counts.add("parks")
+        self.cache.counts.add("parked_tokens", self.node.end)
+        self.release()
+        return parked
+
     def release(self) -> None:
         """Release the sequence. Its tokens stay cached. A second call does nothing."""
         cache = self.cache
@@ -491,6 +625,7 @@ class PrefixLease:
             return
         self.sync_node()
         branches, node = cache.branches, self.node
+        cache.counts.add("evaluated_tokens", self.evaluated)
         cache.leases.remove(self)
         branches.unlease(node, self)
         # Another branch may have decoded the same tokens; a longer one contains these too.
@@ -516,11 +651,37 @@ class PrefixLease:
         return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
 
 
+class ParkedPrefix:
+    """A branch of a prefix cache that is kept for a lease. `PrefixLease.park` creates it."""
+
+    def __init__(self, cache: PrefixCache, node: Node, groups: tuple[Group, ...]) -> None:
+        self.cache = cache
+        self.key = node.key
+        self.groups = groups
+        self.closed = False
+        #: The node that has the tokens; None: nothing was decoded.
+        self.node = node if node.parent is not None else None
+        if self.node is not None:
+            self.node.park()
+
+    def resume(self, tokens: Iterable[int]) -> PrefixLease:
+        """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""
+        return self.cache.resume(self, tokens)
+
+    def close(self) -> None:
+        """Allow the eviction of the branch. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            if self.node is not None and not (self.cache.closed or self.cache.context.closed):
+                self.cache.branches.unpark(self.node)
+
+
 #: Counters that change with each event.
 COUNTED = (
-    *("hits", "misses", "reused_tokens", "prompt_tokens"),
+    *("hits", "misses", "reused_tokens", "prompt_tokens", "evaluated_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
     *("stored_tokens", "loaded_tokens"),
+    *("parks", "resumes", "parked_tokens", "resumed_tokens"),
 )
 
 
@@ -541,9 +702,12 @@ class PrefixStats:
 
     ``resident`` branches have a sequence, ``paged`` ones are stored outside of the cache, and
     ``leased`` sequences are in use. ``tokens`` are in the tree, and ``cells`` of them in the cache,
-    each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached. ``evictions`` counts
-    dropped branches, and ``damaged`` pages that could not be read. ``stored_tokens`` were written
-    to the store and ``loaded_tokens`` read from it; it has ``stored_pages`` of ``stored_bytes``.
+    each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached; ``evaluated_tokens``
+    of prompts and text were decoded. ``evictions`` counts dropped branches, and ``damaged`` pages
+    that could not be read. ``stored_tokens`` were written to the store and ``loaded_tokens`` read
+    from it; it has ``stored_pages`` of ``stored_bytes``. Leases were parked ``parks`` times.
+    ``hits_by_depth`` counts prompts by the number of their cached tokens (see `DepthCounts`),
+    ``bytes_by_tier`` the bytes in cells and states, in host memory and in files.
     """
 
     resident: int
@@ -569,6 +733,16 @@ class PrefixStats:
     loaded_tokens: int
     stored_pages: int
     stored_bytes: int
+    evaluated_tokens: int
+    evicted_tokens: int
+    paged_out_tokens: int
+    paged_in_tokens: int
+    parks: int
+    resumes: int
+    parked_tokens: int
+    resumed_tokens: int
+    hits_by_depth: dict[str, int]
+    bytes_by_tier: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
@@ -580,9 +754,14 @@ def measure(cache: PrefixCache) -> PrefixStats:
     branches = cache.branches
     tree = branches.tree
     resident, paged = branches.resident_bytes, branches.paged_bytes
+    counts = PrefixCounts()
+    counts.update(cache.counts)
+    for lease in cache.leases:
+        counts.add("evaluated_tokens", lease.evaluated)
+    tier = "files" if isinstance(branches.pager, FilePager) else "memory"
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
-        paged=branches.pager.count if branches.pager is not None else 0,
+        paged=branches.paged,
         leased=len(cache.leases),
         pinned=len(cache.pins),
         nodes=tree.nodes,
@@ -594,7 +773,12 @@ def measure(cache: PrefixCache) -> PrefixStats:
         budget=cache.budget,
         stored_pages=len(cache.stored.store.pages) if cache.stored else 0,
         stored_bytes=cache.stored.store.size if cache.stored else 0,
-        **cache.counts,
+        evicted_tokens=branches.evicted_tokens,
+        paged_out_tokens=branches.paged_out_tokens,
+        paged_in_tokens=branches.paged_in_tokens,
+        hits_by_depth=dict(cache.depths),
+        bytes_by_tier={"cells": resident, "memory": 0, "files": 0, tier: paged},
+        **counts,
     )
 
 
@@ -619,6 +803,7 @@ def _facts(node: Node) -> list[str]:
     if node.page is not None:
         facts.append(f"page {node.page.start}..{node.page.end}")
     facts += [f"pinned {name}" for name in sorted(node.pins)]
+    facts += [f"parked {node.parked}"] if node.parked else []
     return [*facts, f"used {node.last_used}"]
 
 
@@ -650,7 +835,9 @@ def _check_node(cache: PrefixCache, node: Node) -> None:
             f"the sequence of {node} has other tokens"
         )
         assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
-        assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
+        # Some releases report a recurrent state of one token as empty.
+        if branches.can_trim or node.end > 1:
+            assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
     if branches.can_trim:
         assert not (node.ref_count and node.page), f"{node} is resident and paged out"
     if branches.sharing:

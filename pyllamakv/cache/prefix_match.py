@@ -24,18 +24,19 @@ LOG = logging.getLogger("pyllamakv.cache")
 
 
 def fork_longest_prefix(
-    cache: PrefixCache, key: bytes, groups: Sequence[Group]
+    cache: PrefixCache, key: bytes, groups: Sequence[Group], resumed: Node | None = None
 ) -> tuple[runtime.Sequence, int]:
     """Return a sequence with the longest prefix of a prompt, without its last token.
 
-    Raises NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
+    ``resumed`` is the node of a parked lease, whose sequence may be taken over. Raises
+    NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
     """
     exact = not cache.branches.may_trim
     while True:
         node, length = _find(cache, key, groups, exact=exact)
         eviction.check_cells(cache, len(key) // TOKEN_BYTES - length, node, length)
         try:
-            return _sequence(cache, key, length), length
+            return _sequence(cache, key, length, resumed), length
         except PartialRemovalRefused:
             # The window has passed that position. Decoding can continue from the end of a branch.
             if exact:
@@ -112,15 +113,28 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
     return True
 
 
-def _sequence(cache: PrefixCache, key: bytes, length: int) -> runtime.Sequence:
+def _sequence(
+    cache: PrefixCache, key: bytes, length: int, resumed: Node | None
+) -> runtime.Sequence:
     """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
     branches = cache.branches
     while True:
         # An eviction may merge nodes, so search the tree again.
         node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
-        alone = node.entry is not None and not node.pins and not node.children
-        if length and alone and node.end == length and (branches.can_trim or not branches.vacant):
-            return branches.detach(node)
+        if length and node.entry is not None and node.end == length:
+            parked = node.parked - (node is resumed)
+            alone = not node.pins and not parked and not node.children
+            last = branches.can_trim or not branches.vacant
+            if not branches.can_trim and node.page is not None:
+                return branches.detach(node)  # the page has the same state
+            paged = not branches.can_trim and branches.storage(node) is not None
+            if alone and last and paged and node is not resumed:
+                # Other prompts may diverge here, so the state is kept as a page.
+                taken = eviction.evict(cache, node, length)
+                assert taken is not None
+                return taken
+            if alone and last:
+                return branches.detach(node)
         donor = branches.provider(node) if length else None
         if branches.vacant:
             return branches.new() if donor is None else branches.fork(donor, length)

@@ -58,6 +58,7 @@ class Node:
         "leases",
         "page",
         "parent",
+        "parked",
         "pins",
         "ref_count",
         "run",
@@ -74,6 +75,8 @@ class Node:
         self.page: Any = None
         self.leases: list[Any] = []
         self.pins: set[str] = set()
+        #: Number of parked leases that end here.
+        self.parked = 0
         #: Number of entries and leases at this node and below.
         self.ref_count = 0
         #: Time of the last use, by the tree's clock.
@@ -88,7 +91,25 @@ class Node:
     @property
     def bare(self) -> bool:
         """Return whether nothing is kept at this very node."""
-        return not (self.pins or self.leases) and self.entry is None
+        return not (self.protected or self.leases) and self.entry is None
+
+    @property
+    def protected(self) -> bool:
+        """Return whether this may be paged out, but not dropped."""
+        return bool(self.pins) or self.parked > 0
+
+    def park(self) -> None:
+        """Count a parked lease."""
+        self.parked += 1
+
+    def unpark(self) -> None:
+        """Count a parked lease less, if its content was not lost."""
+        self.parked = max(0, self.parked - 1)
+
+    def unprotect(self) -> None:
+        """Forget pins and parked leases, because the content is lost."""
+        self.pins.clear()
+        self.parked = 0
 
     @property
     def linked(self) -> bool:
@@ -257,9 +278,12 @@ class PrefixTree:
         return None if old.drop_ref() else old
 
     def touch(self, node: Node) -> None:
-        """Record that the tokens up to the end of a node were used."""
+        """Record that the tokens up to the end of a node were used.
+
+        A whole page is used without the pages of the nodes above it.
+        """
         self.clock += 1
-        for each in node.path:
+        for each in [node] if self.whole_pages else node.path:
             each.last_used = self.clock
 
     def least_recently_used(self, wanted: Callable[[Node], bool]) -> Node | None:

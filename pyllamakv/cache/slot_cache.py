@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, slot_choice
+from pyllamakv.cache import defrag_retry, prefix_states, slot_choice
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
+from pyllamakv.cache.prefix_states import StatePoints, StateStore
+from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Closed,
+    KVCacheFull,
+    NativeError,
     NoSlotAvailable,
     PartialRemovalRefused,
     ReprocessNeeded,
+    StateError,
+    Unsupported,
     UsageError,
+    WorkerDied,
 )
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
+    from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.slot_choice import Policy
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
@@ -51,6 +60,10 @@ class SlotCache(ClosedOnExit):
     recently used history is evicted. ``policy`` selects a slot: see `slot_choice.choose`. A shift
     keeps the first ``keep`` tokens of a prompt; negative: all of it. The model's first token is not
     counted.
+
+    A memory that cannot return to every position continues after states in host memory.
+    ``checkpoints`` defines their interval, their number and their bytes in all slots together.
+    None: every 512 tokens, up to 1 GiB.
     """
 
     def __init__(
@@ -61,6 +74,7 @@ class SlotCache(ClosedOnExit):
         keep: int = 0,
         *,
         size: int | None = None,
+        checkpoints: CheckpointSchedule | None = None,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         n_slots = arguments.whole_or_none("n_slots", n_slots)
@@ -83,6 +97,12 @@ class SlotCache(ClosedOnExit):
             )
             raise UsageError(msg)
         self._cells = cells
+        schedule = prefix_states.checked_schedule(checkpoints)
+        #: None if the memory can return to every position, or cannot save states.
+        self.states: StateStore | None = None
+        needed = schedule.size > 0 and not prefix_states.rewinds(context)
+        if needed and prefix_states.saves(context):
+            self.states = StateStore(schedule)
         self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
@@ -103,13 +123,15 @@ class SlotCache(ClosedOnExit):
         tokens: Iterable[int],
         *,
         groups: Iterable[tuple[int, int]] = (),
+        checkpoints: Iterable[int] = (),
         keep: int | None = None,
     ) -> SlotLease:
-        """Return a lease on a slot for a prompt, with the longest prefix that a slot has.
+        """Return a lease on a slot for a prompt, with the longest prefix that a slot or state has.
 
-        At least one token is left to evaluate. ``keep`` is as in the class. Raises UsageError for
-        an empty prompt and for one longer than a slot (`truncate` shortens it), and NoSlotAvailable
-        if all slots are in use; nothing is changed then.
+        At least one token is left to evaluate. ``keep`` is as in the class. ``checkpoints`` are
+        lengths of the prompt after which a state is kept, if the memory cannot return there. Raises
+        UsageError for an empty prompt and for one longer than a slot (`truncate` shortens it), and
+        NoSlotAvailable if all slots are in use; nothing is changed then.
         """
         prompt: list[int] = as_int32(tokens, "tokens").tolist()
         keep = arguments.whole_or_none("keep", keep)
@@ -125,8 +147,10 @@ class SlotCache(ClosedOnExit):
         largest = min(self.context.info.n_batch, self.size - 1)
         together = grouping.checked(groups, len(prompt), largest)
         kept = head(self.size, self._kept(prompt, keep), together)
+        named = prefix_states.checked_positions(checkpoints, len(prompt))
         with self.context.lock:
             self._check_open()
+            diverges = self._diverges(prompt)
             found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
                                     self.policy)  # fmt: skip
             if found is None:
@@ -135,15 +159,43 @@ class SlotCache(ClosedOnExit):
                 raise NoSlotAvailable(msg, slots=len(self._slots))
             slot = self._slots[found.slot]
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
+            if found.evicts:
+                self.keep_state(slot)
+                kept_tokens = found.common if found.source is None else 0
+                self._counts.evict(slot, kept_tokens)
             cached = self._bring(slot, found.source, wanted)
-            self._counts.take(found.evicts, cached, len(prompt))
+            cached = self._restore_state(slot, prompt[:-1], cached, together)
+            self._counts.take(cached, len(prompt))
             slot.groups = together
-            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept)
+            points = None
+            if self.states is not None:
+                points = StatePoints(
+                    self.states.schedule, len(prompt), cached,
+                    branches=diverges, named=named, groups=together,
+                )  # fmt: skip
+            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept, points)
         _log.debug(
             "prompt of %d tokens: %d in slot %d%s", len(prompt), cached, found.slot,
             "" if found.source is None else f", from slot {found.source}",
         )  # fmt: skip
         return lease
+
+    def relieve(self) -> bool:
+        """Free cells after a decode found none: see `CacheManager.relieve`.
+
+        Evicts the least recently used history, else copies cells of a sliding window.
+        """
+        with self.context.lock:
+            free = [each for each in self._slots if each.lease is None and each.tokens]
+            if not free:
+                return defrag_retry.copy_shared_window(
+                    self.context, [each.sequence for each in self._slots]
+                )
+            oldest = min(free, key=lambda each: each.last_used)
+            self.keep_state(oldest)
+            self._counts.evict(oldest)
+            oldest.trim(0)
+            return True
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
         """Return a prompt that fits into a slot: its start and its end.
@@ -156,7 +208,7 @@ class SlotCache(ClosedOnExit):
 
     def stats(self) -> SlotStats:
         """Return the statistics and totals."""
-        return self._counts.stats(self._slots, self.size)
+        return self._counts.stats(self._slots, self.size, self.states)
 
     def dump(self) -> str:
         """Return the slots as text, one line each."""
@@ -177,10 +229,76 @@ class SlotCache(ClosedOnExit):
     def __repr__(self) -> str:
         return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"
 
+    def resume(self, parked: ParkedSlot, tokens: Iterable[int]) -> SlotLease:
+        """Return a lease that continues a parked one, for `ParkedSlot.resume`."""
+        arguments.instance("parked", parked, ParkedSlot, "a parked lease of this cache")
+        given: list[int] = as_int32(tokens, "tokens").tolist()
+        if parked.cache is not self or parked.closed:
+            msg = "this lease is not parked in this cache; acquire its tokens instead"
+            raise UsageError(msg)
+        have = len(parked.tokens)
+        if given[:have] != parked.tokens or len(given) == have:
+            msg = "the tokens do not continue the parked ones: give these and at least one more"
+            raise UsageError(msg)
+        with self.context.lock:
+            self._check_open()
+            free = [each for each in self._slots if each.lease is None]
+            if not free:
+                msg = f"all {len(self._slots)} slots are in use: release one, or create more"
+                raise NoSlotAvailable(msg, slots=len(self._slots))
+            slot = next((each for each in free if parked.unchanged(each)), None)
+            if slot is None:
+                slot = min(free, key=lambda each: (len(each.tokens) > 0, each.last_used))
+                self._unpark(slot, parked)
+            elif self.overcommits:
+                self.reserve(len(given) - have, slot)
+            slot.groups = parked.groups
+            cached = len(slot.tokens)
+            points = None
+            if self.states is not None:
+                points = StatePoints(self.states.schedule, len(given), cached, groups=slot.groups)
+            lease = SlotLease(self, slot, given, cached, parked.keep, points)
+            slot.lease = lease
+            self._counts.resumes += 1
+            self._counts.resumed_tokens += cached
+            self._counts.parked_bytes -= len(parked.saved)
+            parked.closed, parked.saved = True, b""
+        return lease
+
+    def count_parked(self, parked: ParkedSlot) -> None:
+        """Count a parked lease, for `SlotLease.park`."""
+        self._counts.parks += 1
+        self._counts.parked_tokens += len(parked.tokens)
+        self._counts.parked_bytes += len(parked.saved)
+
+    def discard_parked(self, parked: ParkedSlot) -> None:
+        """Count a parked lease that was given up, for `ParkedSlot.close`."""
+        self._counts.parked_bytes -= len(parked.saved)
+
+    def _unpark(self, slot: Slot, parked: ParkedSlot) -> None:
+        """Replace the history of a free slot by a parked one, or empty it if there is none."""
+        if self.overcommits:
+            self.reserve(len(parked.tokens) + 1, None)
+        self._counts.evict(slot)
+        self.keep_state(slot)
+        slot.trim(0)
+        if parked.saved:
+            try:
+                slot.sequence.restore(parked.saved)
+            except StateError as error:
+                have = sum(len(each.tokens) for each in self._slots)
+                msg = f"a parked sequence of {len(parked.tokens)} tokens is not restored: {error}"
+                wanted = len(parked.tokens)
+                raise CellUsage(self._cells, have).full(msg, wanted) from error
+        else:
+            self._begin_again()
+
     # The interface for leases.
 
     def release_slot(self, slot: Slot) -> None:
         """Release a slot, for `SlotLease.release`."""
+        if slot.lease is not None:
+            self._counts.evaluated_tokens += slot.lease.evaluated
         slot.lease = None
         self._clock += 1
         slot.last_used = self._clock
@@ -199,7 +317,7 @@ class SlotCache(ClosedOnExit):
         Raises ReprocessNeeded if the memory cannot do that in place; the first ``keep`` tokens
         remain.
         """
-        sequence = slot.sequence
+        sequence, before = slot.sequence, len(slot.tokens)
         with self.context.lock:
             end = keep + n
             if self._can_shift(slot, end):
@@ -211,22 +329,32 @@ class SlotCache(ClosedOnExit):
                     sequence.shift(end, None, -n)
                     slot.groups = grouping.without(slot.groups, keep, end)
                     self._counts.shifts += 1
+                    self._discarded(slot, before)
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
                     return
             tokens = slot.tokens[:keep] + slot.tokens[end:]
-            left = slot.trim(keep)
+            left = self._restore_state(slot, tokens[:keep], slot.trim(keep))
             if not left:
                 self._begin_again()
             slot.groups = grouping.without(slot.groups, keep, end)
             self._counts.reprocessed += len(tokens) - left
+            self._discarded(slot, before)
         msg = (
             f"sequence {sequence.id} is full and cannot be shifted: decode these "
             f"{len(tokens) - left} tokens again"
         )
         raise ReprocessNeeded(msg, tokens[left:])
 
-    def reserve(self, n: int, slot: Slot) -> None:
-        """Ensure ``n`` free cells: evict histories of free slots, least recently used first."""
+    def _discarded(self, slot: Slot, before: int) -> None:
+        """Count the tokens that a lease decoded and discarded."""
+        if slot.lease is not None:
+            slot.lease.discarded += before - len(slot.tokens)
+
+    def reserve(self, n: int, slot: Slot | None) -> None:
+        """Ensure ``n`` free cells: evict histories of free slots, least recently used first.
+
+        ``slot`` keeps its history.
+        """
         ledgers = self.context.ledgers
         # The sum without sharing is cheap, and usually small enough.
         if sum(len(each.tokens) for each in ledgers) + n <= self._cells:
@@ -245,10 +373,62 @@ class SlotCache(ClosedOnExit):
                 if _cells(ledgers) + n <= self._cells:
                     return
                 _log.debug("sequence %d is evicted", each.sequence.id)
-                self._counts.evictions += len(each.sequence) > 0
+                self._counts.evict(each)
                 each.trim(0)
 
+    def keep_state(self, slot: Slot) -> None:
+        """Save the state of a slot's tokens, if the memory needs states. Never raises for it."""
+        states, sequence = self.states, slot.sequence
+        if states is None or not sequence.open or len(sequence) < states.schedule.first:
+            return
+        ledger = sequence.ledger
+        if ledger.moved or ledger.next != len(ledger) or tokens_to_key(ledger.tokens) in states:
+            return
+        try:
+            states.put(tokens_to_key(ledger.tokens), sequence.save())
+        except (NativeError, Unsupported, MemoryError) as error:
+            if isinstance(error, WorkerDied):
+                raise
+            _log.warning("no states are kept: %s", error)
+            states.clear()
+            self.states = None
+
     # Helpers.
+
+    def _diverges(self, prompt: list[int]) -> set[int]:
+        """Return the lengths at which a prompt diverges from others, also from leased ones."""
+        if self.states is None:
+            return set()
+        found = self.states.branches(tokens_to_key(prompt))
+        for slot in self._slots:
+            found.add(slot_choice.count_common(slot.tokens, prompt))
+            if slot.lease is not None:
+                ahead = slot_choice.count_common(slot.lease.prompt, prompt)
+                if slot.lease.points is not None:
+                    slot.lease.points.add(ahead, len(slot.tokens))
+                found.add(ahead)
+        return found
+
+    def _restore_state(
+        self, slot: Slot, tokens: list[int], have: int, groups: tuple[Group, ...] = ()
+    ) -> int:
+        """Restore the longest state of a prefix if it has more than ``have`` tokens.
+
+        Returns the number of tokens in the slot, which are unchanged if no cells are free.
+        """
+        if self.states is None:
+            return have
+        length, saved = self.states.best(tokens_to_key(tokens), groups)
+        if length <= have:
+            return have
+        try:
+            if self.overcommits:
+                self.reserve(length, slot)
+            slot.sequence.restore(saved)
+        except (KVCacheFull, StateError) as error:
+            _log.info("the state of %d tokens is not restored: %s", length, error)
+            return len(slot.sequence)
+        return length
 
     def _kept(self, prompt: list[int], keep: int | None) -> int:
         wanted, info = self.keep if keep is None else keep, self.context.model.info
@@ -346,21 +526,36 @@ class SlotLease:
     """
 
     def __init__(
-        self, cache: SlotCache, slot: Slot, prompt: list[int], cached: int, keep: int
+        self,
+        cache: SlotCache,
+        slot: Slot,
+        prompt: list[int],
+        cached: int,
+        keep: int,
+        points: StatePoints | None = None,
     ) -> None:
         self.sequence = slot.sequence
         self.cached = cached
         self.rest = prompt[cached:]
-        self._prompt = prompt
+        self.prompt = prompt
+        #: Where states are due; None: the memory needs none.
+        self.points = points
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
+        #: Tokens that the sequence had, and that `make_room` discarded.
+        self.discarded = 0
         self._cache = cache
         self._slot = slot
         self._size = cache.size
         self._overcommits = cache.overcommits
         self._tokens = slot.sequence.ledger
         self.released = False
+
+    @property
+    def evaluated(self) -> int:
+        """Return how many tokens were decoded with this lease."""
+        return max(0, len(self._tokens) + self.discarded - self.cached)
 
     def make_room(self, n: int = 1) -> None:
         """Free cells for ``n`` more tokens: shift, and evict if slots share all cells.
@@ -395,7 +590,7 @@ class SlotLease:
             given = as_int32(many, "tokens").tolist()
         self._decode_again()
         if tokens is None:
-            given = self._prompt[len(self.sequence) :]
+            given = self.prompt[len(self.sequence) :]
             together = self._slot.groups
         if not given:
             msg = "no tokens to decode"
@@ -403,13 +598,34 @@ class SlotLease:
         context, start = self._cache.context, len(self.sequence)
         at, end, size = start, start + len(given), context.info.n_batch
         while at < end:
-            upto = grouping.floor(together, min(at + size, end))
+            upto = grouping.floor(together, at + self.limit_batch(min(size, end - at)))
             self._room(upto - at)
             piece = given[at - start : upto - start]
             defrag_retry.decode_feed(
-                context, self.sequence.feed(piece, "last" if upto == end else "none")
+                context,
+                self.sequence.feed(piece, "last" if upto == end else "none"),
+                self._cache.relieve,
             )
             at = upto
+            self.checkpoint()
+
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        return n if self.points is None else self.points.limit(len(self._tokens.tokens), n)
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+        if self.points is not None and self.points.due(len(self._tokens.tokens)):
+            self._cache.keep_state(self._slot)
+
+    def park(self) -> ParkedSlot:
+        """Release the slot, and save its content for `ParkedSlot.resume`."""
+        parked = ParkedSlot(self._cache, self._slot, self.keep)
+        self._cache.count_parked(parked)
+        self.release()
+        return parked
 
     def release(self) -> None:
         """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
@@ -441,7 +657,9 @@ class SlotLease:
         context, again = self._cache.context, self._to_decode_again
         while (have := len(self.sequence)) < len(again):
             piece = again[have : have + context.info.n_batch]
-            defrag_retry.decode_feed(context, self.sequence.feed(piece, "none"))
+            defrag_retry.decode_feed(
+                context, self.sequence.feed(piece, "none"), self._cache.relieve
+            )
         self._to_decode_again = []
 
     def _shift(self, n: int) -> None:
@@ -456,6 +674,40 @@ class SlotLease:
         self._cache.discard(slot, keep, discard)
 
 
+class ParkedSlot:
+    """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
+
+    def __init__(self, cache: SlotCache, slot: Slot, keep: int) -> None:
+        self.cache = cache
+        self.tokens = slot.tokens.copy()
+        self.groups = slot.groups
+        self.keep = keep
+        self.closed = False
+        self._marks = slot.sequence.ledger.marks.copy()
+        #: The saved sequence; empty if it cannot be saved, so that its tokens are decoded again.
+        self.saved = b""
+        try:
+            self.saved = slot.sequence.save() if self.tokens else b""
+        except (NativeError, Unsupported, MemoryError) as error:
+            if isinstance(error, WorkerDied):
+                raise
+            _log.warning("a parked sequence will be decoded again: %s", error)
+
+    def unchanged(self, slot: Slot) -> bool:
+        """Return whether a slot still has the parked cells."""
+        return bool(self.tokens) and slot.sequence.ledger.marks == self._marks
+
+    def resume(self, tokens: Iterable[int]) -> SlotLease:
+        """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""
+        return self.cache.resume(self, tokens)
+
+    def close(self) -> None:
+        """Free the saved content. A second call does nothing."""
+        if not self.closed:
+            self.cache.discard_parked(self)
+            self.closed, self.saved = True, b""
+
+
 #: Number of tokens at the start and end of a slot that `draw` shows.
 SHOWN = 24
 
@@ -467,6 +719,10 @@ class SlotStats:
     Of ``prompts`` with ``prompt_tokens``, ``reused_tokens`` were there already; ``hits`` had any.
     ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
     use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
+    ``evaluated_tokens`` of prompts and text were decoded, ``evicted_tokens`` of histories are gone.
+    Leases were parked ``parks`` times. There are ``states`` saved states. ``hits_by_depth`` counts
+    prompts by the number of their cached tokens (see `DepthCounts`); ``bytes_by_tier`` are the
+    bytes of states and of parked slots in host memory.
     """
 
     slots: int
@@ -483,6 +739,16 @@ class SlotStats:
     shifts: int
     reprocessed: int
     refused: int
+    evaluated_tokens: int
+    evicted_tokens: int
+    parks: int
+    resumes: int
+    parked_tokens: int
+    resumed_tokens: int
+    states: int
+    state_evictions: int
+    hits_by_depth: dict[str, int]
+    bytes_by_tier: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as plain JSON values."""
@@ -495,24 +761,42 @@ class SlotCounts:
     def __init__(self) -> None:
         self.prompts = self.hits = self.prompt_tokens = self.reused_tokens = 0
         self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
+        self.evaluated_tokens = self.evicted_tokens = 0
+        self.parks = self.resumes = self.parked_tokens = self.resumed_tokens = 0
+        self.depths = DepthCounts()
+        self.parked_bytes = 0
 
-    def take(self, evicts: bool, cached: int, length: int) -> None:
+    def evict(self, slot: Slot, keep: int = 0) -> None:
+        """Count a history of which the first ``keep`` tokens remain."""
+        self.evictions += len(slot.tokens) > 0
+        self.evicted_tokens += max(0, len(slot.tokens) - keep)
+
+    def take(self, cached: int, length: int) -> None:
         """Count a prompt that got a slot."""
         self.prompts += 1
         self.hits += cached > 0
-        self.evictions += evicts
+        self.depths.add(cached)
         self.reused_tokens += cached
         self.prompt_tokens += length
 
-    def stats(self, slots: Sequence[Slot], size: int) -> SlotStats:
-        """Return the numbers, with those of the slots."""
+    def stats(self, slots: Sequence[Slot], size: int, states: StateStore | None) -> SlotStats:
+        """Return the numbers, with those of the slots and of the saved states."""
+        counts = dict(vars(self))
+        depths, parked = counts.pop("depths"), counts.pop("parked_bytes")
+        leases = (each.lease for each in slots)
+        counts["evaluated_tokens"] += sum(each.evaluated for each in leases if each is not None)
+        saved = states.pager.size if states is not None else 0
         return SlotStats(
             slots=len(slots),
             in_use=sum(each.lease is not None for each in slots),
             size=size,
             tokens=sum(len(each.tokens) for each in slots),
             misses=self.prompts - self.hits,
-            **vars(self),
+            states=states.pager.count if states is not None else 0,
+            state_evictions=states.evictions if states is not None else 0,
+            hits_by_depth=dict(depths),
+            bytes_by_tier={"states": saved, "parked": parked},
+            **counts,
         )
 
 

@@ -207,7 +207,7 @@ class StoredBranches:
         try:
             state.load(sequence, saved)
             sequence.trim(length - covered)
-            node = branches.tree.match(key[: covered * TOKEN_BYTES])[0]
+            node = _resident(cache, key[: covered * TOKEN_BYTES])[0]
             if covered:
                 sequence.share(branches.provider(node), 0, covered)
             assert tokens_to_key(sequence.tokens) == key[: length * TOKEN_BYTES]
@@ -255,7 +255,7 @@ class StoredBranches:
         for keeps in (True, False):
             covered = -1
             while True:
-                node, known = branches.tree.match(key)
+                node, known = _resident(cache, key)
                 before = covered
                 covered = min(known, found.length - 1) if cells and branches.sharing else 0
                 if covered == before:
@@ -280,6 +280,15 @@ def _sequences(cache: PrefixCache) -> Iterator[tuple[Node, runtime.Sequence]]:
         for lease in node.leases:
             if tokens_to_key(lease.ledger.tokens) == node.key:
                 yield node, lease.sequence
+
+
+def _resident(cache: PrefixCache, key: bytes) -> tuple[Node, int]:
+    """Return the longest prefix of a key that sequences have, without pages of parked leases."""
+    node, length = cache.branches.tree.match(key)
+    while node.parent is not None and not node.ref_count:
+        node = node.parent
+        length = node.end
+    return node, length
 
 
 def _known(cache: PrefixCache, key: bytes, limit: int, *, exact: bool) -> int:

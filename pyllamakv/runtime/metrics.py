@@ -149,8 +149,8 @@ def rows(
         rows += _about_counters(counters)
     for name, each in (managers or {}).items():
         rows += [
-            (f"{name} {key.replace('_', ' ')}", format_value(value))
-            for key, value in _numbers(each)
+            (" ".join([name, key.replace("_", " "), *labels.values()]), format_value(value))
+            for key, labels, value in _numbers(each)
         ]  # fmt: skip
     return rows
 
@@ -225,6 +225,9 @@ COUNTER_FIELDS = frozenset(
         *("forks", "evictions", "shifts", "reprocessed", "refused"),
         *("paged_out", "paged_in", "damaged", "stored_tokens", "loaded_tokens"),
         *("decodes", "decoded_tokens", "generated_tokens", "slot_failures"),
+        *("evaluated_tokens", "evicted_tokens", "paged_out_tokens", "paged_in_tokens"),
+        *("parks", "resumes", "parked_tokens", "resumed_tokens", "state_evictions"),
+        "hits_by_depth",
         *("finished", "cancelled", "failed"),
         *("forwards", "full_errors", "defrags", "copies", "removals", "restores"),
     }
@@ -263,9 +266,9 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
     samples: dict[tuple[str, bool], list[tuple[Mapping[str, str], float]]] = {}
     for manager, stats in managers.items():
         counted = getattr(stats, "COUNTERS", COUNTER_FIELDS)
-        for key, value in _numbers(stats):
+        for key, labels, value in _numbers(stats):
             place = samples.setdefault((key, key in counted), [])
-            place.append(({"manager": manager}, value))
+            place.append(({"manager": manager, **labels}, value))
     found = []
     for (key, counts), each in samples.items():
         name = f"{PREFIX}_cache_{key}" + ("_total" if counts else "")
@@ -274,11 +277,19 @@ def _of_managers(managers: Mapping[str, ManagerStats]) -> list[Metric]:
     return found
 
 
-def _numbers(stats: ManagerStats) -> list[tuple[str, float]]:
-    """Return the numeric fields of a manager's stats, without those that are None."""
-    return [
-        (key, value) for key, value in stats.to_json().items() if isinstance(value, int | float)
-    ]
+def _numbers(stats: ManagerStats) -> list[tuple[str, dict[str, str], float]]:
+    """Return name, labels and value of the numeric fields of a manager's statistics.
+
+    A field ``…_by_LABEL`` is a mapping of values of the label to numbers. None is omitted.
+    """
+    found: list[tuple[str, dict[str, str], float]] = []
+    for key, value in stats.to_json().items():
+        if isinstance(value, int | float):
+            found.append((key, {}, value))
+        elif isinstance(value, Mapping) and "_by_" in key:
+            label = key.rpartition("_by_")[2]
+            found += [(key, {label: str(name)}, number) for name, number in value.items()]
+    return found
 
 
 def _about_cells(stats: CellStats) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ _CHANGES = {
 class _ScreenNative:
     """Forward every call to a library, and show the cells after those that change them."""
 
-    def __init__(self, context: Context, screen: Screen) -> None:
+    def __init__(self, context: Context, screen: Screen, managers: Mapping[str, Any]) -> None:
+        self._managers = managers
         self.inner = context.native
         self.about = context.native.about
         self._mine, self._info, self._screen = context.handle, context.info, screen
@@ -90,7 +91,23 @@ class _ScreenNative:
         moved = sum(length for *_, length in moves)
         failed = word(status) if status else ""
         picture = Picture.of(now.snapshot)
-        self._screen.show(Frame(self._number, op, detail, picture, failed, moves, moved))
+        notes = [manager_line(*each) for each in self._managers.items()]
+        frame = Frame(self._number, op, detail, picture, failed, moves, moved)
+        self._screen.show(frame, notes)
+
+
+#: Numbers of a cache manager that are shown, if they are not 0.
+_SHOWN = (
+    *("reused_tokens", "evaluated_tokens", "parked", "parks", "resumes", "evicted_tokens"),
+    *("paged_out_tokens", "paged_in_tokens"),
+)
+
+
+def manager_line(name: str, manager: Any) -> str:
+    """Return the name of a cache manager or batcher, and the numbers of its ``stats()``."""
+    told = manager.stats().to_json()
+    shown = [f"{told[key]} {key.replace('_', ' ')}" for key in _SHOWN if told.get(key)]
+    return f"{name}: {', '.join(shown) or 'nothing yet'}"
 
 
 @contextmanager
@@ -101,11 +118,14 @@ def watch(
     speed: float = 0.0,
     width: int = 64,
     console: Console | None = None,
+    managers: Mapping[str, Any] | None = None,
 ) -> Iterator[Screen]:
     """Show the cells of a context in the terminal until the end of the block.
 
-    ``speed`` limits the display to this number of operations per second; 0 is unlimited. Without a
-    terminal, each change is printed. Raises Unsupported if the build cannot read the cells.
+    ``speed`` limits the display to this number of operations per second; 0 is unlimited.
+    ``managers`` maps names to cache managers and batchers, whose reuse is shown below the cells.
+    Without a terminal, each change is printed. Raises Unsupported if the build cannot read the
+    cells.
     """
     arguments.instance("context", context, Context, "a Context")
     arguments.text("title", title)
@@ -113,10 +133,18 @@ def watch(
     width = arguments.integer("width", width, 1, arguments.INT32)
     if console is not None and not callable(getattr(console, "print", None)):
         raise arguments.wrong_type("console", console, "a console of rich, or None")
+    if managers is not None:
+        expected = "a mapping of names to cache managers, or None"
+        arguments.instance("managers", managers, Mapping, expected)  # type: ignore[type-abstract]
+        for key, each in managers.items():
+            arguments.text("a name in managers", key)
+            if not callable(getattr(each, "stats", None)) or isinstance(each, type):
+                what = "a cache manager or batcher"
+                raise arguments.wrong_type(f"managers[{arguments.shown(key)}]", each, what)
     context.kv.snapshot()
     name = title or f"{context.native.about.variant}, {context.model.path.name}"
     with (
         Screen(name, speed=speed, width=width, console=console) as screen,
-        intercept(context, lambda: _ScreenNative(context, screen)),
+        intercept(context, lambda: _ScreenNative(context, screen, managers or {})),
     ):
         yield screen

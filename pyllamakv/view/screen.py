@@ -14,7 +14,7 @@ from pyllamakv.scenarios.cell_picture import FREE, Picture
 from pyllamakv.view import cell_drawing, palette
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from rich.console import Console, RenderableType
@@ -59,6 +59,7 @@ class Screen:
         self._last: Picture | None = None
         self._told: deque[tuple[str, str]] = deque(maxlen=_LINES)
         self._failures = self._moved = self._count = 0
+        self._notes: Sequence[str] = ()
 
     def __enter__(self) -> Self:
         if self._live_wanted:
@@ -78,8 +79,9 @@ class Screen:
             self._live.stop()
             self._live = None
 
-    def show(self, frame: Frame) -> None:
-        """Show a frame; animate moving cells if there is time."""
+    def show(self, frame: Frame, notes: Sequence[str] = ()) -> None:
+        """Show a frame, with ``notes`` as lines below the cells; animate moving cells in time."""
+        self._notes = notes
         self._count += 1
         self._failures += bool(frame.failed)
         self._moved += frame.moved
@@ -97,6 +99,8 @@ class Screen:
         self.console.print(said, style=mood, markup=False, highlight=False, soft_wrap=True)
         if changed or frame.op == "snapshot":
             self.console.print(cell_drawing.draw(frame.picture, self._width), soft_wrap=True)
+            for note in self._notes:
+                self.console.print(printable(note), markup=False, highlight=False, soft_wrap=True)
 
     def _animate(self, frame: Frame) -> None:
         budget = 1 / self._speed if self._speed else 0.0
@@ -121,7 +125,7 @@ class Screen:
         from rich.text import Text
 
         width = max(8, min(self._width, self.console.width - _BESIDE))
-        rows = max(2, self.console.height - _AROUND - _LINES)
+        rows = max(2, self.console.height - _AROUND - _LINES - len(self._notes))
         step, shown = picture.scaled(width * rows)
         places = {cell // step: style for cell, style in styles.items()}
         head = Text(self.title, style="bold")
@@ -136,8 +140,9 @@ class Screen:
         told = [
             Text(said, style=mood, no_wrap=True, overflow="ellipsis") for said, mood in self._told
         ]
+        notes = [Text(printable(each), no_wrap=True, overflow="ellipsis") for each in self._notes]
         cells = cell_drawing.cells(shown, width, step, places)
-        return Group(head, Text(), cells, Text(), numbers, legend(picture), Text(), *told)
+        return Group(head, Text(), cells, Text(), numbers, legend(picture), *notes, Text(), *told)
 
 
 def legend(picture: Picture) -> Text:

@@ -9,6 +9,7 @@ import runtime_kit as kit
 from batching_kit import PROMPTS, Fixed, alone
 
 from pyllamakv.cache.batcher import STARVATION_STEPS, Batcher
+from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import DecodeError, KVCacheFull, NativeError, NoSlotAvailable, UsageError
 
@@ -49,7 +50,10 @@ def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
 def test_a_decode_that_fails_is_tried_one_by_one(
     tmp_path: Path, ctx: Context, failure: Any
 ) -> None:
-    """The second of three fails alone as well; the others do not notice."""
+    """The second of three fails alone as well; the others do not notice.
+
+    One that finds no cells is decoded later.
+    """
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
     going = [batcher.submit(p, 8) for p in PROMPTS[:3]]
@@ -70,8 +74,12 @@ def test_a_decode_that_fails_is_tried_one_by_one(
 
     ctx.native.decode = decode
     batcher.run()
-    assert [each.finish_reason for each in going] == ["length", "failed", "length"]
-    assert isinstance(going[1].error, DecodeError)
+    second = "length" if failure == 1 else "failed"
+    assert [each.finish_reason for each in going] == ["length", second, "length"]
+    if failure == 1:
+        assert going[1].text == alone(tmp_path, PROMPTS[1], 8)
+    else:
+        assert isinstance(going[1].error, DecodeError)
     assert going[0].text == alone(tmp_path, PROMPTS[0], 8)
     assert going[2].text == alone(tmp_path, PROMPTS[2], 8)
     cache.check()
@@ -99,28 +107,32 @@ def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
     cache = SlotCache(ctx, size=60)
     batcher = Batcher(cache)
     one, other = batcher.submit("x" * 40, 6), batcher.submit("y" * 40, 6)
-    asked, real = [], cache.acquire
-    cache.acquire = lambda *args, **more: (
-        asked.append(one.done or other.done) or real(*args, **more)
-    )
+    asked: list[bool] = []
+    for name in ("acquire", "resume"):
+        real = getattr(cache, name)
+
+        def noted(*args: Any, real: Any = real, **more: Any) -> Any:
+            asked.append(one.done or other.done)
+            return real(*args, **more)
+
+        setattr(cache, name, noted)
     batcher.run()
     assert (one.finish_reason, other.finish_reason) == ("length", "length")
     assert other.text == alone(tmp_path, "y" * 40, 6)
-    # Set back once, and not asked again before there can be room.
+    # Parked once, and not resumed before there can be room.
     assert asked == [False, False, True]
     cache.check()
 
 
-def test_text_that_finds_no_room_fails(tmp_path: Path) -> None:
-    """The failing request keeps its text, and the other one continues."""
+def test_a_request_that_does_not_fit_alone_fails(tmp_path: Path) -> None:
+    """It keeps its text, and the other one, which fits, continues."""
     ctx = kit.context(tmp_path, n_ctx=64)
-    batcher = Batcher(SlotCache(ctx, size=60))
-    one, other = batcher.submit("x" * 28, 100), batcher.submit("y" * 28, 100)
+    batcher = Batcher(PrefixCache(ctx))
+    long, other = batcher.submit("x" * 28, 100), batcher.submit("y" * 28, 20)
     batcher.run()
-    failed, rest = sorted((one, other), key=lambda each: each.finish_reason != "failed")
-    assert isinstance(failed.error, KVCacheFull)
-    assert len(failed.tokens) > 2
-    assert (rest.finish_reason, len(rest.tokens)) == ("length", 100)
+    assert isinstance(long.error, KVCacheFull)
+    assert len(long.tokens) == 64 - 29 + 1
+    assert (other.finish_reason, other.text) == ("length", alone(tmp_path, "y" * 28, 20))
 
 
 def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fakes.simulated import ALL
 from prefix_kit import serve
 
 from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
 from pyllamakv.errors import KVCacheFull, StateError, Unsupported
 
@@ -159,10 +160,9 @@ def test_a_state_that_cannot_be_kept_fails_no_prompt(
     assert serve(cache, [1, 2, 3, 4, 5]) == 4
 
 
-def test_nobody_makes_way_for_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_makes_way_for_a_state(tmp_path: Path) -> None:
     """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
-    monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_INTERVAL", 4)
-    cache = recurrent(tmp_path)
+    cache = recurrent(tmp_path, checkpoints=CheckpointSchedule(interval=4, first=0))
     for number in (5, 6):
         with cache.acquire([number]) as lease:
             lease.prefill()

@@ -296,14 +296,13 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
     of="Python",
 )
 def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
-    late: kv.OpenLibrary, monkeypatch: pytest.MonkeyPatch
+    late: kv.OpenLibrary,
 ) -> None:
     """Cancel where a memory cannot go back: what was broken off has moved the others' states."""
     with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
-            cache = PrefixCache(ctx)
-            monkeypatch.setattr("pyllamakv.cache.prefix_cache.STATE_INTERVAL", 32)
+            cache = PrefixCache(ctx, checkpoints=kv.CheckpointSchedule(interval=32))
             serve(cache, [*SYSTEM, 1])
             cache.pin("here", [*SYSTEM, 1])
             with cache.acquire([*SYSTEM, *([2] * 80)]) as lease:

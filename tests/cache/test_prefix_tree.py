@@ -223,3 +223,13 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_whole_page_is_used_alone() -> None:
+    """The states above it were of no use; the runs above a partial page were."""
+    for whole in (True, False):
+        tree = PrefixTree(whole_pages=whole)
+        upper = tree.insert(tokens_to_key([1, 2]))
+        tree.attach(upper, "entry")
+        tree.touch(tree.insert(tokens_to_key([1, 2, 3])))
+        assert upper.last_used == (0 if whole else 1)

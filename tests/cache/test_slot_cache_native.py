@@ -150,19 +150,21 @@ def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
             assert close(ctx.logits().copy(), again.logits().copy(), noisy)
 
 
-def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary) -> None:
-    """A state cannot be cut: what extends it goes on, anything else begins again.
+@pytest.mark.parametrize("states", [True, False])
+def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary, states: bool) -> None:
+    """A state cannot be cut: what extends it goes on, anything else needs a saved state.
 
     The original's single entry ignored that the trim was refused; tokens and state disagreed.
     """
+    again = 39 if states else 0
     with (
         library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(n_ctx=256, n_batch=64, n_seq_max=1) as ctx,
     ):
-        cache = SlotCache(ctx)
+        cache = SlotCache(ctx, checkpoints=None if states else kv.CheckpointSchedule(size=0))
         base = prompt(1, 40)
         for tokens, cached in (
-            (base, 0), ([*base, 3, 4], 40), (base, 0), (base, 0), (prompt(2, 30), 0),
+            (base, 0), ([*base, 3, 4], 40), (base, again), (base, again), (prompt(2, 30), 0),
             ([*prompt(2, 30), 1], 30),
         ):  # fmt: skip
             with cache.acquire(tokens) as lease:

@@ -379,18 +379,18 @@ def test_random_traffic_over_restarts(
     past = [[3, 4, 5]]
     loaded = 0
     for number in range(4):
-        cache = start(n_ctx=96, n_seq_max=3, budget=20000)
+        cache = start(n_ctx=96, n_seq_max=3, budget=30000)
         context = cache.context
         kill(cache)
         cache.closed = True
         traffic = prefix_kit.Traffic(
-            context, seed + 10 * number, store=cache.stored.store.folder, budget=20000
+            context, seed + 10 * number, store=cache.stored.store.folder, budget=30000
         )
         traffic.past = past
         traffic.run(80)
         loaded += traffic.cache.stats().loaded_tokens
         assert traffic.cache.stats().damaged == 0
-        assert traffic.cache.stats().stored_bytes <= 20000
+        assert traffic.cache.stats().stored_bytes <= 30000
         traffic.cache.close() if number % 2 else kill(traffic.cache)
         assert prefix_store.scan(cache.stored.store.folder, contents=True).unusable == {}
     assert loaded > 30

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pyllamakv.cache.prefix_cache import PrefixLease
+    from pyllamakv.cache.prefix_cache import ParkedPrefix, PrefixLease
     from pyllamakv.runtime.context import Context
 
 
@@ -59,7 +59,7 @@ def serve(cache: PrefixCache, prompt: list[int], answer: list[int] | None = None
 
 
 class Traffic:
-    """Acquire, decode, release, pin, page and evict at random; ``errors`` counts refusals.
+    """Acquire, decode, release, park, pin, page and evict at random; ``errors`` counts refusals.
 
     A refusal must leave every branch that was there. ``look`` is called after each prompt whose
     last token was decoded.
@@ -79,23 +79,46 @@ class Traffic:
         self.look = look
         self.cache = PrefixCache(context, **options)
         self.leases: list[tuple[PrefixLease, list[int]]] = []
+        self.parked: list[tuple[ParkedPrefix, list[int]]] = []
+        self.parking = random.Random(seed)
         self.past = [[3, 4, 5]]
         self.errors: Counter[str] = Counter()
 
     def run(self, steps: int) -> None:
         """Run this number of operations, then release all leases."""
         for _ in range(steps):
-            before = leaves(self.cache)
-            try:
-                self.step()
-            except KvError as error:
-                self.errors[type(error).__name__] += 1
-                after = leaves(self.cache)
-                assert all(any(now.startswith(old) for now in after) for old in before), error
-            self.cache.check()
+            for act in (self.step, self.park):
+                before = leaves(self.cache)
+                try:
+                    act()
+                except KvError as error:
+                    self.errors[type(error).__name__] += 1
+                    after = leaves(self.cache)
+                    assert all(any(now.startswith(old) for now in after) for old in before), error
+                self.cache.check()
         while self.leases:
             self.leases.pop()[0].release()
+        while self.parked:
+            self.parked.pop()[0].close()
         self.cache.check()
+        assert not any(node.parked for node in self.cache.branches.tree.walk())
+
+    def park(self) -> None:
+        """Park a lease, or resume one or give one up, now and then."""
+        draw = self.parking
+        kind = draw.random()
+        if kind < 0.08 and self.leases:
+            lease, _ = self.leases.pop(draw.randrange(len(self.leases)))
+            tokens = lease.sequence.tokens
+            self.parked.append((lease.park(), tokens))
+        elif kind < 0.2 and self.parked:
+            parked, tokens = draw.choice(self.parked)
+            prompt = [*tokens, *(draw.choice(self.tokens) for _ in range(draw.randint(1, 5)))]
+            lease = parked.resume(prompt)
+            self.parked = [each for each in self.parked if each[0] is not parked]
+            self.leases.append((lease, prompt))
+        elif kind < 0.22 and self.parked:
+            self.parked.pop(draw.randrange(len(self.parked)))[0].close()
 
     def step(self) -> None:
         """Do one operation."""

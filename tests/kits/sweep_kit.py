@@ -61,9 +61,12 @@ NOT_CONSTRUCTED = {
 NOT_CALLED = {
     "what the batcher asks of its generation": (
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
+        "Generation.park",
     ),
     "what leases ask of their cache": (
-        "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve", "PrefixCache.settle",
+        "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve",
+        "SlotCache.keep_state", "SlotCache.count_parked", "SlotCache.discard_parked",
+        "PrefixCache.settle",
     ),
     "what a sequence and a decode ask of their context": (
         "Context.release_sequence", "Context.new_marks",

@@ -58,3 +58,30 @@ def test_it_ends_with_the_block_also_for_an_error(stock) -> None:
         with pytest.raises(ZeroDivisionError), kv.watch(context, console=target):
             raise ZeroDivisionError
         assert context.native is native
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_managers_are_shown_below_the_cells(stock, terminal: bool) -> None:
+    """What was reused, evaluated and parked, for a cache and for a batcher over it."""
+    target = Console(file=io.StringIO(), width=120, height=40, force_terminal=terminal, _environ={})
+    with (
+        kv.open(stock.folder) as library,
+        library.load_model(synthetic_models.tiny()) as model,
+        model.context(n_ctx=64, n_batch=64, n_seq_max=4) as context,
+        kv.PrefixCache(context) as cache,
+        kv.Batcher(cache) as batcher,
+    ):
+        with kv.watch(context, console=target, managers={"prefixes": cache, "batcher": batcher}):
+            for _ in range(2):
+                batcher.submit([5] * 10, 4, stop_at_end=False)
+                batcher.run()
+            going = [batcher.submit([n] * 20, 20, stop_at_end=False) for n in (6, 7, 8)]
+            batcher.run()
+        assert all(len(one.tokens) == 20 for one in going)
+        for wrong in (5, {"a": 5}, {5: cache}, {"a": kv.PrefixCache}):
+            with pytest.raises(TypeError), kv.watch(context, console=target, managers=wrong):
+                pass
+    said = target.file.getvalue()
+    assert "prefixes: nothing yet" in said
+    assert "prefixes: 9 reused tokens, 1" in said
+    assert "batcher: 1 parked, 1 parks" in said

@@ -1,0 +1,335 @@
+"""Test generations that are parked and resumed, over a simulated library that shows lost tokens."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+from batching_kit import alone, said
+from fakes.simulated import ALL
+
+from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.paging import MemoryPager
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import KVCacheFull, NoSlotAvailable, StateError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.cache.generation import Generation
+    from pyllamakv.runtime.context import Context
+
+CELLS = 96
+
+
+def context(folder: Path, memory: MemoryType = MemoryType.ATTENTION, **options: Any) -> Context:
+    """Return a context of 96 cells; with states, one whose sequences cannot be cut."""
+    partial = memory is MemoryType.ATTENTION
+    options = {"n_ctx": CELLS, "n_seq_max": 4, **options}
+    ctx = kit.context(folder, {"partial": partial}, **options)
+    object.__setattr__(ctx.info, "memory", memory)
+    return ctx
+
+
+MANAGERS = {
+    "prefixes": lambda folder, **more: PrefixCache(context(folder, **more)),
+    "prefixes in memory": lambda folder, **more: PrefixCache(
+        context(folder, **more), paging="memory"
+    ),
+    "prefixes in files": lambda folder, **more: PrefixCache(
+        context(folder, **more), paging=folder / "pages"
+    ),
+    "states": lambda folder, **more: PrefixCache(context(folder, MemoryType.HYBRID, **more)),
+    "slots": lambda folder, **more: SlotCache(context(folder, **more), size=CELLS),
+    "slots with states": lambda folder, **more: SlotCache(
+        context(folder, MemoryType.HYBRID, **more), size=CELLS
+    ),
+}
+
+
+def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
+    """Submit requests that fit alone, some with a common prefix."""
+    found = []
+    for number in range(n):
+        prompt = "common" * (number % 3) + "abcdefgh"[number % 8] * (20 + 5 * (number % 4))
+        length = 12 + 7 * (number % 5)
+        found.append((batcher.submit(prompt, length), prompt, length))
+    return found
+
+
+@pytest.mark.parametrize(("n", "n_batch"), [(4, 32), (8, 3), (16, 32)])
+@pytest.mark.parametrize("name", MANAGERS)
+def test_all_requests_that_fit_alone_complete(
+    tmp_path: Path, name: str, n: int, n_batch: int
+) -> None:
+    """Their cells are 2, 4 and 8 times those of the cache; text is as alone."""
+    cache = MANAGERS[name](tmp_path)
+    with Batcher(cache, n_batch=n_batch) as batcher:
+        going = submit(batcher, n)
+        while batcher.step():
+            if batcher.stats().decodes % 8 == 0:
+                cache.check()
+        for one, prompt, length in going:
+            assert (one.finish_reason, one.error) == ("length", None)
+            assert one.text == alone(tmp_path, prompt, length)
+        assert batcher._queue.parks == batcher._queue.resumes > 0
+    cache.check()
+    settled(cache)
+
+
+def settled(cache: Any) -> None:
+    """Check that nothing is left of parked generations."""
+    if isinstance(cache, PrefixCache):
+        assert not any(node.parked for node in cache.branches.tree.walk())
+        assert cache.branches._parking.count == 0
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_nothing_is_evaluated_twice(tmp_path: Path, name: str) -> None:
+    """A resumed generation continues with its cells, so that its tokens cannot differ."""
+    cache = MANAGERS[name](tmp_path)
+    with Batcher(cache) as batcher:
+        going = [batcher.submit(letter * 30, 24) for letter in "abcdef"]
+        batcher.run()
+        assert batcher._queue.parks > 0
+        decoded = sum(len(one.prompt) + len(one.tokens) - 1 - one.cached for one in going)
+        assert batcher.stats().decoded_tokens == decoded
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_sampler_and_stop_strings_continue(tmp_path: Path, name: str) -> None:
+    """A stop string and a character may begin before the generation is parked, and end after."""
+    text = ("gr\u00fcn \U0001f600 end" * 5).encode()
+    cache = MANAGERS[name](tmp_path)
+    with Batcher(cache) as batcher:
+        going = [
+            batcher.submit("x" * 20, 60, "\U0001f600 endgr\u00fcn \U0001f600 endg", said(text))
+            for _ in range(6)
+        ]
+        batcher.run()
+        assert {(one.finish_reason, one.text) for one in going} == {("stop", "gr\u00fcn ")}
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_parked_generation_may_be_cancelled(tmp_path: Path, name: str) -> None:
+    """Its pages are freed; the others complete."""
+    cache = MANAGERS[name](tmp_path)
+    with Batcher(cache) as batcher:
+        going = [one for one, *_ in submit(batcher, 6)]
+        while batcher.step():
+            parked = [one for one in going if one.parked is not None]
+            if parked:
+                parked[0].cancel()
+        reasons = {one.finish_reason for one in going}
+        assert reasons == {"cancelled", "length"}
+        cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_batcher_may_be_closed_while_some_are_parked(tmp_path: Path, name: str) -> None:
+    """The cache serves others afterwards."""
+    cache = MANAGERS[name](tmp_path)
+    with Batcher(cache) as batcher:
+        submit(batcher, 6)
+        while not batcher._queue.parks:
+            batcher.step()
+    settled(cache)
+    with Batcher(cache) as batcher:
+        assert batcher.submit("y" * 40, 6).result() == alone(tmp_path, "y" * 40, 6)
+    cache.check()
+
+
+def test_a_generation_without_end_does_not_make_others_wait(tmp_path: Path) -> None:
+    """After ``max_wait`` steps, it is parked for one that waits, and continues in its turn."""
+    cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
+    with Batcher(cache, max_wait=10) as batcher:
+        endless = batcher.submit("Once", None, stop_at_end=False)
+        others = [batcher.submit(prompt, 25) for prompt in ("Hi", "Hello")]
+        steps = next(n for n in itertools.count() if not batcher.step() or others[-1].done)
+        # Three turns of each, of ten steps, while two others have theirs.
+        assert steps <= 3 * 3 * 11
+        for one, prompt in zip(others, ("Hi", "Hello"), strict=True):
+            assert one.text == alone(tmp_path, prompt, 25)
+        assert len(endless.tokens) >= 20
+        assert endless.finish_reason is None
+    cache.check()
+
+
+def test_without_a_bound_others_wait(tmp_path: Path) -> None:
+    """Nothing is parked for a prompt that waits for a slot."""
+    cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
+    with Batcher(cache, max_wait=None) as batcher:
+        endless = batcher.submit("Once", None, stop_at_end=False)
+        other = batcher.submit("Hi", 5)
+        for _ in range(2000):
+            batcher.step()
+        assert (len(endless.tokens), other.cached) == (2000, None)
+    for wrong in (0, -1, 1.5, "x"):
+        with pytest.raises((UsageError, TypeError)):
+            Batcher(cache, max_wait=wrong)  # type: ignore[arg-type]
+
+
+def test_a_shifted_slot_is_resumed_as_it_was(tmp_path: Path) -> None:
+    """Its tokens were evaluated after others that are gone, so only its cells can continue."""
+    cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1, size=40, keep=4)
+    with Batcher(cache, max_wait=10) as batcher:
+        going = [batcher.submit(prompt, 100, stop_at_end=False) for prompt in ("Once", "Hi", "Ho")]
+        batcher.run()
+        assert batcher._queue.parks > 10
+        assert cache.stats().shifts > 6
+        texts = [one.text for one in going]
+    cache.check()
+    for prompt, text in zip(("Once", "Hi", "Ho"), texts, strict=True):
+        own = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1, size=40, keep=4)
+        assert Batcher(own).submit(prompt, 100, stop_at_end=False).result() == text
+
+
+@pytest.mark.parametrize("name", ["prefixes", "states", "slots", "slots with states"])
+def test_what_cannot_be_saved_is_evaluated_again(tmp_path: Path, name: str) -> None:
+    """A library that saves no states, or fails to: the same text, later."""
+    for capabilities in (ALL & ~Capability.STATES, ALL):
+        cache = MANAGERS[name](tmp_path)
+        native = cache.context.native
+        object.__setattr__(native.about, "capabilities", capabilities)
+
+        def failing(*_: object) -> bytes:
+            raise StateError("no")
+
+        native.state_save = failing
+        with Batcher(cache) as batcher:
+            for one, prompt, length in submit(batcher, 6):
+                assert one.result() == alone(tmp_path, prompt, length)
+        cache.check()
+        settled(cache)
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_an_interruption_while_a_generation_is_parked_loses_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """Ctrl-C in any save or restore: the loop continues, and text is as alone."""
+    cache = MANAGERS[name](tmp_path)
+    native, calls = cache.context.native, itertools.count(1)
+    for method in ("state_save", "state_load"):
+        real = getattr(native, method)
+
+        def interrupted(*arguments: Any, real: Any = real) -> Any:
+            if next(calls) % 3 == 0:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        setattr(native, method, interrupted)
+    with Batcher(cache) as batcher:
+        going = submit(batcher, 6)
+        more = True
+        while more:
+            try:
+                more = batcher.step()
+            except KeyboardInterrupt:
+                cache.check()
+        for one, prompt, length in going:
+            assert (one.finish_reason, one.error) == ("length", None)
+            assert one.text == alone(tmp_path, prompt, length)
+    cache.check()
+    settled(cache)
+
+
+# Leases...
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
+    """Sequence and cells are free for others, and the tokens continue where they were."""
+    cache = MANAGERS[name](tmp_path, n_seq_max=2)
+    ctx = cache.context
+    tokens = [*range(10, 70)]
+    lease = cache.acquire(tokens)
+    ctx.prefill(lease.sequence, lease.rest)
+    parked = lease.park()
+    for number in (5, 6, 7):
+        with cache.acquire([number] * 60) as other:
+            other.make_room(len(other.rest))
+            ctx.prefill(other.sequence, other.rest)
+        cache.check()
+    for wrong in (tokens, tokens[:-1], [9, *tokens], [], "x"):
+        with pytest.raises((UsageError, TypeError)):
+            parked.resume(wrong)
+    again = parked.resume([*tokens, 3])
+    assert (again.cached, again.rest, again.sequence.tokens) == (60, [3], tokens)
+    with pytest.raises(UsageError, match="not parked"):
+        parked.resume([*tokens, 3])
+    parked.close()
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) -> None:
+    """The cells, or the sequences, are those of others; they are not changed."""
+    cache = MANAGERS[name](tmp_path, n_seq_max=2)
+    ctx = cache.context
+    lease = cache.acquire([4] * 60)
+    ctx.prefill(lease.sequence, lease.rest)
+    parked = lease.park()
+    other = cache.acquire([5] * 60)
+    other.make_room(60)
+    ctx.prefill(other.sequence, other.rest)
+    with pytest.raises(KVCacheFull):
+        parked.resume([4] * 61)
+    third = cache.acquire([6])
+    ctx.prefill(third.sequence, third.rest)
+    with pytest.raises((KVCacheFull, NoSlotAvailable)):
+        parked.resume([4] * 61)
+    cache.check()
+    assert other.sequence.tokens == [5] * 60
+    other.release()
+    third.release()
+    again = parked.resume([4] * 61)
+    assert again.sequence.tokens == [4] * 60
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> None:
+    """Its pages need two sequences: it waits for them, so that nothing is evaluated again."""
+    cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
+    ctx, head = cache.context, [*range(10, 30)]
+    first = cache.acquire([*head, *([5] * 20)])
+    ctx.prefill(first.sequence, first.rest)
+    parked = first.park()
+    with cache.acquire([*head, *([6] * 20)]) as other:
+        ctx.prefill(other.sequence, other.rest)
+        cache.page_out([*head, *([5] * 20)])
+    cache.page_out([*head, *([6] * 20)])
+    with cache.acquire([7, 7]) as lease:
+        ctx.prefill(lease.sequence, lease.rest)
+        with pytest.raises(KVCacheFull):
+            parked.resume([*head, *([5] * 21)])
+        cache.check()
+    again = parked.resume([*head, *([5] * 21)])
+    assert again.cached == 40
+    again.release()
+    cache.check()
+
+
+def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
+    """Without paging, only parked branches have pages, and only while they are parked."""
+    cache = PrefixCache(context(tmp_path))
+    with Batcher(cache) as batcher:
+        submit(batcher, 8)
+        most = 0
+        while batcher.step():
+            most = max(most, cache.stats().paged_bytes)
+            pages = {id(node.page) for node in cache.branches.tree.walk() if node.page}
+            parked = sum(one.parked is not None for one in batcher._queue.waiting)
+            assert len(pages) <= parked
+    assert most > 0
+    assert cache.stats().paged_bytes == 0
+    assert isinstance(cache.branches._parking, MemoryPager)

@@ -1,0 +1,102 @@
+"""Test overcommitted caches over real builds: all requests complete, with the tokens as alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from native_kit import built
+
+import pyllamakv as kv
+from pyllamakv.scenarios import synthetic_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.native
+
+CELLS, SEQUENCES, TEXT = 256, 4, 40
+
+CASES = [
+    ("0.3.9+patched", "tiny"),
+    ("0.3.36+patched", "tiny"),
+    ("0.3.36+patched", "sliding"),
+    ("0.3.36+patched", "recurrent"),
+    ("0.3.36+patched", "hybrid"),
+    ("b11549+patched", "sliding"),
+    ("b11549+patched", "hybrid"),
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest) -> Iterator[kv.Model]:
+    """Load a model in a release."""
+    spec, name = request.param
+    with (
+        kv.open(built(spec).folder) as library,
+        library.load_model(synthetic_models.model(name)) as loaded,
+    ):
+        yield loaded
+
+
+def slots(ctx: kv.Context) -> kv.SlotCache:
+    """Return slots that share all cells."""
+    return kv.SlotCache(ctx, size=ctx.info.n_ctx)
+
+
+def alone(model: kv.Model, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens that each prompt generates in a context of its own."""
+    found = []
+    with model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32) as ctx:
+        for prompt in prompts:
+            ctx.clear()
+            with kv.PrefixCache(ctx) as cache, kv.Batcher(cache) as batcher:
+                one = batcher.submit(prompt, TEXT, stop_at_end=False)
+                batcher.run()
+                found.append(one.tokens)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [kv.PrefixCache, slots], ids=["prefixes", "slots"])
+def test_an_overcommitted_cache_completes_all(model: kv.Model, make: Any) -> None:
+    """Twelve requests of 140 tokens in 256 cells and 4 sequences."""
+    system = [1 + (7 * i) % 60 for i in range(40)]
+    prompts = [
+        [*(system if number % 2 else []), *(1 + (11 * number + 3 * i) % 60 for i in range(60))]
+        for number in range(12)
+    ]
+    expected = alone(model, prompts)
+    options = {"n_ctx": CELLS, "n_batch": 64, "n_ubatch": 32, "n_seq_max": SEQUENCES}
+    with (
+        model.context(**options) as ctx,
+        make(ctx) as cache,
+        kv.Batcher(cache, max_wait=20) as batcher,
+    ):
+        going = [batcher.submit(each, TEXT, stop_at_end=False) for each in prompts]
+        batcher.run()
+        assert [(one.finish_reason, one.error) for one in going] == [("length", None)] * 12
+        assert [one.tokens for one in going] == expected
+        assert batcher._queue.parks > 0
+        cache.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [kv.PrefixCache, kv.SlotCache], ids=["prefixes", "slots"])
+def test_generations_that_share_a_window_go_on(model: kv.Model, make: Any) -> None:
+    """A prefix longer than a sliding-window cache is forked by four generations at once."""
+    system = [1 + (7 * i) % 60 for i in range(300)]
+    prompts = [[*system, number, 5] for number in range(1, 6)]
+    with model.context(n_ctx=2048, n_batch=64, n_ubatch=32, n_seq_max=SEQUENCES) as ctx:
+        with make(ctx) as cache, kv.Batcher(cache) as batcher:
+            batcher.submit(system, 1, stop_at_end=False).result()
+            going = [batcher.submit(each, 30, stop_at_end=False) for each in prompts]
+            batcher.run()
+            cache.check()
+            assert [one.error for one in going] == [None] * 5
+            together = [one.tokens for one in going]
+        with make(ctx) as cache, kv.Batcher(cache) as batcher:
+            for prompt, tokens in zip(prompts, together, strict=True):
+                one = batcher.submit(prompt, 30, stop_at_end=False)
+                batcher.run()
+                assert one.tokens == tokens
