@@ -57,10 +57,11 @@ class _Vocabulary:
         self.ends = [token for token, end in enumerate(ask("token_is_eog")) if end]
         self.eos_token_id = self.ends[0] if self.ends else model.info.token_eos
         self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
-        self._model = model
+        # Not the model: it keeps this object, in a cycle that the collector of Python cannot see.
+        self._native, self._life = model.native, model.life
 
-    def __call__(self, text: str) -> list[int]:
-        return self._model.tokenize(text, add_special=False)
+    def __call__(self, text: bytes) -> list[int]:
+        return self._native.tokenize(self._life.raw, text, False, False)
 
 
 class SchemaProcessor:
@@ -79,8 +80,7 @@ class SchemaProcessor:
         tokens = model.schema_tokens
         self._matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
         if self._matcher.is_error():
-            reason = self._matcher.get_error().strip().partition("\n")[0]
-            raise SchemaError(f"the JSON schema cannot be used: {reason}")
+            raise SchemaError(f"the JSON schema cannot be used: {_reason(self._matcher)}")
         self._ends = list(tokens.eos_tokens)
         self._seen: list[int] = []
 
@@ -91,8 +91,8 @@ class SchemaProcessor:
             self._seen = []
         new = tokens[len(self._seen) :]
         self._seen = list(tokens)
-        if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
-            raise NoTokenAllowed(f"the sampled tokens leave the schema: {self._reason()}")
+        if new and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(new)
         allowed = np.zeros(len(logits), dtype=np.bool_)
         if self._matcher.is_stopped():
             allowed[self._ends] = True
@@ -100,10 +100,15 @@ class SchemaProcessor:
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             bits = np.unpackbits(mask, bitorder="little")[: len(logits)]
             allowed[: len(bits)] = bits
+        # A matcher that exceeds a limit stops as at the end of a document, and never recovers.
+        if self._matcher.is_error():
+            raise NoTokenAllowed(f"the JSON schema cannot be continued: {_reason(self._matcher)}")
         logits[~allowed] = -np.inf
 
-    def _reason(self) -> str:
-        return self._matcher.get_error().strip().partition("\n")[0] or "the document has ended"
+
+def _reason(matcher: Any) -> str:
+    text: str = matcher.get_error()
+    return text.strip().partition("\n")[0]
 
 
 def schema_text(schema: Mapping[str, Any] | str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 import runtime_kit as kit
@@ -66,8 +69,47 @@ def test_a_complete_document_ends(tmp_path: Path) -> None:
         logits = np.zeros(model.info.n_vocab, dtype=np.float32)
         processor(tokens, logits)
         assert set(np.flatnonzero(np.isfinite(logits)).tolist()) == allowed
-    with pytest.raises(NoTokenAllowed, match="leave the schema"):
-        processor([57], logits)
+
+
+@pytest.mark.parametrize("tokens", [[57], [57, 56]])
+def test_an_error_of_the_matcher_is_raised(tmp_path: Path, tokens: list[int]) -> None:
+    """Also by later calls: the matcher never recovers, and then allows only end tokens."""
+    model = kit.model(tmp_path)
+    processor = SchemaProcessor(model, {"const": 5})
+    logits = np.zeros(model.info.n_vocab, dtype=np.float32)
+    for _ in range(2):
+        with pytest.raises(NoTokenAllowed, match="cannot be continued: Parser Error: token"):
+            processor(tokens, logits)
+    with pytest.raises(NoTokenAllowed):
+        processor([], logits)
+    assert not logits.any()
+
+
+def test_a_matcher_that_exceeds_a_limit(tmp_path: Path) -> None:
+    """The document is incomplete, so it must not end."""
+    model = kit.model(tmp_path)
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    processor = SchemaProcessor(model, schema)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    limits = llguidance.LLParserLimits(step_max_items=1)
+    processor._matcher = llguidance.LLMatcher(
+        model.schema_tokens, grammar, log_level=0, limits=limits
+    )
+    tokens = model.tokenize('{"city": "ab', add_special=False)
+    with pytest.raises(NoTokenAllowed, match="Too many items"):
+        for i in range(len(tokens)):
+            processor(tokens[: i + 1], np.zeros(model.info.n_vocab, dtype=np.float32))
+
+
+def test_an_unused_model_is_freed(tmp_path: Path) -> None:
+    """The model keeps its vocabulary for schemas, which must not keep the model."""
+    model = kit.model(tmp_path)
+    native, gone = model.native, weakref.ref(model)
+    SchemaProcessor(model, {"const": 5})
+    del model
+    gc.collect()
+    assert gone() is None
+    assert native.freed[0] == "model"
 
 
 @pytest.mark.parametrize(
