@@ -23,6 +23,8 @@ from pyllamakv.errors import ChatTemplateError, WorkerDied
 #: models take about a millisecond.
 CPU_SECONDS: Final = 1.0
 ADDRESS_SPACE: Final = 1 << 30
+#: Arguments of the interpreter; the limits follow.
+PROGRAM: Final = ("-P", "-m", "pyllamakv.runtime.template_worker")
 
 
 class TemplateProcess:
@@ -42,7 +44,11 @@ class TemplateProcess:
 
         Raises ChatTemplateError with the line, and WorkerDied if the process cannot work.
         """
-        request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        try:
+            request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        except RecursionError:
+            msg = "the values for the chat template are nested too deeply"
+            raise ChatTemplateError(msg) from None
         with self._lock:
             child = self._running()
             assert child.stdin is not None
@@ -57,7 +63,8 @@ class TemplateProcess:
                 # After Ctrl-C, the answer would be taken for that of the next request.
                 self.close()
                 raise
-            if not reply:
+            # A process that was killed may have written a part of its answer.
+            if not reply.endswith(b"\n"):
                 raise self._failure(child)
         found = json.loads(reply)
         if "error" in found:
@@ -80,7 +87,7 @@ class TemplateProcess:
                 raise WorkerDied(
                     "chat templates need sys.executable, which this program does not set"
                 )
-            command = [sys.executable, "-P", "-m", "pyllamakv.runtime.template_worker"]
+            command = [sys.executable, *PROGRAM]
             try:
                 self._child = subprocess.Popen(
                     [*command, *map(str, self._limits)],

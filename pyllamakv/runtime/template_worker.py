@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from datetime import datetime
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -69,7 +69,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-@cache
+@lru_cache(maxsize=32)  # more would fill the memory of a process that runs long
 def compiled(source: str) -> Template:
     """Return a compiled template."""
     environment = ImmutableSandboxedEnvironment(
@@ -81,9 +81,13 @@ def compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the text of a template, or its error with the line."""
+def answer(line: str) -> dict[str, Any]:
+    """Return the text of the template in a line of JSON, or its error with the line."""
     try:
+        try:
+            request = json.loads(line)
+        except RecursionError:
+            return {"error": "the values for the chat template are nested too deeply", "line": 0}
         text = compiled(request["template"]).render(**request["variables"])
     except TemplateSyntaxError as error:
         return {"error": f"the chat template does not parse: {error.message}", "line": error.lineno}
@@ -115,10 +119,9 @@ def main(cpu_seconds: float, address_space: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin:
-        request = json.loads(line)
         # The default action of SIGPROF ends the process, also within one long operation of C.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        text = json.dumps(answer(request))
+        text = json.dumps(answer(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -87,6 +88,25 @@ def test_a_process_that_died(process: TemplateProcess) -> None:
     with pytest.raises(WorkerDied, match="status -9"):
         process.render("a", {})
     assert process.render("a", {}) == "a"
+
+
+def test_values_nested_too_deeply(process: TemplateProcess) -> None:
+    """Near the limit of recursion, here or in the process, the error has its type."""
+    value: list[Any] = []
+    for depth in range(1, 1100):
+        value = [value]
+        if depth > 900:
+            with contextlib.suppress(ChatTemplateError):
+                assert process.render("a", {"x": value}) == "a"
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
+        process.render("a", {"x": value})
+
+
+def test_a_part_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed while it writes its answer is a process that died."""
+    monkeypatch.setattr(template_process, "PROGRAM", ("-c", "print('{', end='')"))
+    with pytest.raises(WorkerDied, match="status 0"):
+        TemplateProcess().render("a", {})
 
 
 def test_threads_get_their_own_answers() -> None:

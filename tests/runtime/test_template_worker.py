@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Any
 
@@ -12,7 +13,7 @@ from pyllamakv.runtime import template_worker
 
 def answer(template: str, **variables: Any) -> dict[str, Any]:
     """Return the answer to a request."""
-    return template_worker.answer({"template": template, "variables": variables})
+    return template_worker.answer(json.dumps({"template": template, "variables": variables}))
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,15 @@ def test_memory_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(template_worker.__dict__, "compiled", fail)
     assert "too much memory" in answer("x")["error"]
+
+
+def test_values_nested_too_deeply() -> None:
+    """The process answers, although it cannot read the request."""
+    assert "nested too deeply" in template_worker.answer("[" * 100000)["error"]
+
+
+def test_few_templates_are_kept() -> None:
+    """A process that renders many templates needs no more memory than for the last ones."""
+    for i in range(40):
+        assert answer(f"{{{{ {i} }}}}") == {"text": str(i)}
+    assert template_worker.compiled.cache_info().currsize < 40
