@@ -286,7 +286,9 @@ class RecordingNative(CallRecorder):
         except Exception as error:
             self.failed("advance", (*what, []), began, error)
             raise
-        self.done("advance", (*what, rows), began, code, len(rows) * n)
+        # If no token could be sampled after the last step, that step was decoded nevertheless.
+        unsampled = bool(rows) and min(rows[-1]) < 0
+        self.done("advance", (*what, rows), began, 0 if unsampled else code, len(rows) * n)
         return code, rows
 
     # what changes the cache...

@@ -182,7 +182,9 @@ def _decoded(words: dict[str, Any], code: Any, result: dict[str, Any]) -> None:
     """Return the tokens of several steps, from those sampled after the last one."""
     result["steps"] = len(words["steps"]) - 1
     if code == 0:
-        result["chosen"] = words["steps"].pop()
+        sampled = words["steps"].pop()
+        if min(sampled) >= 0:
+            result["chosen"] = sampled
 
 
 Words = tuple[str, dict[str, Any], int]

@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from fakes.simulated import ALL, SimulatedNative
 from rich.console import Console
 
 import pyllamakv as kv
+from pyllamakv.binding.codes import Code
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import NativeError, NoKVSlot, UsageError
+from pyllamakv.errors import NativeError, NoKVSlot, NoTokenAllowed, UsageError
 from pyllamakv.traces import recording_native, trace
 from pyllamakv.traces.recording_native import RecordingNative
 from pyllamakv.traces.replay import replay
@@ -84,6 +86,29 @@ def test_every_operation_is_a_row(tmp_path: Path) -> None:
     assert all(line.result["at"] >= 0 for line in lines)
     session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
     assert replay(head, lines, session) == (count, [])
+
+
+def test_a_loop_without_an_allowed_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps were decoded, so the row has status 0, and the trace replays exactly."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, context.model.sampler() as sampler:
+        run = context.native.run
+
+        def exclude(*arguments: Any) -> tuple[int, list[list[int]]]:
+            return int(Code.ENOTOKEN), [*run(*arguments)[1][:-1], [int(Code.ENOTOKEN)]]
+
+        monkeypatch.setattr(context.native, "run", exclude)
+        with kv.record(context, path):
+            a = context.sequence()
+            with pytest.raises(NoTokenAllowed, match="sample after 3 steps"):
+                context.advance([a], [13], 3, sampler)
+            context.step(a, 10)
+    row = next(row for row in rows(path) if row.get("op") == "advance")
+    assert [len(row["steps"]), row["result"]["status"]] == [3, 0]
+    assert row["result"]["used"] == 3
+    head, lines = trace.read(path)
+    session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, session) == (len(lines), [])
 
 
 def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
