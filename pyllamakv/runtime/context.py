@@ -35,7 +35,7 @@ from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
+from pyllamakv.runtime.sampler import NumpySampler, SampledAhead, Sampler, check_sampler
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
@@ -327,7 +327,8 @@ class Context(ClosedOnExit):
 
         Returns the sampled tokens of each step; decode those of the last step next. Ends early
         after a step that sampled an end-of-generation token. If a step fails, the steps before it
-        remain; if sampling fails (NoTokenAllowed), the decoded step remains as well.
+        remain; if sampling fails (NoTokenAllowed), the decoded step remains as well. For a single
+        sequence, `generate` with this sampler then continues with the token sampled last.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
@@ -369,7 +370,11 @@ class Context(ClosedOnExit):
                     or (defragged and not rows)
                     or not self.defrag_policy.defrag_after_failure(ids)
                 ):
-                    raise self._failed(code, ids)
+                    failed = self._failed(code, ids)
+                    ledger = group.ledgers[0]
+                    if chosen and len(ids) == 1 and ledger.marks:
+                        sampler.keep_ahead(group.sequences[0], ledger.marks[-1], chosen[-1][0])
+                    raise failed
                 defragged, given = True, rows[-1] if rows else given
 
     def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
@@ -659,20 +664,25 @@ class Context(ClosedOnExit):
         picker, mine = self._picker(sampler)
         stops = StopStrings(stop) if stop else None
         stream, cancels, model = IncrementalDetokenizer(), self.cancels, self.model
+        token = mark = -1  # the sampled token, until it is decoded; the last one when it was
         try:
-            token = -1
             left = max_tokens
+            if isinstance(picker, SampledAhead) and left != 0 and len(sequence):
+                token, mark = picker.take_ahead(sequence), sequence.ledger.marks[-1]
             while left is None or left > 0:
                 if token < 0:
                     self._refresh(sequence)
                     token = picker.sample(self, sequence.ledger.logits_at)
+                    mark = sequence.ledger.marks[-1]
                 if stop_at_end and model.is_eog(token):
+                    token = -1
                     break
                 if cancels != self.cancels:
                     msg = "the generation was cancelled; yielded tokens are in the sequence"
                     raise Cancelled(msg, code=2)
                 self.step(sequence, token)
-                text = stream.feed(model.piece(token))
+                decoded, token = token, -1
+                text = stream.feed(model.piece(decoded))
                 if stops is not None:
                     text = stops.feed(text)
                     if stops.found is not None:
@@ -681,7 +691,8 @@ class Context(ClosedOnExit):
                         return
                 left = None if left is None else left - 1
                 # Sample the next token before the caller gets this one and possibly decodes others.
-                token = picker.sample(self) if left is None or left else -1
+                if left is None or left:
+                    token, mark = picker.sample(self), sequence.ledger.marks[-1]
                 if text:
                     yield text
             rest = stream.flush()
@@ -693,6 +704,8 @@ class Context(ClosedOnExit):
         finally:
             if mine is not None:
                 mine.close()
+            elif token >= 0 and isinstance(picker, SampledAhead):
+                picker.keep_ahead(sequence, mark, token)
 
     def _picker(
         self, sampler: TokenSampler | SamplerParams | None
@@ -710,6 +723,9 @@ class Context(ClosedOnExit):
         """Decode the last token again when its logits were overwritten."""
         if sequence.ledger.logits_epoch == self.epoch:
             return
+        if not len(sequence):
+            msg = "the sequence was emptied before its generation; decode a prompt first"
+            raise UsageError(msg)
         last = sequence.ledger.tokens[-1]
         sequence.trim(len(sequence) - 1)
         self.step(sequence, last)

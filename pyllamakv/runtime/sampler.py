@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,18 +13,19 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.json_schema import SchemaProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sequence import Sequence
 
 
 class TokenSampler(Protocol):
@@ -107,7 +109,28 @@ def check_single_sequence(keeps_history: bool, n: int) -> None:
         raise UsageError(msg)
 
 
-class Sampler:
+class SampledAhead:
+    """Keep the token that a generation sampled and did not decode, because it ended early.
+
+    The token is in the history of the sampler, so the next generation must begin with it.
+    """
+
+    _ahead: tuple[weakref.ref[Sequence], int, int] | None = None
+
+    def keep_ahead(self, sequence: Sequence, mark: int, token: int) -> None:
+        """Keep a token that was sampled when the last token of a sequence had this mark."""
+        # Some copied tokens have no mark, but -1.
+        self._ahead = (weakref.ref(sequence), mark, token) if mark >= 0 else None
+
+    def take_ahead(self, sequence: Sequence) -> int:
+        """Return the token once; -1 if there is none, or the sequence has another last token."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0]() is not sequence:
+            return -1
+        return ahead[2] if sequence.ledger.marks[-1:] == [ahead[1]] else -1
+
+
+class Sampler(SampledAhead, ClosedOnExit):
     """Sample in C. Closing the model closes the sampler.
 
     ``processors`` are called in order before each choice, the one for ``json_schema`` last. With
@@ -232,20 +255,13 @@ class Sampler:
         """Drop the token history and restart from the seed."""
         with self.life as handle:
             self._native.sampler_reset(handle)
+            self._ahead = None
             self._tokens = []
             self.logprobs = []
 
     def close(self) -> None:
         """Free the sampler; further use raises Closed."""
         self.life.close()
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_capabilities(params: SamplerParams, there: Capability) -> None:
@@ -260,7 +276,7 @@ def _check_capabilities(params: SamplerParams, there: Capability) -> None:
         raise Unsupported(msg, name)
 
 
-class NumpySampler:
+class NumpySampler(SampledAhead):
     """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
 
     def __init__(self, params: SamplerParams | None = None) -> None:
@@ -276,6 +292,7 @@ class NumpySampler:
         """Drop the token history and restart from the seed."""
         self._random = np.random.default_rng(self.params.seed)
         self._last: list[int] = []
+        self._ahead = None
 
     def sample(self, context: Context, index: int = -1) -> int:
         """Return a token sampled from the logits at ``index`` of the last batch."""

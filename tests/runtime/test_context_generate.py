@@ -145,6 +145,12 @@ def test_what_cannot_go_on_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_tokens"):
         ctx.generate(a, -1)
     assert list(ctx.generate(a, 0)) == []
+    for sampler in (None, NumpySampler()):
+        generating = ctx.generate(a, 5, sampler)
+        a.remove()
+        with pytest.raises(UsageError, match="was emptied"):
+            next(generating)
+        ctx.step(a, 5)
 
 
 def spell(text: str) -> Fixed:
@@ -171,3 +177,64 @@ def test_withheld_text_comes_at_the_end(tmp_path: Path) -> None:
     assert "".join(ctx.generate(a, sampler=spell("one t"), stop="two")) == "one t"
     with pytest.raises(UsageError, match="stop string"):
         ctx.generate(a, stop="")
+
+
+@pytest.mark.parametrize("kind", ["C", "numpy"])
+def test_a_sampler_continues_after_an_early_end(tmp_path: Path, kind: str) -> None:
+    """A token that was sampled and not decoded is in its history: it is the next one."""
+
+    def tokens(cuts: int, fails: bool = False, other: bool = False) -> list[int]:
+        ctx = kit.context(tmp_path)
+        a, b = ctx.sequence(), ctx.sequence()
+        ctx.decode(a.feed("Hi"))
+        params = {"temperature": 1.0, "seed": 3, "penalty_last_n": 8, "penalty_repeat": 3.0}
+        sampler = numpy = NumpySampler(SamplerParams(**params))
+        if kind == "C":
+            sampler = ctx.model.sampler(processors=[lambda tokens, logits: None])
+            ctx.native.sample_logits = lambda _, logits: numpy._take(logits.copy())
+        for _ in range(cuts):
+            before = len(a)
+            for _piece in ctx.generate(a, 8, sampler, stop_at_end=False):
+                break
+            assert len(a) > before
+            if other:
+                ctx.step(b, 5)
+            if fails:
+                ctx.native.fail_next = [1]
+                with pytest.raises(NoKVSlot):
+                    next(ctx.generate(a, 5, sampler))
+                assert list(ctx.generate(a, 0, sampler)) == []
+        list(ctx.generate(a, 22 - len(a), sampler, stop_at_end=False))
+        assert len(a) == 22
+        return a.tokens
+
+    expected = tokens(0)
+    assert tokens(1) == tokens(4) == tokens(3, fails=True) == tokens(3, other=True) == expected
+
+
+def test_a_changed_sequence_samples_again(tmp_path: Path) -> None:
+    """A token that was sampled after another token than the last one is not used."""
+    ctx = kit.context(tmp_path)
+    a, b = ctx.sequence(), ctx.sequence()
+    ctx.decode([a.feed("Hi"), b.feed("Hi")])
+    sampler = NumpySampler(SamplerParams(temperature=1.0, seed=3))
+    for change in (
+        lambda: ctx.step(a, 7),
+        lambda: a.trim(len(a) - 1),
+        sampler.reset,
+        lambda: sampler.take_ahead(b),
+    ):
+        generating = ctx.generate(a, 5, sampler, stop_at_end=False)
+        next(generating)
+        generating.close()
+        assert sampler._ahead is not None
+        change()
+        assert sampler.take_ahead(a) == -1
+    generating = ctx.generate(a, 5, sampler, stop_at_end=False)
+    next(generating)
+    ctx.step(a, 7)
+    generating.close()
+    assert sampler.take_ahead(a) == -1
+    sampler.keep_ahead(a, a.ledger.marks[-1], 120)
+    list(ctx.generate(a, 1, sampler))
+    assert a.tokens[-1] == 120

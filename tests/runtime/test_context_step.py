@@ -268,3 +268,17 @@ def test_a_policy_heals_in_the_middle(tmp_path: Path) -> None:
         with pytest.raises(NoKVSlot):
             ctx.advance([c, d], [7, 8], 9, ctx.model.sampler())
         assert ctx.kv.stats.used == 16
+
+
+def test_generation_continues_a_failed_loop(tmp_path: Path) -> None:
+    """The token that was sampled last is the next one, for a sampler with a history."""
+    large, small = kit.context(tmp_path), kit.context(tmp_path, n_ctx=8)
+    chosen = large.advance([large.sequence()], [5], 8, large.model.sampler())
+    a, b = small.sequence(), small.sequence()
+    sampler = small.model.sampler()
+    small.step_all([a, b], [5, 5])
+    with pytest.raises(NoKVSlot):
+        small.advance([a], chosen[0], 9, sampler)
+    b.close()
+    assert [[token] for token in a.tokens[1:]] == chosen[:6]
+    assert sampler.take_ahead(a) == chosen[6][0]

@@ -299,6 +299,12 @@ def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
         text = "".join(ctx.generate(sequence, 100, params))
         assert text[0] == "("
         assert text[1:].rstrip(")").isalpha()
+        sequence.trim(4)
+        with model.sampler(grammar='root ::= "abcdef"', top_k=1) as sampler:
+            for piece in ctx.generate(sequence, 9, sampler):
+                assert piece == "a"
+                break
+            assert "".join(ctx.generate(sequence, 9, sampler)) == "bcdef"
         with pytest.raises(GrammarError, match="line 1, column 1") as caught:
             model.sampler(grammar="%")
         assert (caught.value.line, caught.value.column) == (1, 1)
