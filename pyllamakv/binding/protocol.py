@@ -424,7 +424,8 @@ class SamplerParams:
     ``root``.
 
     These values turn a sampler off: ``top_k`` 0 and -1, ``top_p`` and ``typical_p`` 1,
-    ``penalty_repeat`` 1, and 0 for the others. Raises UsageError for a value that has no effect.
+    ``penalty_repeat`` 1, and 0 for the others. Raises UsageError for mirostat and adaptive_target
+    at temperature 0, and for a parameter of a sampler that ``samplers`` does not name.
     """
 
     seed: int = 0

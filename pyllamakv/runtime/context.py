@@ -639,6 +639,8 @@ class Context(ClosedOnExit):
     ) -> Iterator[str]:
         with ExitStack() as stack:
             used = stack.enter_context(self.sequence()) if sequence is None else sequence
+            if self.guard:
+                decode_failure.check_length(self, len(tokens))  # before anything is removed
             # The last token is always decoded, for its logits.
             pairs = zip(used.tokens, tokens[:-1], strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)

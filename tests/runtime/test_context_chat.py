@@ -90,6 +90,12 @@ def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(PromptTooLong):
         next(ctx.chat([{"role": "user", "content": "x" * 100}]))
     assert len(ctx.vacant) == 4
+    a = ctx.sequence()
+    list(ctx.chat(messages, 4, sequence=a))
+    before = a.tokens
+    with pytest.raises(PromptTooLong):
+        next(ctx.chat([{"role": "user", "content": "x" * 100}], sequence=a))
+    assert a.tokens == before
     with pytest.raises(Unsupported, match="no chat template"):
         kit.context(tmp_path).chat(messages)
 
