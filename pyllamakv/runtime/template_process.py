@@ -132,3 +132,7 @@ def _end(child: subprocess.Popen[bytes], owner: int) -> None:
 def shared() -> TemplateProcess:
     """Return the process of this program."""
     return TemplateProcess()
+
+
+# Another thread may hold the lock during a fork; in the child, nothing would release it.
+os.register_at_fork(after_in_child=shared.cache_clear)

@@ -130,6 +130,13 @@ def test_a_fork_starts_its_own_process() -> None:
         "else:\n"
         "    assert os.waitpid(child, 0)[1] == 0\n"
         "    assert shared().render('c', {}) == 'c' and shared()._child.pid == first\n"
+        # Another thread may render meanwhile; it does not exist in the child.
+        "with shared()._lock:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        import signal; signal.alarm(60)\n"
+        "        os._exit(shared().render('d', {}) != 'd')\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
