@@ -55,6 +55,10 @@ class _Vocabulary:
         pairs = zip(ask("token_piece", True), ask("token_piece", False), strict=True)
         self.tokens = [whole if plain else _CONTROL + whole for whole, plain in pairs]
         self.ends = [token for token, end in enumerate(ask("token_is_eog")) if end]
+        if not self.ends and not 0 <= model.info.token_eos < len(self.tokens):
+            raise Unsupported(
+                "this model has no end token: a JSON schema needs one", "end of generation"
+            )
         self.eos_token_id = self.ends[0] if self.ends else model.info.token_eos
         self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
         # Not the model: it keeps this object, in a cycle that the collector of Python cannot see.

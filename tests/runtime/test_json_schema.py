@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import sys
@@ -15,7 +16,7 @@ import pytest
 import runtime_kit as kit
 
 import pyllamakv as kv
-from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, UsageError
+from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported, UsageError
 from pyllamakv.runtime.json_schema import SchemaProcessor
 
 if TYPE_CHECKING:
@@ -138,6 +139,15 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
     for wrong in (5, [1], b"{}", True):
         with pytest.raises(UsageError, match="json_schema"):
             kit.model(tmp_path).sampler(json_schema=wrong)
+
+
+def test_a_model_without_an_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document could not end."""
+    model = kit.model(tmp_path)
+    monkeypatch.setattr(model.native, "token_is_eog", lambda model, token: False)
+    monkeypatch.setattr(model, "info", dataclasses.replace(model.info, token_eos=-1))
+    with pytest.raises(Unsupported, match="no end token"):
+        model.sampler(json_schema={})
 
 
 def test_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
