@@ -29,7 +29,6 @@ from pyllamakv.cache.generation import (
     drop_last_token,
     follow_ledger,
     make_room,
-    make_sampler,
     record_step,
 )
 from pyllamakv.errors import (
@@ -46,7 +45,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.sampler import Sampler
+from pyllamakv.runtime.sampler import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import Capability, SamplerParams
+from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
-from pyllamakv.runtime.sampler import NumpySampler, Sampler, check_sampler
+from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 if TYPE_CHECKING:
@@ -312,13 +312,6 @@ def checked_request(
     named = checked_positions(checkpoints, len(given))
     picker, owned = _picker(model, greedy, sampler)
     return Request(given, max_tokens, strings, stop_at_end, together, named, picker, owned)
-
-
-def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
-    """Return a sampler in C if the build has one, else in Python."""
-    if Capability.SAMPLER in model.native.about.capabilities:
-        return Sampler(model, params)
-    return NumpySampler(params)
 
 
 def _picker(

@@ -35,7 +35,7 @@ from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.sampler import NumpySampler, SampledAhead, Sampler, check_sampler
+from pyllamakv.runtime.sampler import SampledAhead, Sampler, check_sampler, make_sampler
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
@@ -715,11 +715,8 @@ class Context(ClosedOnExit):
         """Return the sampler to use, and the one to close afterwards if it was created here."""
         if sampler is not None and not isinstance(sampler, SamplerParams):
             return sampler, None
-        params = sampler or SamplerParams()
-        if Capability.SAMPLER in self.native.about.capabilities:
-            made = Sampler(self.model, params)
-            return made, made
-        return NumpySampler(params), None
+        made = make_sampler(self.model, sampler or SamplerParams())
+        return made, made if isinstance(made, Sampler) else None
 
     def _refresh(self, sequence: Sequence) -> None:
         """Decode the last token again when its logits were overwritten."""

@@ -347,6 +347,13 @@ class NumpySampler(SampledAhead):
         return int(self._random.choice(order, p=chances))
 
 
+def make_sampler(model: Model, params: SamplerParams) -> Sampler | NumpySampler:
+    """Return a sampler in C if the build has one, else in Python."""
+    if Capability.SAMPLER in model.native.about.capabilities:
+        return Sampler(model, params)
+    return NumpySampler(params)
+
+
 def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     weights = np.exp(values - values.max())
     return np.asarray(weights / weights.sum(), dtype=np.float64)
