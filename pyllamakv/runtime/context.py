@@ -328,7 +328,8 @@ class Context(ClosedOnExit):
         Returns the sampled tokens of each step; decode those of the last step next. Ends early
         after a step that sampled an end-of-generation token. If a step fails, the steps before it
         remain; if sampling fails (NoTokenAllowed), the decoded step remains as well. For a single
-        sequence, `generate` with this sampler then continues with the token sampled last.
+        sequence, `generate` with this sampler then continues with the token sampled last. An
+        exception of a signal handler (Ctrl-C) removes steps that the sampler has counted: reset it.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
