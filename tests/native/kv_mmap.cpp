@@ -1005,8 +1005,11 @@ static void test_options() {
     CHECK(use_heap_for("deepseek4")); // the next context, after one whose creation failed
     CHECK(take_made().empty() && effective().kind == KIND_ANON);
     ::setenv("LLAMA_KV_BACKING", "heap", 1);
+    CHECK(use_heap_for("deepseek4")); // the thread's choice still has precedence
+    current() = options();
     CHECK(!use_heap_for("deepseek4"));
     ::unsetenv("LLAMA_KV_BACKING");
+    current().kind = KIND_ANON;
     {
         const auto one = make(some_tensors(), N_CELLS, N_STREAM);
         make(some_tensors(), N_CELLS, N_STREAM); // of a context that came to nothing
