@@ -96,6 +96,15 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
                 str(folder / "series.toml"),
             )
         before.add(patch.id)
+    served = {patch.id for patch in definitions if patch.target == "server"}
+    for patch in definitions:
+        required = served.intersection(id_ for port in patch.ports for id_ in port.requires)
+        if patch.id not in served and required:
+            raise PatchFormatError(
+                f"{patch.id} changes the libraries and requires {min(required)}, which changes "
+                "llama-server: remove the requirement, or set target to server.",
+                str(folder / "series.toml"),
+            )
     library = tuple(patch for patch in definitions if patch.target == "library")
     server = tuple(patch for patch in definitions if patch.target == "server")
     return Series(library, folder, server)
