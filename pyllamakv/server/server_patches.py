@@ -63,7 +63,7 @@ def choose(
     draft = TreeOverlay(stock)
     for step in patched.steps:
         draft.apply(step.port.patch, step.port.name)
-    carrier = Carrier(store, release, series, progress=progress)
+    carrier = Carrier(store, release, series.every, progress=progress)
     steps: list[AppliedPort] = []
     left_out: dict[str, str] = {}
     for definition in series.server:
