@@ -98,10 +98,10 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
         before.add(patch.id)
     served = {patch.id for patch in definitions if patch.target == "server"}
     for patch in definitions:
-        required = served.intersection(id_ for port in patch.ports for id_ in port.requires)
-        if patch.id not in served and required:
+        wrong = served.intersection(id_ for port in patch.ports for id_ in port.requires)
+        if patch.id not in served and wrong:
             raise PatchFormatError(
-                f"{patch.id} changes the libraries and requires {min(required)}, which changes "
+                f"{patch.id} changes the libraries and requires {min(wrong)}, which changes "
                 "llama-server: remove the requirement, or set target to server.",
                 str(folder / "series.toml"),
             )
