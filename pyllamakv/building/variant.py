@@ -173,7 +173,7 @@ def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> B
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     if parsed.series:
-        _known(parsed.series)
+        check_patches(parsed.series)
     release = spec_resolver.resolve(parsed.release)
     return request_of(release, parsed, backend=backend, native=native)
 
@@ -209,7 +209,7 @@ def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) 
     if found := _newest(parsed, release, known, chosen):
         return found
     if parsed.series:
-        _known(parsed.series)
+        check_patches(parsed.series)
     return None
 
 
@@ -238,10 +238,10 @@ def release_name(text: str) -> str:
     return releases.canonical_name(text, lockfile.known())
 
 
-def _known(names: Iterable[str]) -> None:
-    """Raise UnknownPatch for a name that the series does not have.
+def check_patches(names: Iterable[str]) -> None:
+    """Raise UnknownPatch for a name that the series lacks, UsageError for a patch of llama-server.
 
-    Raises UsageError for a patch of llama-server.
+    Neither can be in a variant.
     """
     from pyllamakv.patching import series
 

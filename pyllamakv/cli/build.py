@@ -84,10 +84,7 @@ def _text(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> li
         f"  id            {variant.id}",
         f"  folder        {variant.folder}",
         f"  patches       {', '.join(manifest.patches) or 'none (stock)'}",
-        *(
-            f"  carried       {id_} from port {base}"
-            for id_, base in sorted(manifest.carried.items())
-        ),
+        *_carried(manifest.carried),
         f"  devices       {', '.join(manifest.devices) or 'unknown'}",
         f"  capabilities  {', '.join(manifest.capabilities) or 'none'}",
     ]
@@ -99,8 +96,13 @@ def _text(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> li
         lines.append(f"  server        {server.program}{page}")
         if server.manifest.server_patches:
             lines.append(f"  its patches   {', '.join(server.manifest.server_patches)}")
+            lines += _carried(server.manifest.carried)
         lines += [f"  left out      {id_}: {why}" for id_, why in server.manifest.left_out.items()]
     return lines
+
+
+def _carried(bases: dict[str, str]) -> list[str]:
+    return [f"  carried       {id_} from port {base}" for id_, base in sorted(bases.items())]
 
 
 def _facts(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> dict[str, Any]:

@@ -131,8 +131,7 @@ def drift(
     """Measure the drift of patches (all of the series by default) on a release."""
     store = store or open_store()
     series = series_module.load() if series is None else series
-    for id_ in ids:
-        series.definition(id_)
+    series = series.including(ids)
     found = []
     for one in status.of_release(release, series, store, progress):
         if not ids or one.id in ids:

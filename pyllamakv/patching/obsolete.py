@@ -95,8 +95,7 @@ def obsolete(
     """
     store = store or open_store()
     series = series_module.load() if series is None else series
-    for id_ in ids:
-        series.definition(id_)
+    series = series.including(ids)
     release = trees.ensure_fetched(store, release, progress)
     tree = trees.StoreTree(store, store.tree_of(release))
     found = []

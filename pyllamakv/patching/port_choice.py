@@ -359,6 +359,6 @@ def _needs(series: Series) -> set[str]:
 
 def _known(series: Series, names: Sequence[str | Port]) -> dict[str, Definition]:
     # a port in memory replaces the shipped patch of its id; others follow the series
-    known = {definition.id: definition for definition in series}
+    known = {definition.id: definition for definition in series.every}
     known.update({definition.id: definition for definition in named(series, names)})
     return known

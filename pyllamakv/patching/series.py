@@ -11,7 +11,7 @@ from pyllamakv.errors import PatchFormatError, UnknownPatch
 from pyllamakv.patching import definition, strict_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from pyllamakv.patching.definition import Definition
@@ -44,6 +44,14 @@ class Series:
     def every(self) -> Series:
         """Return the series with the patches of the server as ordinary ones."""
         return Series((*self.definitions, *self.server), self.folder)
+
+    def including(self, ids: Iterable[str]) -> Series:
+        """Return the series, with the patches of the server as ordinary ones if ``ids`` has one.
+
+        Raises UnknownPatch.
+        """
+        targets = {self.definition(id_).target for id_ in ids}
+        return self.every if "server" in targets else self
 
     def definition(self, id: str) -> Definition:
         """Return a patch by its id; raise UnknownPatch with the closest ids."""
@@ -88,6 +96,15 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
                 str(folder / "series.toml"),
             )
         before.add(patch.id)
+    served = {patch.id for patch in definitions if patch.target == "server"}
+    for patch in definitions:
+        wrong = served.intersection(id_ for port in patch.ports for id_ in port.requires)
+        if patch.id not in served and wrong:
+            raise PatchFormatError(
+                f"{patch.id} changes the libraries and requires {min(wrong)}, which changes "
+                "llama-server: remove the requirement, or set target to server.",
+                str(folder / "series.toml"),
+            )
     library = tuple(patch for patch in definitions if patch.target == "library")
     server = tuple(patch for patch in definitions if patch.target == "server")
     return Series(library, folder, server)

@@ -12,6 +12,7 @@ device is not verified; if stock can run it, patched has failed (`verdict.Pair`)
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 #: Default timeout of one call into the library in seconds; the slowest call takes well
 #: under one.
 CALL_TIMEOUT = 30.0
+
+#: Start of the variables that the patches read.
+_PATCHES = "LLAMA_KV_"
 
 #: Failures after which a worker is replaced: it has ended, or its memory may be damaged.
 FATAL_FAILURES = ("data", "crash", "hang")
@@ -273,5 +277,10 @@ class ScenarioRunner(ClosedOnExit):
 
 
 def open_worker(path: Path, environment: dict[str, str]) -> Any:
-    """Open a library in a new worker with the given environment."""
-    return open_library(path, isolated=True, env=environment, timeout=CALL_TIMEOUT)
+    """Open a library in a new worker with the given variables.
+
+    The user's variables of the patches have no effect, since results are cached without them.
+    """
+    # An empty value is no value.
+    unset = {name: "" for name in os.environ if name.startswith(_PATCHES)}
+    return open_library(path, isolated=True, env=unset | environment, timeout=CALL_TIMEOUT)

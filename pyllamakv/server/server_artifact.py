@@ -35,7 +35,8 @@ class ServerManifest:
     """The inputs of a built server.
 
     ``page``: it contains the web page of the release. ``server_patches`` are the patches of the
-    server in it, and ``left_out`` has the reason for each other one.
+    server in it, ``left_out`` has the reason for each other one, and ``carried`` the base of the
+    port from which one of them was carried.
     """
 
     server: str
@@ -49,6 +50,7 @@ class ServerManifest:
     cpu_seconds: float
     server_patches: tuple[str, ...] = ()
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    carried: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write the manifest into ``folder``."""

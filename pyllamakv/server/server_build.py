@@ -118,6 +118,7 @@ def _publish(folder: Path, library: Variant, sources: ServerSources, spent: floa
             cpu_seconds=round(spent, 1),
             server_patches=sources.patches,
             left_out=sources.left_out,
+            carried=sources.carried,
         ).save(stage)
         stage.rename(target)
     finally:

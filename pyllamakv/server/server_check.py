@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.building import variant
 from pyllamakv.building.variant import Spec
 from pyllamakv.errors import (
     BuildError,
@@ -85,10 +86,12 @@ def check_server(
     """Build both servers of a release, run the scenarios on them, and decide the verdict.
 
     ``series`` are ids of shipped patches (empty: all that apply). Raises UsageError for an unknown
-    scenario, ToolMissing without httpx or openai, and HarnessError for an internal error. A stock
-    server that cannot be fetched or built has the verdict untestable.
+    scenario or a patch of the server, UnknownPatch for an unknown patch, ToolMissing without httpx
+    or openai, and HarnessError for an internal error. A stock server that cannot be fetched or
+    built has the verdict untestable.
     """
     chosen = select(scenarios)
+    variant.check_patches(series)
     try:
         stock = build_server(Spec(release, ()), backend=backend, native=native, progress=progress)
     except (BuildError, SourceError, Unsupported) as error:

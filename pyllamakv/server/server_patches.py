@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSources:
-    """The tree of a server, the patches of the server in it, and the reason for each other one."""
+    """The tree of a server, the patches of the server in it, and the reason for each other one.
+
+    ``carried`` has the base of the port from which a patch was carried.
+    """
 
     tree: str
     patches: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
 
 
 def choose(
@@ -59,7 +63,7 @@ def choose(
     draft = TreeOverlay(stock)
     for step in patched.steps:
         draft.apply(step.port.patch, step.port.name)
-    carrier = Carrier(store, release, series, progress=progress)
+    carrier = Carrier(store, release, series.every, progress=progress)
     steps: list[AppliedPort] = []
     left_out: dict[str, str] = {}
     for definition in series.server:
@@ -74,7 +78,9 @@ def choose(
             left_out[definition.id] = found.reason.split("; ", 1)[0]
     plan = PortChoice((*patched.steps, *steps), draft)
     tree = apply.write(store, release, plan).tree if steps else patched.tree
-    return ServerSources(tree, tuple(step.port.id for step in steps), left_out)
+    ports = [step.port for step in steps]
+    carried = {port.id: port.carried_from for port in ports if port.carried_from}
+    return ServerSources(tree, tuple(port.id for port in ports), left_out, carried)
 
 
 def digest() -> str:

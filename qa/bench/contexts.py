@@ -1,4 +1,4 @@
-"""Open one cache at a time and measure fragmentation patterns in it."""
+"""Open the caches of one shape at a time and measure fragmentation patterns in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyllamakv.scenarios import synthetic_models
 from qa.bench import c_library, defrag_workloads
 from qa.bench.defrag_workloads import CacheShape
 from qa.bench.memory_bandwidth import MemoryBandwidth
-from qa.bench.rounds import DefragBenchmark, Measured
+from qa.bench.rounds import PUBLISHED, DefragBenchmark, Measured
 
 Tick = Callable[[], None]
 
@@ -57,7 +57,7 @@ def opened(spec: str, cache: CacheShape, **options: Any) -> Iterator[pyllamakv.C
 def measure(
     plan: Iterable[tuple[CacheShape, tuple[str, ...]]], tick: Tick, *, spec: str, budget: float
 ) -> list[Measured]:
-    """Measure patterns in caches, one context at a time; skip those that do not fit in memory.
+    """Measure patterns in caches, one cache shape at a time; skip those that exceed the memory.
 
     ``budget`` is the time in seconds for the published algorithm in one pattern of one cache.
     """
@@ -75,8 +75,9 @@ def measure(
                 models[cache.shape] = stack.enter_context(library.load_model(model(cache.shape)))
             with (
                 context(models[cache.shape], cache) as made,
+                context(models[cache.shape], cache, defrag_mover=PUBLISHED) as published,
                 MemoryBandwidth(limits, cache) as block,
             ):
-                stand = DefragBenchmark(cache, made, block, budget=budget, tick=tick)
+                stand = DefragBenchmark(cache, made, published, block, budget=budget, tick=tick)
                 found += [stand.measure(pattern) for pattern in patterns]
     return found

@@ -97,9 +97,10 @@ class CacheShape:
     def skipped(self, available: int | None) -> str:
         """Return why it cannot be measured in this much memory, or nothing.
 
-        The limits are measured in a block as large as the cache, which lives at the same time.
+        At most two caches exist at the same time, and the block of the same size in which the
+        limits are measured.
         """
-        needed = 2 * self.bytes + BESIDE
+        needed = 3 * self.bytes + BESIDE
         if available is None or needed <= available:
             return ""
         return f"skipped: needs {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB there"

@@ -34,10 +34,10 @@ class Figure:
     table: str = ""
     row: dict[str, str] = field(default_factory=dict)
 
-    def dated(self, command: str) -> Figure:
-        """Return the figure with date, machine and command."""
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        return Figure(**{**asdict(self), "measured": f"{today}, {machine()}, `{command}`"})
+    def dated(self, command: str, day: str = "") -> Figure:
+        """Return the figure with date (default: today), machine and command."""
+        day = day or datetime.datetime.now(datetime.UTC).date().isoformat()
+        return Figure(**{**asdict(self), "measured": f"{day}, {machine()}, `{command}`"})
 
 
 def machine() -> str:

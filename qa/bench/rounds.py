@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +18,7 @@ from qa.bench.measure import MINIMUM_PAIRS, Interval, interval
 from qa.bench.memory_bandwidth import MemoryBandwidth
 
 #: The mover of the patch with the published algorithm: graphs that copy rows.
-VARIABLE, PUBLISHED = "LLAMA_KV_DEFRAG_MOVER", "graph"
+PUBLISHED = "graph"
 
 #: Minimum number of pairs, also for the slowest workload.
 LEAST = 5
@@ -82,20 +80,25 @@ def ratio(first: list[float], second: list[float]) -> Interval:
 
 
 class DefragBenchmark:
-    """The objects of a measurement: a context, and a memory block of the same size as its cache."""
+    """The objects of a measurement: two contexts, and a memory block of the size of a cache.
+
+    ``published`` is a context with the mover `PUBLISHED`. A process reads the environment variable
+    of the mover only once, so it cannot select the mover of a round.
+    """
 
     def __init__(
         self,
         cache: CacheShape,
         context: Context,
+        published: Context,
         block: MemoryBandwidth,
         *,
         budget: float,
         tick: Tick,
     ) -> None:
-        self.cache, self.context, self.block = cache, context, block
+        self.cache, self.context, self.published, self.block = cache, context, published, block
         self.budget, self.tick = budget, tick
-        self.carver = Fragmenter(context)
+        self.carver, self.published_carver = Fragmenter(context), Fragmenter(published)
 
     def measure(self, pattern: str) -> Measured:
         """Measure a pattern: thirty rounds if they fit into twice the budget, at least five.
@@ -128,9 +131,10 @@ class DefragBenchmark:
     def _moves(self, found: Measured, mask: Live) -> memory_bandwidth.Table:
         self.carver.fragment(mask)
         before = self.context.kv.snapshot()
-        # Not timed: the first defragmentation includes one-time initialization. No other mover has
-        # run.
+        # Not timed: the first defragmentation includes one-time initialization.
         found.scratch = complete(self.context, mask).scratch or 0
+        self.published_carver.fragment(mask)
+        complete(self.published, mask)
         moves = before.moves_to(self.context.kv.snapshot())
         runs = memory_bandwidth.table(moves)
         found.moves, found.bytes = len(runs), moves.cells * self.cache.cell
@@ -144,27 +148,12 @@ class DefragBenchmark:
             found.plan.append(report.plan_seconds)
 
     def _published(self, found: Measured, mask: Live) -> None:
-        self.carver.fragment(mask)
-        with mover(PUBLISHED):
-            found.published.append(complete(self.context, mask).seconds)
+        self.published_carver.fragment(mask)
+        found.published.append(complete(self.published, mask).seconds)
 
     def _memory(self, found: Measured, runs: memory_bandwidth.Table) -> None:
         found.strided.append(self.block.strided(runs))
         found.straight.append(self.block.straight(found.bytes))
-
-
-@contextmanager
-def mover(name: str) -> Iterator[None]:
-    """Select the patch's mover for defragmentations of this process."""
-    kept = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        if kept is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = kept
 
 
 def complete(context: Context, mask: Live) -> DefragReport:

@@ -85,7 +85,12 @@ def load(
                 progress(name, done, requests)
 
             results[cell] = cell.read() or cell.measure(tick)
-    found = [each.dated(_command(plan)) for each in load_figures.figures(results)]
+    days: dict[str, str] = {}
+    for cell, one in results.items():
+        name = load_figures.group(cell)
+        days[name] = max(days.get(name, ""), one.day)
+    figures = load_figures.figures(results)
+    found = [each.dated(_command(plan), days[each.group]) for each in figures]
     if picture is not None:
         _draw(results, picture)
     if write is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pyllamakv
+from pyllamakv.building import variant
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server.server_artifact import find_server
@@ -18,7 +22,6 @@ from qa.load.load_result import LoadResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from pyllamakv.server.server_artifact import BuiltServer
 
@@ -92,6 +95,8 @@ class LoadCell:
             synthetic_models.identity(plan.model),
             _digest(trace) if trace and self.workload == "trace" else "",
         ]
+        if self.system == "batcher":
+            facts.append(_batcher_code())
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return home() / "results" / "load" / f"{name}.json"
 
@@ -127,9 +132,17 @@ class LoadCell:
                 model=plan.model_file,
             )  # fmt: skip
             found = server_load.send(start, requests, self.clients, tick)
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        found = replace(found, day=today)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.file, json.dumps(found.to_json()))
         return found
+
+
+def _batcher_code() -> str:
+    """Return a digest of the Python code that a batcher runs; the id of a build has none of it."""
+    package = Path(pyllamakv.__file__).parent
+    return variant.files_digest(package / name for name in ("binding", "cache", "runtime"))
 
 
 def _digest(path: Path) -> str:

@@ -28,13 +28,15 @@ class LoadResult:
 
     ``cpu_seconds`` are those of the server process, or of the process with the batcher. ``retries``
     counts batches that found no cells and were split. ``deaths`` are the times at which the server
-    ended, in seconds from the start, with the reason.
+    ended, in seconds from the start, with the reason. ``day`` is the date of the run, YYYY-MM-DD in
+    UTC; results of earlier versions have none.
     """
 
     timings: tuple[RequestTiming, ...]
     cpu_seconds: float
     retries: int = 0
     deaths: tuple[tuple[float, str], ...] = ()
+    day: str = ""
 
     @property
     def lost(self) -> int:
@@ -91,6 +93,7 @@ class LoadResult:
             float(raw["cpu_seconds"]),
             int(raw["retries"]),
             tuple((float(at), str(why)) for at, why in raw["deaths"]),
+            str(raw.get("day", "")),
         )
 
 

@@ -126,8 +126,15 @@ def test_build_names_carried_patches() -> None:
         probes={},
     )
     made = SimpleNamespace(id="x", folder="y", manifest=manifest)
-    lines = build._text(parse("0.3.36+patched"), made)
+    server = SimpleNamespace(
+        program="z",
+        manifest=SimpleNamespace(
+            page=True, server_patches=("show",), left_out={}, carried={"show": "0.3.17"}
+        ),
+    )
+    lines = build._text(parse("0.3.36+patched"), made, server)
     assert "  carried       compaction from port 0.3.30" in lines
+    assert lines[-2:] == ["  its patches   show", "  carried       show from port 0.3.17"]
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,18 @@ def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None
     assert call(capsys, "drift", "0.3.1", "one")[0] == 0
 
 
+@pytest.mark.parametrize("verb", ["drift", "obsolete"])
+def test_patches_of_the_server_are_measured_by_name(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """Otherwise, they are left out."""
+    served = OLD | {"src/b.cpp": numbered(20, l9="served")}
+    bench.add_patch("serve", {"0.3.1": (OLD, served)}, target="server")
+    for names, expected in ((("serve",), ["serve"]), ((), ["one"])):
+        rows = json.loads(call(capsys, verb, "0.3.1", *names, "--json")[1])
+        assert [row["patch"] for row in rows] == expected
+
+
 def test_obsolete(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Signs of an obsolete patch are reported; they are hints and no failure."""
     code, out, _ = call(capsys, "obsolete", "0.3.1", "--json")

@@ -63,6 +63,14 @@ def test_requirements_come_before(bench: SeriesSandbox) -> None:
         series.load(bench.folder)
 
 
+def test_the_libraries_require_no_patch_of_the_server(bench: SeriesSandbox) -> None:
+    """Such a patch could never be applied to a variant."""
+    bench.add_patch("three", {"0.3.1": (OLD, NEW)}, target="server")
+    bench.add_patch("four", {"0.3.1": (OLD, NEW)}, requires=("three",))
+    with pytest.raises(PatchFormatError, match="four changes the libraries and requires three"):
+        series.load(bench.folder)
+
+
 @pytest.mark.long
 def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) -> None:
     """They are put before it; an unknown id is still refused."""

@@ -48,6 +48,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltServer:
         1.5,
         ("c",),
         {"d": "no port"},
+        {"c": "0.3.8"},
     ).save(made)
     return BuiltServer(made, library)
 
@@ -57,6 +58,7 @@ def test_a_manifest_is_read_as_it_was_written(server: BuiltServer) -> None:
     assert server.manifest.patches == ("a", "b")
     assert server.manifest.server_patches == ("c",)
     assert server.manifest.left_out == {"d": "no port"}
+    assert server.manifest.carried == {"c": "0.3.8"}
     assert server.manifest.server == server.id
     assert server_artifact.lookup(server.variant) == server
     assert server.check_program() == server.program

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from building_kit import CMAKE, NINJA, BuildSandbox
 
 from pyllamakv.building import build, variant
 from pyllamakv.errors import BuildError, CommandFailed, Unsupported
-from pyllamakv.server import server_artifact
+from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_build import build_server
+from pyllamakv.server.server_patches import ServerSources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +61,24 @@ def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_the_manifest_has_the_patches_of_the_server(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were chosen."""
+    choose = server_patches.choose
+
+    def chosen(*args: Any, **options: Any) -> ServerSources:
+        found = choose(*args, **options)
+        return ServerSources(found.tree, ("show",), {"other": "no port"}, {"show": "0.3.8"})
+
+    monkeypatch.setattr(server_patches, "choose", chosen)
+    found = build_server(shop.spec).manifest
+    assert found.server_patches == ("show",)
+    assert found.left_out == {"other": "no port"}
+    assert found.carried == {"show": "0.3.8"}
+
+
 def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is found by the id of the variant, without a lock that another build holds."""
     first = build_server(shop.spec)

@@ -15,6 +15,7 @@ from pyllamakv.errors import (
     ScenarioFailed,
     ServerDied,
     ToolMissing,
+    UnknownPatch,
     Unsupported,
     UsageError,
 )
@@ -133,3 +134,17 @@ def test_select() -> None:
     assert len({each.id for each in SCENARIOS}) == len(SCENARIOS)
     with pytest.raises(UsageError, match="expected one of server-context-shift"):
         select(["fragmented"])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("server-metrics", UsageError), ("no-such-patch", UnknownPatch)]
+)
+def test_patches_are_checked_before_the_builds(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    """A build takes minutes."""
+    built: list[object] = []
+    monkeypatch.setattr(server_check, "build_server", lambda spec, **_: built.append(spec))
+    with pytest.raises(error):
+        check_server("0.3.9", series=(name,))
+    assert built == []

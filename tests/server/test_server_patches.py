@@ -7,16 +7,17 @@ import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import SeriesSandbox, numbered
+from patching_kit import SeriesSandbox, code, numbered
 
 from pyllamakv.errors import NoPortApplies, NotBuilt
-from pyllamakv.patching import series
+from pyllamakv.patching import apply, series
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server import server_patches
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_lab import complete
 from pyllamakv.server.server_process import ServerProcess
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -78,6 +79,43 @@ def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
     assert found.patches == ()
     assert "server.cpp" in found.left_out["show"]
     assert read(bench, found.tree)["src/a.cpp"] == COUNTED["src/a.cpp"]
+
+
+@pytest.mark.long
+def test_a_carried_patch_is_named(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the base of its port; those that apply strictly are not."""
+    old = {**STOCK, "common/arg.cpp": code("first") + code("second")}
+    new = {**COUNTED, "common/arg.cpp": code("first", "fix(a);") + code("second")}
+    bench.add_release("0.3.4", old)
+    near = old["common/arg.cpp"].replace(b"first_7();", b"first_7(a);")
+    bench.add_release("0.3.5", {**old, "common/arg.cpp": near}, "2025-01-02")
+    bench.add_patch("switch", {"0.3.4": ({**old, **COUNTED}, new)}, requires=("count",),
+                    target="server", marker=("common/arg.cpp", "first_7"))  # fmt: skip
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    found = chosen(bench, release="0.3.5")
+    assert found.patches == ("show", "switch")
+    assert found.carried == {"switch": "0.3.4"}
+    assert not chosen(bench, release="0.3.4").carried
+
+
+@pytest.mark.long
+def test_a_patch_that_requires_one_of_the_server(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is applied by name with the required one, and carried after it."""
+    server = "tools/server/server.cpp"
+    near = {**STOCK, server: numbered(20, l14="upstream")}
+    bench.add_release("0.3.2", near, "2025-01-02")
+    both = {**SHOWN, server: numbered(20, l9="show", l11="more")}
+    bench.add_patch("more", {"0.3.1": (SHOWN, both)}, requires=("show",), target="server")
+    monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
+    found = apply.apply(
+        bench.releases["0.3.1"], ["more"], series=series.load(bench.folder), store=bench.store
+    )
+    assert found.patches == ("count", "show", "more")
+    carried = chosen(bench, release="0.3.2")
+    assert (carried.patches, carried.carried) == (("show", "more"), {"more": "0.3.1"})
+    assert read(bench, carried.tree)[server] == numbered(20, l9="show", l11="more", l14="upstream")
 
 
 @pytest.mark.long

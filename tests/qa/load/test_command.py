@@ -63,6 +63,16 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
     ]
 
 
+def test_figures_have_the_day_of_their_cells(
+    losing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored results are not measured today."""
+    assert not losing
+    stored = LoadResult((RequestTiming(0.0, 1.0, 2.0, 3),), 1.0, day="2026-01-02")
+    monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: stored)
+    assert "Measured 2026-01-02, " in run("--workload", "fits", "--system", "patched")
+
+
 def test_a_lost_request_of_patched_fails(losing: set[str]) -> None:
     """Those of stock are a result."""
     losing.add("patched")

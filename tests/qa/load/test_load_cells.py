@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,24 @@ def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
         found = cell.measure(lambda _done: None)
         assert cell.read() == found
         assert len(found.timings) == 3
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.day)
     assert runs == [("server", 4), ("server", 4), ("batcher", 3)]
     cell.file.write_text("{", encoding="utf-8")
     assert cell.read() is None
+
+
+def test_code_of_the_batcher_is_part_of_its_cells(
+    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server runs none of it."""
+    assert runs == []
+    cells = list(PLAN.cells())[:3]
+    before = [cell.file for cell in cells]
+    monkeypatch.setattr(load_cells.variant, "files_digest", lambda roots: f"{sorted(roots)}")
+    same = [cell.file == file for cell, file in zip(cells, before, strict=True)]
+    assert dict(zip([cell.system for cell in cells], same, strict=True)) == {
+        "stock": True, "patched": True, "batcher": False,
+    }  # fmt: skip
 
 
 def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path: Path) -> None:
