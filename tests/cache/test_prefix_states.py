@@ -91,6 +91,18 @@ def test_a_position_may_be_added_while_it_is_ahead() -> None:
     assert not points.due(40)
 
 
+def test_an_added_position_is_checked_as_others_are() -> None:
+    """It is in no group, and the first prefix with a state has the length of the schedule."""
+    schedule = CheckpointSchedule(interval=100, first=8)
+    points = StatePoints(schedule, 40, 0, groups=[(10, 20)])
+    for each in (7, 8, 15, 20):
+        points.add(each, 0)
+    assert stops(points, 40) == [8, 10, 20, 39]
+    points = StatePoints(schedule, 40, 0, groups=[(10, 20)])
+    points.add(15, 10)
+    assert stops(points, 40) == [39]
+
+
 @given(
     st.integers(1, 60), st.integers(0, 59), st.integers(1, 20), st.integers(1, 30),
     st.lists(st.integers(0, 70)),
@@ -240,6 +252,19 @@ def test_a_prompt_in_progress_shows_a_branch_point(tmp_path: Path, make: Any) ->
         one = batcher.submit(prompts(3, 100)[2], 3)
         batcher.run()
         assert one.cached == 100
+
+
+@pytest.mark.parametrize("make", managers())
+def test_a_prompt_that_diverges_in_a_group_of_another_delays_no_step(
+    tmp_path: Path, make: Any
+) -> None:
+    """A group is decoded in one batch, so no state is due inside of it."""
+    first, second = prompts(2, 30)
+    with make(recurrent(tmp_path)) as cache, Batcher(cache) as batcher:
+        both = [batcher.submit(first, 2, groups=[(20, 34)]), batcher.submit(second, 2)]
+        for _ in range(20):
+            batcher.step()
+        assert [one.finish_reason for one in both] == ["length", "length"]
 
 
 @pytest.mark.parametrize("make", managers())
