@@ -146,10 +146,10 @@ class PrefixCache:
         lease = PrefixLease(self, sequence, key, length, points, together)
         try:
             eviction.make_cells(self, prompt - length, lease)
+            self.enforce(prompt - length)
         except BaseException:
             lease.release()
             raise
-        self.enforce(prompt - length)
         return lease
 
     def resume(self, parked: ParkedPrefix, tokens: Iterable[int]) -> PrefixLease:
@@ -613,9 +613,13 @@ class PrefixLease:
         """Release the sequence; its branch is paged out if others need cells, and never dropped."""
         self.cache.sync()
         parked = ParkedPrefix(self.cache, self.node, self._groups)
+        try:
+            self.release()
+        except BaseException:
+            parked.close()
+            raise
         self.cache.counts.add("parks")
         self.cache.counts.add("parked_tokens", self.node.end)
-        self.release()
         return parked
 
     def release(self) -> None:

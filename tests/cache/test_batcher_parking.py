@@ -239,6 +239,34 @@ def test_an_interruption_while_a_generation_is_parked_loses_nothing(
     settled(cache)
 
 
+@pytest.mark.parametrize("name", ["slots", "states"])
+def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
+    """Ctrl-C in the save of a generation that is parked, or of a state that is kept."""
+    for number in (1, 2, 3):
+        cache = MANAGERS[name](tmp_path)
+        native = cache.context.native
+        real, left = native.state_save, itertools.count(1 - number)
+
+        def interrupted(*arguments: Any, real: Any = real, left: Any = left) -> Any:
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        native.state_save = interrupted
+        with Batcher(cache) as batcher:
+            going = [(batcher.submit(letter * 30, 24), letter) for letter in "abcd"]
+            with pytest.raises(KeyboardInterrupt):
+                batcher.run()
+            batcher.run()
+            for one, letter in going:
+                assert one.error is None
+                assert one.text == alone(tmp_path, letter * 30, 24)
+        numbers = cache.stats().to_json()
+        assert numbers.get("in_use", numbers.get("leased")) == 0
+        cache.check()
+        settled(cache)
+
+
 # Leases...
 
 
