@@ -76,7 +76,9 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
         try:
             kept = branches.page_out(node, keep)
         except PagingError as error:
-            if node.pins or not (branches.pages_optional or node.parked):
+            # Pages below this node would be useless without it.
+            needed = node.pins or (branches.sharing and node.children)
+            if needed or not (branches.pages_optional or node.parked):
                 raise
             LOG.warning("%s; the branch is dropped", error)
             node.unprotect()

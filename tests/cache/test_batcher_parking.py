@@ -12,10 +12,11 @@ from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import KVCacheFull, NoSlotAvailable, StateError, UsageError
+from pyllamakv.errors import KVCacheFull, NoSlotAvailable, PagingError, StateError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,15 @@ MANAGERS = {
         context(folder, **more), paging=folder / "pages"
     ),
     "states": lambda folder, **more: PrefixCache(context(folder, MemoryType.HYBRID, **more)),
+    "states without paging": lambda folder, **more: PrefixCache(
+        context(folder, MemoryType.HYBRID, **more), checkpoints=CheckpointSchedule(size=0)
+    ),
+    "prefixes with a store": lambda folder, **more: PrefixCache(
+        context(folder, **more), store=folder / "store"
+    ),
+    "states with a store": lambda folder, **more: PrefixCache(
+        context(folder, MemoryType.HYBRID, **more), store=folder / "store"
+    ),
     "slots": lambda folder, **more: SlotCache(context(folder, **more), size=CELLS),
     "slots with states": lambda folder, **more: SlotCache(
         context(folder, MemoryType.HYBRID, **more), size=CELLS
@@ -361,3 +371,72 @@ def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
     assert most > 0
     assert cache.stats().paged_bytes == 0
     assert isinstance(cache.branches._parking, MemoryPager)
+
+
+@pytest.mark.parametrize("name", ["prefixes", "states"])
+def test_the_beginning_of_parked_branches_is_freed_with_them(tmp_path: Path, name: str) -> None:
+    """Without paging, the rest of a parked branch waits outside of the cache, then its prefix."""
+    cache = MANAGERS[name](tmp_path, n_seq_max=2)
+    head = [*range(10, 50)]
+    first = cache.acquire([*head, 50])
+    first.prefill()
+    second = cache.acquire([*head, 60, 61, 62])
+    second.prefill()
+    parked = second.park()
+    with cache.acquire([70] * 40) as other:
+        other.prefill()
+    first.release()
+    with cache.acquire([80] * 60) as other, cache.acquire([90]):
+        other.prefill()
+        other.make_room(30)
+    cache.check()
+    again = parked.resume([*head, 60, 61, 62, 63])
+    assert again.cached == 43
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+def test_a_prefix_of_a_parked_branch_that_cannot_be_saved_stays(tmp_path: Path) -> None:
+    """The page of a parked branch is of no use without it, so the other prompt is refused."""
+    cache = MANAGERS["prefixes"](tmp_path)
+    head = [*range(10, 50)]
+    first = cache.acquire([*head, 50])
+    first.prefill()
+    second = cache.acquire([*head, 60, 61, 62])
+    second.prefill()
+    parked = second.park()
+    with cache.acquire([70] * 53) as other:
+        other.prefill()
+    first.release()
+    real = cache.context.native.state_save
+
+    def failing(*_: object) -> bytes:
+        raise StateError("no")
+
+    cache.context.native.state_save = failing
+    with pytest.raises(PagingError):
+        cache.acquire([80] * 90)
+    cache.check()
+    cache.context.native.state_save = real
+    again = parked.resume([*head, 60, 61, 62, 63])
+    assert again.cached == 43
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+def test_a_flush_includes_parked_branches(tmp_path: Path) -> None:
+    """Their pages are in host memory, and would be lost with the process."""
+    cache = MANAGERS["prefixes with a store"](tmp_path)
+    lease = cache.acquire(range(10, 50))
+    lease.prefill()
+    parked = lease.park()
+    with cache.acquire([5] * 80) as other:
+        other.prefill()
+        assert cache.stats().paged == 1
+        cache.flush()
+    parked.close()
+    cache.close()
+    later = MANAGERS["prefixes with a store"](tmp_path)
+    assert later.acquire(range(10, 51)).cached == 40
