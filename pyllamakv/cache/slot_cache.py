@@ -373,6 +373,7 @@ class SlotCache(ClosedOnExit):
                 if _cells(ledgers) + n <= self._cells:
                     return
                 _log.debug("sequence %d is evicted", each.sequence.id)
+                self.keep_state(each)
                 self._counts.evict(each)
                 each.trim(0)
 

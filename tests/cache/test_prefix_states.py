@@ -345,6 +345,20 @@ def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
     cache.check()
 
 
+def test_a_history_that_is_evicted_for_cells_leaves_its_state(tmp_path: Path) -> None:
+    """Slots that share cells: the text of an answer is reused, although another needed its cells."""
+    cache = SlotCache(recurrent(tmp_path, n_ctx=100, n_seq_max=4), size=100)
+    prompt = [*range(10, 70)]
+    with cache.acquire(prompt) as lease:
+        lease.decode()
+        lease.decode([5] * 10)
+    with cache.acquire([7] * 60) as lease:
+        lease.decode()
+    with cache.acquire([*prompt, *([5] * 10), 6]) as lease:
+        assert lease.cached == 70
+    cache.check()
+
+
 def test_shifted_tokens_are_no_prefix(tmp_path: Path) -> None:
     """A slot of a sliding window was shifted: its state belongs to other tokens."""
     ctx = kit.context(tmp_path, n_ctx=512)
