@@ -277,6 +277,27 @@ def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
         settled(cache)
 
 
+def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
+    """A branch that has no lease cannot be paged out: the step goes on with the others."""
+    cache = MANAGERS["prefixes in files"](tmp_path)
+
+    def full(*_: object) -> None:
+        raise PagingError("no space left", tmp_path)
+
+    cache.branches.pager.write = full
+    with cache.acquire([5] * 40) as old:
+        old.prefill()
+    with Batcher(cache) as batcher:
+        small = batcher.submit("a" * 10, 8)
+        large = batcher.submit("b" * 10, 80)
+        batcher.run()
+        assert small.text == alone(tmp_path, "a" * 10, 8)
+        assert large.finish_reason == "failed"
+        assert isinstance(large.error, PagingError)
+    cache.check()
+    assert not cache.leases
+
+
 # Leases...
 
 
