@@ -18,6 +18,7 @@ from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
 from pyllamakv.errors import (
@@ -126,9 +127,10 @@ class PrefixCache:
         key: bytes,
         together: tuple[Group, ...],
         named: tuple[int, ...],
-        resumed: Node | None = None,
+        parked: ParkedPrefix | None = None,
     ) -> PrefixLease:
         prompt = len(key) // TOKEN_BYTES
+        resumed = parked.node if parked is not None else None
         self.sync()
         if self.stored is not None and resumed is None:
             self.counts.add("loaded_tokens", self.stored.load(self, key))
@@ -137,8 +139,11 @@ class PrefixCache:
             sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         finally:
             self.forget_pins()
-        points = None
-        if not self.branches.can_trim:
+        points = parked.points if parked is not None else None
+        if points is not None:
+            for each in diverges:
+                points.add(each, length)
+        elif not self.branches.can_trim:
             points = StatePoints(
                 self.branches.schedule, prompt, length,
                 branches=diverges, named=named, groups=together,
@@ -163,7 +168,7 @@ class PrefixCache:
             msg = "the tokens do not continue the parked ones: give these and at least one more"
             raise UsageError(msg)
         self._make_way(parked.node)
-        lease = self._lease(key, parked.groups, (), parked.node)
+        lease = self._lease(key, parked.groups, (), parked)
         parked.close()
         self.counts.add("resumes")
         self.counts.add("resumed_tokens", lease.cached)
@@ -610,9 +615,14 @@ class PrefixLease:
         branches.tidy(self.node)
 
     def park(self) -> ParkedPrefix:
-        """Release the sequence; its branch is paged out if others need cells, and never dropped."""
+        """Release the sequence; its branch is paged out if others need cells, and never dropped.
+
+        Raises UsageError if it was released.
+        """
+        if self.released:
+            raise UsageError(PARKED_LATE)
         self.cache.sync()
-        parked = ParkedPrefix(self.cache, self.node, self._groups)
+        parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
         try:
             self.release()
         except BaseException:
@@ -658,10 +668,16 @@ class PrefixLease:
 class ParkedPrefix:
     """A branch of a prefix cache that is kept for a lease. `PrefixLease.park` creates it."""
 
-    def __init__(self, cache: PrefixCache, node: Node, groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        node: Node,
+        groups: tuple[Group, ...],
+        points: StatePoints | None,
+    ) -> None:
         self.cache = cache
         self.key = node.key
-        self.groups = groups
+        self.groups, self.points = groups, points
         self.closed = False
         #: The node that has the tokens; None: nothing was decoded.
         self.node = node if node.parent is not None else None

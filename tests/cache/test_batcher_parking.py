@@ -356,6 +356,44 @@ def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) 
     settled(cache)
 
 
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
+    """Its slot may be that of another prompt, and its branch may be gone."""
+    cache = MANAGERS[name](tmp_path)
+    lease = cache.acquire([4] * 20)
+    cache.context.prefill(lease.sequence, lease.rest)
+    parked = lease.park()
+    for each in (lease, cache.acquire([5] * 20)):
+        each.release()
+        with pytest.raises(UsageError, match="was released"):
+            each.park()
+    parked.close()
+    assert cache.stats().parks == 1
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", ["states", "slots with states"])
+def test_states_are_due_after_a_park_as_before(tmp_path: Path, name: str) -> None:
+    """A named position, and the interval in text that is parked more often than that."""
+    cache = MANAGERS[name](tmp_path)
+    ctx, prompt = cache.context, [*range(10, 40)]
+    lease = cache.acquire(prompt, checkpoints=[25])
+    ctx.prefill(lease.sequence, prompt[:20])
+    lease = lease.park().resume(prompt)
+    assert lease.limit_batch(10) == 5
+    ctx.prefill(lease.sequence, prompt[20:25])
+    lease.checkpoint()
+    ctx.prefill(lease.sequence, prompt[25:])
+    before = lease.points
+    lease = lease.park().resume([*prompt, 5])
+    assert lease.points is before
+    lease.release()
+    with cache.acquire([*prompt[:25], 6, 7]) as again:
+        assert again.cached == 25
+    cache.check()
+
+
 def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> None:
     """Its pages need two sequences: it waits for them, so that nothing is evaluated again."""
     cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
