@@ -565,6 +565,7 @@ class SlotLease:
         """
         if type(n) is not int or not 0 <= n <= arguments.INT32:
             n = arguments.integer("n", n, 0, arguments.INT32)
+        self.checkpoint()
         if self._to_decode_again:
             left = self._to_decode_again[len(self._tokens) :]
             self._to_decode_again = []

@@ -302,6 +302,18 @@ def test_text_has_states_at_the_interval(tmp_path: Path, options: dict[str, Any]
         cache.check()
 
 
+def test_text_of_a_slot_has_states_at_the_interval(tmp_path: Path) -> None:
+    """A slot saves them between two tokens."""
+    ctx = recurrent(tmp_path, n_ctx=1024, n_seq_max=2)
+    with SlotCache(ctx, checkpoints=OFTEN) as cache, Batcher(cache) as batcher:
+        one = batcher.submit([5] * 8, 300)
+        batcher.run()
+        other = batcher.submit([*one.prompt, *one.tokens[:192], 99], 1)
+        batcher.run()
+        assert other.cached == 8 + 12 * 16
+        cache.check()
+
+
 @pytest.mark.parametrize("make", managers())
 def test_a_budget_below_one_state_keeps_none(tmp_path: Path, make: Any) -> None:
     """Prompts are decoded again; nothing fails, and no token is wrong."""
