@@ -93,7 +93,12 @@ class PrefixCache:
         self.counts = PrefixCounts()
         #: Number of hits by the depth of the prefix.
         self.depths = DepthCounts()
-        self.check_budget(1)
+        try:
+            self.check_budget(1)
+        except BudgetTooSmall:
+            if self.branches.pager is not None:
+                self.branches.pager.close()
+            raise
         self.stored = None if store is None else StoredBranches(context, store, budget)
 
     # Prompts...
