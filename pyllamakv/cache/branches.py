@@ -234,7 +234,7 @@ class Branches:
             return False
         if self.storage(node) is not None:
             return True
-        if node.protected or len(node.children) > (0 if self.can_trim else 1):
+        if node.protected:
             return False
         heir = self.heir(node) if frees_id else None
         return heir is None or self.storage(heir) is not None

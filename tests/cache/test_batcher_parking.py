@@ -456,6 +456,46 @@ def test_the_beginning_of_parked_branches_is_freed_with_them(tmp_path: Path, nam
     settled(cache)
 
 
+@pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
+def test_a_branch_point_of_parked_leases_gives_its_cells_up(tmp_path: Path, name: str) -> None:
+    """A prompt that fits alone gets the cells of a prefix, and of all that continue it."""
+    cache = MANAGERS[name](tmp_path)
+    head = [*range(10, 50)]
+    with cache.acquire([*head, 50, 51], checkpoints=[40]) as lease:
+        lease.prefill()
+    both = []
+    for number in (60, 61):
+        both.append(cache.acquire([*head, number, 7]))
+        both[-1].prefill()
+    parked = [lease.park() for lease in both]
+    with cache.acquire([70] * 60) as other:
+        other.prefill()
+        other.make_room(30)
+        cache.context.prefill(other.sequence, [7] * 30)
+        cache.check()
+    for number, each in zip((60, 61), parked, strict=True):
+        with each.resume([*head, number, 7, 8]) as lease:
+            assert lease.cached == 42
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
+def test_a_branch_point_gives_its_sequence_up(tmp_path: Path, name: str) -> None:
+    """All sequences may be leased, although prompts in progress have a state in common."""
+    cache = MANAGERS[name](tmp_path)
+    head = [*range(10, 30)]
+    with cache.acquire([*head, 50, 51], checkpoints=[20]) as lease:
+        lease.prefill()
+    leases = [cache.acquire([*head, number, 7]) for number in (60, 61, 62)]
+    for lease in leases:
+        lease.prefill()
+    leases.append(cache.acquire([7, 8]))
+    for lease in leases:
+        lease.release()
+    cache.check()
+
+
 def test_a_prefix_of_a_parked_branch_that_cannot_be_saved_stays(tmp_path: Path) -> None:
     """The page of a parked branch is of no use without it, so the other prompt is refused."""
     cache = MANAGERS["prefixes"](tmp_path)
