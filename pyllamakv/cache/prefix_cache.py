@@ -15,10 +15,10 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
+from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
-from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
 from pyllamakv.errors import (

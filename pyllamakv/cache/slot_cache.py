@@ -682,9 +682,7 @@ class SlotLease:
 class ParkedSlot:
     """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
 
-    def __init__(
-        self, cache: SlotCache, slot: Slot, keep: int, points: StatePoints | None
-    ) -> None:
+    def __init__(self, cache: SlotCache, slot: Slot, keep: int, points: StatePoints | None) -> None:
         self.cache = cache
         self.tokens = slot.tokens.copy()
         self.groups, self.points = slot.groups, points

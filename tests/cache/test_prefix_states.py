@@ -358,7 +358,7 @@ def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
 
 
 def test_a_history_that_is_evicted_for_cells_leaves_its_state(tmp_path: Path) -> None:
-    """Slots that share cells: the text of an answer is reused, although another needed its cells."""
+    """Slots share cells: the text of an answer is reused, although another needed its cells."""
     cache = SlotCache(recurrent(tmp_path, n_ctx=100, n_seq_max=4), size=100)
     prompt = [*range(10, 70)]
     with cache.acquire(prompt) as lease:
