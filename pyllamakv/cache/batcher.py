@@ -287,6 +287,10 @@ class Batcher:
                 return make_room(one, n)
             except NoKVSlot as error:
                 self._no_room(one, error)
+            except (Closed, WorkerDied):
+                raise
+            except KvError as error:
+                self._queue.end(one, "failed", error)
         return False
 
     def _no_room(self, one: Generation, error: NoKVSlot) -> None:
@@ -626,7 +630,7 @@ class DecodeOnlyBatch:
             except ReprocessNeeded as needed:
                 follow_ledger(one, have, needed.tokens)
                 return NOTHING
-            except NoKVSlot:
+            except KvError:
                 return NOTHING
             token = one.all_tokens[-1]
             if len(ledger.tokens) != have:

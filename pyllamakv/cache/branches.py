@@ -53,7 +53,7 @@ class Branches:
         before_drop: Callable[[Node], None] | None = None,
     ) -> None:
         self.context, self.limit, self.schedule = context, limit, schedule
-        #: Called with a node whose entry is about to be dropped.
+        #: Called with a node whose entry is about to be dropped, or parked outside of the cache.
         self._before_drop = before_drop
         memory = context.info.memory
         self.may_trim = memory in (MemoryType.ATTENTION, MemoryType.SWA)
@@ -206,11 +206,17 @@ class Branches:
 
     def storage(self, node: Node) -> Pager | None:
         """Return where a node is paged out to; None: it is dropped."""
-        return self._parking if self.pager is None and node.parked else self.pager
+        if self.pager is not None:
+            return self.pager
+        # The page of a parked branch may start at the end of this node, and needs its tokens.
+        needed = self.sharing and any(not each.ref_count for each in node.children.values())
+        return self._parking if needed or node.parked else None
 
     def unpark(self, node: Node) -> None:
         """Count a parked lease less. Without a pager, a page that was for it alone is dropped."""
         node.unpark()
+        if self.pager is None and not (self.sharing or node.protected):
+            self.forget_page(node)
         while self.pager is None and not node.children and node.bare and node.linked:
             above = node.parent
             self.forget_page(node)
@@ -228,9 +234,10 @@ class Branches:
             return False
         if self.storage(node) is not None:
             return True
-        if node.protected or len(node.children) > (0 if self.can_trim else 1):
+        if node.protected:
             return False
-        return not (frees_id and self.heir(node))
+        heir = self.heir(node) if frees_id else None
+        return heir is None or self.storage(heir) is not None
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
@@ -299,6 +306,9 @@ class Branches:
             return self._close_paged(node, keep)
         pager = self.storage(node)
         assert pager is not None
+        if pager is self._parking and self._before_drop is not None:
+            # A flush does not read pages, so their tokens are written before.
+            self._before_drop(node)
         chain = [node]
         while self.sharing and (above := chain[-1].parent) is not None and above.ref_count == 1:
             if above.parent is None:

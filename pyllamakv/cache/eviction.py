@@ -61,12 +61,19 @@ def _leased(cache: PrefixCache) -> set[Node]:
 
 
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
-    """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes."""
+    """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes.
+
+    A state at a branch point is dropped last, because it serves several prompts.
+    """
     branches = cache.branches
     protected = {*kept, *_leased(cache)}
-    return branches.tree.least_recently_used(
-        lambda node: node not in protected and branches.removable(node, frees_id=frees_id)
-    )
+    found = [
+        node
+        for node in branches.tree.walk()
+        if node not in protected and branches.removable(node, frees_id=frees_id)
+    ]
+    ends = [node for node in found if len(node.children) < 2 or branches.storage(node) is not None]
+    return branches.tree.least_recently_used(set(ends or found).__contains__)
 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
@@ -76,7 +83,9 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
         try:
             kept = branches.page_out(node, keep)
         except PagingError as error:
-            if node.pins or not (branches.pages_optional or node.parked):
+            # Pages below this node would be useless without it.
+            needed = node.pins or (branches.sharing and node.children)
+            if needed or not (branches.pages_optional or node.parked):
                 raise
             LOG.warning("%s; the branch is dropped", error)
             node.unprotect()

@@ -127,8 +127,11 @@ class Generation:
             lease = self.parked.resume(self.all_tokens)
             self.parked = None
         else:
-            lease = manager.acquire(self.prompt, groups=self.groups, checkpoints=self.checkpoints)
-            self.cached, self.all_tokens = lease.cached, self.prompt.copy()
+            # After an interrupted `park`, the tokens so far are the prompt.
+            tokens = self.all_tokens or self.prompt.copy()
+            lease = manager.acquire(tokens, groups=self.groups, checkpoints=self.checkpoints)
+            self.cached = lease.cached if self.cached is None else self.cached
+            self.all_tokens = tokens
         self.last_step = self.since = steps
         self.lease, self.sequence, self.ledger = lease, lease.sequence, lease.sequence.ledger
 
@@ -137,7 +140,12 @@ class Generation:
         lease, self.lease = self.lease, None
         assert lease is not None
         self.since = steps
-        self.parked = lease.park()
+        try:
+            self.parked = lease.park()
+        except BaseException:
+            # An interruption such as Ctrl-C: the tokens stay cached as those of ended prompts do.
+            lease.release()
+            raise
 
     def sample_token(self, context: Context) -> bool:
         """Sample a token with the own sampler and accept it. An error of the sampler ends it."""

@@ -96,6 +96,10 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
     return min(first, POSITION_LIMIT), None if last is None else min(last, POSITION_LIMIT)
 
 
+#: The error of parking a lease that was released.
+PARKED_LATE = "this lease was released, and has no content to park; acquire its tokens instead"
+
+
 class Lease(Protocol):
     """A sequence for one prompt, with the cached part of the prompt.
 
@@ -129,7 +133,10 @@ class Lease(Protocol):
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
 
     def park(self) -> Parked:
-        """Release the sequence, and keep its content until `Parked.resume` or `Parked.close`."""
+        """Release the sequence, and keep its content until `Parked.resume` or `Parked.close`.
+
+        Raises UsageError after a release.
+        """
 
     def release(self) -> None:
         """Release the sequence. A second call does nothing."""

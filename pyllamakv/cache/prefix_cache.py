@@ -15,6 +15,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
+from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
@@ -92,7 +93,12 @@ class PrefixCache:
         self.counts = PrefixCounts()
         #: Number of hits by the depth of the prefix.
         self.depths = DepthCounts()
-        self.check_budget(1)
+        try:
+            self.check_budget(1)
+        except BudgetTooSmall:
+            if self.branches.pager is not None:
+                self.branches.pager.close()
+            raise
         self.stored = None if store is None else StoredBranches(context, store, budget)
 
     # Prompts...
@@ -126,9 +132,10 @@ class PrefixCache:
         key: bytes,
         together: tuple[Group, ...],
         named: tuple[int, ...],
-        resumed: Node | None = None,
+        parked: ParkedPrefix | None = None,
     ) -> PrefixLease:
         prompt = len(key) // TOKEN_BYTES
+        resumed = parked.node if parked is not None else None
         self.sync()
         if self.stored is not None and resumed is None:
             self.counts.add("loaded_tokens", self.stored.load(self, key))
@@ -137,8 +144,11 @@ class PrefixCache:
             sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         finally:
             self.forget_pins()
-        points = None
-        if not self.branches.can_trim:
+        points = parked.points if parked is not None else None
+        if points is not None:
+            for each in diverges:
+                points.add(each, length)
+        elif not self.branches.can_trim:
             points = StatePoints(
                 self.branches.schedule, prompt, length,
                 branches=diverges, named=named, groups=together,
@@ -146,10 +156,10 @@ class PrefixCache:
         lease = PrefixLease(self, sequence, key, length, points, together)
         try:
             eviction.make_cells(self, prompt - length, lease)
+            self.enforce(prompt - length)
         except BaseException:
             lease.release()
             raise
-        self.enforce(prompt - length)
         return lease
 
     def resume(self, parked: ParkedPrefix, tokens: Iterable[int]) -> PrefixLease:
@@ -163,7 +173,7 @@ class PrefixCache:
             msg = "the tokens do not continue the parked ones: give these and at least one more"
             raise UsageError(msg)
         self._make_way(parked.node)
-        lease = self._lease(key, parked.groups, (), parked.node)
+        lease = self._lease(key, parked.groups, (), parked)
         parked.close()
         self.counts.add("resumes")
         self.counts.add("resumed_tokens", lease.cached)
@@ -610,12 +620,21 @@ class PrefixLease:
         branches.tidy(self.node)
 
     def park(self) -> ParkedPrefix:
-        """Release the sequence; its branch is paged out if others need cells, and never dropped."""
+        """Release the sequence; its branch is paged out if others need cells, and never dropped.
+
+        Raises UsageError if it was released.
+        """
+        if self.released:
+            raise UsageError(PARKED_LATE)
         self.cache.sync()
-        parked = ParkedPrefix(self.cache, self.node, self._groups)
+        parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+        try:
+            self.release()
+        except BaseException:
+            parked.close()
+            raise
         self.cache.counts.add("parks")
         self.cache.counts.add("parked_tokens", self.node.end)
-        self.release()
         return parked
 
     def release(self) -> None:
@@ -654,10 +673,16 @@ class PrefixLease:
 class ParkedPrefix:
     """A branch of a prefix cache that is kept for a lease. `PrefixLease.park` creates it."""
 
-    def __init__(self, cache: PrefixCache, node: Node, groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        node: Node,
+        groups: tuple[Group, ...],
+        points: StatePoints | None,
+    ) -> None:
         self.cache = cache
         self.key = node.key
-        self.groups = groups
+        self.groups, self.points = groups, points
         self.closed = False
         #: The node that has the tokens; None: nothing was decoded.
         self.node = node if node.parent is not None else None

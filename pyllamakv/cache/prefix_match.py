@@ -144,7 +144,8 @@ def _sequence(
             victim = _tail(branches, donor, length)
         if victim is None:
             raise eviction.no_sequence_error(cache)
-        if victim.entry is donor and donor is not None:
+        heir = branches.heir(victim) if branches.storage(victim) is None else None
+        if victim.entry is donor and donor is not None and (heir is None or heir.end <= length):
             taken = eviction.evict(cache, victim, length)
             assert taken is not None
             return taken

@@ -64,7 +64,7 @@ class StatePoints:
     the positions ``named`` by the caller. None is inside of a group.
     """
 
-    __slots__ = ("_interval", "_last", "_next", "_stops")
+    __slots__ = ("_first", "_groups", "_interval", "_last", "_next", "_stops")
 
     def __init__(
         self,
@@ -82,13 +82,16 @@ class StatePoints:
         stops |= {grouping.floor(groups, each) for each in named if 0 < each <= last}
         #: Stops inside of the prompt, the next one at the end.
         self._stops = sorted((each for each in stops if each > cached), reverse=True)
-        self._last, self._interval = last, schedule.interval
+        self._first, self._last, self._interval = first, last, schedule.interval
+        self._groups = groups
         #: Position after the prompt from which the next state is due.
         self._next = prompt + schedule.interval
 
     def add(self, position: int, here: int) -> None:
         """Add a position at which another prompt diverges, if it is after ``here``."""
-        if here < position < self._last and position not in self._stops:
+        position = grouping.floor(self._groups, position)
+        ahead = max(here, self._first - 1) < position < self._last
+        if ahead and position not in self._stops:
             self._stops.append(position)
             self._stops.sort(reverse=True)
 

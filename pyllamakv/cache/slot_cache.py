@@ -18,6 +18,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, prefix_states, slot_choice
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
+from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.prefix_states import StatePoints, StateStore
 from pyllamakv.cache.prefix_tree import tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
@@ -254,10 +255,7 @@ class SlotCache(ClosedOnExit):
                 self.reserve(len(given) - have, slot)
             slot.groups = parked.groups
             cached = len(slot.tokens)
-            points = None
-            if self.states is not None:
-                points = StatePoints(self.states.schedule, len(given), cached, groups=slot.groups)
-            lease = SlotLease(self, slot, given, cached, parked.keep, points)
+            lease = SlotLease(self, slot, given, cached, parked.keep, parked.points)
             slot.lease = lease
             self._counts.resumes += 1
             self._counts.resumed_tokens += cached
@@ -373,6 +371,7 @@ class SlotCache(ClosedOnExit):
                 if _cells(ledgers) + n <= self._cells:
                     return
                 _log.debug("sequence %d is evicted", each.sequence.id)
+                self.keep_state(each)
                 self._counts.evict(each)
                 each.trim(0)
 
@@ -566,6 +565,7 @@ class SlotLease:
         """
         if type(n) is not int or not 0 <= n <= arguments.INT32:
             n = arguments.integer("n", n, 0, arguments.INT32)
+        self.checkpoint()
         if self._to_decode_again:
             left = self._to_decode_again[len(self._tokens) :]
             self._to_decode_again = []
@@ -621,8 +621,13 @@ class SlotLease:
             self._cache.keep_state(self._slot)
 
     def park(self) -> ParkedSlot:
-        """Release the slot, and save its content for `ParkedSlot.resume`."""
-        parked = ParkedSlot(self._cache, self._slot, self.keep)
+        """Release the slot, and save its content for `ParkedSlot.resume`.
+
+        Raises UsageError if it was released.
+        """
+        if self.released:
+            raise UsageError(PARKED_LATE)
+        parked = ParkedSlot(self._cache, self._slot, self.keep, self.points)
         self._cache.count_parked(parked)
         self.release()
         return parked
@@ -677,10 +682,10 @@ class SlotLease:
 class ParkedSlot:
     """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
 
-    def __init__(self, cache: SlotCache, slot: Slot, keep: int) -> None:
+    def __init__(self, cache: SlotCache, slot: Slot, keep: int, points: StatePoints | None) -> None:
         self.cache = cache
         self.tokens = slot.tokens.copy()
-        self.groups = slot.groups
+        self.groups, self.points = slot.groups, points
         self.keep = keep
         self.closed = False
         self._marks = slot.sequence.ledger.marks.copy()

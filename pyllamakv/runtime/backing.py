@@ -23,6 +23,7 @@ from pyllamakv.errors import (
     KVFileDirty,
     KVFileError,
     KVFileForeign,
+    ModelError,
     Unsupported,
     UsageError,
 )
@@ -143,15 +144,23 @@ def choose(
 def identity(model: Model) -> str:
     """Return an identification of a model: its metadata, and samples of all weights.
 
-    A file keeps at most 127 bytes of it, so the name of the model is cut, never the digest.
+    A file keeps at most 127 bytes of it, so the name of the model is cut, never the digest. Raises
+    ModelError if the file of the model cannot be read any longer.
     """
     found = hashlib.sha256(model.fingerprint.encode())
-    with model.path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        found.update(str(size).encode())
-        for i in range(_PIECES):
-            file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
-            found.update(file.read(_PIECE))
+    try:
+        with model.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(str(size).encode())
+            for i in range(_PIECES):
+                file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
+                found.update(file.read(_PIECE))
+    except OSError as error:
+        msg = (
+            f"{model.path} cannot be read: {error.strerror or error}; what is kept on disk is for "
+            "one model, which its file identifies: put it back, or load the model from its new path"
+        )
+        raise ModelError(msg) from error
     name = os.fsencode(model.path.stem)[:_LONGEST_NAME].decode("utf-8", "ignore")
     return f"{name} {found.hexdigest()[:32]}"
 

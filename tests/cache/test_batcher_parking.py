@@ -12,10 +12,11 @@ from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import KVCacheFull, NoSlotAvailable, StateError, UsageError
+from pyllamakv.errors import KVCacheFull, NoSlotAvailable, PagingError, StateError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,15 @@ MANAGERS = {
         context(folder, **more), paging=folder / "pages"
     ),
     "states": lambda folder, **more: PrefixCache(context(folder, MemoryType.HYBRID, **more)),
+    "states without paging": lambda folder, **more: PrefixCache(
+        context(folder, MemoryType.HYBRID, **more), checkpoints=CheckpointSchedule(size=0)
+    ),
+    "prefixes with a store": lambda folder, **more: PrefixCache(
+        context(folder, **more), store=folder / "store"
+    ),
+    "states with a store": lambda folder, **more: PrefixCache(
+        context(folder, MemoryType.HYBRID, **more), store=folder / "store"
+    ),
     "slots": lambda folder, **more: SlotCache(context(folder, **more), size=CELLS),
     "slots with states": lambda folder, **more: SlotCache(
         context(folder, MemoryType.HYBRID, **more), size=CELLS
@@ -239,6 +249,55 @@ def test_an_interruption_while_a_generation_is_parked_loses_nothing(
     settled(cache)
 
 
+@pytest.mark.parametrize("name", ["slots", "states"])
+def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
+    """Ctrl-C in the save of a generation that is parked, or of a state that is kept."""
+    for number in (1, 2, 3):
+        cache = MANAGERS[name](tmp_path)
+        native = cache.context.native
+        real, left = native.state_save, itertools.count(1 - number)
+
+        def interrupted(*arguments: Any, real: Any = real, left: Any = left) -> Any:
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        native.state_save = interrupted
+        with Batcher(cache) as batcher:
+            going = [(batcher.submit(letter * 30, 24), letter) for letter in "abcd"]
+            with pytest.raises(KeyboardInterrupt):
+                batcher.run()
+            batcher.run()
+            for one, letter in going:
+                assert one.error is None
+                assert one.text == alone(tmp_path, letter * 30, 24)
+        numbers = cache.stats().to_json()
+        assert numbers.get("in_use", numbers.get("leased")) == 0
+        cache.check()
+        settled(cache)
+
+
+def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
+    """A branch that has no lease cannot be paged out: the step goes on with the others."""
+    cache = MANAGERS["prefixes in files"](tmp_path)
+
+    def full(*_: object) -> None:
+        raise PagingError("no space left", tmp_path)
+
+    cache.branches.pager.write = full
+    with cache.acquire([5] * 40) as old:
+        old.prefill()
+    with Batcher(cache) as batcher:
+        small = batcher.submit("a" * 10, 8)
+        large = batcher.submit("b" * 10, 80)
+        batcher.run()
+        assert small.text == alone(tmp_path, "a" * 10, 8)
+        assert large.finish_reason == "failed"
+        assert isinstance(large.error, PagingError)
+    cache.check()
+    assert not cache.leases
+
+
 # Leases...
 
 
@@ -297,6 +356,44 @@ def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) 
     settled(cache)
 
 
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
+    """Its slot may be that of another prompt, and its branch may be gone."""
+    cache = MANAGERS[name](tmp_path)
+    lease = cache.acquire([4] * 20)
+    cache.context.prefill(lease.sequence, lease.rest)
+    parked = lease.park()
+    for each in (lease, cache.acquire([5] * 20)):
+        each.release()
+        with pytest.raises(UsageError, match="was released"):
+            each.park()
+    parked.close()
+    assert cache.stats().parks == 1
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", ["states", "slots with states"])
+def test_states_are_due_after_a_park_as_before(tmp_path: Path, name: str) -> None:
+    """A named position, and the interval in text that is parked more often than that."""
+    cache = MANAGERS[name](tmp_path)
+    ctx, prompt = cache.context, [*range(10, 40)]
+    lease = cache.acquire(prompt, checkpoints=[25])
+    ctx.prefill(lease.sequence, prompt[:20])
+    lease = lease.park().resume(prompt)
+    assert lease.limit_batch(10) == 5
+    ctx.prefill(lease.sequence, prompt[20:25])
+    lease.checkpoint()
+    ctx.prefill(lease.sequence, prompt[25:])
+    before = lease.points
+    lease = lease.park().resume([*prompt, 5])
+    assert lease.points is before
+    lease.release()
+    with cache.acquire([*prompt[:25], 6, 7]) as again:
+        assert again.cached == 25
+    cache.check()
+
+
 def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> None:
     """Its pages need two sequences: it waits for them, so that nothing is evaluated again."""
     cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
@@ -333,3 +430,112 @@ def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
     assert most > 0
     assert cache.stats().paged_bytes == 0
     assert isinstance(cache.branches._parking, MemoryPager)
+
+
+@pytest.mark.parametrize("name", ["prefixes", "states"])
+def test_the_beginning_of_parked_branches_is_freed_with_them(tmp_path: Path, name: str) -> None:
+    """Without paging, the rest of a parked branch waits outside of the cache, then its prefix."""
+    cache = MANAGERS[name](tmp_path, n_seq_max=2)
+    head = [*range(10, 50)]
+    first = cache.acquire([*head, 50])
+    first.prefill()
+    second = cache.acquire([*head, 60, 61, 62])
+    second.prefill()
+    parked = second.park()
+    with cache.acquire([70] * 40) as other:
+        other.prefill()
+    first.release()
+    with cache.acquire([80] * 60) as other, cache.acquire([90]):
+        other.prefill()
+        other.make_room(30)
+    cache.check()
+    again = parked.resume([*head, 60, 61, 62, 63])
+    assert again.cached == 43
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
+def test_a_branch_point_of_parked_leases_gives_its_cells_up(tmp_path: Path, name: str) -> None:
+    """A prompt that fits alone gets the cells of a prefix, and of all that continue it."""
+    cache = MANAGERS[name](tmp_path)
+    head = [*range(10, 50)]
+    with cache.acquire([*head, 50, 51], checkpoints=[40]) as lease:
+        lease.prefill()
+    both = []
+    for number in (60, 61):
+        both.append(cache.acquire([*head, number, 7]))
+        both[-1].prefill()
+    parked = [lease.park() for lease in both]
+    with cache.acquire([70] * 60) as other:
+        other.prefill()
+        other.make_room(30)
+        cache.context.prefill(other.sequence, [7] * 30)
+        cache.check()
+    for number, each in zip((60, 61), parked, strict=True):
+        with each.resume([*head, number, 7, 8]) as lease:
+            assert lease.cached == 42
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
+def test_a_branch_point_gives_its_sequence_up(tmp_path: Path, name: str) -> None:
+    """All sequences may be leased, although prompts in progress have a state in common."""
+    cache = MANAGERS[name](tmp_path)
+    head = [*range(10, 30)]
+    with cache.acquire([*head, 50, 51], checkpoints=[20]) as lease:
+        lease.prefill()
+    leases = [cache.acquire([*head, number, 7]) for number in (60, 61, 62)]
+    for lease in leases:
+        lease.prefill()
+    leases.append(cache.acquire([7, 8]))
+    for lease in leases:
+        lease.release()
+    cache.check()
+
+
+def test_a_prefix_of_a_parked_branch_that_cannot_be_saved_stays(tmp_path: Path) -> None:
+    """The page of a parked branch is of no use without it, so the other prompt is refused."""
+    cache = MANAGERS["prefixes"](tmp_path)
+    head = [*range(10, 50)]
+    first = cache.acquire([*head, 50])
+    first.prefill()
+    second = cache.acquire([*head, 60, 61, 62])
+    second.prefill()
+    parked = second.park()
+    with cache.acquire([70] * 53) as other:
+        other.prefill()
+    first.release()
+    real = cache.context.native.state_save
+
+    def failing(*_: object) -> bytes:
+        raise StateError("no")
+
+    cache.context.native.state_save = failing
+    with pytest.raises(PagingError):
+        cache.acquire([80] * 90)
+    cache.check()
+    cache.context.native.state_save = real
+    again = parked.resume([*head, 60, 61, 62, 63])
+    assert again.cached == 43
+    again.release()
+    cache.check()
+    settled(cache)
+
+
+def test_a_flush_includes_parked_branches(tmp_path: Path) -> None:
+    """Their pages are in host memory, and would be lost with the process."""
+    cache = MANAGERS["prefixes with a store"](tmp_path)
+    lease = cache.acquire(range(10, 50))
+    lease.prefill()
+    parked = lease.park()
+    with cache.acquire([5] * 80) as other:
+        other.prefill()
+        assert cache.stats().paged == 1
+        cache.flush()
+    parked.close()
+    cache.close()
+    later = MANAGERS["prefixes with a store"](tmp_path)
+    assert later.acquire(range(10, 51)).cached == 40

@@ -181,7 +181,8 @@ def test_the_budget_bounds_what_is_kept(tmp_path: Path) -> None:
 def test_a_budget_below_one_entry_is_refused(tmp_path: Path) -> None:
     """Ask for less than a token, and for a prompt that is larger than the budget."""
     with pytest.raises(BudgetTooSmall) as caught:
-        make(tmp_path, budget=10)
+        make(tmp_path, budget=10, paging=tmp_path / "pages")
+    assert list((tmp_path / "pages").iterdir()) == []
     assert caught.value.needed > caught.value.budget == 10
     cache = make(tmp_path, budget=caught.value.needed * 10)
     serve(cache, [1] * 8)

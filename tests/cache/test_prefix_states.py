@@ -91,6 +91,18 @@ def test_a_position_may_be_added_while_it_is_ahead() -> None:
     assert not points.due(40)
 
 
+def test_an_added_position_is_checked_as_others_are() -> None:
+    """It is in no group, and the first prefix with a state has the length of the schedule."""
+    schedule = CheckpointSchedule(interval=100, first=8)
+    points = StatePoints(schedule, 40, 0, groups=[(10, 20)])
+    for each in (7, 8, 15, 20):
+        points.add(each, 0)
+    assert stops(points, 40) == [8, 10, 20, 39]
+    points = StatePoints(schedule, 40, 0, groups=[(10, 20)])
+    points.add(15, 10)
+    assert stops(points, 40) == [39]
+
+
 @given(
     st.integers(1, 60), st.integers(0, 59), st.integers(1, 20), st.integers(1, 30),
     st.lists(st.integers(0, 70)),
@@ -243,6 +255,19 @@ def test_a_prompt_in_progress_shows_a_branch_point(tmp_path: Path, make: Any) ->
 
 
 @pytest.mark.parametrize("make", managers())
+def test_a_prompt_that_diverges_in_a_group_of_another_delays_no_step(
+    tmp_path: Path, make: Any
+) -> None:
+    """A group is decoded in one batch, so no state is due inside of it."""
+    first, second = prompts(2, 30)
+    with make(recurrent(tmp_path)) as cache, Batcher(cache) as batcher:
+        both = [batcher.submit(first, 2, groups=[(20, 34)]), batcher.submit(second, 2)]
+        for _ in range(20):
+            batcher.step()
+        assert [one.finish_reason for one in both] == ["length", "length"]
+
+
+@pytest.mark.parametrize("make", managers())
 def test_a_named_position_is_reused_the_first_time(tmp_path: Path, make: Any) -> None:
     """The caller knows where its system prompt ends."""
     ctx = recurrent(tmp_path)
@@ -274,6 +299,18 @@ def test_text_has_states_at_the_interval(tmp_path: Path, options: dict[str, Any]
         # States of text are kept when cells are reserved, which is for several tokens at once.
         assert other.cached is not None
         assert 200 - 16 - LOOKAHEAD_TOKENS <= other.cached < 200
+        cache.check()
+
+
+def test_text_of_a_slot_has_states_at_the_interval(tmp_path: Path) -> None:
+    """A slot saves them between two tokens."""
+    ctx = recurrent(tmp_path, n_ctx=1024, n_seq_max=2)
+    with SlotCache(ctx, checkpoints=OFTEN) as cache, Batcher(cache) as batcher:
+        one = batcher.submit([5] * 8, 300)
+        batcher.run()
+        other = batcher.submit([*one.prompt, *one.tokens[:192], 99], 1)
+        batcher.run()
+        assert other.cached == 8 + 12 * 16
         cache.check()
 
 
@@ -317,6 +354,20 @@ def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
         lease.decode()
     with cache.acquire([*chat, *([5] * 20), 6]) as lease:
         assert lease.cached == 50
+    cache.check()
+
+
+def test_a_history_that_is_evicted_for_cells_leaves_its_state(tmp_path: Path) -> None:
+    """Slots share cells: the text of an answer is reused, although another needed its cells."""
+    cache = SlotCache(recurrent(tmp_path, n_ctx=100, n_seq_max=4), size=100)
+    prompt = [*range(10, 70)]
+    with cache.acquire(prompt) as lease:
+        lease.decode()
+        lease.decode([5] * 10)
+    with cache.acquire([7] * 60) as lease:
+        lease.decode()
+    with cache.acquire([*prompt, *([5] * 10), 6]) as lease:
+        assert lease.cached == 70
     cache.check()
 
 

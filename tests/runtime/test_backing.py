@@ -10,7 +10,7 @@ import pytest
 import runtime_kit
 
 from pyllamakv.binding.protocol import Backing, CellsInfo, RawCells
-from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import backing
 from pyllamakv.runtime.ledger import Ledger
 
@@ -47,6 +47,9 @@ def test_identity_sees_weights(tmp_path: Path) -> None:
     first.write_bytes(data)
     assert backing.identity(cast("Any", Model)) != before
     assert len(before.encode()) < 128
+    first.unlink()
+    with pytest.raises(ModelError, match="put it back"):
+        backing.identity(cast("Any", Model))
 
 
 @pytest.mark.parametrize(
