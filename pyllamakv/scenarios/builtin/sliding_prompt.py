@@ -38,6 +38,7 @@ def run(lab: Lab) -> None:
     lab.verify(player)
     _refused_then_cut(lab)
     _masked_cells(lab)
+    _masked_by_the_batch(lab)
     _not_defragmented_later(lab)
 
 
@@ -98,6 +99,28 @@ def _masked_cells(lab: Lab) -> None:
     player.check_windows(WINDOW)
     player.remove(5)
     lab.note(free=free, masked=masked)
+    lab.verify(player)
+
+
+def _masked_by_the_batch(lab: Lab) -> None:
+    """Decode more tokens than cells are free: the second micro-batch reuses cells of the first.
+
+    The first one takes all free cells of the sliding-window cache, which are in two holes.
+    """
+    player = lab.player(512, n_ubatch=64, n_seq_max=6)
+    cells = _window_cells(player)
+    if cells is None or len(cells) >= player.n_cells:
+        return
+    # The other tokens take 62 cells, and 64 remain free. Cells of two sequences cannot be reused.
+    player.fill({0: len(cells) - 126})
+    player.copy(0, 1)
+    player.fill({5: 32})
+    player.fill({2: 31})
+    player.fill({3: 31})
+    player.remove(5)
+    player.decode({5: 64 + 64 - WINDOW + 1})
+    player.check_windows(WINDOW)
+    player.remove(5)
     lab.verify(player)
 
 
