@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import strict_toml
-from qa.mutation.mutant import listed
+from qa.mutation.mutant import HUNK, listed
 
 if TYPE_CHECKING:
     from pyllamakv.patching.series import Series
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 #: The shipped list.
 FILE = Path(__file__).with_name("equivalent.toml")
 
-_KEYS = {"file", "above", "was", "now", "why"}
+_KEYS = {"file", "above", "was", "now", "hunk", "why"}
 
 
 @dataclass(frozen=True)
 class EquivalentMutant:
-    """An accepted mutant: file, original and mutated line, and reason.
+    """An accepted mutant: file, original and mutated line or dropped hunk, and reason.
 
     Lines are compared without surrounding whitespace, so that one entry covers every release and
     every patch with the file. ``above`` is the code above the line, if the same line exists several
-    times.
+    times. ``hunk`` has all lines of code that the dropped hunk added.
     """
 
     file: str
@@ -35,9 +35,12 @@ class EquivalentMutant:
     now: str
     why: str
     above: str = ""
+    hunk: str = ""
 
     def covers(self, mutant: Mutant) -> bool:
         """Return whether the entry describes a mutant."""
+        if self.hunk:
+            return (self.file, HUNK, self.hunk) == (mutant.file, mutant.operator, mutant.hunk)
         return (
             self.file == mutant.file
             and (self.was, self.now) == (mutant.was.strip(), mutant.now.strip())
@@ -45,6 +48,8 @@ class EquivalentMutant:
         )
 
     def __str__(self) -> str:
+        if self.hunk:
+            return f"{self.file}: {HUNK}: `{self.hunk}`"
         return f"{self.file}: `{self.was}` became `{self.now}`"
 
 
@@ -52,21 +57,26 @@ def load(path: Path | None = None) -> tuple[EquivalentMutant, ...]:
     """Read the file. Raises PatchFormatError for an entry without a reason, or a duplicate."""
     path = path or FILE
     table = strict_toml.load(path, {"schema", "mutant"}, schema=1)
-    found = tuple(
-        EquivalentMutant(
-            part.string("file"),
-            part.string("was").strip(),
-            part.string("now", "").strip(),
-            part.string("why").strip(),
-            part.string("above", "").strip(),
-        )
-        for part in table.tables("mutant", _KEYS)
-    )
+    found = tuple(map(_entry, table.tables("mutant", _KEYS)))
     names = [f"{each.above}, {each}" for each in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise PatchFormatError(f"{path}: {twice} is listed twice.", str(path))
     return found
+
+
+def _entry(part: strict_toml.Table) -> EquivalentMutant:
+    hunk = part.string("hunk", "").strip()
+    if hunk and not part.data.keys().isdisjoint(("was", "now", "above")):
+        raise part.wrong("`hunk` excludes `was`, `now` and `above`")
+    return EquivalentMutant(
+        part.string("file"),
+        part.string("was", "" if hunk else None).strip(),
+        part.string("now", "").strip(),
+        part.string("why").strip(),
+        part.string("above", "").strip(),
+        hunk,
+    )
 
 
 def stale(known: Iterable[EquivalentMutant], series: Series) -> list[EquivalentMutant]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchConflict, PatchError
@@ -27,7 +27,8 @@ class Mutant:
     """One mutant: file, original and mutated line, and the files that it changes.
 
     ``above`` is the code above that line. ``files`` maps paths of the patched tree to their new
-    content (None: deleted). A dropped hunk has no line, unless one line is its only change.
+    content (None: deleted). A dropped hunk has no line, unless one line is its only change;
+    ``hunk`` has the lines of code that it added.
     """
 
     patch: str
@@ -38,6 +39,7 @@ class Mutant:
     now: str = ""
     above: str = ""
     files: dict[str, bytes | None] = field(default_factory=dict, repr=False, compare=False)
+    hunk: str = ""
 
     @property
     def id(self) -> str:
@@ -78,9 +80,11 @@ def make(store: Store, release: Release, patched: PatchedRelease, patch: str) ->
 
 
 def listed(port: Port) -> Iterator[Mutant]:
-    """Return the mutants of the lines of a port, without applying them to a tree."""
+    """Return the mutants of a port's lines, and its hunks, without applying them to a tree."""
     for file in port.patch.files:
         for hunk in file.hunks:
+            if hunk.added:
+                yield _dropped(port.id, file.path, hunk)
             content = tuple(
                 line_origins.PatchedLine(line[1:], port.id if line[:1] == b"+" else "")
                 for line in hunk.lines
@@ -140,7 +144,12 @@ def _without_hunks(
                 now, was = plan.draft.entry(path), tree.entry(path)
                 if now != was:
                     files[path] = None if now is None else now.data
-            yield Mutant(patch, file.path, hunk.new_start, HUNK, _only(hunk), files=files)
+            yield replace(_dropped(patch, file.path, hunk), files=files)
+
+
+def _dropped(patch: str, path: str, hunk: Hunk) -> Mutant:
+    code = "\n".join(operators.code_of(text).strip() for text in _code(hunk))
+    return Mutant(patch, path, hunk.new_start, HUNK, _only(hunk), hunk=code)
 
 
 def _only(hunk: Hunk) -> str:
@@ -148,7 +157,12 @@ def _only(hunk: Hunk) -> str:
 
     Only such a dropped hunk is equal to the dropped line, and accepted with it.
     """
-    added = [line.decode("utf-8", "replace").rstrip("\n") for line in hunk.added]
-    found = [text for text in added if operators.left_out(text) not in ("no code", "comment")]
+    found = _code(hunk)
     alone = len(found) == 1 and not hunk.removed and not operators.left_out(found[0])
     return found[0] if alone else ""
+
+
+def _code(hunk: Hunk) -> list[str]:
+    """Return the lines of code that a hunk adds."""
+    added = [line.decode("utf-8", "replace").rstrip("\n") for line in hunk.added]
+    return [text for text in added if operators.left_out(text) not in ("no code", "comment")]

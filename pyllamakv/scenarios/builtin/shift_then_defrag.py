@@ -28,6 +28,13 @@ def run(lab: Lab) -> None:
     with player.unchanged():
         player.defrag()
     lab.verify(player)
+    player.shift(0, 0, -1, 4)
+    lab.logs()
+    player.update()
+    # llama.cpp logs the start of its own defragmentation at debug level.
+    lines = [line for line in lab.logs(0) if "defragmenting" in line]
+    lab.expect(not lines, f"an update that only shifts keys defragmented: {lines[:1]}")
+    lab.verify(player)
 
 
 SCENARIO = Scenario(

@@ -277,7 +277,8 @@ def test_every_accepted_mutant_is_one_still() -> None:
     shipped = series.load()
     assert not equivalent_mutants.stale(known, shipped)
     gone = equivalent_mutants.EquivalentMutant("src/llama-kv-defrag.h", "no such line", "", "")
-    assert equivalent_mutants.stale([*known, gone], shipped) == [gone]
+    lost = replace(gone, was="", hunk="no such hunk")
+    assert equivalent_mutants.stale([*known, gone, lost], shipped) == [gone, lost]
     (entry,) = mutants.entries(StressOptions(only=(mutants.ACCEPTED,)), lambda about: None)
     assert entry.passed and entry.row["equivalent"] == str(len(known))
 
@@ -299,6 +300,24 @@ def test_an_acceptance_names_its_place() -> None:
     assert anywhere.covers(first) and anywhere.covers(second)
     assert here.covers(first) and not here.covers(second)
     assert not anywhere.covers(some("z"))
+
+
+def test_an_acceptance_of_a_hunk_names_its_code(tmp_path: Path) -> None:
+    """Another hunk of the file is another mutant, and so is one with a line more."""
+    path = tmp_path / "some.toml"
+    head = 'schema = 1\n[[mutant]]\nfile = "f.h"\nwhy = "why"\nhunk = """\none();\ntwo();\n"""\n'
+    path.write_text(head, encoding="utf-8")
+    (known,) = equivalent_mutants.load(path)
+    lines = (b"-    gone();\n", b"+    // why\n", b"+    one(); // why\n", b"+    two();\n")
+    lost = mutant._dropped("p", "f.h", Hunk(1, 1, 1, 1, b"@@", lines))
+    assert known.covers(lost) and known.hunk in str(known)
+    assert not known.covers(replace(lost, file="g.h"))
+    assert not known.covers(replace(lost, operator="bound"))
+    more = mutant._dropped("p", "f.h", Hunk(1, 1, 1, 1, b"@@", (*lines, b"+    three();\n")))
+    assert not known.covers(more)
+    path.write_text(head + 'was = "one();"\n', encoding="utf-8")
+    with pytest.raises(PatchFormatError, match="excludes"):
+        equivalent_mutants.load(path)
 
 
 def test_judges_share_the_work() -> None:
