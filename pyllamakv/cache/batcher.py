@@ -509,7 +509,7 @@ class GenerationQueue:
 
     def submit(self, one: Generation, steps: int) -> None:
         """Add a generation as the last one."""
-        one.turn, one.since = next(self._turns), steps
+        one.queue(next(self._turns), steps)
         self.waiting.append(one)
 
     def park(self, one: Generation, steps: int) -> None:
@@ -533,7 +533,7 @@ class GenerationQueue:
             return
         for one in self.active:
             if one.turn < first.turn and steps - one.since >= self.max_wait:
-                one.turn = next(self._turns)
+                one.yield_turn(next(self._turns))
         last = max(self.active, key=lambda one: one.turn)
         if last.turn > first.turn:
             self.park(last, steps)

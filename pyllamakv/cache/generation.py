@@ -135,6 +135,14 @@ class Generation:
         self.last_step = self.since = steps
         self.lease, self.sequence, self.ledger = lease, lease.sequence, lease.sequence.ledger
 
+    def queue(self, turn: int, steps: int) -> None:
+        """Wait from step ``steps`` for ``turn``, the place among all generations."""
+        self.turn, self.since = turn, steps
+
+    def yield_turn(self, turn: int) -> None:
+        """Get a later turn."""
+        self.turn = turn
+
     def park(self, steps: int) -> None:
         """Give the sequence up, and keep tokens, text, sampler and stop strings."""
         lease, self.lease = self.lease, None

@@ -52,7 +52,7 @@ NOT_CONSTRUCTED = {
     ),
     "a protocol": ("Cache", "CacheManager", "Lease"),
     "an enumeration: Python's own lookup by value": (
-        "Backing", "Capability", "DecodeStatus", "MemoryType",
+        "Backing", "Capability", "DecodeStatus", "DefragMover", "DefragPlan", "MemoryType",
     ),
 }  # fmt: skip
 

@@ -51,6 +51,7 @@ GROUPS = {
         "moves",
         "overlaps",
         "picks",
+        "reservations",
         "scratch",
         "slices",
         "throws",
@@ -58,7 +59,7 @@ GROUPS = {
     ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
-    COMPACT: ("due", "failed", "moves", "refused", "same", "sparse", "thold"),
+    COMPACT: ("due", "failed", "failed-graph", "moves", "refused", "same", "sparse", "thold"),
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")

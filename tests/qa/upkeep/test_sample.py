@@ -153,7 +153,8 @@ def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.Monke
     (found,) = sample.verify(chosen, measured, lambda *_: None)
     assert (found.verdict, found.reason) == ("broken-carry", "error: x")
     monkeypatch.setattr(sample, "kept", lambda: [replace(found, tree="0" * 40, verdict="x")])
-    assert sample.verify(chosen, measured, lambda *_: None) == [found]
+    (again,) = sample.verify(chosen, measured, lambda *_: None)
+    assert replace(again, seconds={}) == replace(found, seconds={})
 
 
 @pytest.mark.long
