@@ -190,8 +190,8 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "Scenarios and header tests detect every single change of the patches",
         "tried",
         "mutants",
-        "one change per mutant; since 2026-11-23 only 0.3.9 full-defrag, 0.3.36 compaction and "
-        "0.3.36 window-rollback",
+        "one change per mutant; since 2026-11-23 only full-defrag on 0.3.9, 0.3.12 and 0.3.16, and "
+        "compaction and window-rollback on 0.3.36",
     ),
     "semantic_mutation": (
         "Quick scenarios and header tests detect the slips of a maintainer",
