@@ -31,6 +31,7 @@ from pyllamakv.cache.generation import (
     make_room,
     record_step,
 )
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Cancelled,
     Closed,
@@ -49,7 +50,6 @@ from pyllamakv.runtime.sampler import Sampler, make_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from pyllamakv.cache.generation import Reason
     from pyllamakv.cache.interface import CacheManager
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 MAX_WAIT = 1024
 
 
-class Batcher:
+class Batcher(ClosedOnExit):
     """Generate for several prompts at once, with the sequences of a cache manager.
 
     A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
@@ -205,14 +205,6 @@ class Batcher:
         finally:
             if isinstance(self._greedy, Sampler):
                 self._greedy.close()
-
-    def __enter__(self) -> Batcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     # The fast path: the set of active generations stays the same.
 

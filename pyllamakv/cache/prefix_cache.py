@@ -21,6 +21,7 @@ from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     BudgetTooSmall,
     Cancelled,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("pyllamakv.cache")
 
 
-class PrefixCache:
+class PrefixCache(ClosedOnExit):
     """Manage the sequences of a context as branches of a prefix tree, in one thread at a time.
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
@@ -463,11 +464,6 @@ class PrefixCache:
     def __enter__(self) -> PrefixCache:
         self._check_open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<PrefixCache {'closed' if self.closed else self.stats()}>"

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
+from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ServerDied
 from pyllamakv.server.server_client import ServerClient
 from qa.load.load_result import LoadResult, RequestTiming
@@ -19,7 +20,6 @@ from qa.load.load_result import LoadResult, RequestTiming
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from pyllamakv.server.server_process import ServerProcess
     from qa.load.request_schedule import LoadRequest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ENDING = 2.0
 
 
-class RestartedServer:
+class RestartedServer(ClosedOnExit):
     """A server that is started again when it ends. Thread-safe."""
 
     def __init__(self, start: Callable[[], AbstractContextManager[ServerProcess]]) -> None:
@@ -60,10 +60,11 @@ class RestartedServer:
                 why = str(self._server.death()).split("\n", 1)[0]
                 self.deaths.append((time.perf_counter() - self._begin, why))
                 self._retries += self._server.retries
-                self._close()
+                self.close()
                 self._server = self._stack.enter_context(self._start())
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the server."""
         # Its end was noted above, or comes after the last request.
         with contextlib.suppress(ServerDied):
             self._stack.close()
@@ -72,14 +73,6 @@ class RestartedServer:
         self._server = self._stack.enter_context(self._start())
         self._begin = time.perf_counter()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
 
 
 def send(
@@ -117,7 +110,7 @@ def send(
     return LoadResult(done, _cpu_seconds() - before, retries, deaths)
 
 
-class _Connection:
+class _Connection(ClosedOnExit):
     """The connection of one client, which follows the server to its next address."""
 
     def __init__(self, server: RestartedServer) -> None:
@@ -145,15 +138,8 @@ class _Connection:
             self._server.replace(self._url)
         return RequestTiming(request.at, first or ended, ended, tokens, error)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the client."""
         self._client.close()
 
 
