@@ -124,10 +124,10 @@ def try_releases(
             moved = _applied(TreeOverlay(trees.StoreTree(store, tree)), ports)
         except PatchConflict as error:
             found.append(ApplyResult(there, conflict=error))
-        except NoPortApplies:
+        except NoPortApplies as error:
             needs = ", ".join(sorted({id_ for port in ports for id_ in port.requires}))
             reason = PatchConflict(f"requires {needs}, which does not apply")
-            found.append(ApplyResult(there, conflict=reason))
+            found.append(ApplyResult(there, conflict=next(iter(error.conflicts), reason)))
         else:
             found.append(ApplyResult(there, moved))
     return tuple(found)

@@ -61,7 +61,11 @@ NOT_CONSTRUCTED = {
 NOT_CALLED = {
     "what the batcher asks of its generation": (
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
-        "Generation.park",
+        "Generation.park", "Generation.queue", "Generation.yield_turn",
+    ),
+    "what a context asks of its sampler": (
+        "Sampler.keep_ahead", "Sampler.take_ahead",
+        "NumpySampler.keep_ahead", "NumpySampler.take_ahead",
     ),
     "what leases ask of their cache": (
         "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve",
