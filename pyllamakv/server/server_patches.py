@@ -74,7 +74,7 @@ def choose(
         if isinstance(found, AppliedPort):
             steps.append(found)
         else:
-            # The first reason; the others say why the patch cannot be carried either.
+            # The first reason; the others are the reasons why it cannot be carried.
             left_out[definition.id] = found.reason.split("; ", 1)[0]
     plan = PortChoice((*patched.steps, *steps), draft)
     tree = apply.write(store, release, plan).tree if steps else patched.tree

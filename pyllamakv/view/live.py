@@ -105,8 +105,8 @@ _SHOWN = (
 
 def manager_line(name: str, manager: Any) -> str:
     """Return the name of a cache manager or batcher, and the numbers of its ``stats()``."""
-    told = manager.stats().to_json()
-    shown = [f"{told[key]} {key.replace('_', ' ')}" for key in _SHOWN if told.get(key)]
+    values = manager.stats().to_json()
+    shown = [f"{values[key]} {key.replace('_', ' ')}" for key in _SHOWN if values.get(key)]
     return f"{name}: {', '.join(shown) or 'nothing yet'}"
 
 

@@ -278,7 +278,7 @@ def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
 
 
 def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
-    """A branch that has no lease cannot be paged out: the step goes on with the others."""
+    """A branch that has no lease cannot be paged out: the step continues with the others."""
     cache = MANAGERS["prefixes in files"](tmp_path)
 
     def full(*_: object) -> None:
