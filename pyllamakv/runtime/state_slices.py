@@ -159,7 +159,7 @@ def join(parts: Sequence[CellState]) -> bytes:
     for number, array in enumerate(first.arrays):
         values = [part.arrays[number].values for part in parts]
         whole = np.concatenate(values, axis=array.axis) if len(values) > 1 else values[0]
-        made += [array.head, np.ascontiguousarray(whole).data.cast("B")]
+        made += [array.head, np.ascontiguousarray(whole).data]
     return b"".join([*made, first.end])
 
 

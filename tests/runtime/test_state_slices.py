@@ -42,6 +42,19 @@ def test_parts_join_to_the_whole(layout: str, trans: bool) -> None:
         assert part.positions.tolist() == pos
 
 
+@pytest.mark.parametrize("trans", [False, True])
+def test_a_layer_without_values_is_joined(trans: bool) -> None:
+    """Join states of a model in which a layer has no heads, and so no K and no V."""
+    k, v = rows(64, 0), rows(64, 0, 1)
+
+    def part(pos: list[int]) -> bytes:
+        return state("streams", [section("streams", pos, k[:, pos], v[:, pos], trans=trans)])
+
+    found = state_slices.read(part([0, 1, 2]))
+    assert found.to_bytes() == part([0, 1, 2])
+    assert found.cut(slice(0, 1)).to_bytes() == part([0])
+
+
 def test_cells_are_put_in_order() -> None:
     """Select cells by index: a state is written in the order of cells, not of positions."""
     found = state_slices.read(made("streams", [5, 2, 9, 0], trans=True))
