@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyllamakv as kv
+from pyllamakv.cache.prefix_store import PrefixStore
 from pyllamakv.errors import KvError, KVFileDirty, PagingError
 from pyllamakv.traces import trace
 from qa.faults.attempt import AttemptResult
@@ -139,7 +140,8 @@ class Paging(NativeStep):
 class StorePrefixes(NativeStep):
     """Flush prefixes to a store in several steps, and reuse them in an earlier or later run.
 
-    The file ``flushed`` has one byte per prompt whose flush has returned.
+    The file ``flushed`` has one byte per prompt whose flush has returned. The store ``guard`` is
+    open during the whole run: a second run would change what the first one reopens.
     """
 
     name = "prefix store"
@@ -149,6 +151,13 @@ class StorePrefixes(NativeStep):
 
     def run(self, folder: Path) -> Any:
         """Flush every prompt, reuse all of them, and remove half of the pages."""
+        guard = PrefixStore(folder / "guard", {"model": "none"})
+        try:
+            return self._use(folder)
+        finally:
+            guard.close()
+
+    def _use(self, folder: Path) -> list[Any]:
         done = folder / "flushed"
         flushed = done.stat().st_size if done.exists() else 0
         with self.open() as library, self.context(library, n_ctx=2048, n_seq_max=8) as ctx:
