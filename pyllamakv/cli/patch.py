@@ -299,11 +299,12 @@ def accept(
     spec: ReleaseName,
     *,
     patches: Patches = None,
+    server: WithServer = False,
     as_json: Json = False,
 ) -> None:
     """Write carried patches as ports for a release.
 
-    Verify the release before with `pyllamakv check RELEASE`.
+    Verify the release before with `pyllamakv check RELEASE`, and with `--server` for its patches.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import carry_acceptance
@@ -311,7 +312,7 @@ def accept(
 
     with progress_bar.progress() as progress:
         release = fetch.ensure(spec, progress=progress)
-        done = carry_acceptance.accept(release, patches=patches, progress=progress)
+        done = carry_acceptance.accept(release, patches=patches, server=server, progress=progress)
     if as_json:
         return write_json([one.as_json() for one in done])
     lines = [f"{one.id}: {one.path} (carried from {one.carried_from})" for one in done]

@@ -40,17 +40,20 @@ def accept(
     release: Release,
     *,
     patches: Path | None = None,
+    server: bool = False,
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> tuple[AcceptedPort, ...]:
     """Write a port for each patch that is carried to a release; empty if none is.
 
-    ``patches`` is the directory of the series (default: the shipped one). The trees of the patched
-    release stay the same. Raises UsageError if the series cannot be written, and the errors of
-    applying; nothing is written then.
+    ``patches`` is the directory of the series (default: the shipped one). ``server`` includes the
+    patches of llama-server. The trees of the patched release stay the same. Raises UsageError if
+    the series cannot be written, and the errors of applying; nothing is written then.
     """
     store = store or open_store()
     series = port_choice.load_series(patches)
+    if server:
+        series = series.every
     made = apply.apply(release, series=series, store=store, progress=progress)
     own = {patch.id for patch in series if patch.folder and patch.folder.parent == series.folder}
     ports = [port for port in made.ports if port.carried_from and port.id in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -276,6 +277,25 @@ def test_an_accepted_port_gives_the_same_tree(bench: SeriesSandbox) -> None:
     (found,) = status.status([release], series=series.load(bench.folder), store=bench.store)
     assert (found.state, found.port) == ("applies", "0.3.2")
     assert not carry_acceptance.accept(release, patches=bench.folder, store=bench.store)
+
+
+def test_a_server_patch_is_accepted_on_request(bench: SeriesSandbox) -> None:
+    """Without ``server``, only the patches of the libraries become ports."""
+    second = code("second"), code("second", "serve(a);")
+    served = FIXED | {"src/a.cpp": FIXED["src/a.cpp"].replace(*second)}
+    place = ("src/a.cpp", "second_2")
+    bench.add_patch("serve", {"0.3.1": (FIXED, served)}, marker=place, target="server")
+    near = NEAR["src/a.cpp"].replace(b"second_7();", b"second_7(a);")
+    bench.add_release("0.3.4", {**NEAR, "src/a.cpp": near}, "2025-01-04")
+    accept = functools.partial(
+        carry_acceptance.accept,
+        bench.releases["0.3.4"],
+        patches=bench.folder,
+        store=bench.store,
+    )
+    assert [each.id for each in accept()] == ["fix"]
+    assert [each.id for each in accept(server=True)] == ["serve"]
+    assert not accept(server=True)
 
 
 def test_a_release_without_an_archive_is_no_base(bench: SeriesSandbox) -> None:
