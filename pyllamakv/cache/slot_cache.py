@@ -519,10 +519,10 @@ class Slot:
 
 
 class SlotLease:
-    """A slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
+    """A slot for one prompt, from `SlotCache.acquire`, which a ``with`` block releases.
 
-    ``cached`` of the prompt's tokens are there already, ``rest`` are to be decoded. The first
-    ``keep`` tokens survive a shift.
+    ``cached`` is the number of the prompt's tokens that the slot has already, and ``rest`` are the
+    tokens to decode. A shift keeps the first ``keep`` tokens.
     """
 
     def __init__(
