@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -106,6 +110,45 @@ def test_the_lost_requests_are_those_of_the_results() -> None:
     drawn = (readme.ROOT / "docs/pictures/server-load.svg").read_text(encoding="utf-8")
     assert f"{stock['lost']} lost; aborts of the server (crosses): {stock['deaths']}" in drawn
     assert "patched: 1,000 of 1,000 requests answered" in drawn
+
+
+def test_the_comparison_names_tests_that_exist() -> None:
+    """The last cell of each feature is "no", or ends with the id of a test."""
+    page = (readme.ROOT / "docs/compare.md").read_text("utf-8").partition("## Sources")[0]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    columns = 0
+    for row in rows:
+        if row[0] == "feature":
+            columns = len(row)
+            continue
+        assert len(row) == columns, row[0]
+        if row[-1] == "no":
+            continue
+        found = re.search(r"`(tests/[\w/]+\.py)::(test_\w+)`$", row[-1])
+        assert found, row[0]
+        tree = ast.parse((readme.ROOT / found[1]).read_text("utf-8"))
+        assert found[2] in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+    assert len(rows) > 30
+
+
+@pytest.mark.peer
+def test_names_of_llama_cpp_python_exist() -> None:
+    """The guide names methods, arguments and classes of 0.3.9; its source is read, not imported."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or importlib.metadata.version("llama-cpp-python") != "0.3.9":
+        pytest.skip("llama-cpp-python 0.3.9 is not installed")
+    folder = Path(spec.origin or "").parent
+    names = set()
+    for file in ("llama.py", "llama_cache.py", "llama_grammar.py"):
+        for node in ast.walk(ast.parse((folder / file).read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+    page = (readme.ROOT / "docs/from-llama-cpp-python.md").read_text("utf-8").partition("## Names")
+    rows = re.findall(r"^\| (`.*?) \|", page[2], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert len(named) > 50 and not named - names
 
 
 @pytest.mark.long

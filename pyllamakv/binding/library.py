@@ -51,9 +51,11 @@ class Library(ClosedOnExit):
         isolated: bool = False,
     ) -> None:
         self.native = native
+        #: The library file.
         self.path = path
         self.manifest = manifest
         self.isolated = isolated
+        #: The variant and its capabilities.
         self.about: LibraryInfo = native.about
         self.handle: Handle[int] = Handle(0, lambda _raw: native.close(), "library")
 

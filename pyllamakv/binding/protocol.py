@@ -74,27 +74,47 @@ class DecodeStatus(IntEnum):
     """The result of ``llama_decode``."""
 
     OK = 0
+    #: The batch found no cells. Every sequence kept its tokens.
     NO_SLOT = 1
+    #: `Context.cancel` ended the decode.
     ABORTED = 2
 
 
 class Capability(IntFlag):
-    """The capabilities of a build (``PLK_CAP_*``)."""
+    """The capabilities of a build (``PLK_CAP_*``).
 
+    Those without a text are samplers of `SamplerParams` with the same name.
+    """
+
+    #: The library moves cells: `KV.defrag`.
     DEFRAG = 1
+    #: The cells can be read: `KV.snapshot`.
     CELLS = 2
+    #: The library counts: `Context.counters`.
     COUNTERS = 4
+    #: The state of a single sequence can be saved and restored.
     STATES = 8
+    #: A cache can have a stream per sequence.
     STREAMS = 16
+    #: A sliding-window cache frees the cells outside its window.
     SWA = 32
+    #: Logit biases, temperature, top-k, top-p, min-p and the repetition penalty.
     SAMPLER = 64
+    #: ``kv_unified`` has an effect.
     KV_UNIFIED = 128
+    #: llama.cpp can decide about flash attention: ``flash_attn="auto"``.
     FLASH_AUTO = 256
+    #: ``swa_full`` has an effect.
     SWA_FULL = 512
+    #: llama.cpp undoes a batch that found no cells.
     ROLLBACK = 1024
+    #: ``defrag_plan``, ``defrag_mover`` and ``defrag_threads`` have an effect.
     DEFRAG_OPTIONS = 2048
+    #: The cache can be in mapped memory and in files: ``kv_backing``.
     MAPPING = 4096
+    #: The other samplers that all releases since 0.3.0 have, in any order.
     SAMPLER_CHAIN = 8192
+    #: Grammars in GBNF.
     GRAMMAR = 16384
     TOP_N_SIGMA = 32768
     XTC = 65536
@@ -106,10 +126,15 @@ class MemoryType(IntEnum):
     """The type of memory of a context (``PLK_MEMORY_*``)."""
 
     NONE = 0
+    #: One cache of cells.
     ATTENTION = 1
+    #: A full cache, and a smaller one for layers with a sliding window.
     SWA = 2
+    #: One state per sequence, and no cells.
     RECURRENT = 3
+    #: Cells, and states or compressed rows.
     HYBRID = 4
+    #: Cells, and those of an indexer.
     OTHER = 5
 
     @property
@@ -122,7 +147,9 @@ class DefragPlan(IntEnum):
     """Which cells a defragmentation moves."""
 
     UNKNOWN = 0
+    #: Cells keep their order, so that logits equal those of a fresh cache bit by bit.
     ORDERED = 1
+    #: As few cells as possible.
     FEWEST = 2
 
 
@@ -130,10 +157,15 @@ class DefragMover(IntEnum):
     """How a defragmentation moves the cells of a tensor."""
 
     UNKNOWN = -1
+    #: A mover for each tensor.
     AUTO = 0
+    #: Copies in place on the host.
     HOST = 1
+    #: Compute graphs that collect cells by index.
     GATHER = 2
+    #: Compute graphs that copy each run of cells.
     GRAPH = 3
+    #: Copies through host memory.
     STAGED = 4
 
 
@@ -141,8 +173,11 @@ class Backing(IntEnum):
     """The memory of a cache on the host (``PLK_BACKING_*``)."""
 
     HEAP = 0
+    #: Mapped memory without a file.
     ANONYMOUS = 1
+    #: A file that is deleted with the context.
     TEMPORARY = 2
+    #: A file that a later process can reuse.
     FILE = 3
 
 
@@ -172,7 +207,12 @@ class ModelParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The properties of a loaded model. Token ids are -1 if the vocabulary has none."""
+    """The properties of a loaded model. Token ids are -1 if the vocabulary has none.
+
+    ``n_ctx_train`` is the context of the training, in tokens. ``n_embd`` is the width of a layer,
+    and ``n_embd_k_gqa`` and ``n_embd_v_gqa`` those of a row of K and V, in values. ``token_eot``
+    ends a turn of a chat. ``n_bytes`` is the size of the weights.
+    """
 
     n_vocab: int
     n_ctx_train: int
@@ -199,11 +239,11 @@ class ContextParams:
 
     llama.cpp uses cache types, ``swa_full``, ``embeddings`` and threads as given, or refuses the
     context. It may change sizes, flash attention and ``kv_unified``; `ContextInfo` has the result.
-    ``type_k`` and ``type_v`` are ggml type numbers. ``guard`` False disables the checks and the
-    rollback of this package. A negative ``defrag_thold`` and a ``defrag_plan``, ``defrag_mover`` or
-    ``defrag_threads`` of 0 leave the choice to the library, which reads environment variables.
-    ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file at
-    ``kv_path``, 2 starts empty. ``kv_model`` identifies the model that the file must belong to.
+    Sizes are as for `Model.context`. ``type_k`` and ``type_v`` are ggml type numbers. ``guard``
+    False disables the checks and the rollback of this package. A negative ``defrag_thold`` and a
+    ``defrag_plan``, ``defrag_mover`` or ``defrag_threads`` of 0 leave the choice to the library,
+    which reads environment variables. ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file
+    at ``kv_path``, 2 starts empty. ``kv_model`` identifies the model that the file must belong to.
     """
 
     n_ctx: int = 512
@@ -243,6 +283,9 @@ class ContextParams:
 class ContextInfo:
     """The properties of a created context, as the library reports them; None if unknown.
 
+    ``n_ctx`` counts cells, ``n_batch`` and ``n_ubatch`` tokens, ``n_seq_max`` sequences, and
+    ``n_swa`` positions of the sliding window (0: none). ``contiguous_slots``: a micro-batch needs
+    one hole.
     ``n_streams`` is the number of streams of each cache. With 1, all sequences share the cells;
     with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
     The library defragments before a decode if the fraction of unnecessary cells exceeds
@@ -286,7 +329,9 @@ class Buffer:
 class CellsInfo:
     """One stream of one cache; ``used``, ``head`` and ``host`` are -1 if unknown.
 
-    ``host`` is 1 if K and V are in host memory, and 0 if they are on a device.
+    ``head`` is the cell where the next search for a slot begins. ``type_k`` and ``type_v`` are ggml
+    type numbers. ``host`` is 1 if K and V are in host memory, and 0 if they are on a device.
+    ``bytes_k`` and ``bytes_v`` are the sizes of all layers.
     """
 
     stream: int
@@ -552,7 +597,10 @@ def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True)
 class LibraryInfo:
-    """The facts of a loaded library: ABI number, variant, capabilities, shim candidates."""
+    """The facts of a loaded library: ABI number, variant, capabilities, shim candidates.
+
+    ``probes`` has the implementation that the shim chose for each operation, None if it is absent.
+    """
 
     abi: int
     variant: str

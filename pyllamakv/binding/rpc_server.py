@@ -67,6 +67,7 @@ class RpcServer(ClosedOnExit):
         threads = arguments.whole_or_none("threads", threads, 1, arguments.INT32)
         patience = arguments.number("patience", patience, 0.0, MAX_TIMEOUT)
         more = variables(env) or {}
+        #: The address for ``rpc_servers``: host:port.
         self.endpoint = _free(host, port)
         self._error: KvError | None = None
         path, manifest = find_library(where)

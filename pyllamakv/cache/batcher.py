@@ -78,7 +78,9 @@ class Batcher(ClosedOnExit):
             expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
             raise arguments.wrong_type("manager", manager, expected)
         n_batch = arguments.whole_or_none("n_batch", n_batch)
+        #: The manager whose sequences are used.
         self.manager = manager
+        #: The context of the manager.
         self.context = context
         largest = context.info.n_batch
         self.n_batch = largest if n_batch is None else n_batch
@@ -419,11 +421,11 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatcherStats:
-    """Count what a batcher did: batches and their tokens, generations by how they ended.
+    """The totals of a batcher: batches and their tokens, generations by how they ended.
 
-    ``parked`` of those that wait gave up their sequence; this happened ``parks`` times. Of these,
-    ``resumes`` continued. ``slot_failures`` counts decodes that found no cells. A retry serves most
-    of them.
+    ``waiting`` and ``active`` generations have not ended; ``parked`` of the waiting ones gave up
+    their sequence. Generations were parked ``parks`` times and resumed ``resumes`` times.
+    ``slot_failures`` counts decodes that found no cells; a retry serves most of them.
     """
 
     waiting: int

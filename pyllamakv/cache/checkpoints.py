@@ -44,8 +44,9 @@ class Checkpoint:
 class CheckpointSchedule:
     """Define the number of checkpoints per sequence, and their interval.
 
-    A new checkpoint replaces the oldest one if all slots are taken or their sum exceeds ``budget``
-    bytes.
+    ``size`` is the maximum number (0: none), and ``interval`` the number of tokens between two; the
+    first is due after ``first`` tokens. A new checkpoint replaces the oldest one if all slots are
+    taken or their sum exceeds ``budget`` bytes.
     """
 
     size: int = SIZE

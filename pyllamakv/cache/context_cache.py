@@ -71,7 +71,11 @@ class ContextCache(ClosedOnExit):
             msg = "this context has tokens already; a cache requires an empty one"
             raise UsageError(msg)
         info = context.info
-        self.max_sequences, self.max_batch = info.n_seq_max, info.n_batch
+        #: The number of sequences.
+        self.max_sequences = info.n_seq_max
+        #: The maximum number of tokens per forward pass.
+        self.max_batch = info.n_batch
+        #: The maximum number of tokens per sequence.
         self.capacity = info.n_ctx // context.partitions
         try:
             for number in range(info.n_seq_max):

@@ -45,7 +45,9 @@ class Generation:
         self.prompt = asked.prompt
         #: The generated tokens, without the end token.
         self.tokens: list[int] = []
+        #: Why the generation ended; None while it runs.
         self.finish_reason: Reason | None = None
+        #: The error of a failed generation.
         self.error: Exception | None = None
         #: Number of prompt tokens found in the cache; None while the prompt waits.
         self.cached: int | None = None

@@ -53,7 +53,7 @@ class PrefixCache(ClosedOnExit):
     the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
     store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
     ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
-    evictions write to it. Raises the errors of `PrefixStore`.
+    evictions write to it. Raises PrefixStoreError, or a subclass that names the reason.
 
     A memory that cannot return to every position continues after saved states. ``checkpoints``
     defines their interval, their number and their bytes in all; without ``paging`` and ``store``,
@@ -526,7 +526,7 @@ class PrefixLease:
         """Decode the rest of the prompt in batches of n_batch. Batches before a failure remain.
 
         A second call continues, or restarts if the failure emptied the sequence. If the memory
-        cannot return to earlier positions, states are saved on the way: see `StatePoints`.
+        cannot return to earlier positions, states are saved on the way.
         """
         logits = arguments.flag("logits", logits)
         prompt, context = self._prompt, self.cache.context

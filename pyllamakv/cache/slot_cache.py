@@ -58,9 +58,10 @@ class SlotCache(ClosedOnExit):
 
     There are ``n_slots`` slots (None: as many as the context has sequences) of ``size`` tokens
     (None: cells divided by slots). With a larger size, slots overcommit the cells, and the least
-    recently used history is evicted. ``policy`` selects a slot: see `slot_choice.choose`. A shift
-    keeps the first ``keep`` tokens of a prompt; negative: all of it. The model's first token is not
-    counted.
+    recently used history is evicted. With the ``policy`` "best", a prompt
+    reuses a slot only if that discards no cached tokens; with "longest", if at least half of the
+    slot's tokens match. A shift keeps the first ``keep`` tokens of a prompt; negative: all of it.
+    The model's first token is not counted.
 
     A memory that cannot return to every position continues after states in host memory.
     ``checkpoints`` defines their interval, their number and their bytes in all slots together.
@@ -518,10 +519,10 @@ class Slot:
 
 
 class SlotLease:
-    """A slot for one prompt. `SlotCache.acquire` makes it; leaving it releases.
+    """A slot for one prompt, from `SlotCache.acquire`, which a ``with`` block releases.
 
-    ``cached`` of the prompt's tokens are there already, ``rest`` are to be decoded. The first
-    ``keep`` tokens survive a shift.
+    ``cached`` is the number of the prompt's tokens that the slot has already, and ``rest`` are the
+    tokens to decode. A shift keeps the first ``keep`` tokens.
     """
 
     def __init__(
@@ -722,9 +723,9 @@ class SlotStats:
     """The numbers of a slot cache.
 
     Of ``prompts`` with ``prompt_tokens``, ``reused_tokens`` were there already; ``hits`` had any.
-    ``forks`` copied a beginning, ``evictions`` threw a history away, ``refused`` found all slots in
-    use. ``shifts`` were done in place, ``reprocessed`` tokens had to be decoded again.
-    ``evaluated_tokens`` of prompts and text were decoded, ``evicted_tokens`` of histories are gone.
+    ``forks`` copied a prefix, ``evictions`` dropped a history, ``refused`` prompts found all slots
+    in use. ``shifts`` were done in place, ``reprocessed`` tokens were decoded again.
+    ``evaluated_tokens`` of prompts and text were decoded, ``evicted_tokens`` were dropped.
     Leases were parked ``parks`` times. There are ``states`` saved states. ``hits_by_depth`` counts
     prompts by the number of their cached tokens (see `DepthCounts`); ``bytes_by_tier`` are the
     bytes of states and of parked slots in host memory.

@@ -38,7 +38,10 @@ class BatchArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feed:
-    """Store the next tokens of a sequence, and which of them need logits."""
+    """The next tokens (n,) int32 of a sequence, and which of them need logits.
+
+    `Sequence.feed` creates it.
+    """
 
     sequence: sequence.Sequence
     tokens: NDArray[np.int32]

@@ -138,11 +138,14 @@ class Context(ClosedOnExit):
     """
 
     def __init__(self, model: Model, handle: ContextHandle, params: ContextParams) -> None:
+        #: The model of the context.
         self.model = model
         self.native = native = model.native
         self.handle = handle
+        #: The requested parameters.
         self.params = params
         self.guard = params.guard
+        #: The properties of the context that llama.cpp created.
         self.info: ContextInfo = native.context_info(handle)
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         self.kv_file = KVFile(native, self.ledgers, params.kv_path) if params.kv_keep else None
@@ -161,7 +164,9 @@ class Context(ClosedOnExit):
         self.partitions = self.info.n_seq_max if n_streams < 0 else max(1, n_streams)
         self.decode_one = native.decode_one  # bound once: for every token
         self._taken: set[int] = set()
-        self.emptied: tuple[int, ...] = ()  # by a failed decode, where a memory cannot go back
+        #: Ids of the sequences that the last failed decode emptied, because the memory cannot
+        #: return to an earlier position.
+        self.emptied: tuple[int, ...] = ()
         self._marks = 0
         #: Number of calls of `cancel`.
         self.cancels = 0

@@ -106,7 +106,7 @@ class KV:
             return self._context.native.mapping_trim(self._context.handle)
 
     def flush(self) -> None:
-        """Write a kept cache to its file for reuse by a later process. `close` flushes too.
+        """Write a kept cache to its file for reuse by a later process. `Context.close` does too.
 
         Raises Unsupported for a cache that is not kept.
         """
@@ -176,7 +176,10 @@ class KV:
             self._context.native.update(self._context.handle)
 
     def state(self, sequence: Sequence | int) -> state_parser.SequenceState:
-        """Return the complete state that the cache stores for a sequence."""
+        """Return the complete state that the cache stores for a sequence.
+
+        Raises Unsupported if the build cannot save one, and StateError for an unknown layout.
+        """
         context = self._context
         with context.lock:
             number = context.sequence_id(sequence)
@@ -189,7 +192,7 @@ class KV:
 
         ``cache`` 1 is the second cache of a sliding-window model, whose layers are numbered
         separately. For a hybrid model, it contains the states of the recurrent layers: one row,
-        after ``pos``.
+        after ``pos``. Raises as `state`, and UsageError if the sequence has no such rows.
         """
         layer, cache = arguments.integer("layer", layer), arguments.integer("cache", cache)
         state = self.state(sequence)

@@ -62,6 +62,7 @@ class Model(LoadedModel, ClosedOnExit):
         self.life: Handle[Any] = Handle(
             handle, partial(free_quietly, native.model_free), "model", parent
         )
+        #: The properties of the model.
         self.info: ModelInfo = native.model_info(handle)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._ends: dict[int, bool] = {}
@@ -85,7 +86,11 @@ class Model(LoadedModel, ClosedOnExit):
     def tokenize(
         self, text: str, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Return the tokens of a text. ``add_special`` adds the model's first token."""
+        """Return the tokens of a text. ``add_special`` adds the model's first token.
+
+        With ``parse_special``, text that spells a control token becomes that token. Raises
+        Unsupported if the model has no vocabulary.
+        """
         arguments.text("text", text)
         add_special = arguments.flag("add_special", add_special)
         parse_special = arguments.flag("parse_special", parse_special)
@@ -95,7 +100,7 @@ class Model(LoadedModel, ClosedOnExit):
         )
 
     def detokenize(self, tokens: Iterable[int], special: bool = False) -> str:
-        """Return the text of tokens. Invalid UTF-8 becomes U+FFFD."""
+        """Return the text of tokens. Invalid UTF-8 becomes U+FFFD. Raises as `piece`."""
         numbers = as_int32(tokens, "tokens").tolist()
         special = arguments.flag("special", special)
         return detokenizer.decode(b"".join(self.piece(token, special) for token in numbers))
@@ -146,7 +151,10 @@ class Model(LoadedModel, ClosedOnExit):
         return self.tokenize(text, add_special=False, parse_special=True)
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """Return the bytes of a token. ``special`` includes control tokens."""
+        """Return the bytes of a token. ``special`` includes control tokens.
+
+        Raises UsageError for an unknown token, and Unsupported if the model has no vocabulary.
+        """
         if type(token) is not int:
             token = arguments.integer("token", token)
         if special is not False:
@@ -205,7 +213,8 @@ class Model(LoadedModel, ClosedOnExit):
         ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
         raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
-        ``defrag_policy`` defines when the cache is defragmented automatically: see `defrag_policy`.
+        ``defrag_policy`` defines when the cache is defragmented automatically: "never",
+        "on_failure" (of a decode), "threshold" (of the costs in ``defrag_costs``) or "always".
         ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
         cache bit by bit; "fewest" moves fewer cells. ``defrag_mover`` selects the mover, for tests
         and benchmarks. ``defrag_threads`` limits the threads that move cells. The library

@@ -70,7 +70,7 @@ class LogitsProcessor(Protocol):
 class TokenLogprobs:
     """The log-probability of a sampled token, and the most likely tokens with theirs, best first.
 
-    They are those of the model: before processors, penalties and temperature.
+    They are natural logarithms, those of the model: before processors, penalties and temperature.
     """
 
     token: int

@@ -39,7 +39,9 @@ class Sequence(ClosedOnExit):
     """
 
     def __init__(self, context: Context, number: int) -> None:
+        #: The context of the sequence.
         self.context = context
+        #: The number of the sequence, from 0.
         self.id = number
         self.ledger: Ledger = context.ledgers[number]
         self.open = True
@@ -99,7 +101,10 @@ class Sequence(ClosedOnExit):
         return Feed(self, as_int32(tokens, "tokens"), logits)
 
     def logits(self) -> Logits:
-        """Return a view of the logits after the last token, from the last decode."""
+        """Return a view of the logits (n_vocab,) after the last token, from the last decode.
+
+        Raises StaleLogits if that decode had no logits of this token.
+        """
         self.check(self.context)
         if self.ledger.logits_epoch != self.context.epoch:
             msg = "the last decode has no logits of this sequence's last token"
@@ -107,7 +112,11 @@ class Sequence(ClosedOnExit):
         return self.context.logits(self.ledger.logits_at)
 
     def fork(self, length: int | None = None) -> Sequence:
-        """Create a sequence that shares the cells of the first ``length`` tokens (None: all)."""
+        """Create a sequence that shares the cells of the first ``length`` tokens (None: all).
+
+        Raises UsageError if all sequences are in use, and PartialRemovalRefused if the memory
+        cannot divide the sequence there.
+        """
         self.check(self.context)
         length = _length(length)
         other = self.context.sequence()
@@ -146,7 +155,10 @@ class Sequence(ClosedOnExit):
         return len(other)
 
     def trim(self, length: int) -> int:
-        """Keep the first ``length`` tokens; return the number of removed ones."""
+        """Keep the first ``length`` tokens; return the number of removed ones.
+
+        Raises PartialRemovalRefused with nothing changed.
+        """
         self.check(self.context)
         length = arguments.integer("length", length, 0)
         if length >= len(self):
@@ -215,7 +227,10 @@ class Sequence(ClosedOnExit):
             self._move(p0, p1, lambda p: p // divisor)
 
     def save(self) -> bytes:
-        """Return the tokens and their content of the cache, for `restore`."""
+        """Return the tokens and their content of the cache, for `restore`.
+
+        Raises Unsupported if the build cannot save a sequence, and StateError if it fails.
+        """
         return state.save(self)
 
     def restore(self, saved: bytes) -> None:

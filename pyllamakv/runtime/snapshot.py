@@ -27,7 +27,11 @@ _ONES = ((np.arange(256)[:, None] >> np.arange(8)) & 1).sum(axis=1).astype(np.ui
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """Count the cells of one sequence; ``spans`` are runs of neighbouring cells."""
+    """The statistics of one sequence.
+
+    ``cells`` is the number of its cells, of which other sequences share ``shared``. ``spans`` is
+    the number of runs of adjacent cells.
+    """
 
     cells: int
     pos_min: int
@@ -37,7 +41,7 @@ class SequenceStats:
 
 
 class PerSequence(Mapping[int, SequenceStats]):
-    """Look up the statistics of the sequences that have cells; each is counted when asked for."""
+    """The statistics of each sequence that has cells, by its id; computed on access."""
 
     def __init__(self, maps: Sequence[CellMap]) -> None:
         self._maps = tuple(maps)
@@ -79,11 +83,11 @@ class PerSequence(Mapping[int, SequenceStats]):
 
 @dataclass(frozen=True)
 class KVStats:
-    """The statistics of the cells of a cache.
+    """The statistics of the cells of a cache, in cells.
 
-    ``used_max_p1`` is the highest used cell plus one, summed over streams: the cells that attention
-    visits. ``fragmentation`` is the share of free cells outside of the largest hole, from 0 (one
-    hole, or no free cell) to almost 1.
+    ``holes`` is the number of runs of free cells. ``used_max_p1`` is the highest used cell plus
+    one, summed over streams: the cells that attention visits. ``fragmentation`` is the share of
+    free cells outside of the largest hole, from 0 (one hole, or no free cell) to almost 1.
     """
 
     size: int

@@ -89,6 +89,7 @@ class Recording:
     """The progress of a recording: ``path``, ``rows`` so far, and ``error`` if it failed."""
 
     def __init__(self, path: Path, notes: RowWriter) -> None:
+        #: The file of the trace.
         self.path = path
         self._notes = notes
 
