@@ -54,7 +54,7 @@ def examine() -> list[ProbeResult]:
         _compiler,
         lambda: _program("make", "needed by `make build`", "apt-get install make"),
         _git,
-        _prebuilt,
+        libraries,
         lambda: _wheel("cmake"),
         lambda: _wheel("ninja"),
         _disk,
@@ -106,13 +106,14 @@ def _git() -> ProbeResult:
         return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
 
 
-def _prebuilt() -> ProbeResult:
+def libraries() -> ProbeResult:
+    """Return the variants of pyllamakv-prebuilt."""
     there = prebuilt()
     names = [] if there is None else sorted(each.id for each in variant.complete(there))
     if not names:
         hint = "pip install 'pyllamakv[prebuilt]', to open libraries without a compiler and git"
         return ProbeResult("prebuilt", "optional", "none", hint)
-    return ProbeResult("prebuilt", "ok", f"{', '.join(names)} need no compiler and no git")
+    return ProbeResult("prebuilt", "ok", f"{', '.join(names)}; no compiler or git needed")
 
 
 def _program(name: str, why: str, hint: str) -> ProbeResult:
