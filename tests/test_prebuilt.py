@@ -22,6 +22,7 @@ from pyllamakv.errors import BuildError, KvError
 from pyllamakv.source import verified
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULE = home.PREBUILT_MODULE
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +77,14 @@ def test_the_project_and_its_wheel(
     assert asked == [(f"{release}+stock", False), (f"{release}+patched", False)]
     assert [each.id for each in made] == [stock.id, "patched"]
     for each in made:
-        assert each.folder.parent == project / home.PREBUILT_MODULE / "built"
+        assert each.folder.parent == project / MODULE / "built"
         assert each.manifest.dropin == ()
         assert each.library.read_bytes() == library.read_bytes()
     wheel = wheel_kit.built(project, tmp_path)
     assert wheel.name.startswith(f"pyllamakv_prebuilt-{pyllamakv.__version__}-py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    top = f"{home.PREBUILT_MODULE}/built"
+    top = f"{MODULE}/built"
     index = [name for name in files if name.startswith(f"{top}/.index/")]
     assert sorted(files[name].decode().strip() for name in index) == sorted([stock.id, "patched"])
     licences = {name.rpartition("/")[2]: text for name, text in files.items() if "LICENSE" in name}
@@ -154,6 +155,9 @@ def test_it_works_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
     done = wheel_kit.run(outside, "-m", "pyllamakv", "build", "--list", "--json", path=nothing)
     found = {row["id"]: row["origin"] for row in json.loads(done.stdout)}
     assert found == {stock.id: home.PREBUILT, patched.id: home.PREBUILT}
+    script = str(ROOT / "examples" / "fragmented.jsonl")
+    done = wheel_kit.run(outside, "-m", "pyllamakv", "stats", script, path=nothing)
+    assert done.stdout.split()[:2] == ["variant", patched.id], done.stderr
     code = (
         "import pyllamakv as kv\n"
         "from pyllamakv.binding import local\n"

@@ -44,7 +44,7 @@ def distribution(shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = build.build(shop.spec, native=False)
     release = variant.parse(shop.spec).release
     variant.add_to_index(variant.request(variant.Spec(release, None), native=False), made)
-    module = tmp_path / "site" / "pyllamakv_prebuilt"
+    module = tmp_path / "site" / home.PREBUILT_MODULE
     module.mkdir(parents=True)
     (module / "__init__.py").write_text("raise SystemExit('this is never imported')\n", "utf-8")
     shutil.move(variant.built(), module / "built")
@@ -129,7 +129,7 @@ def test_without_it_the_error_names_it(
     shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory of its name without code, which Python could import as well, is not it."""
-    (tmp_path / "pyllamakv_prebuilt" / "built").mkdir(parents=True)
+    (tmp_path / home.PREBUILT_MODULE / "built").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert home.prebuilt() is None
     with pytest.raises(NotBuilt, match="pyllamakv-prebuilt, which needs no compiler, is not inst"):
