@@ -93,6 +93,7 @@ def test_the_project_and_its_wheel(
     assert not [name for name in files if "/lib/" in name]
 
 
+@pytest.mark.long
 def test_binaries_need_their_licence(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

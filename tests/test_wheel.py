@@ -91,13 +91,20 @@ def test_the_version_has_one_place(wheel: Path) -> None:
     assert re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE) == [pyllamakv.__version__]
 
 
-def test_the_script_imports_modules_that_exist() -> None:
-    """The Python program in `tools/wheel.sh` uses only names that exist."""
-    text = (ROOT / "tools" / "wheel.sh").read_text("utf-8")
+@pytest.mark.parametrize(
+    ("script", "modules"),
+    [
+        ("wheel.sh", {"pyllamakv.home", "pyllamakv.scenarios"}),
+        ("prebuilt.sh", {"pyllamakv.scenarios"}),
+    ],
+)
+def test_the_script_imports_modules_that_exist(script: str, modules: set[str]) -> None:
+    """The Python program in a script of `tools` uses only names that exist."""
+    text = (ROOT / "tools" / script).read_text("utf-8")
     (program,) = re.findall(r"<<'PYTHON'\n(.*?)^PYTHON$", text, re.DOTALL | re.MULTILINE)
     imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in imports} == {"pyllamakv.home", "pyllamakv.scenarios"}
-    names: dict[str, object] = {}
+    assert {node.module for node in imports} == modules
+    names: dict[str, object] = {"kv": pyllamakv}
     exec("\n".join(ast.unparse(node) for node in imports), names)
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -140,6 +140,7 @@ def test_without_it_the_error_names_it(
     assert found.state == "optional" and "pyllamakv[prebuilt]" in found.hint
 
 
+@pytest.mark.long
 def test_another_cpu_is_refused_before_the_library_is_loaded(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

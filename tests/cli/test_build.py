@@ -55,6 +55,7 @@ def test_build_json(shop: BuildSandbox) -> None:
     assert row["manifest"]["variant"] == row["id"] == shop.built()[0]
 
 
+@pytest.mark.long
 def test_list_names_origins(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without JSON; nothing is built, and options of a build are refused."""
     assert invoke(build.app, "--list") == ""
