@@ -18,7 +18,7 @@ parallel = -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build test test-all check rpc server cuda vulkan matrix eras bench dropin qa wheel docs lint clean distclean
+.PHONY: help build test test-all check rpc server cuda vulkan matrix eras bench dropin qa wheel prebuilt docs lint clean distclean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | while IFS='	' read -r name text; do \
@@ -83,6 +83,9 @@ qa: ## Stress-test: random operations, mutation, fuzzing, faults, sanitizers, le
 
 wheel: ## Build the wheel, and test it outside the checkout
 	@$(call own,test) && tools/wheel.sh "$$py" $(RELEASE)
+
+prebuilt: ## Build wheels for machines without a compiler
+	@$(call own,wheels) && tools/prebuilt.sh "$$py"
 
 docs: ## Build the API reference from docstrings; warnings are errors
 	@$(call own,docs) && "$$py" -m sphinx -q -W --keep-going docs/reference build/reference

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         ChatTemplateError,
         Closed,
         ContextError,
+        CpuFeaturesMissing,
         DecodeError,
         DeviceLost,
         GrammarError,
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
-    from pyllamakv.open_variant import OpenLibrary, open, serve_rpc
+    from pyllamakv.open_variant import OpenLibrary, open, serve_rpc, variants
     from pyllamakv.runtime import metrics
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
@@ -117,7 +118,8 @@ _MODULES = {
     "cache.slot_cache": "SlotCache",
     "errors": (
         "ArgumentTypeError BudgetTooSmall "
-        "Busy Cancelled ChatTemplateError Closed ContextError DecodeError DeviceLost GrammarError "
+        "Busy Cancelled ChatTemplateError Closed ContextError CpuFeaturesMissing DecodeError "
+        "DeviceLost GrammarError "
         "KvError LoadError ModelError NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
         "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
@@ -135,7 +137,7 @@ _MODULES = {
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Logits LogitsRows",
     "runtime.model": "Model",
-    "open_variant": "OpenLibrary open serve_rpc",
+    "open_variant": "OpenLibrary open serve_rpc variants",
     "runtime.sampler": "NumpySampler Sampler TokenLogprobs",
     "runtime.sequence": "Sequence",
     "runtime.snapshot": "CellMap KVStats Moves Snapshot",
@@ -167,6 +169,7 @@ __all__ = [
     "ContextInfo",
     "ContextParams",
     "Counters",
+    "CpuFeaturesMissing",
     "DecodeError",
     "DecodeStatus",
     "DefragCosts",
@@ -244,6 +247,7 @@ __all__ = [
     "open",
     "record",
     "serve_rpc",
+    "variants",
     "watch",
 ]
 

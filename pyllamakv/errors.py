@@ -24,6 +24,7 @@ __all__ = [
     "Closed",
     "CommandFailed",
     "ContextError",
+    "CpuFeaturesMissing",
     "DecodeError",
     "DeviceLost",
     "DiskFailed",
@@ -366,6 +367,17 @@ class NativeError(KvError):
 
 class LoadError(NativeError):
     """A library cannot be loaded: file, ABI, manifest, CPU features or driver."""
+
+
+class CpuFeaturesMissing(LoadError):
+    """A variant uses CPU features that this machine lacks. Raised before the library is loaded.
+
+    ``missing`` are their names in ``/proc/cpuinfo``.
+    """
+
+    def __init__(self, message: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class ModelError(NativeError):

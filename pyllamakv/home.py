@@ -1,11 +1,16 @@
-"""Locate the data directory, and the data files of the package."""
+"""Locate the data directory, the data files of the package, and prebuilt variants."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 import platformdirs
+
+#: The distribution that contains prebuilt variants, and its module.
+PREBUILT = "pyllamakv-prebuilt"
+PREBUILT_MODULE = "pyllamakv_prebuilt"
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -35,6 +40,24 @@ def data(name: str) -> Path:
     """Return the path of shipped data: ``patches``, or a file in ``vendor``."""
     root = checkout()
     return _PACKAGE / "data" / name if root is None else root / name
+
+
+def prebuilt() -> Path | None:
+    """Return the directory of the variants in pyllamakv-prebuilt, or None if it is not installed.
+
+    Nothing of the distribution is imported.
+    """
+    found = importlib.util.find_spec(PREBUILT_MODULE)
+    # A directory without code, which may be any directory of that name, has no origin.
+    if found is None or found.origin is None:
+        return None
+    return Path(found.origin).resolve().parent / "built"
+
+
+def variant_roots() -> tuple[Path, ...]:
+    """Return the directories with variants: the data directory's, then pyllamakv-prebuilt's."""
+    there = prebuilt()
+    return (home() / "built",) if there is None else (home() / "built", there)
 
 
 def shim() -> Path:

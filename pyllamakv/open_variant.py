@@ -13,7 +13,7 @@ from pyllamakv.binding.protocol import ModelParams
 from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ModelError, NotBuilt, UnknownRelease, UsageError
-from pyllamakv.home import home
+from pyllamakv.home import variant_roots
 from pyllamakv.runtime import model as models
 from pyllamakv.runtime.model import Model
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import Device
     from pyllamakv.building.manifest import Manifest
+    from pyllamakv.building.variant import Variant
 
 #: A release that is looked up in the lock by its name, with patches or without.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[a-z0-9,-]+)?")
@@ -109,16 +110,27 @@ def open(
 ) -> OpenLibrary:
     """Open a built variant; by default that of the newest verified release that is built, patched.
 
+    Builds in the data directory precede those of the distribution pyllamakv-prebuilt.
     ``spec`` is ``0.3.9`` or ``0.3.9+stock``, ``0.3.9+patched``, ``0.3.9+PATCH,PATCH``, the id of a
     variant, or a path to its directory or to a library. A text without ``/`` is never a path, so
     that nothing is loaded from the current directory by accident. ``isolated`` loads the library in
     a worker process; ``env`` sets variables there, and ``timeout`` limits each call in seconds.
     Backends other than ``cpu`` always use a worker; ``rpc`` is the CPU variant in a worker. Raises
-    NotBuilt with the command that builds it, UnknownPatch, or LoadError.
+    NotBuilt with the command that builds it, UnknownPatch, CpuFeaturesMissing, or LoadError.
     """
     isolated = arguments.flag("isolated", isolated) or backend == "rpc"
     where = variant_path(spec, backend=backend)
     return OpenLibrary.open(where, isolated=isolated, env=env, timeout=timeout)
+
+
+def variants() -> list[Variant]:
+    """List the built variants: those of the data directory, then those of pyllamakv-prebuilt.
+
+    Each has ``id``, which `open` accepts, ``folder``, ``origin`` and ``manifest``.
+    """
+    from pyllamakv.building import variant
+
+    return variant.all_built()
 
 
 def variant_path(spec: str | os.PathLike[str] | None, *, backend: str = "cpu") -> Path:
@@ -151,7 +163,7 @@ def find_recorded(variant: str, spec: str) -> Path:
     """
     known = _all_built()
     if variant in known:
-        return home() / "built" / variant
+        return known[variant].folder
     if _PLAIN.fullmatch(spec):
         return find_built(spec)
     if spec:
@@ -165,9 +177,10 @@ def find_built(spec: str, *, backend: str = "cpu") -> Path:
     Needs no compiler: see `building.variant.find`, which also chooses among several builds. Raises
     NotBuilt, or UnknownPatch if nothing is found and the spec names an unknown patch.
     """
-    folder = home() / "built" / spec
-    if _is_id(spec) and _read(folder / manifests.NAME):
-        return folder
+    if _is_id(spec):
+        for root in variant_roots():
+            if _read(root / spec / manifests.NAME):
+                return root / spec
     from pyllamakv.building import variant
 
     found = variant.find(spec, backend=backend)
@@ -181,7 +194,7 @@ def _is_id(spec: str) -> bool:
     return bool(_PLAIN.fullmatch(spec)) and len(spec) <= _LONGEST
 
 
-def _among(known: dict[str, Manifest], spec: str) -> Path:
+def _among(known: dict[str, Variant], spec: str) -> Path:
     """Return the folder of the CPU variant that a spec names, by the manifests alone.
 
     ``patched`` selects the newest with the most patches, and a list of patches the one with the
@@ -189,9 +202,11 @@ def _among(known: dict[str, Manifest], spec: str) -> Path:
     """
     release, names = _parse(spec)
     fitting = {
-        key: each
+        key: each.manifest
         for key, each in known.items()
-        if each.release == release and each.backend == "cpu" and _has(each, names)
+        if each.manifest.release == release
+        and each.manifest.backend == "cpu"
+        and _has(each.manifest, names)
     }
     if not fitting:
         raise _not_built(known, spec, "cpu")
@@ -201,13 +216,14 @@ def _among(known: dict[str, Manifest], spec: str) -> Path:
         found = fitting[key]
         return (len(found.patches) if most else -len(found.patches), found.created)
 
-    return home() / "built" / max(fitting, key=rank)
+    return known[max(fitting, key=rank)].folder
 
 
-def _not_built(known: dict[str, Manifest], spec: str, backend: str) -> NotBuilt:
+def _not_built(known: dict[str, Variant], spec: str, backend: str) -> NotBuilt:
     from pyllamakv.building import variant
 
-    there = {key: each.release for key, each in known.items() if each.backend == backend}
+    made = {key: each.manifest for key, each in known.items()}
+    there = {key: each.release for key, each in made.items() if each.backend == backend}
     wanted = variant.release_name(spec.rpartition("+")[0] or spec)
     same = sorted(key for key, release in there.items() if release == wanted)
     built = ""
@@ -237,15 +253,8 @@ def _has(manifest: Manifest, names: tuple[str, ...]) -> bool:
     return set(names) <= set(manifest.patches)
 
 
-def _all_built() -> dict[str, Manifest]:
-    found: dict[str, Manifest] = {}
-    for file in sorted((home() / "built").glob(f"*/{manifests.NAME}")):
-        # A folder with a dot in front is still being written.
-        if file.parent.name.startswith("."):
-            continue
-        if manifest := _read(file):
-            found[file.parent.name] = manifest
-    return found
+def _all_built() -> dict[str, Variant]:
+    return {each.id: each for each in variants()}
 
 
 def _read(file: Path) -> Manifest | None:

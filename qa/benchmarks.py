@@ -37,6 +37,7 @@ GROUPS = {
     "every": False,
     "ports": False,
     "checkout": False,
+    "prebuilt": False,
 }
 
 
@@ -57,8 +58,9 @@ def bench(
 
     `moving` defragments some kinds of caches, and `grid` all kinds. `whole` builds a release stock
     and patched. `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts
-    the lines that ports change. `checkout` runs make targets in new clones. `hardware` builds for a
-    device, runs all scenarios on it, and repeats the measurements of `devices` there.
+    the lines that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the
+    wheels of `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it,
+    and repeats the measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -73,6 +75,7 @@ def bench(
         command_times,
         defrag,
         devices,
+        first_token,
         foreign_checks,
         grid,
         hardware,
@@ -112,6 +115,7 @@ def bench(
         "every": all_releases,
         "ports": ports,
         "checkout": checkout,
+        "prebuilt": first_token,
     }
     chosen = groups or [name for name, default in GROUPS.items() if default]
     for name in chosen:

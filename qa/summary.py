@@ -156,6 +156,11 @@ CLAIMS = (
         "`make test`",
     ),
     Claim(
+        "Without a compiler, the first token follows `pip install` within a minute",
+        "Without a compiler",
+        "first token",
+    ),
+    Claim(
         "`pyllamakv check` takes minutes with an empty data directory",
         "Whole commands",
         "with an empty data directory",

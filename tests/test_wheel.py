@@ -8,35 +8,17 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheel_kit import built, command, environment, run
 
 import pyllamakv
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 1_100_000
-
-
-def command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
-    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
-    return subprocess.run(words, check=False, **{**given, **options})  # type: ignore[call-overload]
-
-
-def built(source: Path, folder: Path) -> Path:
-    """Build the wheel of a checkout or an sdist, without the network."""
-    words = ("pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-    done = command(sys.executable, "-m", *words, str(folder), str(source), env=env, cwd=folder)
-    if "No module named pip" in done.stderr:
-        pytest.skip("this interpreter has no pip")
-    assert done.returncode == 0, done.stderr
-    (made,) = folder.glob("*.whl")
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outside(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a fresh environment that has the wheel; what it needs is ours."""
-    folder = tmp_path_factory.mktemp("outside")
-    python = folder / "venv" / "bin" / "python"
-    assert (
-        command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).returncode == 0
-    )
-    names = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
-    packages = Path(sysconfig.get_path("purelib", "venv", vars=names))
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
-    # Behind the wheel, and without what path files add, one of which may lead to the checkout.
-    found = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
-    (packages / "ours.pth").write_text("\n".join(found) + "\n", encoding="utf-8")
-    for name in ("home", "empty"):
-        (folder / name).mkdir()
-    assert python.exists()
-    return folder
-
-
-def run(outside: Path, *words: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
-    """Run the Python outside, in an empty folder and with a home of its own."""
-    env = {"HOME": str(outside / "home"), "PATH": path, "LANG": "C.UTF-8"}
-    python = str(outside / "venv" / "bin" / "python")
-    return command(python, *words, env=env, cwd=outside / "empty")
+    return environment(tmp_path_factory.mktemp("outside"), [wheel])
 
 
 def verb(outside: Path, *words: str, **options: str) -> subprocess.CompletedProcess[str]:
@@ -131,13 +91,20 @@ def test_the_version_has_one_place(wheel: Path) -> None:
     assert re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE) == [pyllamakv.__version__]
 
 
-def test_the_script_imports_modules_that_exist() -> None:
-    """The Python program in `tools/wheel.sh` uses only names that exist."""
-    text = (ROOT / "tools" / "wheel.sh").read_text("utf-8")
+@pytest.mark.parametrize(
+    ("script", "modules"),
+    [
+        ("wheel.sh", {"pyllamakv.home", "pyllamakv.scenarios"}),
+        ("prebuilt.sh", {"pyllamakv.scenarios"}),
+    ],
+)
+def test_the_script_imports_modules_that_exist(script: str, modules: set[str]) -> None:
+    """The Python program in a script of `tools` uses only names that exist."""
+    text = (ROOT / "tools" / script).read_text("utf-8")
     (program,) = re.findall(r"<<'PYTHON'\n(.*?)^PYTHON$", text, re.DOTALL | re.MULTILINE)
     imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in imports} == {"pyllamakv.home", "pyllamakv.scenarios"}
-    names: dict[str, object] = {}
+    assert {node.module for node in imports} == modules
+    names: dict[str, object] = {"kv": pyllamakv}
     exec("\n".join(ast.unparse(node) for node in imports), names)
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

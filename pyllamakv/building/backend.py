@@ -44,8 +44,20 @@ _PORTABLE_X86 = {
     "GGML_BMI2": "ON",
 }
 
-#: The CPU flags that a portable x86 build may use.
-PORTABLE_FLAGS_X86 = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2", "ssse3")
+#: The CPU flags that a portable x86 build may use. The options of the instruction sets above imply
+#: SSE3, SSSE3, SSE4.1 and POPCNT.
+PORTABLE_FLAGS_X86 = (
+    "avx",
+    "avx2",
+    "bmi2",
+    "f16c",
+    "fma",
+    "pni",
+    "popcnt",
+    "sse4_1",
+    "sse4_2",
+    "ssse3",
+)
 
 VULKAN_HINT = (
     "install the Vulkan SDK: Debian or Ubuntu "

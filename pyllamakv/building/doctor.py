@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pyllamakv.building import backend, build, cmake, compiler, cuda, nvidia
+from pyllamakv.building import backend, build, cmake, compiler, cuda, nvidia, variant
 from pyllamakv.errors import GitError, KvError
-from pyllamakv.home import home
+from pyllamakv.home import home, prebuilt
 from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def examine() -> list[ProbeResult]:
         _compiler,
         lambda: _program("make", "needed by `make build`", "apt-get install make"),
         _git,
+        libraries,
         lambda: _wheel("cmake"),
         lambda: _wheel("ninja"),
         _disk,
@@ -103,6 +104,16 @@ def _git() -> ProbeResult:
         return ProbeResult("git", "ok", git_command.git(Path("/"), "--version"))
     except GitError as error:
         return ProbeResult("git", "missing", error.output.strip(), "apt-get install git")
+
+
+def libraries() -> ProbeResult:
+    """Return the variants of pyllamakv-prebuilt."""
+    there = prebuilt()
+    names = [] if there is None else sorted(each.id for each in variant.complete(there))
+    if not names:
+        hint = "pip install 'pyllamakv[prebuilt]', to open libraries without a compiler and git"
+        return ProbeResult("prebuilt", "optional", "none", hint)
+    return ProbeResult("prebuilt", "ok", f"{', '.join(names)}; no compiler or git needed")
 
 
 def _program(name: str, why: str, hint: str) -> ProbeResult:

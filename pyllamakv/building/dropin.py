@@ -48,7 +48,11 @@ def describe(variant: Variant) -> DropIn:
         )
     library = _library(variant.dropin)
     if library is None:
-        raise Unsupported(f"variant {variant.id} has no libllama in {variant.dropin}", "dropin")
+        raise Unsupported(
+            f"variant {variant.id} has no libllama in {variant.dropin}, which prebuilt variants "
+            f"lack; build it: pyllamakv build {name}",
+            "dropin",
+        )
     package = f"llama-cpp-python=={name}"
     if version < _FOLDER_SINCE:
         return DropIn("LLAMA_CPP_LIB", str(library), package)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import LoadError, ManifestError
+from pyllamakv.errors import CpuFeaturesMissing, LoadError, ManifestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,7 +113,10 @@ class Manifest:
         return tuple(flag for flag in self.cpu_flags if flag not in here) if here else ()
 
     def check_machine(self, machine: str = "", cpuinfo: Path = _CPUINFO) -> None:
-        """Raise LoadError when the library's code could not run on this machine's processor."""
+        """Check that this machine's processor can run the library's code.
+
+        Raises CpuFeaturesMissing with the features, or LoadError for another kind of processor.
+        """
         here = machine or os.uname().machine
         if self.machine and self.machine != here:
             raise LoadError(
@@ -122,10 +125,13 @@ class Manifest:
             )
         missing = self.missing_flags(cpuinfo)
         if missing:
-            raise LoadError(
+            tuned = self.options.get("GGML_NATIVE") == "ON"
+            where = "here, or elsewhere with --portable" if tuned else "here"
+            raise CpuFeaturesMissing(
                 f"variant {self.variant} uses CPU instructions that this machine lacks: "
-                f"{', '.join(missing)}; build it here, or elsewhere with --portable: "
-                f"pyllamakv build {self.release}"
+                f"{', '.join(missing)}; build it {where}: pyllamakv build "
+                f"{self.release}, which needs a C++ compiler and git",
+                missing,
             )
 
 

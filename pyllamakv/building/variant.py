@@ -3,7 +3,8 @@
 A *request* (release, series, backend, options, compiler) is cheap to compute; the id needs the
 patched tree. An index from requests to ids makes a repeated build instant. It is a cache, and
 removing it costs one strict apply. A built variant is found without its compiler as well: the
-manifest has the compiler's part of the request, and the index confirms the request.
+manifest has the compiler's part of the request, and the index confirms the request. The data
+directory is searched before the distribution pyllamakv-prebuilt, which has such an index as well.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
-from pyllamakv.home import data, home, shim
+from pyllamakv.home import PREBUILT, data, home, prebuilt, shim, variant_roots
 from pyllamakv.source import spec_resolver, verified
 from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pyllamakv.building.backend import Backend
     from pyllamakv.building.compiler import Compiler
@@ -141,7 +142,10 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class Variant:
-    """A built variant: the directory with its library and manifest."""
+    """A built variant: the directory with its library and manifest.
+
+    A prebuilt one has no ordinary libraries.
+    """
 
     folder: Path
 
@@ -149,6 +153,11 @@ class Variant:
     def id(self) -> str:
         """Return the content-addressed id, which is the folder's name."""
         return self.folder.name
+
+    @property
+    def origin(self) -> str:
+        """Return "data directory", or the name of the distribution that contains the variant."""
+        return PREBUILT if self.folder.parent == prebuilt() else "data directory"
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -186,49 +195,75 @@ def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> B
 
 
 def find(spec: str | Spec, *, backend: str = "cpu", native: bool | None = None) -> Variant | None:
-    """Return the built variant of a spec on this machine, or None.
+    """Return the built variant of a spec, or None: of the data directory, else a prebuilt one.
 
     Release, patches, the code that applies them, shim and options must equal those of the build. No
     compiler is needed. ``native`` None prefers a tuned build to a portable one. Among builds by
     several compilers, that of the installed compiler is preferred if its version is cached, then
-    the newest one that runs on this processor. The options of a backend are not compared if its
-    tools, or the GPU that determines them, are missing. Raises UnknownPatch if nothing is built and
-    the spec has an unknown patch.
+    the newest one that runs on this processor. A prebuilt variant is returned even if it cannot run
+    here, because opening it names the missing CPU features. The options of a backend are not
+    compared if its tools, or the GPU that determines them, are missing. Raises UnknownPatch if
+    nothing is built and the spec has an unknown patch.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
-    known = backends.canonical(backend)
     release = spec_resolver.resolve(parsed.release)
     ways = (True, False) if native is None else (native,)
-    chosen = {tuned: _chosen(known, tuned) for tuned in ways}
-    compiler = compilers.find_cached(_answers())
-    for tuned, options in chosen.items():
-        if compiler and options:
-            found = lookup(BuildRequest(parsed, release, options, compiler, tuned))
-            if found:
-                return found
-    if found := _newest(parsed, release, known, chosen):
+    if found := _find(variant_roots(), parsed, release, backend, ways):
         return found
     if parsed.series:
         check_patches(parsed.series)
     return None
 
 
+def _find(
+    places: tuple[Path, ...], spec: Spec, release: Release, backend: str, ways: tuple[bool, ...]
+) -> Variant | None:
+    """Return the variant in the first of several roots that has it.
+
+    ``ways`` are values of ``native``, the preferred one first.
+    """
+    known = backends.canonical(backend)
+    chosen = {tuned: _chosen(known, tuned) for tuned in ways}
+    compiler = compilers.find_cached(_answers()) if built() in places else None
+    for tuned, options in chosen.items():
+        if compiler and options:
+            found = lookup(BuildRequest(spec, release, options, compiler, tuned))
+            if found:
+                return found
+    each = (_newest(root, spec, release, known, chosen) for root in places)
+    return next(filter(None, each), None)
+
+
 def newest_verified(*, backend: str = "cpu", kind: Kind | None = None) -> Variant:
     """Return the patched build of the newest verified release that is built.
 
-    ``kind`` selects the releases of one source. Raises NotBuilt with the command that builds the
-    newest one.
+    ``kind`` selects the releases of one source. Any build in the data directory precedes a prebuilt
+    one, so that installing pyllamakv-prebuilt changes nothing where builds exist. Raises NotBuilt
+    with the command that builds the newest one.
     """
-    there = (by_id(folder.name) for folder in built().glob("[!.]*"))
-    names = {found.manifest.release for found in there if found}
-    for release in verified.releases(kind):
-        if release.name in names and (found := find(Spec(release.name, None), backend=backend)):
-            return found
+    releases = verified.releases(kind)
+    for root in variant_roots():
+        names = {found.manifest.release for found in complete(root)}
+        for release in releases:
+            if release.name not in names:
+                continue
+            spec = Spec(release.name, None)
+            if found := _find((root,), spec, release, backend, (True, False)):
+                return found
     option = "" if backend == "cpu" else f" --backend {backend}"
     raise NotBuilt(
-        "no verified release is built here; build the newest: pyllamakv build "
-        f"{verified.newest(kind).name}{option}"
+        f"no verified release is built here{_no_prebuilt(backend, kind)}; build the newest: "
+        f"pyllamakv build {verified.newest(kind).name}{option}"
     )
+
+
+def _no_prebuilt(backend: str, kind: Kind | None) -> str:
+    """Return why no prebuilt variant is used, as a clause; empty where none can exist."""
+    if backends.canonical(backend) != "cpu" or kind is not None:
+        return ""
+    if prebuilt() is None:
+        return f", and {PREBUILT}, which needs no compiler, is not installed"
+    return f", and those of {PREBUILT} have other patches, shim or settings"
 
 
 def release_name(text: str) -> str:
@@ -263,7 +298,7 @@ def _chosen(backend: str, native: bool) -> Backend | None:
 
 
 def _newest(
-    spec: Spec, release: Release, backend: str, chosen: Mapping[bool, Backend | None]
+    root: Path, spec: Spec, release: Release, backend: str, chosen: Mapping[bool, Backend | None]
 ) -> Variant | None:
     """Return the newest variant by any compiler that the index confirms, tuned ones first.
 
@@ -274,7 +309,9 @@ def _newest(
 
     def fits(found: Variant) -> bool:
         made = found.manifest
-        if (made.commit, made.backend) != (release.commit, backend) or not _runs(made):
+        if (made.commit, made.backend) != (release.commit, backend):
+            return False
+        if root == built() and not _runs(made):
             return False
         tuned = made.options.get("GGML_NATIVE") == "ON"
         if tuned not in chosen:
@@ -283,13 +320,12 @@ def _newest(
         if wanted and wanted.options != made.options:
             return False
         base = _inputs(shim, [made.backend, made.options, made.compiler, made.cpu_flags])
-        return _named(_key(base, release.commit, spec.series, texts)) == found.id
+        return _named(_key(base, release.commit, spec.series, texts), root) == found.id
 
     def rank(found: Variant) -> tuple[bool, str]:
         return found.manifest.options["GGML_NATIVE"] == "ON", found.manifest.created
 
-    there = (by_id(folder.name) for folder in built().glob("[!.]*"))
-    return max((found for found in there if found and fits(found)), key=rank, default=None)
+    return max(filter(fits, complete(root)), key=rank, default=None)
 
 
 def _runs(manifest: Manifest) -> bool:
@@ -307,13 +343,32 @@ def lookup(wanted: BuildRequest) -> Variant | None:
 
 
 def add_to_index(wanted: BuildRequest, variant: Variant) -> None:
-    """Add the variant for a request to the index."""
-    write_text_atomic(_index(wanted.key), variant.id + "\n")
+    """Add the variant for a request to the index beside it."""
+    write_text_atomic(_index(wanted.key, variant.folder.parent), variant.id + "\n")
 
 
 def by_id(name: str) -> Variant | None:
-    """Return the built variant with this id, or None when it is absent or damaged."""
-    found = Variant(built() / name)
+    """Return the variant that was built here with this id; None if it is absent or damaged."""
+    return _whole(built() / name)
+
+
+def all_built() -> list[Variant]:
+    """Return the complete variants, those of the data directory first, each id once."""
+    found: dict[str, Variant] = {}
+    for root in variant_roots():
+        for each in sorted(complete(root), key=lambda each: each.id):
+            found.setdefault(each.id, each)
+    return list(found.values())
+
+
+def complete(root: Path) -> Iterator[Variant]:
+    """Yield the complete variants in a root."""
+    # A folder with a dot in front is still being written.
+    return filter(None, map(_whole, root.glob("[!.]*")))
+
+
+def _whole(folder: Path) -> Variant | None:
+    found = Variant(folder)
     try:
         return found if found.library.is_file() else None
     except ManifestError:
@@ -321,7 +376,7 @@ def by_id(name: str) -> Variant | None:
 
 
 def built() -> Path:
-    """Return the folder of all built variants."""
+    """Return the folder of the variants that were built here."""
     return home() / "built"
 
 
@@ -349,16 +404,16 @@ def _answers() -> Path:
     return home() / "objects" / "compilers.json"
 
 
-def _named(key: str) -> str:
+def _named(key: str, root: Path | None = None) -> str:
     """Return the id under a key of the index, or an empty text."""
     try:
-        return _index(key).read_text(encoding="utf-8").strip()
+        return _index(key, root).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 
 
-def _index(key: str) -> Path:
-    return built() / ".index" / key
+def _index(key: str, root: Path | None = None) -> Path:
+    return (root or built()) / ".index" / key
 
 
 def _inputs(shim: str, options: list[object]) -> list[object]:

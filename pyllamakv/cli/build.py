@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv.cli.options import Backend, BuildServer, Json, Portable, ReleaseOrVariant, Series
-from pyllamakv.cli.stdout import write_json, write_lines
+from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +33,17 @@ def command(
         ),
     ] = None,
     server: BuildServer = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List built and prebuilt variants; build nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build a release, stock and patched; finished builds are reused."""
+    if listed:
+        if release or series or stock or portable or jobs or server or backend != "cpu":
+            raise UsageError("--list has no other option than --json")
+        _list(as_json=as_json)
+        return
     from pyllamakv.building.build import build
     from pyllamakv.cli import progress_bar
     from pyllamakv.server.server_build import build_server
@@ -77,6 +85,22 @@ def _specs(release: str, series: str, *, stock: bool) -> list[Spec]:
     return [Spec(release, ()), Spec(release, None)]
 
 
+def _list(*, as_json: bool) -> None:
+    from pyllamakv.open_variant import variants
+
+    known = variants()
+    if as_json:
+        write_json([{"id": each.id, "origin": each.origin, **_files(each)} for each in known])
+        return
+    width = max((len(each.id) for each in known), default=0)
+    for each in known:
+        tuned = each.manifest.options.get("GGML_NATIVE") == "ON"
+        kind = "tuned" if tuned else "portable"
+        write_lines([f"{each.id:<{width}}  {kind:<8}  {each.origin}"])
+    if not known:
+        note("nothing is built: `pyllamakv build` builds the newest verified release")
+
+
 def _text(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> list[str]:
     manifest = variant.manifest
     lines = [
@@ -107,9 +131,11 @@ def _carried(bases: dict[str, str]) -> list[str]:
 
 def _facts(spec: Spec, variant: Variant, server: BuiltServer | None = None) -> dict[str, Any]:
     facts = {} if server is None else {"server": dataclasses.asdict(server.manifest)}
-    return facts | {
-        "spec": str(spec),
-        "id": variant.id,
+    return facts | {"spec": str(spec), "id": variant.id, **_files(variant)}
+
+
+def _files(variant: Variant) -> dict[str, Any]:
+    return {
         "folder": str(variant.folder),
         "library": str(variant.library),
         "manifest": variant.manifest.to_json(),

@@ -34,6 +34,10 @@ SECONDS = 1795132800
 
 #: Exit status reported when git itself cannot be started, as a shell does.
 _NOT_FOUND = 127
+_NO_GIT = (
+    "git is not installed. The sources of llama.cpp need git, and builds need a C++ compiler as "
+    "well; opening prebuilt libraries needs neither. Debian or Ubuntu: apt-get install git g++"
+)
 #: Exit status reported after a timeout, as by `timeout`.
 TIMED_OUT = 124
 
@@ -214,7 +218,7 @@ def _start(
         raise GitError(command, _NOT_FOUND, problem)
     program = which("git")
     if program is None:
-        raise GitError(command, _NOT_FOUND, "git is not installed; install git")
+        raise GitError(command, _NOT_FOUND, _NO_GIT)
     full = environment(network=network)
     full["GIT_CEILING_DIRECTORIES"] = str(place.parent)
     full.update(env or {})

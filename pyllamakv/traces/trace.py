@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import DiskFull, ManifestError, ScriptError, TraceMismatch, UsageError
-from pyllamakv.home import home
+from pyllamakv.home import variant_roots
 from pyllamakv.traces import model_digest, script
 from pyllamakv.traces.script import Line
 
@@ -225,11 +225,13 @@ def current_head(variant: str, model: Path, more: Mapping[str, str] | None = Non
 
 def spec_of(variant: str) -> str:
     """Return release and patches of a built variant, or "" if it is not built."""
-    try:
-        made = manifests.load(home() / "built" / variant)
-    except ManifestError:
-        return ""
-    return f"{made.release}+{'stock' if made.stock else ','.join(made.patches)}"
+    for root in variant_roots():
+        try:
+            made = manifests.load(root / variant)
+        except ManifestError:
+            continue
+        return f"{made.release}+{'stock' if made.stock else ','.join(made.patches)}"
+    return ""
 
 
 def is_trace(path: Path) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from building_kit import script
 
-from pyllamakv.building import backend
+from pyllamakv.building import backend, compiler
 from pyllamakv.errors import ToolMissing, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +38,24 @@ def test_native_and_portable() -> None:
     assert portable["GGML_AVX2"] == portable["GGML_FMA"] == "ON"
     other = backend.choose("cpu", native=False, machine="aarch64").options
     assert "GGML_AVX2" not in other
+
+
+def test_a_portable_build_records_every_flag_that_its_options_imply() -> None:
+    """The compiler's macros for the options of llama.cpp are the recorded CPU features."""
+    cxx = compiler.find().cxx
+    words = ["-msse4.2", "-mavx", "-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+    assert len(words) == len(backend._PORTABLE_X86)
+    asked = subprocess.run(
+        [cxx, *words, "-dM", "-E", "-x", "c++", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode:
+        pytest.skip("this compiler is for another processor")
+    defined = {line.split()[1] for line in asked.stdout.splitlines()}
+    flags = {flag for macro, flag in compiler._MACROS.items() if macro in defined}
+    assert flags == set(backend.PORTABLE_FLAGS_X86)
 
 
 def test_unknown() -> None:

@@ -41,7 +41,7 @@ def test_bare_machine(bare: Path) -> None:
     found = by_name(doctor.examine())
     assert found["compiler"].state == found["git"].state == "missing"
     assert "g++" in found["compiler"].hint
-    for name in ("make", "npm", "ccache"):
+    for name in ("make", "prebuilt", "npm", "ccache"):
         assert found[name].state == "optional"
         assert found[name].hint
     assert found["python"].state == found["cmake"].state == found["ninja"].state == "ok"

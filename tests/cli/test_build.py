@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pyllamakv.building import build as builds
 from pyllamakv.building import dropin, llama_cpp_python_env
-from pyllamakv.building.variant import parse
+from pyllamakv.building.variant import Variant, parse
 from pyllamakv.cli import build, env
 from pyllamakv.cli import dropin as dropin_verb
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
@@ -53,6 +53,25 @@ def test_build_json(shop: BuildSandbox) -> None:
     (row,) = json.loads(invoke(build.app, shop.spec, "--json"))
     assert row["spec"] == shop.spec
     assert row["manifest"]["variant"] == row["id"] == shop.built()[0]
+
+
+@pytest.mark.long
+def test_list_names_origins(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without JSON; nothing is built, and options of a build are refused."""
+    assert invoke(build.app, "--list") == ""
+    assert json.loads(invoke(build.app, "--list", "--json")) == []
+    made = builds.build(shop.spec)
+    calls = shop.count("ninja")
+    assert invoke(build.app, "--list") == f"{made.id}  tuned     data directory\n"
+    (row,) = json.loads(invoke(build.app, "--list", "--json"))
+    assert (row["id"], row["origin"]) == (made.id, "data directory")
+    assert row["manifest"]["variant"] == made.id
+    monkeypatch.setattr(Variant, "origin", "pyllamakv-prebuilt")
+    assert invoke(build.app, "--list").endswith("  pyllamakv-prebuilt\n")
+    for words in (["0.3.9"], ["--stock"], ["--portable"], ["--server"], ["--backend", "cuda"]):
+        with pytest.raises(UsageError, match="--list has no other option than --json"):
+            invoke(build.app, "--list", *words)
+    assert shop.count("ninja") == calls
 
 
 def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:

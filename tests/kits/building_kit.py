@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyllamakv import home
 from pyllamakv.building import cmake, variant
 from pyllamakv.building.manifest import Manifest
 from qa.faults.steps.building import CMAKE as CMAKE
@@ -43,6 +44,8 @@ class BuildSandbox:
         self.tree = folder / "llama"
         self.compiler_calls = folder / "compiler-calls"
         monkeypatch.setenv("PYLLAMAKV_HOME", str(self.home))
+        # A distribution that is installed here would be found.
+        monkeypatch.setattr(home, "PREBUILT_MODULE", "pyllamakv_prebuilt_in_a_sandbox")
         monkeypatch.setenv("PYLLAMAKV_COMPILER_LAUNCHER", "none")
         self.use("cmake", CMAKE)
         self.use("ninja", NINJA)
