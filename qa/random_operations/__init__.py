@@ -15,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt
 from pyllamakv.home import home
+from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.source import lockfile
 from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.verification import matrix
@@ -32,7 +34,6 @@ from qa.random_operations.task import CaseTask
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pyllamakv.building.manifest import Manifest
     from pyllamakv.building.variant import Variant
     from pyllamakv.errors import ScenarioFailed
 
@@ -78,7 +79,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
             share,
             tick,
             undoes=each.manifest.probes.get("rollback") in ROLLING_BACK,
-            can=_can(each.manifest),
+            can=_can(each),
             stock=variant.find(f"{name}+stock"),
         )
         for name, each in found.items()
@@ -92,10 +93,13 @@ def _releases(seconds: float) -> list[str]:
     return [spec.release for spec in matrix.plan(matrix.MatrixSelection(sample=True))]
 
 
-def _can(manifest: Manifest) -> tuple[str, ...]:
+def _can(built: Variant) -> tuple[str, ...]:
     """Return the backings, devices and streams that a build supports."""
+    manifest = built.manifest
     mapped = ("mmap", "file", "kept") if "mmap-kv" in manifest.patches else ()
-    streams = ("separate",) if "kv_unified" in manifest.capabilities else ()
+    # The manifest names what the shim can compile; whether streams exist is the library's answer.
+    with OpenLibrary.open(built.folder, isolated=True) as library:
+        streams = ("separate",) if Capability.KV_UNIFIED in library.about.capabilities else ()
     return (*mapped, *streams, *({"rpc"} & {*manifest.capabilities}))
 
 

@@ -24,6 +24,7 @@ from fakes.faulty_stages import (
     Unquantized,
 )
 from fakes.simulated import SimulatedNative
+from native_kit import built
 
 from pyllamakv.building import variant
 from pyllamakv.errors import NotBuilt, ScenarioFailed
@@ -117,6 +118,7 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
         manifest = SimpleNamespace(probes={"rollback": back}, patches=(), capabilities=())
         found = SimpleNamespace(folder=folder, manifest=manifest)
         monkeypatch.setattr(variant, "find", lambda _, found=found: found)
+        monkeypatch.setattr(trial, "_can", lambda _: ())
         trial.entries(StressOptions(only=(back,)), print)
     assert tried == ways
     assert normalize(Combination(guard="off")) == Combination(guard="off")
@@ -180,9 +182,19 @@ def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> 
 
     assert lost() == []
     assert lost("mmap", "file", "kept", "rpc") == ["file", "kept", "mmap"]
-    built: Any = SimpleNamespace(patches=("full-defrag", "mmap-kv"), capabilities=("load", "rpc"))
-    assert trial._can(built) == ("mmap", "file", "kept", "rpc")
-    assert trial._can(SimpleNamespace(patches=(), capabilities=())) == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.native
+def test_what_a_build_supports(patched: Variant, stock: Variant) -> None:
+    """Mapped caches come with their patch, and streams with the release."""
+    assert trial._can(patched) == ("mmap", "file", "kept", "rpc")
+    assert trial._can(stock) == ("rpc",)
+
+
+@pytest.mark.native
+def test_streams_are_drawn_where_the_release_has_them() -> None:
+    """The library states it: the manifest has no capabilities of a release."""
+    assert trial._can(built("0.3.36+stock")) == ("separate", "rpc")
 
 
 def test_a_right_library_passes(folder: Path) -> None:
