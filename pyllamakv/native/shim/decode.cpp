@@ -16,6 +16,13 @@ int check(const plk_context &c, const plk_batch &batch) {
                            "attention is not causal: %d tokens need an n_ubatch of as many, not %u",
                            batch.n_tokens, c.n_ubatch);
     }
+    // Releases through b5640 assert that the id of a sequence is below the number of tokens. All pool
+    // the tokens of each micro-batch alone.
+    const bool pooled = c.pooling > PLK_POOLING_NONE;
+    if (pooled && static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
+        return plk::refuse(PLK_EINVAL, "%d tokens to pool need an n_ubatch of as many, not %u",
+                           batch.n_tokens, c.n_ubatch);
+    }
     const int32_t n_vocab = c.model->info.n_vocab;
     const int32_t *seq = batch.seq_id;
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
@@ -36,6 +43,12 @@ int check(const plk_context &c, const plk_batch &batch) {
             if (*seq < 0 || static_cast<uint32_t>(*seq) >= c.n_seq_max) {
                 return plk::refuse(PLK_EINVAL, "place %d names sequence %d, outside [0, %u)", i,
                                    *seq, c.n_seq_max);
+            }
+            if (pooled && (*seq >= batch.n_tokens || count != 1)) {
+                return plk::refuse(PLK_EINVAL,
+                                   "place %d: a token to pool is in one sequence, whose id %d must be "
+                                   "below the number of tokens, %d",
+                                   i, *seq, batch.n_tokens);
             }
         }
     }
@@ -273,14 +286,20 @@ const float *plk_embeddings(plk_context *context, int32_t index) {
         if (!context->asked.embeddings) {
             return plk::refuse(PLK_EINVAL, "the context was made without embeddings");
         }
-        const bool pooled = llama_pooling_type(context->ctx) != LLAMA_POOLING_TYPE_NONE;
-        const auto places = static_cast<int32_t>(context->places.size());
-        const int32_t at = !pooled ? place(*context, index) : index < 0 ? places + index : index;
-        if (at < 0 || at >= places) {
-            return plk::refuse(PLK_EINVAL, "the last decode kept no embedding at place %d", index);
+        const std::vector<int32_t> &owners = context->owners;
+        if (context->pooling > PLK_POOLING_NONE) {
+            if (context->outputs.empty() ||
+                std::find(owners.begin(), owners.end(), index) == owners.end()) {
+                return plk::refuse(PLK_EINVAL, "the last decode had no token of sequence %d", index);
+            }
+            row = llama_get_embeddings_seq(context->ctx, index);
+        } else {
+            const int32_t at = place(*context, index);
+            if (at < 0) {
+                return plk::refuse(PLK_EINVAL, "the last decode kept no embedding at place %d", index);
+            }
+            row = llama_get_embeddings_ith(context->ctx, at);
         }
-        row = pooled ? llama_get_embeddings_seq(context->ctx, context->owners[at])
-                     : llama_get_embeddings_ith(context->ctx, at);
         return row ? PLK_OK : plk::refuse(PLK_EINVAL, "llama.cpp has no embedding there");
     });
     return row;
