@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefix_cache import PrefixCache, PrefixStats
     from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
+        AdapterError,
         ArgumentTypeError,
         BudgetTooSmall,
         Busy,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     )
     from pyllamakv.open_variant import OpenLibrary, open, serve_rpc
     from pyllamakv.runtime import metrics
+    from pyllamakv.runtime.adapter import Adapter
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
@@ -116,7 +118,7 @@ _MODULES = {
     "cache.prefix_cache": "PrefixCache PrefixStats",
     "cache.slot_cache": "SlotCache",
     "errors": (
-        "ArgumentTypeError BudgetTooSmall "
+        "AdapterError ArgumentTypeError BudgetTooSmall "
         "Busy Cancelled ChatTemplateError Closed ContextError DecodeError DeviceLost GrammarError "
         "KvError LoadError ModelError NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
@@ -127,6 +129,7 @@ _MODULES = {
     ),
     "traces.recording": "Recording record",
     "view.live": "watch",
+    "runtime.adapter": "Adapter",
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
@@ -146,6 +149,8 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "KV",
+    "Adapter",
+    "AdapterError",
     "ArgumentTypeError",
     "Backing",
     "Batch",

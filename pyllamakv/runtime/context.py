@@ -6,10 +6,11 @@ for a block, to record or to watch every call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from pyllamakv.errors import (
     StaleLogits,
     UsageError,
 )
-from pyllamakv.runtime import decode_failure
+from pyllamakv.runtime import adapter, decode_failure
 from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
 from pyllamakv.runtime.decode_failure import roll_back
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         ContextParams,
         Counters,
     )
+    from pyllamakv.runtime.adapter import Adapter, AdapterScales
     from pyllamakv.runtime.batch import BatchArrays, LogitsChoice
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
@@ -61,6 +63,23 @@ _STEPS = 1 << 14
 
 #: The types of the items of a list that needs no conversion.
 _INTEGERS = {int}
+
+
+class PrefixKeeper(Protocol):
+    """Keep decoded tokens for later prompts, in sequences of a context or elsewhere.
+
+    Their K and V depend on the adapters: a keeper adds itself to `Context.keepers`, and drops
+    everything before a change.
+    """
+
+    def droppable_sequences(self) -> Iterable[int]:
+        """Return the sequences that `drop_prefixes` empties.
+
+        Raises UsageError, with the reason, if something is in use.
+        """
+
+    def drop_prefixes(self) -> None:
+        """Drop everything. Called only after `droppable_sequences`."""
 
 
 class StepGroup:
@@ -168,6 +187,11 @@ class Context(ClosedOnExit):
         self.outputs = Outputs()
         self.defrag_policy = DefragPolicy(self, "never")
         self._group: StepGroup | None = None  # that stepped last
+        self._adapters: AdapterScales = ()
+        #: Identifies the adapters and scales in use; empty without any.
+        self.adapters_key = ""
+        #: The cache managers of this context.
+        self.keepers: weakref.WeakSet[PrefixKeeper] = weakref.WeakSet()
 
     @property
     def kv(self) -> KV:
@@ -239,6 +263,51 @@ class Context(ClosedOnExit):
             self.native.clear(self.handle, True)
             for ledger in self.ledgers:
                 ledger.clear()
+
+    # Adapters...
+
+    @property
+    def adapters(self) -> dict[Adapter, float]:
+        """Return the LoRA adapters in use with their scales, without scales of 0."""
+        return dict(self._adapters)
+
+    def set_adapters(self, adapters: Mapping[Adapter, float]) -> None:
+        """Use these LoRA adapters with their scales; an empty mapping removes all.
+
+        K and V depend on the adapters, so the sequences must be empty. Cache managers drop all that
+        they keep. Raises UsageError, with nothing changed, if other sequences have tokens, if a
+        lease or pinned prefix is in use, or if the context has a kept file or a prefix store (pass
+        ``adapters`` to `Model.context` instead); Unsupported if the release has no adapters, or no
+        room for so many.
+        """
+        chosen = adapter.checked_adapters(self.model, adapters)
+        with self.lock:
+            if adapter.identify(chosen) == self.adapters_key:
+                return
+            if self.kv_file is not None:
+                msg = "this context has a kept file: pass adapters to model.context instead"
+                raise UsageError(msg)
+            keepers = list(self.keepers)
+            dropped = {number for each in keepers for number in each.droppable_sequences()}
+            used = [i for i, own in enumerate(self.ledgers) if len(own) and i not in dropped]
+            if used:
+                msg = (
+                    f"sequences {used} have tokens that were evaluated with other adapters: remove "
+                    "them first, or use a context for each choice of adapters"
+                )
+                raise UsageError(msg)
+            for each in keepers:
+                each.drop_prefixes()
+            self.start_adapters(chosen)
+
+    def start_adapters(self, chosen: AdapterScales) -> None:
+        """Use checked adapters in a context without tokens, for `Model.context`."""
+        with self.lock as handle:
+            raw = [each.life.raw for each, _ in chosen]
+            self.native.adapters_set(handle, raw, [scale for _, scale in chosen])
+            self._adapters, self.adapters_key = chosen, adapter.identify(chosen)
+            self.epoch += 1  # logits of the former adapters are stale
+            self.outputs.n = 0
 
     # Decoding...
 

@@ -19,8 +19,8 @@ from pyllamakv.binding.protocol import (
 )
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import chat_template, detokenizer, json_schema
-from pyllamakv.runtime.backing import choose, new_context, resume
+from pyllamakv.runtime import adapter, chat_template, detokenizer, json_schema
+from pyllamakv.runtime.backing import choose, leave, new_context, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
+    from pyllamakv.runtime.adapter import Adapter
     from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
     from pyllamakv.runtime.gguf_file import ModelFile
@@ -171,6 +172,14 @@ class Model(LoadedModel, ClosedOnExit):
             self._ends[token] = found
         return found
 
+    def load_adapter(self, path: str | os.PathLike[str]) -> Adapter:
+        """Load a LoRA adapter of this model from a GGUF file, for `Context.set_adapters`.
+
+        Raises AdapterError if the file is damaged, no adapter, or of another model; Unsupported if
+        the release has no adapters.
+        """
+        return adapter.load(self, path)
+
     def context(
         self,
         n_ctx: int = 512,
@@ -197,6 +206,7 @@ class Model(LoadedModel, ClosedOnExit):
         kv_backing: str | os.PathLike[str] = "heap",
         kv_keep: bool | KeepName = False,
         kv_huge: bool = False,
+        adapters: Mapping[Adapter, float] | None = None,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Create a context.
@@ -217,10 +227,11 @@ class Model(LoadedModel, ClosedOnExit):
 
         ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
-        subclasses of KVFileError. ``guard`` "off" disables all checks and the rollback of failed
-        decodes, only in a library opened with ``isolated=True``. Raises UsageError or Unsupported
-        (with the name of the parameter), NotEnoughMemory before any allocation, or ContextError if
-        the library refuses.
+        subclasses of KVFileError. ``adapters`` maps LoRA adapters to their scales, and is part of
+        the identity of a kept file: see `Context.set_adapters`. ``guard`` "off" disables all checks
+        and the rollback of failed decodes, only in a library opened with ``isolated=True``. Raises
+        UsageError or Unsupported (with the name of the parameter), NotEnoughMemory before any
+        allocation, or ContextError if the library refuses.
         """
         _ = self.life.raw
         arguments.choice("guard", guard, ("on", "off"))
@@ -231,6 +242,7 @@ class Model(LoadedModel, ClosedOnExit):
             )
             raise UsageError(msg)
         policy = checked(defrag_policy)
+        chosen = adapter.checked_adapters(self, {} if adapters is None else adapters)
         if defrag_costs is not None:
             arguments.instance("defrag_costs", defrag_costs, DefragCosts, "Costs or None")
         if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
@@ -257,12 +269,18 @@ class Model(LoadedModel, ClosedOnExit):
             defrag_mover=defrag_mover,
             defrag_threads=defrag_threads,
             guard=guard == "on",
-            backing=choose(self, kv_backing, kv_keep, kv_huge),
+            backing=choose(self, kv_backing, kv_keep, kv_huge, adapter.identify(chosen)),
         )
         if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.has_partial_layers)
         with self.life as model:
             context = Context(self, new_context(self.native, model, params), params)
+        if chosen:
+            try:
+                context.start_adapters(chosen)
+            except BaseException:
+                leave(context)
+                raise
         context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
         if context.kv_file:
             resume(context)
