@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Device,
         MemoryType,
         ModelInfo,
+        Pooling,
         SamplerParams,
     )
     from pyllamakv.binding.rpc_server import RpcServer
@@ -93,7 +94,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.defrag_policy import DefragCosts, measure_defrag_costs
     from pyllamakv.runtime.kv import KV, DefragReport
-    from pyllamakv.runtime.logits import Logits, LogitsRows
+    from pyllamakv.runtime.logits import Embedding, Logits, LogitsRows
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenLogprobs
     from pyllamakv.runtime.sequence import Sequence
@@ -106,7 +107,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "binding.protocol": (
         "Backing Capability ContextInfo ContextParams Counters DecodeStatus DefragMover DefragPlan "
-        "Device MemoryType ModelInfo SamplerParams"
+        "Device MemoryType ModelInfo Pooling SamplerParams"
     ),
     "binding.rpc_server": "RpcServer",
     "cache.batcher": "Batcher",
@@ -136,7 +137,7 @@ _MODULES = {
     "runtime.defrag_policy": "DefragCosts measure_defrag_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
-    "runtime.logits": "Logits LogitsRows",
+    "runtime.logits": "Embedding Logits LogitsRows",
     "runtime.model": "Model",
     "open_variant": "OpenLibrary open serve_rpc",
     "runtime.sampler": "NumpySampler Sampler TokenLogprobs",
@@ -180,6 +181,7 @@ __all__ = [
     "DefragReport",
     "Device",
     "DeviceLost",
+    "Embedding",
     "Generation",
     "GrammarError",
     "KVCacheFull",
@@ -214,6 +216,7 @@ __all__ = [
     "OpenLibrary",
     "PagingError",
     "PartialRemovalRefused",
+    "Pooling",
     "PrefixCache",
     "PrefixStats",
     "PrefixStoreBusy",

@@ -15,11 +15,12 @@ from pyllamakv.binding.protocol import (
     DefragMover,
     DefragPlan,
     ModelParams,
+    Pooling,
     SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import adapter, chat_template, detokenizer, json_schema
+from pyllamakv.runtime import adapter, chat_template, detokenizer, embedding, json_schema
 from pyllamakv.runtime.backing import choose, leave, new_context, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.adapter import Adapter
     from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
+    from pyllamakv.runtime.embedding import PoolingName
     from pyllamakv.runtime.gguf_file import ModelFile
     from pyllamakv.runtime.sampler import LogitsProcessor
 
@@ -196,6 +198,7 @@ class Model(LoadedModel, ClosedOnExit):
         swa_full: bool = False,
         offload_kqv: bool = True,
         embeddings: bool = False,
+        pooling: PoolingName | None = None,
         defrag_thold: float = -1.0,
         defrag_policy: PolicyName = "never",
         defrag_costs: DefragCosts | None = None,
@@ -215,6 +218,9 @@ class Model(LoadedModel, ClosedOnExit):
         ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
         raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
+        With ``embeddings``, decodes compute embeddings instead of logits. ``pooling`` combines
+        those of a sequence: "mean", "cls" (the first token), "last", "rank" (the model's
+        classification head), or "none"; None is what the model file names, else "none".
         ``defrag_policy`` defines when the cache is defragmented automatically: see `defrag_policy`.
         ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
         cache bit by bit; "fewest" moves fewer cells. ``defrag_mover`` selects the mover, for tests
@@ -264,6 +270,7 @@ class Model(LoadedModel, ClosedOnExit):
             swa_full=swa_full,
             offload_kqv=offload_kqv,
             embeddings=embeddings,
+            pooling=embedding.checked_pooling(self, embeddings, pooling),
             defrag_thold=defrag_thold,
             defrag_plan=defrag_plan,
             defrag_mover=defrag_mover,
@@ -389,6 +396,7 @@ def context_params(
     swa_full: bool,
     offload_kqv: bool,
     embeddings: bool,
+    pooling: Pooling,
     defrag_thold: float,
     defrag_plan: Plan | None,
     defrag_mover: Mover,
@@ -414,9 +422,7 @@ def context_params(
             "columns without it; pass flash_attn=True or type_v='f16'"
         )
         raise UsageError(msg)
-    if arguments.flag("embeddings", embeddings):
-        msg = "embeddings=True is not supported yet: no call returns the embeddings of a decode"
-        raise Unsupported(msg, "embeddings")
+    embeddings = arguments.flag("embeddings", embeddings)
     if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
         msg = "this build cannot choose flash attention automatically; pass True or False"
         raise Unsupported(msg, "FLASH_AUTO")
@@ -450,6 +456,7 @@ def context_params(
         swa_full=swa_full,
         offload_kqv=offload_kqv,
         embeddings=embeddings,
+        pooling=int(pooling),
         defrag_thold=defrag_thold,
         guard=guard,
         defrag_plan=plan,

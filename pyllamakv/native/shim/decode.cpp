@@ -16,13 +16,6 @@ int check(const plk_context &c, const plk_batch &batch) {
                            "attention is not causal: %d tokens need an n_ubatch of as many, not %u",
                            batch.n_tokens, c.n_ubatch);
     }
-    // Releases through b5640 assert that the id of a sequence is below the number of tokens. All pool
-    // the tokens of each micro-batch alone.
-    const bool pooled = c.pooling > PLK_POOLING_NONE;
-    if (pooled && static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
-        return plk::refuse(PLK_EINVAL, "%d tokens to pool need an n_ubatch of as many, not %u",
-                           batch.n_tokens, c.n_ubatch);
-    }
     const int32_t n_vocab = c.model->info.n_vocab;
     const int32_t *seq = batch.seq_id;
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
@@ -44,12 +37,24 @@ int check(const plk_context &c, const plk_batch &batch) {
                 return plk::refuse(PLK_EINVAL, "place %d names sequence %d, outside [0, %u)", i,
                                    *seq, c.n_seq_max);
             }
-            if (pooled && (*seq >= batch.n_tokens || count != 1)) {
-                return plk::refuse(PLK_EINVAL,
-                                   "place %d: a token to pool is in one sequence, whose id %d must be "
-                                   "below the number of tokens, %d",
-                                   i, *seq, batch.n_tokens);
-            }
+        }
+    }
+    return PLK_OK;
+}
+
+// Check a batch whose embeddings are pooled. Releases through b5640 assert that the id of a sequence is
+// below the number of tokens. All pool the tokens of each micro-batch alone.
+int check_pooled(const plk_context &c, const llama_batch &batch) {
+    if (static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
+        return plk::refuse(PLK_EINVAL, "%d tokens to pool need an n_ubatch of as many, not %u",
+                           batch.n_tokens, c.n_ubatch);
+    }
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        if (batch.n_seq_id[i] != 1 || *batch.seq_id[i] >= batch.n_tokens) {
+            return plk::refuse(PLK_EINVAL,
+                               "place %d: a token to pool is in one sequence, whose id %d must be "
+                               "below the number of tokens, %d",
+                               i, *batch.seq_id[i], batch.n_tokens);
         }
     }
     return PLK_OK;
@@ -101,6 +106,11 @@ struct Armed {
 int decode(plk_context &c, const llama_batch &batch) {
     c.outputs.clear();
     c.places.clear();
+    if (c.pooling > PLK_POOLING_NONE) {
+        if (const int wrong = check_pooled(c, batch)) {
+            return wrong;
+        }
+    }
     if ((c.guard || !plk::memory::restarts_states) && c.used_states && starts(batch)) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release begins a recurrent state with what a removed sequence "
