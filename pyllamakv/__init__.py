@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SamplerParams,
     )
     from pyllamakv.binding.rpc_server import RpcServer
+    from pyllamakv.cache.async_batcher import AsyncBatcher, AsyncGeneration
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.context_cache import ContextCache, ContextCacheStats
@@ -110,6 +111,7 @@ _MODULES = {
         "Device MemoryType ModelInfo Pooling SamplerParams"
     ),
     "binding.rpc_server": "RpcServer",
+    "cache.async_batcher": "AsyncBatcher AsyncGeneration",
     "cache.batcher": "Batcher",
     "cache.checkpoints": "CheckpointSchedule",
     "cache.context_cache": "ContextCacheStats ContextCache",
@@ -153,6 +155,8 @@ __all__ = [
     "Adapter",
     "AdapterError",
     "ArgumentTypeError",
+    "AsyncBatcher",
+    "AsyncGeneration",
     "Backing",
     "Batch",
     "Batcher",

@@ -89,6 +89,10 @@ class Generation:
         """The text so far, without a possible part of a stop string or an incomplete character."""
         return "".join(self._parts)
 
+    def parts(self, start: int = 0) -> list[str]:
+        """Return the parts of the text so far, as iteration yields them, from a number on."""
+        return self._parts[arguments.integer("start", start, 0) :]
+
     def cancel(self) -> None:
         """End the generation, also during a decode, from any thread. Decoded tokens remain."""
         if self.finish_reason is None:

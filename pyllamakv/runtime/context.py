@@ -35,7 +35,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import adapter, decode_failure, embedding
 from pyllamakv.runtime.backing import KVFile
-from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
+from pyllamakv.runtime.batch import Batch, BatchArrays, Feed, as_int32, check_batch, to_arrays
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         Counters,
     )
     from pyllamakv.runtime.adapter import Adapter, AdapterScales
-    from pyllamakv.runtime.batch import BatchArrays, LogitsChoice
+    from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.logits import Embedding
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
@@ -651,7 +651,8 @@ class Context(ClosedOnExit):
         if self.embeds:
             if self.guard:
                 embedding.check_batch(self, batch)
-            batch = batch._replace(logits=np.ones(len(batch.token), np.int8))
+            every = np.ones(len(batch.token), np.int8)
+            batch = BatchArrays(batch.token, batch.pos, batch.counts, batch.seq, every)
         if self.defrag_policy.dirty:
             self.defrag_policy.before_decode()
         self.epoch += 1

@@ -45,6 +45,7 @@ NOT_CONSTRUCTED = {
     "made by Context.logits and Context.logits_all": ("Logits", "LogitsRows"),
     "made by Context.embedding and Sequence.embedding": ("Embedding",),
     "made by Batcher.submit": ("Generation",),
+    "made by AsyncBatcher.submit": ("AsyncGeneration",),
     "made by pyllamakv.record": ("Recording",),
     "a record that the package returns and never reads": (
         "CellMap", "ContextCacheStats", "ContextInfo",
@@ -81,6 +82,7 @@ NOT_CALLED = {
     "what a model asks of its context": ("Context.start_adapters",),
     "what a sequence asks of its context": ("Context.need_pooling",),
     "what a policy asks of the cells, with the context's lock held": ("KV.defrag_locked",),
+    "a coroutine, whose arguments Batcher.submit checks": ("AsyncBatcher.submit",),
     "what the window asks of its screen": ("Screen.show",),
 }  # fmt: skip
 
