@@ -274,7 +274,8 @@ class ContextInfo:
     with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
     The library defragments before a decode if the fraction of unnecessary cells exceeds
     ``defrag_thold``; never if that is negative, or 0 since 0.3.6. ``defrag_threads`` is 0 if
-    unknown. ``pooling`` is that of the embeddings.
+    unknown. ``pooling`` is that of the embeddings. ``n_threads`` and ``n_threads_batch`` are in use
+    for one token and for more.
     """
 
     n_ctx: int
@@ -296,6 +297,8 @@ class ContextInfo:
     defrag_mover: DefragMover = DefragMover.UNKNOWN
     defrag_threads: int = 0
     pooling: Pooling = Pooling.MODEL
+    n_threads: int = 0
+    n_threads_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,8 @@ typedef struct {
     int32_t defrag_mover;      /* in effect; -1 unknown */
     int32_t defrag_threads;    /* in effect; 0 unknown */
     int32_t pooling;           /* PLK_POOLING_* in effect */
+    int32_t n_threads;
+    int32_t n_threads_batch;
 } plk_context_info;
 
 typedef struct {

@@ -551,6 +551,7 @@ class Context(ClosedOnExit):
         )
         with self.lock as handle:
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
+            self.info = self.native.context_info(handle)
 
     def cancel(self) -> None:
         """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,6 +20,7 @@ from pyllamakv.binding.protocol import (
     SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
+from pyllamakv.cpus import usable_cpus
 from pyllamakv.errors import ModelError, Unsupported, UsageError
 from pyllamakv.runtime import adapter, chat_template, detokenizer, embedding, json_schema
 from pyllamakv.runtime.backing import choose, leave, new_context, resume
@@ -31,7 +33,6 @@ from pyllamakv.runtime.memory_estimate import check_memory
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.embedding import PoolingName
     from pyllamakv.runtime.gguf_file import ModelFile
     from pyllamakv.runtime.sampler import LogitsProcessor
+
+#: Environment variable with the default number of compute threads, and the maximum of ggml.
+_THREADS = "PYLLAMAKV_THREADS"
+_MOST_THREADS = 512
 
 
 class Model(LoadedModel, ClosedOnExit):
@@ -188,7 +193,7 @@ class Model(LoadedModel, ClosedOnExit):
         n_batch: int = 512,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
-        n_threads: int = 1,
+        n_threads: int | None = None,
         *,
         n_threads_batch: int | None = None,
         flash_attn: FlashAttn = False,
@@ -217,6 +222,8 @@ class Model(LoadedModel, ClosedOnExit):
         ``n_ctx`` is the number of cells, ``n_batch`` the maximum number of tokens per decode,
         ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
         raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
+        ``n_threads`` None is PYLLAMAKV_THREADS, else the number of CPUs that the process may use,
+        or 1 if contexts of this release compute wrong results with several threads each.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
         With ``embeddings``, decodes compute embeddings instead of logits. ``pooling`` combines
         those of a sequence: "mean", "cls" (the first token), "last", "rank" (the model's
@@ -261,7 +268,7 @@ class Model(LoadedModel, ClosedOnExit):
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_seq_max=n_seq_max,
-            n_threads=n_threads,
+            n_threads=self._threads() if n_threads is None else n_threads,
             n_threads_batch=n_threads_batch,
             flash_attn=flash_attn,
             type_k=type_k,
@@ -330,6 +337,18 @@ class Model(LoadedModel, ClosedOnExit):
 
     def __repr__(self) -> str:
         return f"<Model {self.file.path.name}{', closed' if self.closed else ''}>"
+
+    def _threads(self) -> int:
+        """Return the default number of compute threads."""
+        named = os.environ.get(_THREADS, "")
+        if named:
+            if not (named.isascii() and named.isdigit() and 1 <= int(named) <= _MOST_THREADS):
+                msg = f"{_THREADS} must be a number from 1 to {_MOST_THREADS}, not {named!r}"
+                raise UsageError(msg)
+            return int(named)
+        # A worker runs one decode at a time, so its contexts share no counter at once.
+        safe = self.isolated or Capability.THREADS in self.native.about.capabilities
+        return min(usable_cpus(), _MOST_THREADS) if safe else 1
 
     def _need_vocab(self) -> None:
         _ = self.life.raw

@@ -91,7 +91,7 @@ static_assert(offsetof(plk_context_params, kv_backing) == 76, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_context_params, pooling) == 104, "layout");
 static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 112, "layout");
 static_assert(offsetof(plk_context_info, defrag_thold) == 60, "layout");
-static_assert(sizeof(plk_context_info) == 80 && sizeof(plk_mapping) == 72, "layout");
+static_assert(sizeof(plk_context_info) == 88 && sizeof(plk_mapping) == 72, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");

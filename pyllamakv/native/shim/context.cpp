@@ -336,6 +336,8 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
         info.defrag = plk::defrag::refusal(context->ctx, info) == nullptr ? 1 : 0;
         info.defrag_thold = plk::defrag::threshold(*context);
         info.pooling = context->pooling;
+        info.n_threads = static_cast<int32_t>(llama_n_threads(context->ctx));
+        info.n_threads_batch = static_cast<int32_t>(llama_n_threads_batch(context->ctx));
         plk::moving::describe(context->asked, info);
         if (info.v_transposed < 0 && info.flash_attn >= 0) {
             info.v_transposed = info.flash_attn ? 0 : 1;

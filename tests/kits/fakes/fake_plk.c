@@ -253,6 +253,8 @@ int plk_context_read(const plk_context *c, plk_context_info *out) {
     *out = (plk_context_info) { size, c->params.n_ctx, c->params.n_batch, c->params.n_ubatch,
                                 c->params.n_seq_max, PLK_MEMORY_ATTENTION, 1, 1, -1, 1, 1,
                                 c->params.flash_attn > 0, c->params.flash_attn <= 0, 0, 1 };
+    out->n_threads = c->params.n_threads;
+    out->n_threads_batch = c->params.n_threads_batch;
     out->pooling = c->params.embeddings ? c->params.pooling : -1;
     return PLK_OK;
 }

@@ -6,7 +6,7 @@ Logits depend on the tokens and positions that a sequence has, so that a lost or
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from fakes.simulated_cache import N_EMBD, N_LAYER, Cache
@@ -132,6 +132,7 @@ class SimulatedNative(SimulatedModels):
             MemoryType.ATTENTION, 1, self.can_shift, self.partial, self.contiguous,
             Capability.DEFRAG in self.about.capabilities, params.flash_attn, not params.flash_attn,
             n_streams=1 if self.unifies or params.kv_unified else params.n_seq_max,
+            n_threads=params.n_threads, n_threads_batch=params.n_threads_batch,
             pooling=Pooling(max(0, params.pooling)) if params.embeddings else Pooling.MODEL,
         )  # fmt: skip
         self.created.append("context")
@@ -148,7 +149,8 @@ class SimulatedNative(SimulatedModels):
         return []
 
     def threads(self, context: int, n_threads: int, n_threads_batch: int) -> None:
-        self._get(context)
+        c = self._get(context)
+        c.info = replace(c.info, n_threads=n_threads, n_threads_batch=n_threads_batch)
 
     def decode(self, context: int, token, pos, seq_count, seq_id, logits) -> int:
         c, cache = self._get(context), self._get(context).cache
