@@ -90,8 +90,8 @@ class Generation:
         return "".join(self._parts)
 
     def parts(self, start: int = 0) -> list[str]:
-        """Return the parts of the text so far, as iteration yields them, from a number on."""
-        return self._parts[arguments.integer("start", start, 0) :]
+        """Return the parts of the text so far from a number on, for `AsyncGeneration`."""
+        return self._parts[start:]
 
     def cancel(self) -> None:
         """End the generation, also during a decode, from any thread. Decoded tokens remain."""

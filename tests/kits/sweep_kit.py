@@ -67,6 +67,7 @@ NOT_CALLED = {
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
     ),
+    "what a task asks of its generation": ("Generation.parts",),
     "what a context asks of its sampler": (
         "Sampler.keep_ahead", "Sampler.take_ahead",
         "NumpySampler.keep_ahead", "NumpySampler.take_ahead",
