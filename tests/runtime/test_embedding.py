@@ -112,12 +112,11 @@ def test_batches_that_cannot_be_pooled_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="input 0 has no tokens"):
         ctx.embed([[]])
     assert ctx.kv.stats.used == 0
-    apart = context(
-        tmp_path, kv_unified=False, native={"capabilities": Capability((1 << 22) - 1)}
-    )  # fmt: skip
+    streams = {"kv_unified": False, "native": {"capabilities": Capability((1 << 22) - 1)}}
+    apart = context(tmp_path, **streams)
     with pytest.raises(UsageError, match="only one"):
         apart.decode([apart.sequence().feed([5, 6]), apart.sequence().feed([7])])
-    assert len(context(tmp_path, kv_unified=True).embed([[5, 6], [7]])) == 2
+    assert len(context(tmp_path, **streams).embed([[5, 6], [7]])) == 2
 
 
 @pytest.mark.parametrize(
