@@ -589,7 +589,7 @@ class Context(ClosedOnExit):
         The context has embeddings without pooling; with pooling, use `Sequence.embedding`. Raises
         StaleLogits if there are none, and UsageError for an invalid index.
         """
-        index = arguments.integer("index", index)
+        index = arguments.integer("index", index, -arguments.INT32, arguments.INT32)
         self.need_pooling(pools=False)
         return embedding.read(self, index)
 

@@ -71,6 +71,9 @@ def test_embeddings_are_views_of_the_last_decode(tmp_path: Path) -> None:
     plain.step(a, 8)
     with pytest.raises(StaleLogits, match="embeddings"):
         last.copy()
+    for wrong in (2**31, -(2**40), "a", 1.5):
+        with pytest.raises(UsageError, match="index"):
+            plain.embedding(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'none'"):
         a.embedding()
     b, c = pooled.sequence(), pooled.sequence()
