@@ -59,6 +59,7 @@ def logits(model: kv.Model, scales: dict[kv.Adapter, float], n: int = 40) -> NDA
         return context.logits().copy()
 
 
+@pytest.mark.long
 def test_logits_are_those_of_the_merged_model(model: kv.Model, folder: Path) -> None:
     """With two adapters and scales; with scale 0, they are those without, bit by bit."""
     one, two = (model.load_adapter(folder / f"{name}.gguf") for name in ("one", "two"))
@@ -197,6 +198,7 @@ def test_another_model_refuses_an_adapter(model: kv.Model, folder: Path) -> None
     one.close()
 
 
+@pytest.mark.long
 def test_a_worker_has_adapters(library: kv.OpenLibrary, folder: Path) -> None:
     """With the same logits."""
     with kv.open(library.about.variant, isolated=True) as apart:
@@ -207,6 +209,7 @@ def test_a_worker_has_adapters(library: kv.OpenLibrary, folder: Path) -> None:
         assert np.array_equal(found, logits(here, {here.load_adapter(folder / "one.gguf"): 1.0}))
 
 
+@pytest.mark.long
 def test_a_kept_cache_is_for_its_adapters(folder: Path, tmp_path: Path) -> None:
     """A file of other adapters is refused; that of the same ones continues."""
     with kv.open(built("0.3.9+patched").folder) as library:
