@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         Device,
         MemoryType,
         ModelInfo,
+        Pooling,
         SamplerParams,
     )
     from pyllamakv.binding.rpc_server import RpcServer
+    from pyllamakv.cache.async_batcher import AsyncBatcher, AsyncGeneration
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.context_cache import ContextCache, ContextCacheStats
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefix_cache import PrefixCache, PrefixStats
     from pyllamakv.cache.slot_cache import SlotCache
     from pyllamakv.errors import (
+        AdapterError,
         ArgumentTypeError,
         BudgetTooSmall,
         Busy,
@@ -86,13 +89,14 @@ if TYPE_CHECKING:
     )
     from pyllamakv.open_variant import OpenLibrary, open, serve_rpc, variants
     from pyllamakv.runtime import metrics
+    from pyllamakv.runtime.adapter import Adapter
     from pyllamakv.runtime.backing import KVMemory, LayerMemory
     from pyllamakv.runtime.batch import Batch
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.defrag_policy import DefragCosts, measure_defrag_costs
     from pyllamakv.runtime.kv import KV, DefragReport
-    from pyllamakv.runtime.logits import Logits, LogitsRows
+    from pyllamakv.runtime.logits import Embedding, Logits, LogitsRows
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenLogprobs
     from pyllamakv.runtime.sequence import Sequence
@@ -105,9 +109,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "binding.protocol": (
         "Backing Capability ContextInfo ContextParams Counters DecodeStatus DefragMover DefragPlan "
-        "Device MemoryType ModelInfo SamplerParams"
+        "Device MemoryType ModelInfo Pooling SamplerParams"
     ),
     "binding.rpc_server": "RpcServer",
+    "cache.async_batcher": "AsyncBatcher AsyncGeneration",
     "cache.batcher": "Batcher",
     "cache.checkpoints": "CheckpointSchedule",
     "cache.context_cache": "ContextCacheStats ContextCache",
@@ -117,7 +122,7 @@ _MODULES = {
     "cache.prefix_cache": "PrefixCache PrefixStats",
     "cache.slot_cache": "SlotCache",
     "errors": (
-        "ArgumentTypeError BudgetTooSmall "
+        "AdapterError ArgumentTypeError BudgetTooSmall "
         "Busy Cancelled ChatTemplateError Closed ContextError CpuFeaturesMissing DecodeError "
         "DeviceLost GrammarError "
         "KvError LoadError ModelError NoTokenAllowed SchemaError "
@@ -129,13 +134,14 @@ _MODULES = {
     ),
     "traces.recording": "Recording record",
     "view.live": "watch",
+    "runtime.adapter": "Adapter",
     "runtime.backing": "KVMemory LayerMemory",
     "runtime.batch": "Batch",
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.defrag_policy": "DefragCosts measure_defrag_costs",
     "runtime.context": "Context",
     "runtime.kv": "KV DefragReport",
-    "runtime.logits": "Logits LogitsRows",
+    "runtime.logits": "Embedding Logits LogitsRows",
     "runtime.model": "Model",
     "open_variant": "OpenLibrary open serve_rpc variants",
     "runtime.sampler": "NumpySampler Sampler TokenLogprobs",
@@ -148,7 +154,11 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "KV",
+    "Adapter",
+    "AdapterError",
     "ArgumentTypeError",
+    "AsyncBatcher",
+    "AsyncGeneration",
     "Backing",
     "Batch",
     "Batcher",
@@ -178,6 +188,7 @@ __all__ = [
     "DefragReport",
     "Device",
     "DeviceLost",
+    "Embedding",
     "Generation",
     "GrammarError",
     "KVCacheFull",
@@ -212,6 +223,7 @@ __all__ = [
     "OpenLibrary",
     "PagingError",
     "PartialRemovalRefused",
+    "Pooling",
     "PrefixCache",
     "PrefixStats",
     "PrefixStoreBusy",

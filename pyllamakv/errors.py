@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "AdapterError",
     "AddressInUse",
     "ArchiveError",
     "ArgumentTypeError",
@@ -391,6 +392,10 @@ class ModelError(NativeError):
     ) -> None:
         super().__init__(message, code=code, log=log)
         self.architecture = architecture
+
+
+class AdapterError(NativeError):
+    """A LoRA adapter cannot be loaded: damaged, no adapter, or of another model."""
 
 
 class ContextError(NativeError):

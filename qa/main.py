@@ -7,6 +7,7 @@ invalid usage, 4 for network errors.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Measurements and stress tests name their threads; the default would depend on the machine.
+    os.environ.setdefault("PYLLAMAKV_THREADS", "1")
     product.leave(lambda: _status(words))
 
 

@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         activate = ROOT / ".venv" / "bin" / "activate"
         line = ". .venv/bin/activate && pytest" if activate.is_file() else "make build"
         pytest.exit(f"{', '.join(missing)} missing in this interpreter; run: {line}", returncode=4)
+    # Parallel tests share the CPUs, and results of one thread do not depend on their number.
+    os.environ.setdefault("PYLLAMAKV_THREADS", "1")
     import hypothesis_profile  # noqa: F401 (no deadlines: a loaded machine is not a fault)
 
     config.addinivalue_line("markers", "release(name): the release that a native test runs on")

@@ -37,6 +37,7 @@ TOP = {
     "__init__.py",
     "__main__.py",
     "closing.py",
+    "cpus.py",
     "errors.py",
     "home.py",
     "open_variant.py",
@@ -46,6 +47,7 @@ TOP = {
 SHARED = {
     "pyllamakv.building.manifest",
     "pyllamakv.closing",
+    "pyllamakv.cpus",
     "pyllamakv.errors",
     "pyllamakv.home",
     "pyllamakv.printable",

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Literal
 
 from pyllamakv.errors import (
+    AdapterError,
     ContextError,
     GrammarError,
     KvError,
@@ -51,6 +52,7 @@ class Code(IntEnum):
     EDAMAGED = -1013
     EGRAMMAR = -1014
     ENOTOKEN = -1015
+    EADAPTER = -1016
 
 
 #: Codes up from this value come from llama.cpp, lower ones from the shim.
@@ -72,6 +74,7 @@ _MEANS: Final = {
     Code.EDAMAGED: "the file of the cache is damaged",
     Code.EGRAMMAR: "the grammar does not parse",
     Code.ENOTOKEN: "no token is allowed as the next one",
+    Code.EADAPTER: "the adapter cannot be loaded",
 }
 
 #: The place that the shim writes before the message about a grammar.
@@ -130,5 +133,6 @@ def error(
         Code.EMODEL: ModelError,
         Code.ECONTEXT: ContextError,
         Code.ESTATE: StateError,
+        Code.EADAPTER: AdapterError,
     }.get(code) or _DOING.get(doing, NativeError)  # type: ignore[call-overload]
     return kind(message, code=code, log=log)

@@ -19,6 +19,7 @@ from pyllamakv.binding import codes, loading
 from pyllamakv.binding.codes import OWN, Code
 from pyllamakv.binding.logs import Log, buffers, forward
 from pyllamakv.binding.protocol import (
+    AdapterHandle,
     Backing,
     Buffer,
     Capability,
@@ -36,6 +37,7 @@ from pyllamakv.binding.protocol import (
     ModelHandle,
     ModelInfo,
     ModelParams,
+    Pooling,
     RawCells,
     RawDefrag,
     RawMapping,
@@ -85,6 +87,7 @@ _READ: dict[str, Callable[[Any], Any] | None] = {
     "Backing": Backing,
     "DefragPlan": DefragPlan,
     "DefragMover": DefragMover,
+    "Pooling": Pooling,
 }
 
 
@@ -155,7 +158,7 @@ class Scratch:
     """Buffers that calls on one context reuse, in one thread at a time."""
 
     __slots__ = (
-        "batch", "buffers", "cells", "each", "model", "n_vocab", "place",
+        "batch", "buffers", "cells", "each", "model", "n_embd", "n_vocab", "place",
         "raw", "rows", "tokens", "view", "words",
     )  # fmt: skip
 
@@ -165,6 +168,7 @@ class Scratch:
         self.n_vocab = n_vocab
         self.words = max(1, (n_seq_max + 63) // 64)
         self.buffers: list[Buffer] = []
+        self.n_embd = 0  # values of an embedding
         self.batch = struct("plk_batch")
         self.cells = struct("plk_cells_info")
         self.each = _Each(())
@@ -205,6 +209,7 @@ class Local:
         self._ids = itertools.count(1)
         self._models: dict[int, Any] = {}
         self._samplers: dict[int, tuple[Any, int]] = {}
+        self._adapters: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, Any] = {}
         self._scratch: dict[int, Scratch] = {}
         # Bound once: decode_one is called for every token.
@@ -314,11 +319,13 @@ class Local:
         return handle
 
     def model_free(self, model: ModelHandle) -> None:
-        """Free a model after the contexts and samplers that live on it. May be repeated."""
+        """Free a model after its contexts, samplers and adapters. May be repeated."""
         for context in [c for c, scratch in self._scratch.items() if scratch.model == model]:
             self.context_free(ContextHandle(context))
         for sampler in [s for s, (_raw, owner) in self._samplers.items() if owner == model]:
             self.sampler_free(SamplerHandle(sampler))
+        for adapter in [a for a, (_raw, owner) in self._adapters.items() if owner == model]:
+            self.adapter_free(AdapterHandle(adapter))
         raw = self._models.pop(model, None)
         if raw is not None:
             self._lib.plk_model_free(raw)
@@ -380,6 +387,34 @@ class Local:
         self._done(code, f"read token {token}", "model")
         return bool(code)
 
+    # adapters
+    def adapter_load(self, model: ModelHandle, path: str, n_pairs: int) -> AdapterHandle:
+        """Load a LoRA adapter or raise AdapterError."""
+        out = ffi.new("plk_adapter **")
+        code = self._lib.plk_adapter_load(self._model(model), path.encode(), n_pairs, out)
+        self._done(code, f"load {path}", capability=Capability.ADAPTERS)
+        self._drain()
+        handle = AdapterHandle(next(self._ids))
+        self._adapters[handle] = (out[0], model)
+        return handle
+
+    def adapter_free(self, adapter: AdapterHandle) -> None:
+        """Free an adapter. May be repeated."""
+        raw, _model = self._adapters.pop(adapter, (None, 0))
+        if raw is not None:
+            self._lib.plk_adapter_free(raw)
+
+    def adapters_set(
+        self, context: ContextHandle, adapters: Sequence[int], scales: Sequence[float]
+    ) -> None:
+        """Replace the adapters of a context."""
+        raw = [(self._adapters.get(each) or self._gone("adapter"))[0] for each in adapters]
+        code = self._lib.plk_adapters_set(
+            self._context(context), len(raw), ffi.new("plk_adapter *[]", raw),
+            ffi.new("float[]", list(scales)),
+        )  # fmt: skip
+        self._done(code, f"set {len(raw)} adapters", capability=Capability.ADAPTERS)
+
     # contexts
     def _context(self, handle: int) -> Any:
         return self._contexts.get(handle) or self._gone("context")
@@ -395,11 +430,13 @@ class Local:
         self._done(code, "make a context", "context")
         said = self._drain()
         handle = ContextHandle(next(self._ids))
-        n_vocab = self.model_info(model).n_vocab
+        of = self.model_info(model)
         self._contexts[handle] = out[0]
-        n_seq_max = self.context_info(handle).n_seq_max
-        self._scratch[handle] = Scratch(out[0], model, n_vocab, n_seq_max)
-        self._scratch[handle].buffers = buffers(said)
+        info = self.context_info(handle)
+        scratch = self._scratch[handle] = Scratch(out[0], model, of.n_vocab, info.n_seq_max)
+        scratch.buffers = buffers(said)
+        ranks = info.pooling is Pooling.RANK
+        scratch.n_embd = max(1, of.n_cls_out) if ranks else of.n_embd_out
         return handle
 
     def context_free(self, context: ContextHandle) -> None:
@@ -678,6 +715,16 @@ class Local:
         rows = np.stack([self.logits(context, place - n, n_vocab) for place in range(n)])
         rows.flags.writeable = False
         return rows
+
+    def embeddings(self, context: ContextHandle, index: int) -> NDArray[np.float32]:
+        """Return a read-only view (n,) of an embedding, valid until the next decode."""
+        scratch = self._scratch.get(context) or self._gone("context")
+        found = self._lib.plk_embeddings(scratch.raw, index)
+        if found == NULL:
+            raise self._error(Code.EINVAL, f"read embedding {index}", "decode")
+        row = np.frombuffer(ffi.buffer(found, 4 * scratch.n_embd), np.float32)
+        row.flags.writeable = False
+        return row
 
     def cancel(self, context: ContextHandle) -> None:
         """End the decode that runs; callable from any thread."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ModelHandle = NewType("ModelHandle", int)
 ContextHandle = NewType("ContextHandle", int)
 SamplerHandle = NewType("SamplerHandle", int)
+AdapterHandle = NewType("AdapterHandle", int)
 
 #: Limits of the integers of `ContextParams`: minimum, maximum, and names.
 _CONTEXT: Final = (
@@ -35,6 +36,7 @@ _CONTEXT: Final = (
     (0, 4, "defrag_mover"),
     (0, 3, "kv_backing"),
     (0, 2, "kv_keep"),
+    (-1, 4, "pooling"),
 )
 #: Limits of `SamplerParams`. A new sampler allocates memory for the last n tokens.
 _SAMPLER: Final = (
@@ -120,6 +122,9 @@ class Capability(IntFlag):
     XTC = 65536
     DRY = 131072
     ADAPTIVE_P = 262144
+    ADAPTERS = 524288
+    RANK = 1048576
+    THREADS = 2097152
 
 
 class MemoryType(IntEnum):
@@ -141,6 +146,20 @@ class MemoryType(IntEnum):
     def keeps_states(self) -> bool:
         """Whether the memory stores one state per sequence, which cannot be removed in part."""
         return self in (MemoryType.RECURRENT, MemoryType.HYBRID)
+
+
+class Pooling(IntEnum):
+    """How a context pools the embeddings of a sequence (``PLK_POOLING_*``).
+
+    MODEL requests what the model file names; as a result, it means no embeddings.
+    """
+
+    MODEL = -1
+    NONE = 0
+    MEAN = 1
+    CLS = 2
+    LAST = 3
+    RANK = 4
 
 
 class DefragPlan(IntEnum):
@@ -211,7 +230,9 @@ class ModelInfo:
 
     ``n_ctx_train`` is the context of the training, in tokens. ``n_embd`` is the width of a layer,
     and ``n_embd_k_gqa`` and ``n_embd_v_gqa`` those of a row of K and V, in values. ``token_eot``
-    ends a turn of a chat. ``n_bytes`` is the size of the weights.
+    ends a turn of a chat. ``n_bytes`` is the size of the weights. ``n_embd_out`` is the size of an
+    embedding. ``n_cls_out`` is the number of outputs of a classification head; 0 if the release
+    does not report it.
     """
 
     n_vocab: int
@@ -231,6 +252,8 @@ class ModelInfo:
     is_recurrent: bool
     n_params: int
     n_bytes: int
+    n_cls_out: int = 0
+    n_embd_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +267,7 @@ class ContextParams:
     ``defrag_plan``, ``defrag_mover`` or ``defrag_threads`` of 0 leave the choice to the library,
     which reads environment variables. ``kv_backing`` is a `Backing`. ``kv_keep`` 1 reuses the file
     at ``kv_path``, 2 starts empty. ``kv_model`` identifies the model that the file must belong to.
+    ``pooling`` is a `Pooling`, for ``embeddings``.
     """
 
     n_ctx: int = 512
@@ -269,6 +293,7 @@ class ContextParams:
     kv_keep: int = 0
     kv_huge: bool = False
     kv_model: str | None = None
+    pooling: int = -1
 
     def __post_init__(self) -> None:
         _put(self, "flash_attn", arguments.flash_attn(self.flash_attn))
@@ -290,7 +315,8 @@ class ContextInfo:
     with more, each sequence has its own. It is 0 for memory without cells and -1 if unknown.
     The library defragments before a decode if the fraction of unnecessary cells exceeds
     ``defrag_thold``; never if that is negative, or 0 since 0.3.6. ``defrag_threads`` is 0 if
-    unknown.
+    unknown. ``pooling`` is that of the embeddings. ``n_threads`` and ``n_threads_batch`` are in use
+    for one token and for more.
     """
 
     n_ctx: int
@@ -311,6 +337,9 @@ class ContextInfo:
     defrag_plan: DefragPlan = DefragPlan.UNKNOWN
     defrag_mover: DefragMover = DefragMover.UNKNOWN
     defrag_threads: int = 0
+    pooling: Pooling = Pooling.MODEL
+    n_threads: int = 0
+    n_threads_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,6 +689,21 @@ class Native(Protocol):
     def token_is_eog(self, model: ModelHandle, token: int) -> bool:
         """Return whether a token ends a generation."""
 
+    # adapters
+    def adapter_load(self, model: ModelHandle, path: str, n_pairs: int) -> AdapterHandle:
+        """Load a LoRA adapter of ``n_pairs`` pairs of tensors, or raise `AdapterError`.
+
+        The caller has checked the file.
+        """
+
+    def adapter_free(self, adapter: AdapterHandle) -> None:
+        """Free an adapter. Contexts that use it keep it until they are freed."""
+
+    def adapters_set(
+        self, context: ContextHandle, adapters: Sequence[int], scales: Sequence[float]
+    ) -> None:
+        """Replace the adapters of a context. The cells keep their content."""
+
     # contexts
     def context_new(self, model: ModelHandle, params: ContextParams) -> ContextHandle:
         """Create a context or raise `ContextError`."""
@@ -772,6 +816,13 @@ class Native(Protocol):
         """Return the logits (n, n_vocab) of every place of the last batch that has any, in order.
 
         The result is a view if the library stores the rows contiguously, else a copy.
+        """
+
+    def embeddings(self, context: ContextHandle, index: int) -> NDArray[np.float32]:
+        """Return the embedding (n,) of a place of the last batch, without a copy if possible.
+
+        With pooling, ``index`` is a sequence of the last batch. ``n`` is `ModelInfo.n_embd_out`;
+        for `Pooling.RANK`, the number of outputs of the classification head.
         """
 
     def cancel(self, context: ContextHandle) -> None:

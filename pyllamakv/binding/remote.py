@@ -39,9 +39,9 @@ _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "
 #: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` makes tuples.
 _BY_HAND: Final = ("cancel", "close", "logs")
 #: Operations that free a handle; a finaliser may call them during another call.
-_FREEING: Final = ("model_free", "context_free", "sampler_free")
+_FREEING: Final = ("model_free", "context_free", "sampler_free", "adapter_free")
 #: Operations that return an array, which is read-only as that of `Local` is.
-_ARRAYS: Final = ("logits", "logits_all")
+_ARRAYS: Final = ("embeddings", "logits", "logits_all")
 
 
 @forwards(Native, via="_ask", by_hand=(*_BY_HAND, *_FREEING, *_ARRAYS, "run"))

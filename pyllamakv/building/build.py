@@ -19,6 +19,7 @@ import filelock
 
 from pyllamakv.building import artifacts, backend, cmake, compiler, cuda, nvidia, variant
 from pyllamakv.building.artifacts import Source
+from pyllamakv.cpus import usable_cpus
 from pyllamakv.errors import BuildError
 from pyllamakv.home import home, shim
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
@@ -119,8 +120,7 @@ def build_patched(
 
 def default_jobs() -> int:
     """Return the number of parallel compilers, from the processors and the available memory."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cpus, available_memory() // _BYTES_PER_JOB))
+    return max(1, min(usable_cpus(), available_memory() // _BYTES_PER_JOB))
 
 
 def available_memory() -> int:

@@ -77,6 +77,8 @@ class Batcher(ClosedOnExit):
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
             expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
             raise arguments.wrong_type("manager", manager, expected)
+        if context.embeds:
+            raise UsageError("a context with embeddings has no logits, so it cannot generate")
         n_batch = arguments.whole_or_none("n_batch", n_batch)
         #: The manager whose sequences are used.
         self.manager = manager

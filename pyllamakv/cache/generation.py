@@ -91,6 +91,10 @@ class Generation:
         """The text so far, without a possible part of a stop string or an incomplete character."""
         return "".join(self._parts)
 
+    def parts(self, start: int = 0) -> list[str]:
+        """Return the parts of the text so far from a number on, for `AsyncGeneration`."""
+        return self._parts[start:]
+
     def cancel(self) -> None:
         """End the generation, also during a decode, from any thread. Decoded tokens remain."""
         if self.finish_reason is None:

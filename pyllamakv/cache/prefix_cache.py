@@ -101,6 +101,7 @@ class PrefixCache(ClosedOnExit):
                 self.branches.pager.close()
             raise
         self.stored = None if store is None else StoredBranches(context, store, budget)
+        context.keepers.add(self)
 
     # Prompts...
 
@@ -357,6 +358,29 @@ class PrefixCache(ClosedOnExit):
         """Drop all branches that are neither leased nor pinned."""
         while self.evict():
             pass
+
+    # A change of the adapters, for `Context.set_adapters`...
+
+    def droppable_sequences(self) -> set[int]:
+        """Return the ids of all sequences; UsageError if a branch must stay, or with a store."""
+        if self.closed:
+            return set()
+        self.sync()
+        if self.stored is not None:
+            msg = (
+                "a prefix store keeps K and V of one choice of adapters: close the prefix cache "
+                "first, and use another directory with other adapters"
+            )
+            raise UsageError(msg)
+        if self.leases or any(node.protected for node in self.branches.tree.walk()):
+            msg = "the prefix cache has leases or pinned prefixes: release and unpin them first"
+            raise UsageError(msg)
+        return {each.id for each in self.branches.sequences()}
+
+    def drop_prefixes(self) -> None:
+        """Drop all branches."""
+        if not self.closed:
+            self.clear()
 
     # Itself...
 

@@ -9,6 +9,7 @@ tokens after them are removed at once, so that not every token causes a shift.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,8 @@ class SlotCache(ClosedOnExit):
         self.overcommits = context.partitions == 1 and (
             n * self.size > cells or n < context.info.n_seq_max
         )
+        self._parked: weakref.WeakSet[ParkedSlot] = weakref.WeakSet()
+        context.keepers.add(self)
 
     def acquire(
         self,
@@ -181,6 +184,26 @@ class SlotCache(ClosedOnExit):
             "" if found.source is None else f", from slot {found.source}",
         )  # fmt: skip
         return lease
+
+    def droppable_sequences(self) -> set[int]:
+        """Return the ids of all slots, for `Context.set_adapters`; UsageError if one is in use."""
+        if self._closed:
+            return set()
+        if any(slot.lease for slot in self._slots) or not all(p.closed for p in self._parked):
+            msg = "the slot cache has leases, or parked ones: release them first"
+            raise UsageError(msg)
+        return {slot.sequence.id for slot in self._slots}
+
+    def drop_prefixes(self) -> None:
+        """Empty all slots and drop all states, for `Context.set_adapters`."""
+        if self._closed:
+            return
+        for slot in self._slots:
+            self._counts.evict(slot)
+            slot.trim(0)
+        if self.states is not None:
+            self.states.clear()
+        self._begin_again()
 
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
@@ -266,6 +289,7 @@ class SlotCache(ClosedOnExit):
 
     def count_parked(self, parked: ParkedSlot) -> None:
         """Count a parked lease, for `SlotLease.park`."""
+        self._parked.add(parked)
         self._counts.parks += 1
         self._counts.parked_tokens += len(parked.tokens)
         self._counts.parked_bytes += len(parked.saved)

@@ -40,6 +40,7 @@ extern "C" {
 #define PLK_EDAMAGED -1013    /* a checksum in the file of a cache is wrong */
 #define PLK_EGRAMMAR -1014    /* a grammar does not parse */
 #define PLK_ENOTOKEN -1015    /* no token is allowed as the next one */
+#define PLK_EADAPTER -1016    /* an adapter cannot be loaded */
 
 /* Bits of plk_capabilities(): features of this build. */
 #define PLK_CAP_DEFRAG 1          /* plk_defrag moves cells */
@@ -61,6 +62,9 @@ extern "C" {
 #define PLK_CAP_XTC 65536
 #define PLK_CAP_DRY 131072
 #define PLK_CAP_ADAPTIVE_P 262144
+#define PLK_CAP_ADAPTERS 524288   /* plk_adapter_* work */
+#define PLK_CAP_RANK 1048576      /* plk_context_params.pooling can be PLK_POOLING_RANK */
+#define PLK_CAP_THREADS 2097152   /* contexts may compute at the same time with several threads each */
 
 /* Kinds of memory, plk_context_info.memory. */
 #define PLK_MEMORY_NONE 0
@@ -76,9 +80,18 @@ extern "C" {
 #define PLK_BACKING_TEMPORARY 2   /* an unlinked file; kv_path is a directory */
 #define PLK_BACKING_FILE 3
 
+/* Pooling of embeddings, plk_context_params.pooling and plk_context_info.pooling. */
+#define PLK_POOLING_MODEL -1 /* as the model file says, else none; info: no embeddings */
+#define PLK_POOLING_NONE 0   /* an embedding per token */
+#define PLK_POOLING_MEAN 1
+#define PLK_POOLING_CLS 2    /* of the first token */
+#define PLK_POOLING_LAST 3
+#define PLK_POOLING_RANK 4   /* outputs of the model's classification head */
+
 typedef struct plk_model plk_model;
 typedef struct plk_context plk_context;
 typedef struct plk_sampler plk_sampler;
+typedef struct plk_adapter plk_adapter;
 
 typedef struct {
     uint32_t size;
@@ -110,6 +123,8 @@ typedef struct {
     int32_t is_recurrent;
     uint64_t n_params;
     uint64_t n_bytes;
+    int32_t n_cls_out; /* outputs of a classification head; 0: the release does not report it */
+    int32_t n_embd_out; /* of an embedding */
 } plk_model_info;
 
 typedef struct {
@@ -137,6 +152,7 @@ typedef struct {
     int32_t kv_keep;       /* 1: resume from the file, 2: start empty */
     int32_t kv_huge;       /* 1: huge pages, committed 2 MB at a time */
     const char *kv_model;  /* identifies what a kept file depends on in addition to its shape */
+    int32_t pooling;       /* PLK_POOLING_*; has an effect with embeddings */
 } plk_context_params;
 
 typedef struct {
@@ -159,6 +175,9 @@ typedef struct {
     int32_t defrag_plan;       /* in effect; 0 unknown */
     int32_t defrag_mover;      /* in effect; -1 unknown */
     int32_t defrag_threads;    /* in effect; 0 unknown */
+    int32_t pooling;           /* PLK_POOLING_* in effect */
+    int32_t n_threads;
+    int32_t n_threads_batch;
 } plk_context_info;
 
 typedef struct {
@@ -301,6 +320,15 @@ int32_t plk_token_piece(const plk_model *model, int32_t token, char *piece, int3
                         int32_t special); /* bytes; -needed */
 int32_t plk_token_is_eog(const plk_model *model, int32_t token);
 
+/* LoRA adapters. The caller checks the file, because llama.cpp asserts on metadata of a wrong type,
+ * and counts its pairs of tensors. An adapter lives until it and all contexts that use it are freed. */
+int plk_adapter_load(plk_model *model, const char *path, int32_t n_pairs, plk_adapter **out);
+void plk_adapter_free(plk_adapter *adapter);
+/* Replace the adapters of a context; nothing is changed on failure. The cells keep what was computed
+ * with the former ones. */
+int plk_adapters_set(plk_context *context, int32_t n, plk_adapter *const *adapters,
+                     const float *scales);
+
 /* Contexts. */
 int plk_context_new(plk_model *model, const plk_context_params *params, plk_context **out);
 void plk_context_free(plk_context *context);
@@ -311,6 +339,8 @@ int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq
 const float *plk_logits(plk_context *context, int32_t index); /* by place in the batch; NULL none */
 /* All rows of the last batch and their number; NULL if the rows are not contiguous. */
 const float *plk_logits_all(plk_context *context, int32_t *rows);
+/* Of a place of the last batch; with pooling, of a sequence. n_embd_out values, or n_cls_out (1 if
+ * unknown) for PLK_POOLING_RANK. */
 const float *plk_embeddings(plk_context *context, int32_t index);
 void plk_synchronize(plk_context *context);
 void plk_cancel(plk_context *context);                     /* callable from any thread */

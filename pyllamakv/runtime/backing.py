@@ -101,8 +101,12 @@ def choose(
     backing: str | os.PathLike[str],
     keep: bool | KeepName,
     huge: bool,
+    adapters: str = "",
 ) -> BackingChoice:
-    """Return a checked choice, or raise UsageError or Unsupported."""
+    """Return a checked choice, or raise UsageError or Unsupported.
+
+    ``adapters`` is as in `identity`.
+    """
     huge = arguments.flag("kv_huge", huge)
     if isinstance(keep, str):
         arguments.choice("kv_keep", keep, ("fresh",))
@@ -138,23 +142,19 @@ def choose(
         msg = f"{path} is a directory; name a file in it to keep the cache"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
-    return BackingChoice(Backing.FILE, str(path), number, huge, identity(model) if keep else None)
+    kept_for = identity(model, adapters) if keep else None
+    return BackingChoice(Backing.FILE, str(path), number, huge, kept_for)
 
 
-def identity(model: Model) -> str:
+def identity(model: Model, adapters: str = "") -> str:
     """Return an identification of a model: its metadata, and samples of all weights.
 
-    A file keeps at most 127 bytes of it, so the name of the model is cut, never the digest. Raises
-    ModelError if the file of the model cannot be read any longer.
+    ``adapters`` identifies the LoRA adapters in use, and is empty without any. A file keeps at most
+    127 bytes of it, so the name of the model is cut, never the digest. Raises ModelError if the
+    file of the model cannot be read any longer.
     """
-    found = hashlib.sha256(model.fingerprint.encode())
     try:
-        with model.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            found.update(str(size).encode())
-            for i in range(_PIECES):
-                file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
-                found.update(file.read(_PIECE))
+        digest = sampled_digest(model.path, model.fingerprint + adapters)
     except OSError as error:
         msg = (
             f"{model.path} cannot be read: {error.strerror or error}; what is kept on disk is for "
@@ -162,7 +162,22 @@ def identity(model: Model) -> str:
         )
         raise ModelError(msg) from error
     name = os.fsencode(model.path.stem)[:_LONGEST_NAME].decode("utf-8", "ignore")
-    return f"{name} {found.hexdigest()[:32]}"
+    return f"{name} {digest}"
+
+
+def sampled_digest(path: Path, more: str = "") -> str:
+    """Return a digest of a text and of a file's size and samples, in hexadecimal.
+
+    Raises OSError.
+    """
+    found = hashlib.sha256(more.encode())
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        found.update(str(size).encode())
+        for i in range(_PIECES):
+            file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
+            found.update(file.read(_PIECE))
+    return found.hexdigest()[:32]
 
 
 def read(context: Context) -> KVMemory:
@@ -261,14 +276,14 @@ def resume(context: Context) -> None:
             if not len(cells):
                 continue
             if (here[cells] < 0).any():
-                _leave(context)
+                leave(context)
                 msg = f"{context.params.kv_path} has no tokens: choose another file"
                 raise KVFileForeign(msg)
             cells = cells[np.argsort(raw.pos[cells], kind="stable")]
             ledger.extend(here[cells].tolist(), raw.pos[cells].tolist(), (mark + cells).tolist())
         used = raw.pos >= 0
         if (used & ~owned).any() or (here[used] >= context.n_vocab).any():
-            _leave(context)
+            leave(context)
             msg = (
                 f"{context.params.kv_path} is damaged: it has cells without a sequence, or tokens "
                 f"outside "
@@ -277,7 +292,7 @@ def resume(context: Context) -> None:
             raise KVFileDamaged(msg)
 
 
-def _leave(context: Context) -> None:
+def leave(context: Context) -> None:
     """Close a context without changing its file."""
     if context.kv_file:
         context.kv_file.flushes = False

@@ -6,16 +6,23 @@ for a block, to record or to watch every call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from pyllamakv.binding import arguments, codes
 from pyllamakv.binding.handle import Handle, free_quietly
-from pyllamakv.binding.protocol import Capability, DecodeStatus, SamplerParams
+from pyllamakv.binding.protocol import (
+    Capability,
+    DecodeStatus,
+    MemoryType,
+    Pooling,
+    SamplerParams,
+)
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Cancelled,
@@ -26,9 +33,9 @@ from pyllamakv.errors import (
     StaleLogits,
     UsageError,
 )
-from pyllamakv.runtime import decode_failure
+from pyllamakv.runtime import adapter, decode_failure, embedding
 from pyllamakv.runtime.backing import KVFile
-from pyllamakv.runtime.batch import Batch, Feed, as_int32, check_batch, to_arrays
+from pyllamakv.runtime.batch import Batch, BatchArrays, Feed, as_int32, check_batch, to_arrays
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
@@ -50,7 +57,9 @@ if TYPE_CHECKING:
         ContextParams,
         Counters,
     )
-    from pyllamakv.runtime.batch import BatchArrays, LogitsChoice
+    from pyllamakv.runtime.adapter import Adapter, AdapterScales
+    from pyllamakv.runtime.batch import LogitsChoice
+    from pyllamakv.runtime.logits import Embedding
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
 
@@ -61,6 +70,23 @@ _STEPS = 1 << 14
 
 #: The types of the items of a list that needs no conversion.
 _INTEGERS = {int}
+
+
+class PrefixKeeper(Protocol):
+    """Keep decoded tokens for later prompts, in sequences of a context or elsewhere.
+
+    Their K and V depend on the adapters: a keeper adds itself to `Context.keepers`, and drops
+    everything before a change.
+    """
+
+    def droppable_sequences(self) -> Iterable[int]:
+        """Return the sequences that `drop_prefixes` empties.
+
+        Raises UsageError, with the reason, if something is in use.
+        """
+
+    def drop_prefixes(self) -> None:
+        """Drop everything. Called only after `droppable_sequences`."""
 
 
 class StepGroup:
@@ -91,12 +117,14 @@ class StepGroup:
 class Outputs:
     """Store the size of the last batch (0: it failed) and which tokens have logits.
 
-    ``every`` means all of them; otherwise, ``flags`` None means the last token.
+    ``every`` means all of them; otherwise, ``flags`` None means the last token. With ``embeds``,
+    they have embeddings instead.
     """
 
-    __slots__ = ("every", "flags", "n")
+    __slots__ = ("embeds", "every", "flags", "n")
 
-    def __init__(self) -> None:
+    def __init__(self, *, embeds: bool = False) -> None:
+        self.embeds = embeds
         self.n = 0
         self.every = False
         self.flags: NDArray[np.int8] | None = None
@@ -107,6 +135,8 @@ class Outputs:
 
     def count(self) -> int:
         """Return how many places have logits; StaleLogits when none can have any."""
+        if self.embeds:
+            raise UsageError("a context with embeddings has no logits: use another context")
         if self.n == 0:
             msg = "there are no logits: no decode yet, or the last decode failed"
             raise StaleLogits(msg)
@@ -153,6 +183,8 @@ class Context(ClosedOnExit):
         #: Held by the thread that uses the context. A second thread gets Busy.
         self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
+        #: Whether decodes compute embeddings of all tokens, and no logits.
+        self.embeds = params.embeddings
         n_streams = self.info.n_streams
         #: Whether each sequence has its own stream of cells in the created context. On 0.3.15 and
         #: 0.3.16, LLAMA_SET_ROWS=0 overrides the request, and sequences share the cells.
@@ -170,9 +202,14 @@ class Context(ClosedOnExit):
         self._marks = 0
         #: Number of calls of `cancel`.
         self.cancels = 0
-        self.outputs = Outputs()
+        self.outputs = Outputs(embeds=params.embeddings)
         self.defrag_policy = DefragPolicy(self, "never")
         self._group: StepGroup | None = None  # that stepped last
+        self._adapters: AdapterScales = ()
+        #: Identifies the adapters and scales in use; empty without any.
+        self.adapters_key = ""
+        #: The cache managers of this context.
+        self.keepers: weakref.WeakSet[PrefixKeeper] = weakref.WeakSet()
 
     @property
     def kv(self) -> KV:
@@ -245,6 +282,51 @@ class Context(ClosedOnExit):
             for ledger in self.ledgers:
                 ledger.clear()
 
+    # Adapters...
+
+    @property
+    def adapters(self) -> dict[Adapter, float]:
+        """Return the LoRA adapters in use with their scales, without scales of 0."""
+        return dict(self._adapters)
+
+    def set_adapters(self, adapters: Mapping[Adapter, float]) -> None:
+        """Use these LoRA adapters with their scales; an empty mapping removes all.
+
+        K and V depend on the adapters, so the sequences must be empty. Cache managers drop all that
+        they keep. Raises UsageError, with nothing changed, if other sequences have tokens, if a
+        lease or pinned prefix is in use, or if the context has a kept file or a prefix store (pass
+        ``adapters`` to `Model.context` instead); Unsupported if the release has no adapters, or no
+        room for so many.
+        """
+        chosen = adapter.checked_adapters(self.model, adapters)
+        with self.lock:
+            if adapter.identify(chosen) == self.adapters_key:
+                return
+            if self.kv_file is not None:
+                msg = "this context has a kept file: pass adapters to model.context instead"
+                raise UsageError(msg)
+            keepers = list(self.keepers)
+            dropped = {number for each in keepers for number in each.droppable_sequences()}
+            used = [i for i, own in enumerate(self.ledgers) if len(own) and i not in dropped]
+            if used:
+                msg = (
+                    f"sequences {used} have tokens that were evaluated with other adapters: remove "
+                    "them first, or use a context for each choice of adapters"
+                )
+                raise UsageError(msg)
+            for each in keepers:
+                each.drop_prefixes()
+            self.start_adapters(chosen)
+
+    def start_adapters(self, chosen: AdapterScales) -> None:
+        """Use checked adapters in a context without tokens, for `Model.context`."""
+        with self.lock as handle:
+            raw = [each.life.raw for each, _ in chosen]
+            self.native.adapters_set(handle, raw, [scale for _, scale in chosen])
+            self._adapters, self.adapters_key = chosen, adapter.identify(chosen)
+            self.epoch += 1  # logits of the former adapters are stale
+            self.outputs.n = 0
+
     # Decoding...
 
     def decode(self, work: Work) -> None:
@@ -253,7 +335,12 @@ class Context(ClosedOnExit):
         Raises NoKVSlot, Cancelled or DecodeError; every sequence keeps the tokens it had, and the
         same batch may be decoded again. Raises UsageError for an invalid batch.
         """
-        if isinstance(work, Feed) and work.logits == "last" and len(work.tokens) == 1:
+        if (
+            isinstance(work, Feed)
+            and work.logits == "last"
+            and len(work.tokens) == 1
+            and not self.embeds
+        ):
             self.step(work.sequence, int(work.tokens[0]))
             return
         with self.lock:
@@ -469,6 +556,7 @@ class Context(ClosedOnExit):
         )
         with self.lock as handle:
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
+            self.info = self.native.context_info(handle)
 
     def cancel(self) -> None:
         """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""
@@ -486,7 +574,7 @@ class Context(ClosedOnExit):
             index = arguments.integer("index", index)
         with self.lock as handle:
             outputs = self.outputs
-            if not outputs.every or not -outputs.n <= index < outputs.n:
+            if outputs.embeds or not outputs.every or not -outputs.n <= index < outputs.n:
                 outputs.check(index)
             return Logits(self, self.native.logits(handle, index, self.n_vocab), self.epoch)
 
@@ -496,9 +584,39 @@ class Context(ClosedOnExit):
         Raises StaleLogits if there are none.
         """
         with self.lock as handle:
-            if not self.outputs.n:
+            if not self.outputs.n or self.embeds:
                 self.outputs.count()
             return LogitsRows(self, self.native.logits_all(handle, self.n_vocab), self.epoch)
+
+    def embedding(self, index: int = -1) -> Embedding:
+        """Return a view of the embedding (n,) of a token of the last batch; negative: from the end.
+
+        The context has embeddings without pooling; with pooling, use `Sequence.embedding`. Raises
+        StaleLogits if there are none, and UsageError for an invalid index.
+        """
+        index = arguments.integer("index", index, -arguments.INT32, arguments.INT32)
+        self.need_pooling(pools=False)
+        return embedding.read(self, index)
+
+    def embed(
+        self, inputs: Iterable[str | Iterable[int]], *, normalize: bool = False
+    ) -> NDArray[np.float32]:
+        """Return the pooled embeddings (n_inputs, n) of texts or tokens, as a new array.
+
+        The inputs are decoded together in new sequences, which are closed. ``normalize`` scales
+        rows to length 1. Raises PromptTooLong, before any decode, if an input has more tokens than
+        a micro-batch; UsageError without pooling or without a free sequence; and as `decode` does.
+        """
+        return embedding.embed(self, inputs, normalize)
+
+    def need_pooling(self, *, pools: bool) -> None:
+        """Raise UsageError unless the context has embeddings that are pooled, or are not."""
+        found = self.info.pooling
+        if not self.embeds:
+            raise UsageError("this context has no embeddings: create it with embeddings=True")
+        if (found > Pooling.NONE) != pools:
+            use = "ctx.embedding(index)" if pools else "sequence.embedding()"
+            raise UsageError(f"the pooling of this context is {found.name.lower()!r}: use {use}")
 
     @property
     def counters(self) -> Counters:
@@ -536,6 +654,11 @@ class Context(ClosedOnExit):
     def _run(self, batch: BatchArrays, *, positions: bool) -> int:
         if self.guard:
             check_batch(self, batch, positions=positions)
+        if self.embeds:
+            if self.guard:
+                embedding.check_batch(self, batch)
+            every = np.ones(len(batch.token), np.int8)
+            batch = BatchArrays(batch.token, batch.pos, batch.counts, batch.seq, every)
         if self.defrag_policy.dirty:
             self.defrag_policy.before_decode()
         self.epoch += 1
@@ -550,7 +673,8 @@ class Context(ClosedOnExit):
             self._rollback_after_error(error, batch.seq.tolist())
             raise
         if code == 0:
-            self._marks = record_batch(self.ledgers, batch, self._marks, self.epoch)
+            if self.info.memory is not MemoryType.NONE:  # an encoder keeps nothing
+                self._marks = record_batch(self.ledgers, batch, self._marks, self.epoch)
             self.outputs.take(batch)
         else:
             self.emptied = roll_back(self, batch.seq.tolist(), halfway=code != 1)

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import (
     Cancelled,
     DecodeError,
@@ -104,6 +105,8 @@ def roll_back(
     outside the batch as well: then all of them are emptied.
     """
     emptied: list[int] = []
+    if context.info.memory is MemoryType.NONE:
+        return ()
     if halfway and context.guard and context.info.memory.keeps_states:
         return _empty_all(context)
     for each in sorted(set(sequences)) if context.guard else ():

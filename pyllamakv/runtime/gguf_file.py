@@ -1,4 +1,4 @@
-"""Check a model file before any C sees it: there, a GGUF, whole, and of a named architecture."""
+"""Check a model or adapter file before C reads it: a complete GGUF of a named architecture."""
 
 from __future__ import annotations
 
@@ -23,14 +23,29 @@ _ALIGNMENT, _USUAL = "general.alignment", 32
 
 
 @dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """The number of a ggml type, and the shape, whose first dimension is contiguous."""
+
+    kind: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFile:
-    """The header of a GGUF file; ``meta`` has its values without arrays."""
+    """The header of a GGUF file.
+
+    ``meta`` has its values, None for an array, and ``kinds`` the GGUF type of each. ``n_meta`` and
+    ``n_tensors`` count repeated names as well.
+    """
 
     path: Path
     architecture: str
     version: int
+    n_meta: int
     n_tensors: int
     meta: dict[str, Any]
+    kinds: dict[str, int]
+    tensors: dict[str, TensorHeader]
 
     @property
     def has_partial_layers(self) -> bool:
@@ -87,8 +102,8 @@ class _Header:
             self.text()
 
 
-def check_file(path: str | os.PathLike[str]) -> ModelFile:
-    """Read the header of a file. Raises ModelError with the reason."""
+def check_file(path: str | os.PathLike[str], noun: str = "model") -> ModelFile:
+    """Read the header of a file. Raises ModelError with the reason; ``noun`` names the content."""
     file = Path(path)
     try:
         if file.is_dir():
@@ -98,12 +113,12 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
             start = opened.read(8)
             _check_magic(file, start)
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(file, _Header(data))
+                return _read(file, _Header(data), noun)
     except FileNotFoundError:
-        msg = f"there is no model file {file}"
+        msg = f"there is no {noun} file {file}"
         raise ModelError(msg) from None
     except (OSError, ValueError) as error:  # or no path of this system
-        msg = f"the model file {file} cannot be read: {getattr(error, 'strerror', '') or error}"
+        msg = f"the {noun} file {file} cannot be read: {getattr(error, 'strerror', '') or error}"
         raise ModelError(msg) from error
     except _Short:
         size = file.stat().st_size
@@ -129,43 +144,50 @@ def _check_magic(file: Path, start: bytes) -> None:
         raise ModelError(msg)
 
 
-def _read(file: Path, header: _Header) -> ModelFile:
+def _read(file: Path, header: _Header, noun: str) -> ModelFile:
     header.skip(4)
     version, n_tensors, n_meta = header.read("I"), header.read("Q"), header.read("Q")
     if n_tensors > _MOST or n_meta > _MOST:
         msg = f"{file} claims {n_tensors} tensors and {n_meta} values: damaged; download it again"
         raise ModelError(msg)
     meta: dict[str, Any] = {}
+    kinds: dict[str, int] = {}
     for _ in range(n_meta):
         key, kind = header.text(), header.read("I")
-        meta[key] = header.value(kind)
+        meta[key], kinds[key] = header.value(kind), kind
         if key == _ALIGNMENT and (kind != _U32 or meta[key].bit_count() != 1):
             msg = f"{file} has {_ALIGNMENT} {meta[key]!r}; expected a power of two in 32 bits"
             raise ModelError(msg)
     architecture = meta.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
-        msg = f"{file} has no general.architecture: it is not a language model"
+        what = "a language model" if noun == "model" else f"an {noun}"
+        msg = f"{file} has no general.architecture: it is not {what}"
         raise ModelError(msg)
-    end = _end_of_tensors(header, n_tensors, meta.get(_ALIGNMENT, _USUAL))
+    tensors: dict[str, TensorHeader] = {}
+    end = _end_of_tensors(header, n_tensors, meta.get(_ALIGNMENT, _USUAL), tensors)
     if end > len(header.data):
         msg = (
             f"{file} has {len(header.data)} bytes and its tensors need {end}: truncated; download "
             "it again"
         )
         raise ModelError(msg)
-    return ModelFile(file, architecture, version, n_tensors, meta)
+    return ModelFile(file, architecture, version, n_meta, n_tensors, meta, kinds, tensors)
 
 
-def _end_of_tensors(header: _Header, n_tensors: int, alignment: int) -> int:
+def _end_of_tensors(
+    header: _Header, n_tensors: int, alignment: int, tensors: dict[str, TensorHeader]
+) -> int:
+    """Read the headers of all tensors into ``tensors``; return the end of their data."""
     last = 0
     for _ in range(n_tensors):
-        header.text()
+        name = header.text()
         n_dims = header.read("I")
         if n_dims > 4:
             msg = f"a tensor has {n_dims} dimensions; expected at most 4: the file is damaged"
             raise ModelError(msg)
         shape = [header.read("Q") for _ in range(n_dims)]
         kind, offset = header.read("I"), header.read("Q")
+        tensors[name] = TensorHeader(kind, tuple(shape))
         last = max(last, offset + _tensor_bytes(kind, shape))
     data = -(-header.at // alignment) * alignment
     return data + last if n_tensors else header.at

@@ -1,4 +1,4 @@
-"""Read the logits of the last decode, and refuse to once a later one has overwritten them."""
+"""Read logits and embeddings of the last decode, until a later one overwrites them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 class _View(NDArrayOperatorsMixin):
-    """A view of the logits of a decode, valid until the next one."""
+    """A view of results of a decode, valid until the next one."""
 
     __slots__ = ("_context", "_epoch", "_lock", "_values")
+    #: What the view shows, for messages.
+    _noun = "logits"
 
     def __init__(self, context: Context, values: NDArray[np.float32], epoch: int) -> None:
         self._context = context
@@ -36,7 +38,7 @@ class _View(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return (n_vocab,), or (n, n_vocab) for all rows."""
+        """Return (n_vocab,), (n, n_vocab) for all rows, or the size of an embedding."""
         return self._values.shape
 
     @property
@@ -60,7 +62,7 @@ class _View(NDArrayOperatorsMixin):
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Any:
         if copy is False:
-            msg = "logits are overwritten by the next decode: they can only be copied"
+            msg = f"{self._noun} are overwritten by the next decode: they can only be copied"
             raise UsageError(msg)
         return np.array(self._read(), dtype=dtype)
 
@@ -76,7 +78,9 @@ class _View(NDArrayOperatorsMixin):
         if self._lock.closed:
             context.check()
         if self._epoch != context.epoch:
-            msg = "a later decode has overwritten these logits; read or copy() them before it"
+            msg = (
+                f"a later decode has overwritten these {self._noun}; read or copy() them before it"
+            )
             raise StaleLogits(msg)
         return self._values
 
@@ -114,3 +118,14 @@ class LogitsRows(_View):
     def argmax(self) -> NDArray[np.int32]:
         """Return the most likely token of each row (n,), the lowest id of equal ones."""
         return np.asarray(self._read().argmax(axis=1), dtype=np.int32)
+
+
+class Embedding(_View):
+    """A view of one embedding (n,) float32 of the last batch.
+
+    ``n`` is `ModelInfo.n_embd_out`; with pooling "rank", the number of outputs of the model's head.
+    Reads work, and become stale, as with `Logits`.
+    """
+
+    __slots__ = ()
+    _noun = "embeddings"

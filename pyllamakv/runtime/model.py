@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,12 +16,14 @@ from pyllamakv.binding.protocol import (
     DefragMover,
     DefragPlan,
     ModelParams,
+    Pooling,
     SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
+from pyllamakv.cpus import usable_cpus
 from pyllamakv.errors import ModelError, Unsupported, UsageError
-from pyllamakv.runtime import chat_template, detokenizer, json_schema
-from pyllamakv.runtime.backing import choose, new_context, resume
+from pyllamakv.runtime import adapter, chat_template, detokenizer, embedding, json_schema
+from pyllamakv.runtime.backing import choose, leave, new_context, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
@@ -30,14 +33,19 @@ from pyllamakv.runtime.memory_estimate import check_memory
 from pyllamakv.runtime.sampler import Sampler
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
+    from pyllamakv.runtime.adapter import Adapter
     from pyllamakv.runtime.backing import BackingChoice, KeepName
     from pyllamakv.runtime.defrag_policy import PolicyName
+    from pyllamakv.runtime.embedding import PoolingName
     from pyllamakv.runtime.gguf_file import ModelFile
     from pyllamakv.runtime.sampler import LogitsProcessor
+
+#: Environment variable with the default number of compute threads, and the maximum of ggml.
+_THREADS = "PYLLAMAKV_THREADS"
+_MOST_THREADS = 512
 
 
 class Model(LoadedModel, ClosedOnExit):
@@ -179,13 +187,21 @@ class Model(LoadedModel, ClosedOnExit):
             self._ends[token] = found
         return found
 
+    def load_adapter(self, path: str | os.PathLike[str]) -> Adapter:
+        """Load a LoRA adapter of this model from a GGUF file, for `Context.set_adapters`.
+
+        Raises AdapterError if the file is damaged, no adapter, or of another model; Unsupported if
+        the release has no adapters.
+        """
+        return adapter.load(self, path)
+
     def context(
         self,
         n_ctx: int = 512,
         n_batch: int = 512,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
-        n_threads: int = 1,
+        n_threads: int | None = None,
         *,
         n_threads_batch: int | None = None,
         flash_attn: FlashAttn = False,
@@ -195,6 +211,7 @@ class Model(LoadedModel, ClosedOnExit):
         swa_full: bool = False,
         offload_kqv: bool = True,
         embeddings: bool = False,
+        pooling: PoolingName | None = None,
         defrag_thold: float = -1.0,
         defrag_policy: PolicyName = "never",
         defrag_costs: DefragCosts | None = None,
@@ -205,6 +222,7 @@ class Model(LoadedModel, ClosedOnExit):
         kv_backing: str | os.PathLike[str] = "heap",
         kv_keep: bool | KeepName = False,
         kv_huge: bool = False,
+        adapters: Mapping[Adapter, float] | None = None,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Create a context.
@@ -212,7 +230,12 @@ class Model(LoadedModel, ClosedOnExit):
         ``n_ctx`` is the number of cells, ``n_batch`` the maximum number of tokens per decode,
         ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
         raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
+        ``n_threads`` None is PYLLAMAKV_THREADS, else the number of CPUs that the process may use,
+        or 1 if contexts of this release compute wrong results with several threads each.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
+        With ``embeddings``, decodes compute embeddings instead of logits. ``pooling`` combines
+        those of a sequence: "mean", "cls" (the first token), "last", "rank" (the model's
+        classification head), or "none"; None is what the model file names, else "none".
         ``defrag_policy`` defines when the cache is defragmented automatically: "never",
         "on_failure" (of a decode), "threshold" (of the costs in ``defrag_costs``) or "always".
         ``defrag_plan`` "ordered" keeps the order of cells, so that logits equal those of a fresh
@@ -226,10 +249,11 @@ class Model(LoadedModel, ClosedOnExit):
 
         ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
-        subclasses of KVFileError. ``guard`` "off" disables all checks and the rollback of failed
-        decodes, only in a library opened with ``isolated=True``. Raises UsageError or Unsupported
-        (with the name of the parameter), NotEnoughMemory before any allocation, or ContextError if
-        the library refuses.
+        subclasses of KVFileError. ``adapters`` maps LoRA adapters to their scales, and is part of
+        the identity of a kept file: see `Context.set_adapters`. ``guard`` "off" disables all checks
+        and the rollback of failed decodes, only in a library opened with ``isolated=True``. Raises
+        UsageError or Unsupported (with the name of the parameter), NotEnoughMemory before any
+        allocation, or ContextError if the library refuses.
         """
         _ = self.life.raw
         arguments.choice("guard", guard, ("on", "off"))
@@ -240,6 +264,7 @@ class Model(LoadedModel, ClosedOnExit):
             )
             raise UsageError(msg)
         policy = checked(defrag_policy)
+        chosen = adapter.checked_adapters(self, {} if adapters is None else adapters)
         if defrag_costs is not None:
             arguments.instance("defrag_costs", defrag_costs, DefragCosts, "Costs or None")
         if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
@@ -252,7 +277,7 @@ class Model(LoadedModel, ClosedOnExit):
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_seq_max=n_seq_max,
-            n_threads=n_threads,
+            n_threads=self._threads() if n_threads is None else n_threads,
             n_threads_batch=n_threads_batch,
             flash_attn=flash_attn,
             type_k=type_k,
@@ -261,17 +286,24 @@ class Model(LoadedModel, ClosedOnExit):
             swa_full=swa_full,
             offload_kqv=offload_kqv,
             embeddings=embeddings,
+            pooling=embedding.checked_pooling(self, embeddings, pooling),
             defrag_thold=defrag_thold,
             defrag_plan=defrag_plan,
             defrag_mover=defrag_mover,
             defrag_threads=defrag_threads,
             guard=guard == "on",
-            backing=choose(self, kv_backing, kv_keep, kv_huge),
+            backing=choose(self, kv_backing, kv_keep, kv_huge, adapter.identify(chosen)),
         )
         if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.has_partial_layers)
         with self.life as model:
             context = Context(self, new_context(self.native, model, params), params)
+        if chosen:
+            try:
+                context.start_adapters(chosen)
+            except BaseException:
+                leave(context)
+                raise
         context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
         if context.kv_file:
             resume(context)
@@ -314,6 +346,18 @@ class Model(LoadedModel, ClosedOnExit):
 
     def __repr__(self) -> str:
         return f"<Model {self.file.path.name}{', closed' if self.closed else ''}>"
+
+    def _threads(self) -> int:
+        """Return the default number of compute threads."""
+        named = os.environ.get(_THREADS, "")
+        if named:
+            if not (named.isascii() and named.isdigit() and 1 <= int(named) <= _MOST_THREADS):
+                msg = f"{_THREADS} must be a number from 1 to {_MOST_THREADS}, not {named!r}"
+                raise UsageError(msg)
+            return int(named)
+        # A worker runs one decode at a time, so its contexts share no counter at once.
+        safe = self.isolated or Capability.THREADS in self.native.about.capabilities
+        return min(usable_cpus(), _MOST_THREADS) if safe else 1
 
     def _need_vocab(self) -> None:
         _ = self.life.raw
@@ -380,6 +424,7 @@ def context_params(
     swa_full: bool,
     offload_kqv: bool,
     embeddings: bool,
+    pooling: Pooling,
     defrag_thold: float,
     defrag_plan: Plan | None,
     defrag_mover: Mover,
@@ -405,9 +450,7 @@ def context_params(
             "columns without it; pass flash_attn=True or type_v='f16'"
         )
         raise UsageError(msg)
-    if arguments.flag("embeddings", embeddings):
-        msg = "embeddings=True is not supported yet: no call returns the embeddings of a decode"
-        raise Unsupported(msg, "embeddings")
+    embeddings = arguments.flag("embeddings", embeddings)
     if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
         msg = "this build cannot choose flash attention automatically; pass True or False"
         raise Unsupported(msg, "FLASH_AUTO")
@@ -441,6 +484,7 @@ def context_params(
         swa_full=swa_full,
         offload_kqv=offload_kqv,
         embeddings=embeddings,
+        pooling=int(pooling),
         defrag_thold=defrag_thold,
         guard=guard,
         defrag_plan=plan,

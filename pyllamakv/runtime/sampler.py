@@ -234,6 +234,8 @@ class Sampler(SampledAhead, ClosedOnExit):
         if context.model.native is not self._native:
             msg = "the sampler and the context belong to two libraries: create both from one model"
             raise UsageError(msg)
+        if context.embeds:
+            raise UsageError("a context with embeddings has no logits: sample in another context")
 
     def check_in_c(self) -> None:
         """Raise UsageError if choices need Python, which a loop in C cannot call."""

@@ -19,7 +19,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import state, swa
+from pyllamakv.runtime import embedding, state, swa
 from pyllamakv.runtime.batch import Feed, as_int32
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
-    from pyllamakv.runtime.logits import Logits
+    from pyllamakv.runtime.logits import Embedding, Logits
 
 
 class Sequence(ClosedOnExit):
@@ -110,6 +110,16 @@ class Sequence(ClosedOnExit):
             msg = "the last decode has no logits of this sequence's last token"
             raise StaleLogits(msg)
         return self.context.logits(self.ledger.logits_at)
+
+    def embedding(self) -> Embedding:
+        """Return a view of the pooled embedding (n,) of this sequence's tokens in the last batch.
+
+        Raises UsageError if the context does not pool, or if the last batch had none of them, and
+        StaleLogits before the first decode.
+        """
+        self.check(self.context)
+        self.context.need_pooling(pools=True)
+        return embedding.read(self.context, self.id)
 
     def fork(self, length: int | None = None) -> Sequence:
         """Create a sequence that shares the cells of the first ``length`` tokens (None: all).
@@ -253,7 +263,8 @@ class Sequence(ClosedOnExit):
         with context.lock:
             # If the worker has ended, there is nothing to remove.
             with suppress(WorkerDied):
-                context.native.seq_rm(context.handle, self.id, -1, -1)
+                if context.info.memory is not MemoryType.NONE:
+                    context.native.seq_rm(context.handle, self.id, -1, -1)
             context.defrag_policy.freed()
             self.ledger.clear()
             self.open = False

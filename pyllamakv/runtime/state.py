@@ -250,7 +250,7 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
 
 
 def compatibility(context: Context) -> dict[str, Any]:
-    """Return what a save and a context must have in common: model, types, layout of V."""
+    """Return what a save and a context must have in common: model, types, layout of V, adapters."""
     info, params = context.model.info, context.params
     return {
         "n_vocab": info.n_vocab,
@@ -262,4 +262,5 @@ def compatibility(context: Context) -> dict[str, Any]:
         "type_k": params.type_k,
         "type_v": params.type_v,
         "v_transposed": context.info.v_transposed,
+        "adapters": context.adapters_key,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.runtime.context import Context, intercept
 from pyllamakv.scenarios import cell_samples
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: The usual parameters of a context, which a trace omits.
 _USUAL = {
     "swa_full": False, "offload_kqv": True, "embeddings": False, "defrag_thold": -1.0,
-    "defrag_plan": 0, "defrag_mover": 0, "defrag_threads": 0,
+    "defrag_plan": 0, "defrag_mover": 0, "defrag_threads": 0, "pooling": -1,
 }  # fmt: skip
 
 #: The backing of a cache does not affect results, and a replay must not open another user's file.
@@ -144,6 +144,9 @@ def record(
             if _recorded(context.native):
                 msg = "this context is being recorded already; end that recording first"
                 raise UsageError(msg)
+            if context.adapters_key or context.params.embeddings:
+                msg = "a trace cannot record LoRA adapters or embeddings: record another context"
+                raise Unsupported(msg)
             head = trace.current_head(
                 context.native.about.variant, context.model.path, context.native.environment
             )

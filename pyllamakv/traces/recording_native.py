@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
-from pyllamakv.errors import KvError
+from pyllamakv.errors import KvError, Unsupported
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.traces.row_writer import long_form
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -169,6 +171,7 @@ _CHANGES: Final = {
 }
 #: Operations with a method of their own. All others are forwarded unchanged.
 _BY_HAND: Final = (
+    "adapters_set",
     "cancel_after",
     "decode",
     "decode_each",
@@ -305,6 +308,14 @@ class RecordingNative(CallRecorder):
         self.change("cancel", (polls,), context, self.inner.cancel_after, polls, still=True)
         if context == self.handle:
             self.polls = polls
+
+    def adapters_set(
+        self, context: ContextHandle, adapters: Sequence[int], scales: Sequence[float]
+    ) -> None:
+        """Refuse adapters in the recorded context: a replay has no files of them."""
+        if context == self.handle:
+            raise Unsupported("a trace cannot record LoRA adapters; end the recording first")
+        self.inner.adapters_set(context, adapters, scales)
 
     def state_save(self, context: ContextHandle, seq: int) -> bytes:
         """Return the state of a sequence."""

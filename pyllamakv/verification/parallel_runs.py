@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed, wait
@@ -19,6 +18,7 @@ from pathlib import Path
 from threading import Event, local
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.cpus import usable_cpus
 from pyllamakv.errors import KvError, LoadError
 from pyllamakv.home import home
 from pyllamakv.scenarios import runner, synthetic_models
@@ -204,8 +204,7 @@ def check_loadable(library: Path, opener: Opener | None, place: DevicePlacement)
 
 def default_workers() -> int:
     """Return the number of parallel runs: the usable processors, at most eight."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(usable or 1, 8))
+    return min(usable_cpus(), 8)
 
 
 def load_run(key: str) -> Run | None:

@@ -73,7 +73,7 @@ UPSTREAM: tuple[KnownReport, ...] = (
         "data race",
         "gemm_bloc",
         "llamafile/sgemm.cpp",
-        "between 0.3.6 and b5415, the contexts of a process count the pieces of a product together "
+        "between 0.3.6 and b5640, the contexts of a process count the pieces of a product together "
         "(llama.cpp #14035), so that one is computed twice, or not at all",
     ),
 )

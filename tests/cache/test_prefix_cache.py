@@ -7,13 +7,14 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import adapter_kit
 import prefix_kit
 import pytest
 import runtime_kit as kit
-from prefix_kit import SYSTEM, make, serve, used
+from prefix_kit import SYSTEM, feed, make, serve, used
 
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import Cancelled, Closed, UsageError
+from pyllamakv.errors import Cancelled, Closed, PrefixStoreForeign, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,6 +265,43 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for entries in (0, 5):
         with pytest.raises(UsageError, match="1 to 4"):
             make(tmp_path, entries=entries)
+
+
+def test_a_change_of_adapters_drops_all_branches(tmp_path: Path) -> None:
+    """Also pages; not while anything is leased, parked or pinned, and not with a store."""
+    context, adapter = adapter_kit.simulated(tmp_path)
+    prompt = list(range(10, 40))
+    with PrefixCache(context, paging="memory") as cache:
+        assert serve(cache, prompt) == 0
+        cache.page_out(prompt)
+        assert serve(cache, prompt[:20]) == 19
+        lease = feed(cache.acquire([1, 2, 3]))
+        with pytest.raises(UsageError, match="leases"):
+            context.set_adapters({adapter: 1.0})
+        parked = lease.park()
+        with pytest.raises(UsageError, match="leases"):
+            context.set_adapters({adapter: 1.0})
+        parked.close()
+        cache.pin("system", prompt[:5])
+        with pytest.raises(UsageError, match="pinned"):
+            context.set_adapters({adapter: 1.0})
+        cache.unpin("system")
+        assert serve(cache, prompt) == 29
+        context.set_adapters({adapter: 1.0})
+        assert cache.size == 0
+        assert serve(cache, prompt) == 0
+        assert serve(cache, prompt) == 29
+        cache.check()
+    with PrefixCache(context, store=tmp_path / "store") as cache:
+        with pytest.raises(UsageError, match="store"):
+            context.set_adapters({})
+        serve(cache, prompt)
+    context.set_adapters({})
+    with pytest.raises(PrefixStoreForeign, match="adapters"):
+        PrefixCache(context, store=tmp_path / "store")
+    context.set_adapters({adapter: 1.0})
+    with PrefixCache(context, store=tmp_path / "store") as cache:
+        assert serve(cache, prompt) == 29
 
 
 OPTIONS: list[dict[str, Any]] = [

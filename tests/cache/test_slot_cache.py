@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import adapter_kit
 import numpy as np
 import pytest
 import runtime_kit as kit
@@ -401,3 +402,29 @@ def test_any_traffic(
             )
         assert np.array_equal(ctx.logits().copy(), expected_row(now))
         cache.check()
+
+
+def test_a_change_of_adapters_empties_the_slots(tmp_path: Path) -> None:
+    """And drops states; not while a slot is leased or parked."""
+    context, adapter = adapter_kit.simulated(tmp_path)
+    prompt = list(range(10, 40))
+    cache = SlotCache(context)
+    with cache.acquire(prompt) as lease:
+        lease.decode()
+        with pytest.raises(UsageError, match="leases"):
+            context.set_adapters({adapter: 1.0})
+        parked = lease.park()
+    with pytest.raises(UsageError, match="parked"):
+        context.set_adapters({adapter: 1.0})
+    parked.close()
+    context.set_adapters({adapter: 1.0})
+    assert cache.stats().evicted_tokens == 30
+    with cache.acquire(prompt) as lease:
+        assert lease.cached == 0
+        lease.decode()
+        assert context.kv.stats.used == 30
+    with cache.acquire(prompt) as lease:
+        assert lease.cached == 29
+    cache.check()
+    cache.close()
+    context.set_adapters({})

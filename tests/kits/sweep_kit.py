@@ -37,12 +37,15 @@ Kept = TypeVar("Kept")
 #: and that `__all__` has is constructed with wrong arguments.
 NOT_CONSTRUCTED = {
     "made by Model.context": ("Context",),
+    "made by Model.load_adapter": ("Adapter",),
     "made by OpenLibrary.load_model": ("Model",),
     "made by pyllamakv.open": ("OpenLibrary",),
     "made by Context.kv": ("KV",),
     "made by Context.sequence and Sequence.fork": ("Sequence",),
     "made by Context.logits and Context.logits_all": ("Logits", "LogitsRows"),
+    "made by Context.embedding and Sequence.embedding": ("Embedding",),
     "made by Batcher.submit": ("Generation",),
+    "made by AsyncBatcher.submit": ("AsyncGeneration",),
     "made by pyllamakv.record": ("Recording",),
     "a record that the package returns and never reads": (
         "CellMap", "ContextCacheStats", "ContextInfo",
@@ -53,6 +56,7 @@ NOT_CONSTRUCTED = {
     "a protocol": ("Cache", "CacheManager", "Lease"),
     "an enumeration: Python's own lookup by value": (
         "Backing", "Capability", "DecodeStatus", "DefragMover", "DefragPlan", "MemoryType",
+        "Pooling",
     ),
 }  # fmt: skip
 
@@ -63,6 +67,7 @@ NOT_CALLED = {
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
     ),
+    "what a task asks of its generation": ("Generation.parts",),
     "what a context asks of its sampler": (
         "Sampler.keep_ahead", "Sampler.take_ahead",
         "NumpySampler.keep_ahead", "NumpySampler.take_ahead",
@@ -75,7 +80,10 @@ NOT_CALLED = {
     "what a sequence and a decode ask of their context": (
         "Context.release_sequence", "Context.new_marks",
     ),
+    "what a model asks of its context": ("Context.start_adapters",),
+    "what a sequence asks of its context": ("Context.need_pooling",),
     "what a policy asks of the cells, with the context's lock held": ("KV.defrag_locked",),
+    "a coroutine, whose arguments Batcher.submit checks": ("AsyncBatcher.submit",),
     "what the window asks of its screen": ("Screen.show",),
 }  # fmt: skip
 
@@ -392,6 +400,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "cache": lambda world: 0,
     "caches": lambda world: [],
     "capacity": lambda world: 32,
+    "adapters": lambda world: {},
     "checkpoints": lambda world: None,
     "claim": lambda world: "",
     "context": lambda world: world.ctx,
@@ -404,6 +413,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "found": lambda world: [],
     "generation": lambda world: None,
     "index": lambda world: -1,
+    "inputs": lambda world: [[1, 2]],
     "key": lambda world: "general.architecture",
     "labels": lambda world: {"host": "a"},
     "layer": lambda world: 0,

@@ -286,6 +286,47 @@ static void check_sampler(plk_model *model, plk_context *c) {
     free(mine);
 }
 
+static void check_adapters(plk_model *model, plk_context *c) {
+    plk_adapter *adapter = (plk_adapter *) model;
+    plk_adapter *const none[] = {NULL};
+    const float scales[] = {1.0f};
+    if (!(plk_capabilities() & PLK_CAP_ADAPTERS)) {
+        CHECK(plk_adapter_load(model, "none", 1, &adapter) == PLK_EUNSUPPORTED);
+        return;
+    }
+    CHECK(plk_adapter_load(model, "/no/such/file", 1, &adapter) == PLK_EADAPTER && adapter == NULL);
+    CHECK(plk_adapter_load(NULL, "none", 1, &adapter) == PLK_EINVAL);
+    CHECK(plk_adapter_load(model, NULL, 1, &adapter) == PLK_EINVAL);
+    CHECK(plk_adapter_load(model, "none", -1, &adapter) == PLK_EINVAL);
+    CHECK(plk_adapters_set(c, 1, NULL, scales) == PLK_EINVAL);
+    CHECK(plk_adapters_set(c, 1, none, scales) == PLK_EINVAL);
+    CHECK(plk_adapters_set(c, -1, none, scales) == PLK_EINVAL);
+    CHECK(plk_adapters_set(NULL, 0, NULL, NULL) == PLK_EINVAL);
+    CHECK(plk_adapters_set(c, 0, NULL, NULL) == PLK_OK);
+    plk_adapter_free(NULL);
+}
+
+static void check_embeddings(plk_model *model, plk_context_params p) {
+    plk_context *c = NULL;
+    p.embeddings = 1;
+    p.pooling = 9;
+    CHECK(plk_context_new(model, &p, &c) == PLK_EINVAL);
+    p.pooling = PLK_POOLING_MEAN;
+    p.kv_unified = 1;
+    CHECK(plk_context_new(model, &p, &c) == PLK_OK);
+    plk_context_info info = {.size = sizeof info};
+    CHECK(plk_context_read(c, &info) == PLK_OK && info.pooling == PLK_POOLING_MEAN);
+    int32_t token[] = {3, 4, 5}, pos[] = {0, 1, 0}, seq[] = {0, 0, 1};
+    CHECK(plk_embeddings(c, 0) == NULL);
+    CHECK(decode(c, 3, token, pos, seq) == PLK_OK);
+    CHECK(plk_embeddings(c, 0) != NULL && plk_embeddings(c, 1) != NULL);
+    CHECK(plk_embeddings(c, 2) == NULL && plk_embeddings(c, -1) == NULL);
+    seq[2] = 5; /* releases assert that it is below the number of tokens */
+    CHECK(decode(c, 3, token, pos, seq) == PLK_EINVAL);
+    CHECK(plk_decode_one(c, 3, 0, 5) == PLK_EINVAL);
+    plk_context_free(c);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 2 || argc == 5);
     check_identity();
@@ -299,6 +340,8 @@ int main(int argc, char **argv) {
     plk_context_info info = {.size = sizeof info};
     CHECK(plk_context_read(c, &info) == PLK_OK && info.n_seq_max == 8);
     check_refusals(model, c);
+    check_adapters(model, c);
+    check_embeddings(model, p);
     if (plk_capabilities() & PLK_CAP_CELLS) {
         check_defrag(c, &info);
         check_states(c);

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from native_kit import built
 
 import pyllamakv as kv
 
@@ -390,3 +391,17 @@ def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
             assert ctx.kv.stats.used == 18
             results.append((rows, [(lane.tokens, lane.positions) for lane in lanes]))
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(
+    ("release", "safe"), [("0.3.9", False), ("0.3.16", True), ("0.3.36", True), ("b11549", True)]
+)
+def test_threads_are_those_in_use(release: str, safe: bool, tiny_model: Path) -> None:
+    """As llama.cpp reports them; releases with a shared counter lack the capability."""
+    with kv.open(built(f"{release}+stock").folder) as library:
+        assert (kv.Capability.THREADS in library.about.capabilities) is safe
+        with library.load_model(tiny_model) as model:
+            context = model.context(64, n_threads=2, n_threads_batch=3)
+            assert (context.info.n_threads, context.info.n_threads_batch) == (2, 3)
+            context.set_threads(1)
+            assert (context.info.n_threads, context.info.n_threads_batch) == (1, 1)

@@ -162,9 +162,3 @@ def test_a_prompt_longer_than_the_cache_has_its_own_error(tmp_path: Path) -> Non
         ctx.prefill(a, [7] * 8)
     assert len(a) == 10
     ctx.prefill(a, [7] * 6)
-
-
-def test_embeddings_are_refused(tmp_path: Path) -> None:
-    """No call would return them."""
-    with pytest.raises(Unsupported, match="embeddings=True"):
-        kit.context(tmp_path, n_ctx=16, embeddings=True)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
+from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KvError, NotEnoughMemory, Unsupported, UsageError
+from pyllamakv.runtime import model as model_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,3 +83,47 @@ def test_numbers_arrive_as_given(tmp_path: Path) -> None:
     """Check defaults that depend on others."""
     params = kit.model(tmp_path).context(n_ctx=64, n_batch=16, n_threads=3, type_k="q8_0").params
     assert (params.n_ubatch, params.n_threads_batch, params.type_k) == (16, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("threads", "isolated", "named", "expected"),
+    [
+        (True, False, "", 3),
+        (False, False, "", 1),
+        (False, True, "", 3),
+        (True, False, "2", 2),
+        (False, False, "5", 5),
+    ],
+)
+def test_the_default_number_of_threads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: bool,
+    isolated: bool,
+    named: str,
+    expected: int,
+) -> None:
+    """All usable CPUs, or 1 where contexts in one process share a counter; the variable wins."""
+    monkeypatch.setattr(model_module, "usable_cpus", lambda: 3)
+    monkeypatch.setenv("PYLLAMAKV_THREADS", named)
+    capabilities = ALL | Capability.THREADS if threads else ALL
+    library = kit.library(isolated=isolated, capabilities=capabilities)
+    model = library.load_model(write_gguf(tmp_path / "tiny.gguf"))
+    context = model.context(16)
+    assert context.params.n_threads == context.params.n_threads_batch == expected
+    assert context.info.n_threads == expected
+    assert model.context(16, n_threads=4).info.n_threads == 4
+    context.set_threads(6, 7)
+    assert (context.info.n_threads, context.info.n_threads_batch) == (6, 7)
+
+
+@pytest.mark.parametrize("named", ["0", "-1", "513", "two", "1.5"])
+def test_a_wrong_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """With its limits; a number in the call does not need it."""
+    monkeypatch.setenv("PYLLAMAKV_THREADS", named)
+    model = kit.model(tmp_path)
+    with pytest.raises(UsageError, match="PYLLAMAKV_THREADS must be a number from 1 to 512"):
+        model.context(16)
+    assert model.context(16, n_threads=1).info.n_threads == 1

@@ -11,7 +11,7 @@ set(PLK_INCLUDES
 # The groups, and the candidates of each, best first. `none` is the stub if no candidate compiles.
 set(PLK_GROUPS
     load context settings memory cells rollback update defrag moving mapping counters
-    devices sampler grammar rpc)
+    devices sampler grammar adapters pooling rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
 set(PLK_settings getter member hidden)
@@ -26,6 +26,8 @@ set(PLK_counters counters)
 set(PLK_devices registry)
 set(PLK_sampler chain functions)
 set(PLK_grammar parser)
+set(PLK_adapters list each first)
+set(PLK_pooling rank)
 set(PLK_rpc server cached plain field first)
 
 # Set `out` to the chosen sources, and PLK_PROBES to the JSON that plk_probes() returns.

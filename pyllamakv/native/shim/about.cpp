@@ -7,7 +7,13 @@
 
 namespace {
 thread_local std::string last_error;
-}
+
+#ifdef PLK_SHARED_COUNTER
+constexpr uint64_t threads = 0;
+#else
+constexpr uint64_t threads = PLK_CAP_THREADS;
+#endif
+} // namespace
 
 int plk::refuse(int code, const char *format, ...) {
     char text[1024];
@@ -34,7 +40,8 @@ const char *plk_probes(void) { return plk::built::probes; }
 uint64_t plk_capabilities(void) {
     return plk::context::bits | plk::cells::bits | plk::defrag::bits |
            plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::mapping::bits |
-           plk::sampler::bits | plk::grammar::bits | PLK_CAP_STATES;
+           plk::sampler::bits | plk::grammar::bits | plk::adapters::bits | plk::pooling::bits |
+           threads | PLK_CAP_STATES;
 }
 
 const char *plk_last_error(void) { return last_error.c_str(); }
@@ -78,12 +85,13 @@ int32_t plk_sizeof(const char *name) {
 // at its end; any other change requires a new PLK_ABI.
 static_assert(sizeof(void *) != 8 || offsetof(plk_model_params, rpc_servers) == 24, "layout");
 static_assert(sizeof(void *) != 8 || sizeof(plk_model_params) == 40, "layout");
-static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 80, "layout");
+static_assert(offsetof(plk_model_info, n_params) == 64 && sizeof(plk_model_info) == 88, "layout");
 static_assert(offsetof(plk_context_params, defrag_thold) == 56, "layout");
 static_assert(offsetof(plk_context_params, kv_backing) == 76, "layout");
-static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 104, "layout");
+static_assert(sizeof(void *) != 8 || offsetof(plk_context_params, pooling) == 104, "layout");
+static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 112, "layout");
 static_assert(offsetof(plk_context_info, defrag_thold) == 60, "layout");
-static_assert(sizeof(plk_context_info) == 76 && sizeof(plk_mapping) == 72, "layout");
+static_assert(sizeof(plk_context_info) == 88 && sizeof(plk_mapping) == 72, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");

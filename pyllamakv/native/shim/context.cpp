@@ -82,6 +82,12 @@ int check(const plk_model &model, const plk_context_params &asked) {
                            asked.defrag_plan, asked.defrag_mover, asked.defrag_threads,
                            max_threads);
     }
+    if (asked.pooling < PLK_POOLING_MODEL || asked.pooling > PLK_POOLING_RANK) {
+        return plk::refuse(PLK_EINVAL, "pooling is %d, expected -1 to 4", asked.pooling);
+    }
+    if (asked.pooling == PLK_POOLING_RANK && !plk::pooling::bits) {
+        return plk::refuse(PLK_EUNSUPPORTED, "this release has no pooling by a classification head");
+    }
     if (!plk::moving::bits &&
         (asked.defrag_plan == 1 || asked.defrag_mover || asked.defrag_threads)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build moves cells in its own way only");
@@ -180,6 +186,7 @@ llama_context_params fill(const plk_model &model, const plk_context_params &aske
     params.type_v = static_cast<ggml_type>(asked.type_v);
     params.offload_kqv = asked.offload_kqv != 0;
     params.embeddings = asked.embeddings != 0;
+    PLK_SET(pooling_type, params, asked.pooling);
     params.abort_callback = poll;
     params.abort_callback_data = handle;
     // A release with a bool cannot decide: -1 becomes false, which never fails.
@@ -225,6 +232,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         asked.type_k = asked.type_v = GGML_TYPE_F16;
         asked.kv_unified = asked.offload_kqv = asked.guard = 1;
         asked.defrag_thold = -1.0f;
+        asked.pooling = PLK_POOLING_MODEL;
         int code = plk::take(params, asked, "plk_context_params");
         if (code == PLK_OK) {
             code = check(*model, asked);
@@ -275,6 +283,10 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         handle->n_seq_max = decided.n_seq_max > 0 ? static_cast<uint32_t>(decided.n_seq_max)
                                                   : asked.n_seq_max;
         handle->causal = decided.causal != 0;
+        handle->graph_nodes = plk::logged_nodes();
+        if (asked.embeddings) {
+            handle->pooling = static_cast<int32_t>(llama_pooling_type(handle->ctx));
+        }
         handle->model = model;
         model->users.fetch_add(1);
         *out = handle.release();
@@ -289,6 +301,9 @@ void plk_context_free(plk_context *context) {
                 plk::cells::watch->closed(context->ctx);
             }
             llama_free(context->ctx);
+            for (plk_adapter *adapter : context->adapters) {
+                plk::release(adapter);
+            }
             plk::release(context->model);
             delete context;
         }
@@ -320,6 +335,9 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
         }
         info.defrag = plk::defrag::refusal(context->ctx, info) == nullptr ? 1 : 0;
         info.defrag_thold = plk::defrag::threshold(*context);
+        info.pooling = context->pooling;
+        info.n_threads = static_cast<int32_t>(llama_n_threads(context->ctx));
+        info.n_threads_batch = static_cast<int32_t>(llama_n_threads_batch(context->ctx));
         plk::moving::describe(context->asked, info);
         if (info.v_transposed < 0 && info.flash_attn >= 0) {
             info.v_transposed = info.flash_attn ? 0 : 1;

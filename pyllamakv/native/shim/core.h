@@ -23,6 +23,13 @@ struct plk_model {
     std::atomic<int> users{1};
 };
 
+struct plk_adapter {
+    plk_model *model = nullptr;
+    void *lora = nullptr; // its type differs by release
+    int32_t n_pairs = 0;
+    std::atomic<int> users{1}; // the handle, and each context that uses it
+};
+
 struct plk_context {
     plk_model *model = nullptr;
     llama_context *ctx = nullptr;
@@ -32,6 +39,10 @@ struct plk_context {
     uint32_t n_ubatch = 0;
     uint32_t n_seq_max = 0;
     bool causal = true;
+    int32_t pooling = PLK_POOLING_MODEL; // in effect; PLK_POOLING_MODEL without embeddings
+    int32_t graph_nodes = 0; // of the largest graph without adapters, if llama.cpp logged it
+    std::vector<plk_adapter *> adapters;
+    std::vector<float> scales;
     bool used_states = false; // a removed sequence may have left its recurrent state in the memory
     bool had_states = false;  // the memory had a recurrent state since the last clear
 
@@ -108,6 +119,8 @@ void start();
 // Return the first error that llama.cpp logged in this thread since `forget_logged`; "" if none.
 const char *logged();
 void forget_logged();
+// Return the largest number of nodes of a graph that llama.cpp logged since `forget_logged`, or 0.
+int32_t logged_nodes();
 
 // Drops what llama.cpp logs in this thread during its lifetime.
 struct Muted {
@@ -117,6 +130,7 @@ struct Muted {
 
 // Release a reference to a model; the last release frees it.
 void release(plk_model *model);
+void release(plk_adapter *adapter);
 
 // Return whether a context uses flash attention: 1, 0, or -1 if unknown.
 int32_t flash(const plk_context &context);

@@ -42,6 +42,24 @@ int check(const plk_context &c, const plk_batch &batch) {
     return PLK_OK;
 }
 
+// Check a batch whose embeddings are pooled. Releases through b5640 assert that the id of a sequence is
+// below the number of tokens. All pool the tokens of each micro-batch alone.
+int check_pooled(const plk_context &c, const llama_batch &batch) {
+    if (static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
+        return plk::refuse(PLK_EINVAL, "%d tokens to pool need an n_ubatch of as many, not %u",
+                           batch.n_tokens, c.n_ubatch);
+    }
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        if (batch.n_seq_id[i] != 1 || *batch.seq_id[i] >= batch.n_tokens) {
+            return plk::refuse(PLK_EINVAL,
+                               "place %d: a token to pool is in one sequence, whose id %d must be "
+                               "below the number of tokens, %d",
+                               i, *batch.seq_id[i], batch.n_tokens);
+        }
+    }
+    return PLK_OK;
+}
+
 bool starts(const llama_batch &batch) {
     return std::find(batch.pos, batch.pos + batch.n_tokens, 0) != batch.pos + batch.n_tokens;
 }
@@ -88,6 +106,11 @@ struct Armed {
 int decode(plk_context &c, const llama_batch &batch) {
     c.outputs.clear();
     c.places.clear();
+    if (c.pooling > PLK_POOLING_NONE) {
+        if (const int wrong = check_pooled(c, batch)) {
+            return wrong;
+        }
+    }
     if ((c.guard || !plk::memory::restarts_states) && c.used_states && starts(batch)) {
         return plk::refuse(PLK_EUNSUPPORTED,
                            "this release begins a recurrent state with what a removed sequence "
@@ -273,14 +296,20 @@ const float *plk_embeddings(plk_context *context, int32_t index) {
         if (!context->asked.embeddings) {
             return plk::refuse(PLK_EINVAL, "the context was made without embeddings");
         }
-        const bool pooled = llama_pooling_type(context->ctx) != LLAMA_POOLING_TYPE_NONE;
-        const auto places = static_cast<int32_t>(context->places.size());
-        const int32_t at = !pooled ? place(*context, index) : index < 0 ? places + index : index;
-        if (at < 0 || at >= places) {
-            return plk::refuse(PLK_EINVAL, "the last decode kept no embedding at place %d", index);
+        const std::vector<int32_t> &owners = context->owners;
+        if (context->pooling > PLK_POOLING_NONE) {
+            if (context->outputs.empty() ||
+                std::find(owners.begin(), owners.end(), index) == owners.end()) {
+                return plk::refuse(PLK_EINVAL, "the last decode had no token of sequence %d", index);
+            }
+            row = llama_get_embeddings_seq(context->ctx, index);
+        } else {
+            const int32_t at = place(*context, index);
+            if (at < 0) {
+                return plk::refuse(PLK_EINVAL, "the last decode kept no embedding at place %d", index);
+            }
+            row = llama_get_embeddings_ith(context->ctx, at);
         }
-        row = pooled ? llama_get_embeddings_seq(context->ctx, context->owners[at])
-                     : llama_get_embeddings_ith(context->ctx, at);
         return row ? PLK_OK : plk::refuse(PLK_EINVAL, "llama.cpp has no embedding there");
     });
     return row;

@@ -33,6 +33,7 @@ PLK_FIELD(kv_unified)
 PLK_FIELD(load_mode)
 PLK_FIELD(n_outputs_max)
 PLK_FIELD(no_perf)
+PLK_FIELD(pooling_type)
 PLK_FIELD(rpc_servers)
 PLK_FIELD(seed)
 PLK_FIELD(swa_full)
@@ -77,6 +78,20 @@ template <typename Model> bool ask_recurrent(const Model *model, long) {
 }
 inline bool recurrent(const llama_model *model) { return ask_recurrent(model, 0); }
 
+template <typename Model>
+auto ask_outputs(const Model *model, int) -> decltype(llama_model_n_cls_out(model)) {
+    return llama_model_n_cls_out(model);
+}
+template <typename Model> uint32_t ask_outputs(const Model *, long) { return 0; }
+
+template <typename Model>
+auto ask_embedding(const Model *model, int32_t, int) -> decltype(llama_model_n_embd_out(model)) {
+    return llama_model_n_embd_out(model);
+}
+template <typename Model> int32_t ask_embedding(const Model *, int32_t n_embd, long) {
+    return n_embd;
+}
+
 // Fill the fields that all releases provide in the same way.
 inline void describe(const llama_model *model, plk_model_info &info) {
     const std::string prefix = architecture(model) + ".";
@@ -92,6 +107,8 @@ inline void describe(const llama_model *model, plk_model_info &info) {
     info.n_params = llama_model_n_params(model);
     info.n_bytes = llama_model_size(model);
     info.is_recurrent = recurrent(model) ? 1 : 0;
+    info.n_cls_out = static_cast<int32_t>(ask_outputs(model, 0));
+    info.n_embd_out = ask_embedding(model, info.n_embd, 0);
 }
 
 } // namespace plk::fields

@@ -231,4 +231,21 @@ void apply(Grammar *grammar, std::vector<llama_token_data> &candidates);
 void accept(Grammar *grammar, int32_t token);
 } // namespace grammar
 
+// LoRA adapters.
+namespace adapters {
+extern const uint64_t bits;
+// Return NULL if llama.cpp refuses the file; the reason is in its log.
+void *open(llama_model *model, const char *path);
+void close(void *lora);
+// Replace the adapters of a context. Return false if llama.cpp refuses one.
+bool set(llama_context *ctx, const std::vector<void *> &loras, const std::vector<float> &scales);
+// Return the maximum number of nodes of a graph, beyond which llama.cpp asserts; 0: it makes room.
+size_t max_nodes(llama_context *ctx);
+} // namespace adapters
+
+// Pooling of embeddings.
+namespace pooling {
+extern const uint64_t bits;
+} // namespace pooling
+
 } // namespace plk

@@ -39,7 +39,11 @@ thread_local Line line;
 // report its consequences.
 thread_local std::string first_error;
 
+thread_local int32_t most_nodes = 0;
+
 thread_local bool muted = false;
+
+const std::string nodes_of_a_graph = "graph nodes  = ";
 
 // Before 0.3, levels were numbered from 2 (error) to 5 (debug), and none marked a continuation.
 constexpr bool continues = static_cast<int>(GGML_LOG_LEVEL_DEBUG) == 1;
@@ -75,6 +79,10 @@ void finish() {
         if (line.level == 4 && first_error.empty()) {
             first_error = line.text;
         }
+        const size_t nodes = line.text.find(nodes_of_a_graph);
+        if (nodes != std::string::npos) {
+            most_nodes = std::max(most_nodes, atoi(line.text.c_str() + nodes + nodes_of_a_graph.size()));
+        }
         push(line.level, line.text);
     }
     line.text.clear();
@@ -103,7 +111,12 @@ void receive(ggml_log_level level, const char *text, void *) noexcept {
 
 const char *plk::logged() { return first_error.c_str(); }
 
-void plk::forget_logged() { first_error.clear(); }
+void plk::forget_logged() {
+    first_error.clear();
+    most_nodes = 0;
+}
+
+int32_t plk::logged_nodes() { return most_nodes; }
 
 plk::Muted::Muted() { muted = true; }
 

@@ -52,11 +52,13 @@ struct plk_context {
     cell *cells;
     int n, outputs;
     float *logits;
+    float adapters, embedding[32]; /* sum of the scales, added to the logits */
     int *output_of; /* place in the batch -> row of logits, or -1 */
     volatile int cancelled;
     int64_t cancel_after, polls;
     plk_counters counters;
 };
+struct plk_adapter { int n_pairs; };
 struct plk_sampler { plk_sampler_params params; int64_t taken; };
 
 static _Thread_local char error_text[256];
@@ -166,7 +168,7 @@ int plk_model_read(const plk_model *model, plk_model_info *out) {
     (void) model;
     uint32_t size = out->size;
     *out = (plk_model_info) { size, N_VOCAB, 4096, 32, 2, 4, 2, 16, 16, 1, BOS, EOS, -1, 10, 1, 0,
-                              260096, 1040384 };
+                              260096, 1040384, 0, 32 };
     return PLK_OK;
 }
 int32_t plk_model_meta(const plk_model *model, const char *key, char *text, int32_t room) {
@@ -202,6 +204,24 @@ int32_t plk_token_is_eog(const plk_model *model, int32_t token) {
     return token == EOS;
 }
 
+int plk_adapter_load(plk_model *model, const char *path, int32_t n_pairs, plk_adapter **out) {
+    (void) model;
+    if (strstr(path, "refused")) return fail(PLK_EADAPTER, "it adapts another model");
+    *out = calloc(1, sizeof **out);
+    (*out)->n_pairs = n_pairs;
+    return PLK_OK;
+}
+void plk_adapter_free(plk_adapter *adapter) { free(adapter); }
+int plk_adapters_set(plk_context *c, int32_t n, plk_adapter *const *adapters, const float *scales) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) {
+        if (adapters[i]->n_pairs > 100) return fail(PLK_EUNSUPPORTED, "too many nodes");
+        sum += scales[i];
+    }
+    c->adapters = sum;
+    return PLK_OK;
+}
+
 int plk_context_new(plk_model *model, const plk_context_params *params, plk_context **out) {
     if (params->n_ctx == 0 || params->n_batch == 0) return fail(PLK_ECONTEXT, "n_ctx is 0");
     if (params->n_ctx > (1 << 20)) return fail(PLK_EMEMORY, "too many cells");
@@ -233,6 +253,9 @@ int plk_context_read(const plk_context *c, plk_context_info *out) {
     *out = (plk_context_info) { size, c->params.n_ctx, c->params.n_batch, c->params.n_ubatch,
                                 c->params.n_seq_max, PLK_MEMORY_ATTENTION, 1, 1, -1, 1, 1,
                                 c->params.flash_attn > 0, c->params.flash_attn <= 0, 0, 1 };
+    out->n_threads = c->params.n_threads;
+    out->n_threads_batch = c->params.n_threads_batch;
+    out->pooling = c->params.embeddings ? c->params.pooling : -1;
     return PLK_OK;
 }
 int plk_threads(plk_context *c, int32_t n_threads, int32_t n_threads_batch) {
@@ -271,7 +294,7 @@ static int script(plk_context *c, int32_t token) {
 }
 static void put_logits(plk_context *c, int place, int32_t token, int32_t pos) {
     float *row = c->logits + (size_t) c->outputs * N_VOCAB;
-    for (int v = 0; v < N_VOCAB; v++) row[v] = (float) -((v - token - pos - 1) & 255);
+    for (int v = 0; v < N_VOCAB; v++) row[v] = c->adapters - ((v - token - pos - 1) & 255);
     c->output_of[place] = c->outputs++;
 }
 int plk_decode(plk_context *c, const plk_batch *b) {
@@ -326,7 +349,11 @@ const float *plk_logits_all(plk_context *c, int32_t *rows) {
     return c->outputs ? c->logits : NULL;
 #endif
 }
-const float *plk_embeddings(plk_context *c, int32_t index) { (void) c, (void) index; return NULL; }
+const float *plk_embeddings(plk_context *c, int32_t index) {
+    if (!c->params.embeddings || !c->outputs) return NULL;
+    for (int i = 0; i < 32; i++) c->embedding[i] = (float) index;
+    return c->embedding;
+}
 void plk_synchronize(plk_context *c) { (void) c; }
 void plk_cancel(plk_context *c) { c->cancelled = 1; }
 void plk_cancel_after(plk_context *c, int64_t polls) { c->cancel_after = polls; }

@@ -6,7 +6,7 @@ Logits depend on the tokens and positions that a sequence has, so that a lost or
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from fakes.simulated_cache import N_EMBD, N_LAYER, Cache
@@ -20,13 +20,17 @@ from pyllamakv.binding.protocol import (
     Device,
     LibraryInfo,
     MemoryType,
+    Pooling,
     RawCells,
     RawDefrag,
     RawMapping,
 )
 from pyllamakv.errors import Closed, ContextError, NativeError, NoTokenAllowed, Unsupported
 
-ALL = Capability(2047) & ~Capability.STREAMS & ~Capability.KV_UNIFIED & ~Capability.FLASH_AUTO
+ALL = (
+    (Capability(2047) | Capability.ADAPTERS)
+    & ~Capability.STREAMS & ~Capability.KV_UNIFIED & ~Capability.FLASH_AUTO
+)  # fmt: skip
 
 
 @dataclass
@@ -36,6 +40,10 @@ class _Context:
     info: ContextInfo
     logits: list[np.ndarray] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    embeddings: list[np.ndarray] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    #: Adapters with their scales; K and V of a token depend on the sum of the scales.
+    adapters: dict[int, float] = field(default_factory=dict)
     cancelled: bool = False
     cancel_at: int = -1
     polls: int = 0
@@ -91,6 +99,22 @@ class SimulatedNative(SimulatedModels):
     def devices(self) -> list[Device]:
         return [Device("CPU", "simulated", "cpu", 0, 0)]
 
+    # adapters
+
+    def adapter_load(self, model: int, path: str, n_pairs: int) -> int:
+        self._get(model)
+        return self._new("adapter")
+
+    def adapter_free(self, adapter: int) -> None:
+        self._free(adapter, "adapter")
+
+    def adapters_set(self, context: int, adapters: list[int], scales: list[float]) -> None:
+        for each in adapters:
+            self._get(each)
+        if len(adapters) > 2:
+            raise Unsupported("no room for three adapters", "adapters")
+        self._get(context).adapters = dict(zip(adapters, scales, strict=True))
+
     # contexts
 
     def context_new(self, model: int, params) -> int:
@@ -108,6 +132,8 @@ class SimulatedNative(SimulatedModels):
             MemoryType.ATTENTION, 1, self.can_shift, self.partial, self.contiguous,
             Capability.DEFRAG in self.about.capabilities, params.flash_attn, not params.flash_attn,
             n_streams=1 if self.unifies or params.kv_unified else params.n_seq_max,
+            n_threads=params.n_threads, n_threads_batch=params.n_threads_batch,
+            pooling=Pooling(max(0, params.pooling)) if params.embeddings else Pooling.MODEL,
         )  # fmt: skip
         self.created.append("context")
         return self._new(_Context(params, cache, info))
@@ -123,7 +149,8 @@ class SimulatedNative(SimulatedModels):
         return []
 
     def threads(self, context: int, n_threads: int, n_threads_batch: int) -> None:
-        self._get(context)
+        c = self._get(context)
+        c.info = replace(c.info, n_threads=n_threads, n_threads_batch=n_threads_batch)
 
     def decode(self, context: int, token, pos, seq_count, seq_id, logits) -> int:
         c, cache = self._get(context), self._get(context).cache
@@ -132,6 +159,7 @@ class SimulatedNative(SimulatedModels):
         self.entered.set()
         self.gate.wait(60)
         c.logits, c.places, c.polls = [], [], 0
+        c.embeddings, c.owners = [], []
         if self.fail_next:
             what = self.fail_next.pop(0)
             if isinstance(what, Exception):
@@ -141,6 +169,8 @@ class SimulatedNative(SimulatedModels):
         ends = np.cumsum(counts)
         ids = [seq_id[e - n : e].tolist() for e, n in zip(ends, counts, strict=True)]
         flags = [0] * (len(token) - 1) + [1] if logits is None else logits.tolist()
+        if c.params.embeddings:
+            flags = [1] * len(token)
         if (np.asarray(token) >= N_VOCAB).any():
             raise NativeError("invalid token", code=-1001)
         done: list[np.ndarray] = []
@@ -157,12 +187,15 @@ class SimulatedNative(SimulatedModels):
                     cache.free_unused()
                 c.cancelled, c.logits, c.places = False, [], []
                 return code or 1
-            cache.put(cells, token[part].tolist(), pos[part].tolist(), ids[part])
+            added = round(1000 * sum(c.adapters.values()))
+            cache.put(cells, (token[part] + added).tolist(), pos[part].tolist(), ids[part])
             done.append(cells)
             for i in range(part.start, part.stop):
                 if flags[i]:
                     c.places.append(i)
                     c.logits.append(self._row(cache, ids[i][0], int(pos[i])))
+                    c.embeddings.append(c.logits[-1][:N_EMBD])
+                    c.owners.append(ids[i][0])
         return 0
 
     def decode_one(self, context: int, token: int, pos: int, seq_id: int) -> int:
@@ -180,6 +213,15 @@ class SimulatedNative(SimulatedModels):
 
     def logits_all(self, context: int, n_vocab: int) -> np.ndarray:
         return np.stack(self._get(context).logits)
+
+    def embeddings(self, context: int, index: int) -> np.ndarray:
+        c = self._get(context)
+        if c.info.pooling is Pooling.NONE:
+            return c.embeddings[c.places.index(c.places[index] if index < 0 else index)]
+        mine = [e for e, owner in zip(c.embeddings, c.owners, strict=True) if owner == index]
+        if c.info.pooling is Pooling.MEAN:
+            return np.mean(mine, axis=0, dtype=np.float32)
+        return mine[0 if c.info.pooling is Pooling.CLS else -1]
 
     def cancel(self, context: int) -> None:
         self._get(context).cancelled = True

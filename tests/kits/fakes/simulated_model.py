@@ -26,7 +26,7 @@ class SimulatedModels:
             n_vocab=N_VOCAB, n_ctx_train=512, n_embd=N_EMBD, n_layer=N_LAYER, n_head=1,
             n_head_kv=1, n_embd_k_gqa=N_EMBD, n_embd_v_gqa=N_EMBD, has_vocab=True, token_bos=1,
             token_eos=2, token_eot=-1, token_nl=13, add_bos=True, is_recurrent=False,
-            n_params=1000, n_bytes=4000,
+            n_params=1000, n_bytes=4000, n_cls_out=0, n_embd_out=N_EMBD,
         )  # fmt: skip
 
     def model_meta(self, model: int, key: str) -> str | None:

@@ -1,0 +1,238 @@
+"""Use a `Batcher` from tasks of an event loop.
+
+`AsyncBatcher` owns a batcher and a thread that steps it. Tasks send calls to the thread, which runs
+them between two steps, and wakes the tasks when their generations have more text. Only the thread
+uses the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pyllamakv.cache.batcher import MAX_WAIT, Batcher
+from pyllamakv.cache.generation import Generation
+from pyllamakv.errors import Closed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from types import TracebackType
+
+    from pyllamakv.cache.batcher import BatcherStats
+    from pyllamakv.cache.generation import Reason
+    from pyllamakv.cache.interface import CacheManager
+
+R = TypeVar("R")
+
+
+class AsyncBatcher:
+    """Generate for several tasks at once, with the sequences of a cache manager.
+
+    The arguments are those of `Batcher`. A thread of its own uses the context from the first call
+    until `aclose`: other threads get Busy. The tasks may belong to several event loops.
+    """
+
+    def __init__(
+        self, manager: CacheManager, *, n_batch: int | None = None, max_wait: int | None = MAX_WAIT
+    ) -> None:
+        self._batcher = Batcher(manager, n_batch=n_batch, max_wait=max_wait)
+        self._wake = threading.Condition()
+        # Shared with the thread, under `_wake`.
+        self._calls: list[_Call] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        # Of the thread alone.
+        self._live: list[AsyncGeneration] = []
+
+    async def submit(self, *args: Any, **options: Any) -> AsyncGeneration:
+        """Queue a prompt and return its generation; the arguments are those of `Batcher.submit`.
+
+        Raises as `Batcher.submit` does, and Closed after `aclose`.
+        """
+        loop = asyncio.get_running_loop()
+
+        def begin() -> AsyncGeneration:
+            made = AsyncGeneration(self._batcher.submit(*args, **options), loop)
+            self._live.append(made)
+            return made
+
+        return await self._call(begin)
+
+    async def stats(self) -> BatcherStats:
+        """Return the totals so far."""
+        return await self._call(self._batcher.stats)
+
+    async def aclose(self) -> None:
+        """Cancel all generations and end the thread. The manager stays open. May be repeated."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is None:
+            self._batcher.close()
+            return
+        for each in tuple(self._live):
+            each.cancel()  # ends the running decode
+        await asyncio.to_thread(thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _call(self, work: Callable[[], R]) -> R:
+        """Run ``work`` in the thread, between two steps."""
+        call = _Call(work, asyncio.get_running_loop())
+        with self._wake:
+            if self._closing:
+                raise Closed("the batcher was closed; create a new one")
+            if self._thread is None:
+                # A daemon: a program that forgets `aclose` can end.
+                self._thread = threading.Thread(
+                    target=self._run, name="pyllamakv-batcher", daemon=True
+                )
+                self._thread.start()
+            self._calls.append(call)
+            self._wake.notify()
+        found: R = await call.future
+        return found
+
+    # In the thread...
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._calls or self._live or self._closing)
+                calls, self._calls = self._calls, []
+                closing = self._closing
+            for call in calls:
+                call.run(closed=closing)
+            if closing:
+                break
+            if self._live:
+                self._step()
+        try:
+            self._batcher.close()
+        finally:
+            self._deliver()
+
+    def _step(self) -> None:
+        try:
+            self._batcher.step()
+        except Exception as error:
+            # Usually all have ended with this error. If not, their tasks would wait for ever.
+            for each in self._live:
+                each.generation.end("failed", error)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Wake the tasks whose generations have more text, or have ended."""
+        for each in self._live:
+            each.notify()
+        self._live = [each for each in self._live if not each.generation.done]
+
+
+class AsyncGeneration:
+    """The text that continues a prompt. `AsyncBatcher.submit` creates it.
+
+    ``async for`` yields the text from its start, and raises the error of a failure. Leaving the
+    iteration early cancels the generation, also if its task is cancelled: the sequence is free
+    after the next step. ``generation`` has the tokens, which other threads must not change.
+    """
+
+    def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+        self.generation = generation
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._seen = 0  # parts of which the tasks know
+
+    @property
+    def finish_reason(self) -> Reason | None:
+        """Return why the generation ended: see `Generation`; None while it runs."""
+        return self.generation.finish_reason
+
+    @property
+    def text(self) -> str:
+        """Return the text so far."""
+        return self.generation.text
+
+    async def result(self) -> str:
+        """Wait for the end and return the text, or raise the error of a failure."""
+        return "".join([part async for part in self])
+
+    def cancel(self) -> None:
+        """End the generation, also during a decode, from any thread. Decoded tokens remain."""
+        self.generation.cancel()
+
+    def notify(self) -> None:
+        """Wake the tasks that wait for more text, for the thread of `AsyncBatcher`."""
+        seen = len(self.generation.parts())
+        if seen == self._seen and not self.generation.done:
+            return
+        self._seen = seen
+        try:
+            self._loop.call_soon_threadsafe(self._changed.set)
+        except RuntimeError:  # the loop was closed: nobody reads the text
+            self.generation.cancel()
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[str]:
+        at = 0
+        try:
+            while True:
+                self._changed.clear()
+                done = self.generation.done  # before its last parts are read
+                for part in self.generation.parts(at):
+                    at += 1
+                    yield part
+                if done:
+                    break
+                await self._changed.wait()
+        finally:
+            if not self.generation.done:
+                self.cancel()
+        if self.generation.error is not None:
+            raise self.generation.error
+
+    def __repr__(self) -> str:
+        return repr(self.generation).replace("<", "<Async", 1)
+
+
+class _Call:
+    """A call for the thread, and the future of its result."""
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._work = work
+        self._loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def run(self, *, closed: bool) -> None:
+        """Run the call and send its result or its error, or Closed."""
+        result, error = None, None
+        try:
+            if closed:
+                raise Closed("the batcher was closed; create a new one")
+            result = self._work()
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(self._finish, result, error)
+
+    def _finish(self, result: Any, error: Exception | None) -> None:
+        if self.future.cancelled():
+            if isinstance(result, AsyncGeneration):
+                result.cancel()
+        elif error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

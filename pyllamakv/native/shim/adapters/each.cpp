@@ -1,0 +1,43 @@
+// Adapters that are set one by one, with the names since January 2025 (0.3.7 to 0.3.16).
+#include "groups.h"
+
+#include "llama-context.h"
+#include "llama-model.h"
+
+const uint64_t plk::adapters::bits = PLK_CAP_ADAPTERS;
+
+namespace {
+// Drop the graph of the last decode. Since graphs are reused (0.3.15), llama.cpp compares the address
+// of the list of adapters only, and would decode with the former ones.
+template <typename Context>
+auto drop_graph(Context *ctx, int) -> decltype(ctx->graph_reserve(1, 1, 1, nullptr), void()) {
+    const auto memory = ctx->get_memory();
+    const auto all = memory != nullptr ? memory->init_full() : nullptr;
+    ctx->graph_reserve(1, 1, 1, all.get());
+}
+template <typename Context> void drop_graph(Context *, long) {}
+
+llama_adapter_lora *typed(void *lora) { return static_cast<llama_adapter_lora *>(lora); }
+} // namespace
+
+void *plk::adapters::open(llama_model *model, const char *path) {
+    return llama_adapter_lora_init(model, path);
+}
+
+void plk::adapters::close(void *lora) { llama_adapter_lora_free(typed(lora)); }
+
+bool plk::adapters::set(llama_context *ctx, const std::vector<void *> &loras,
+                        const std::vector<float> &scales) {
+    llama_clear_adapter_lora(ctx);
+    bool good = true;
+    for (size_t i = 0; i < loras.size(); ++i) {
+        good = good && llama_set_adapter_lora(ctx, typed(loras[i]), scales[i]) == 0;
+    }
+    drop_graph(ctx, 0);
+    return good;
+}
+
+// The least of these releases: llama_context::graph_max_nodes of 0.3.15.
+size_t plk::adapters::max_nodes(llama_context *ctx) {
+    return std::max<size_t>(1024, 8 * llama_get_model(ctx)->tensors_by_name.size());
+}

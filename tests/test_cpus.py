@@ -1,0 +1,51 @@
+"""Check the number of CPUs that a process may use."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyllamakv import cpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, None),
+        ({"": "max 100000"}, None),
+        ({"": "150000 100000"}, 2),
+        ({"a/b": "50000 100000", "a": "400000 100000"}, 1),
+        ({"a/b": "max 100000", "a": "300000 100000"}, 3),
+        ({"a/b": "garbage"}, None),
+        ({"a/b": "1 0"}, None),
+        ({"c": "100000 100000"}, None),
+    ],
+    ids=str,
+)
+def test_the_smallest_quota_counts(
+    tmp_path: Path, limits: dict[str, str], expected: int | None
+) -> None:
+    """Of the group of the process and those above it."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    for group, text in limits.items():
+        (tmp_path / group / "cpu.max").write_text(text)
+    own = tmp_path / "own"
+    own.write_text("4:memory:/x\n0::/a/b\n")
+    assert cpus.quota(own, tmp_path) == expected
+    own.write_text("4:cpu:/x\n")
+    assert cpus.quota(own, tmp_path) is None
+    assert cpus.quota(tmp_path / "missing", tmp_path) is None
+
+
+def test_affinity_and_quota_limit_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    for limit, expected in ((None, 3), (2, 2), (8, 3), (0, 3)):
+        monkeypatch.setattr(cpus, "quota", lambda *_, limit=limit: limit)
+        assert cpus.usable_cpus() == expected
