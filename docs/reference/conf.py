@@ -45,7 +45,8 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 
 #: Classes whose constructors are not for users: other calls create the objects.
 CREATED = {
-    "Context", "Generation", "KV", "LibraryInfo", "Logits", "LogitsRows", "Model", "OpenLibrary",
+    "Adapter", "AsyncGeneration", "Context", "Embedding", "Generation", "KV", "LibraryInfo", "Logits",
+    "LogitsRows", "Model", "OpenLibrary",
     "PerSequence", "PrefixLease", "Recording", "Screen", "Sequence", "SlotLease",
 }  # fmt: skip
 #: Errors are words of a docstring's text ("Raises Closed"), which become links.
