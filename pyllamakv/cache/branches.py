@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
+    from pyllamakv.cache.eviction_policy import EvictionPolicy
     from pyllamakv.cache.paging import Page, Pager
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.context import Context
@@ -41,7 +42,7 @@ class Branches:
     ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
     window may have passed. ``sharing``: pages and entries share common prefixes. If sequences
     cannot be trimmed, ``schedule`` limits the pages. Without a pager they are in host memory,
-    unless ``before_drop`` stores branches elsewhere.
+    unless ``before_drop`` stores branches elsewhere. ``policy`` ranks branches for eviction.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Branches:
         pager: Pager | None,
         schedule: CheckpointSchedule,
         before_drop: Callable[[Node], None] | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.context, self.limit, self.schedule = context, limit, schedule
         #: Called with a node whose entry is about to be dropped, or parked outside of the cache.
@@ -68,7 +70,7 @@ class Branches:
         #: Pages of parked leases, if there is no pager.
         self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
-        self.tree = PrefixTree(whole_pages=not self.sharing)
+        self.tree = PrefixTree(whole_pages=not self.sharing, policy=policy)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
         #: Totals of tokens, as in `PrefixStats`.
