@@ -41,23 +41,31 @@ def replay(
     """Replay requests over ``capacity`` cells of ``tokens`` tokens each, one after the other."""
     room = capacity + max(len(each.cells) for each in requests) + 1
     vocabulary = max(max(each.cells) for each in requests) + 1
-    # A branch has at least one cell.
-    sequences = min(len(requests), room) + 1
-    with (
-        counting_context(room, sequences, vocabulary, SPAN / tokens) as context,
-        PrefixCache(context, budget=capacity, policy=policy) as cache,
-    ):
-        reused = [each.cached for each in serve(cache, requests, tick)]
-        evictions = cache.stats().evictions
-    return ReplayResult(sum(len(each.prompt) for each in requests), sum(reused), evictions)
+    # Each sequence costs time. A branch is evicted for a sequence only if none is left.
+    sequences = 64 + capacity // 16
+    while True:
+        with (
+            counting_context(room, sequences, vocabulary, SPAN / tokens) as context,
+            PrefixCache(context, budget=capacity, policy=policy) as cache,
+        ):
+            reused = 0
+            for each in serve(cache, requests, tick):
+                if each.branches == sequences:
+                    break
+                reused += each.cached
+            else:
+                prompts = sum(len(each.prompt) for each in requests)
+                return ReplayResult(prompts, reused, cache.stats().evictions)
+        sequences *= 2
 
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """The cells of a prompt that were reused, and those that are in the cache afterwards."""
+    """The reused cells of a prompt, and the cells and branches that the cache has afterwards."""
 
     cached: int
     held: int
+    branches: int
 
 
 def serve(
@@ -71,4 +79,5 @@ def serve(
             if each.text:
                 lease.make_room(len(each.text))
                 cache.context.prefill(lease.sequence, each.text, logits=False)
-        yield ServedRequest(lease.cached, cache.branches.tree.held_tokens)
+        branches = cache.branches
+        yield ServedRequest(lease.cached, branches.tree.held_tokens, branches.taken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from native_kit import built
@@ -12,7 +12,7 @@ from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios import synthetic_models
-from qa.replay import agent_workload, policy_replay
+from qa.replay import agent_workload, offline_bound, policy_replay
 from qa.replay.agent_workload import AgentTraffic
 from qa.replay.counting_library import counting_context
 from qa.replay.replayed_request import ReplayedRequest, share_of
@@ -66,6 +66,21 @@ def test_the_cache_never_exceeds_its_capacity() -> None:
     assert result.prompts == sum(len(each.prompt) for each in many)
     assert 0 < result.share < 1
     assert result.evictions > 0
+
+
+def test_sequences_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay with too few of them is repeated with more: the budget is the only limit."""
+    many = [ReplayedRequest((1 + n % 60, 1 + n // 60)) for n in range(200)] * 2
+    asked: list[int] = []
+
+    def opened(cells: int, sequences: int, *rest: Any) -> Any:
+        asked.append(sequences)
+        return counting_context(cells, sequences, *rest)
+
+    monkeypatch.setattr(policy_replay, "counting_context", opened)
+    result = policy_replay.replay(many, 460, "lru", tokens=1)
+    assert (result.reused, result.evictions) == (offline_bound.possible(many), 0)
+    assert asked == [92, 184, 368]
 
 
 def test_nothing_is_known_about_cells_after_a_decode() -> None:
