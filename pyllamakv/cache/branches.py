@@ -8,6 +8,7 @@ decoding can only continue from the end of a branch.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
+
+LOG = logging.getLogger("pyllamakv.cache")
 
 
 class Branches:
@@ -116,12 +119,12 @@ class Branches:
         sequence.close()
         self.taken -= 1
 
-    def provider(self, node: Node, beside: Node | None = None) -> Sequence:
+    def provider(self, node: Node, beside: Node | None = None, *, exact: bool = False) -> Sequence:
         """Return a sequence with a node, but none at or below ``beside``; entries are preferred.
 
-        If sequences cannot be trimmed, one that ends with the node comes first.
+        If sequences cannot be trimmed, or with ``exact``, one that ends with the node comes first.
         """
-        if not self.can_trim and node.entry is None and node.leases:
+        if (exact or not self.can_trim) and node.entry is None and node.leases:
             return node.leases[0].sequence  # type: ignore[no-any-return]
         waiting, leased = [node], None
         while waiting:
@@ -251,8 +254,11 @@ class Branches:
             if self._before_drop is not None:
                 self._before_drop(node)
             sequence: Sequence = node.entry
-            if keep or heir is not None:
-                sequence.trim(keep or heir.end)  # type: ignore[union-attr]
+            if keep:
+                sequence.trim(keep)
+            elif heir is not None and not _trimmed(sequence, heir.end):
+                heir.unprotect()
+                heir = None
             self.detach(node)
             if keep:
                 kept = sequence
@@ -521,6 +527,16 @@ class Branches:
                 stay = np.logical_or.reduce([cells.has(i) for i in staying] or [~cells.used])
                 found += int((cells.used & ~stay).sum())
         return max(0, found)
+
+
+def _trimmed(sequence: Sequence, length: int) -> bool:
+    """Trim a sequence; return False if the memory no longer has the window of that position."""
+    try:
+        sequence.trim(length)
+    except PartialRemovalRefused as error:
+        LOG.warning("a branch of %d tokens is lost: %s", length, error)
+        return False
+    return True
 
 
 def _cell_bytes(context: Context) -> int:
