@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -61,7 +61,7 @@ class Played:
         """Return the counts of an object that ran a case; zeros without one."""
         if work is None:
             return cls(failed=failed)
-        return cls(work.done, work.ended, *astuple(work.checks), failed)
+        return cls(work.done, work.ended, **asdict(work.checks), failed=failed)
 
     def add(self, other: Played) -> None:
         """Add the counts of another case, without its failure."""
