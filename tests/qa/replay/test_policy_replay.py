@@ -68,6 +68,17 @@ def test_the_cache_never_exceeds_its_capacity() -> None:
     assert result.evictions > 0
 
 
+def test_the_cache_has_the_policy() -> None:
+    """A prompt that came often survives prompts that come once, with LFU alone."""
+    often = [ReplayedRequest((1, 1, 1, 1))] * 5
+    scan = [ReplayedRequest((n, n, n, n)) for n in range(10, 14)]
+    reused = {
+        name: policy_replay.replay([*often, *scan, *often[:1]], 8, name, tokens=1).reused
+        for name in ("lru", "lfu")
+    }
+    assert reused == {"lru": 12, "lfu": 15}
+
+
 def test_sequences_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay with too few of them is repeated with more: the budget is the only limit."""
     many = [ReplayedRequest((1 + n % 60, 1 + n // 60)) for n in range(200)] * 2
