@@ -81,7 +81,8 @@ def replay(
             def tick(name: str = name, total: int = total) -> None:
                 nonlocal done
                 done += 1
-                progress(name, done, total)
+                # A replay that lacks sequences is repeated.
+                progress(name, min(done, total), total)
 
             found += replay_figures.figures(
                 name, many, tokens, policies=chosen, capacities=percents, tick=tick

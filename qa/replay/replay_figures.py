@@ -101,9 +101,11 @@ def _rows(
                 "bound": bound,
                 "evictions": result.evictions,
             },
-            table=f"{name}: {about}. Shares of the prompt cells.",
+            # A small capacity is raised to the cells of the largest request.
+            table=f"{name}: {about}. Reuse as a share of the prompts.",
             row={
                 "capacity": f"{percent} %",
+                "cells": f"{capacity:,}",
                 "policy": policy,
                 "reused": f"{result.share:.2%}",
                 "over LRU": f"{over:.3f}",
