@@ -40,8 +40,8 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_policies_are_compared_with_lru_and_the_bound(trace: Path) -> None:
     """LRU is always there; the trace may come from the environment."""
     text = run("gdsf")
-    assert "| 20 % | lru | " in text
-    assert "| 20 % | gdsf | " in text
+    assert "| 20 % | 278 | lru | " in text
+    assert "| 20 % | 278 | gdsf | " in text
     assert "| lfu |" not in text
     assert "agents, unlimited | 100.00% of the possible reuse | >= 99% | met |" in text
     assert "chats" not in text
