@@ -1,4 +1,4 @@
-"""The command line of quality assurance: `python -m qa stress|bench|load|upkeep|peer|summary`.
+"""The command line of quality assurance: `python -m qa COMMAND`, see `COMMANDS`.
 
 Errors and exit codes are those of `pyllamakv`: 0 if all passed, 1 if a defect was found, 2 for
 invalid usage, 4 for network errors.
@@ -19,6 +19,7 @@ COMMANDS = {
     "stress": ("qa.stress", "Stress-test the package; exits 1 if a defect is found."),
     "bench": ("qa.benchmarks", "Measure ratios side by side."),
     "load": ("qa.load.command", "Send many requests to llama-server, stock and patched."),
+    "replay": ("qa.replay.command", "Compare eviction policies on real and generated traffic."),
     "summary": ("qa.summary", "Write BENCHMARKS.md and RELIABILITY.md from the results."),
     "upkeep": ("qa.upkeep.command", "Measure how many releases need no manual work."),
     "peer": ("qa.peer.command", "Run the tests of llama-cpp-python on stock and patched."),

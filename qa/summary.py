@@ -116,6 +116,11 @@ CLAIMS = (
         "a prompt of 1000 tokens",
     ),
     Claim(
+        "A prefix cache with enough room reuses all that earlier prompts of real traffic had",
+        "Eviction",
+        "unlimited",
+    ),
+    Claim(
         "After `kill -9`, a store of prefixes has everything that was flushed",
         "Stored prefixes",
         "tokens reused",

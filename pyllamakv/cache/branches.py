@@ -8,6 +8,7 @@ decoding can only continue from the end of a branch.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
+    from pyllamakv.cache.eviction_policy import EvictionPolicy
     from pyllamakv.cache.paging import Page, Pager
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
+
+LOG = logging.getLogger("pyllamakv.cache")
 
 
 class Branches:
@@ -41,7 +45,7 @@ class Branches:
     ``can_trim``: a sequence can be trimmed to any length. ``may_trim``: trimming may succeed, but a
     window may have passed. ``sharing``: pages and entries share common prefixes. If sequences
     cannot be trimmed, ``schedule`` limits the pages. Without a pager they are in host memory,
-    unless ``before_drop`` stores branches elsewhere.
+    unless ``before_drop`` stores branches elsewhere. ``policy`` ranks branches for eviction.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Branches:
         pager: Pager | None,
         schedule: CheckpointSchedule,
         before_drop: Callable[[Node], None] | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.context, self.limit, self.schedule = context, limit, schedule
         #: Called with a node whose entry is about to be dropped, or parked outside of the cache.
@@ -68,7 +73,7 @@ class Branches:
         #: Pages of parked leases, if there is no pager.
         self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
-        self.tree = PrefixTree(whole_pages=not self.sharing)
+        self.tree = PrefixTree(whole_pages=not self.sharing, policy=policy)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
         #: Totals of tokens, as in `PrefixStats`.
@@ -114,12 +119,12 @@ class Branches:
         sequence.close()
         self.taken -= 1
 
-    def provider(self, node: Node, beside: Node | None = None) -> Sequence:
+    def provider(self, node: Node, beside: Node | None = None, *, exact: bool = False) -> Sequence:
         """Return a sequence with a node, but none at or below ``beside``; entries are preferred.
 
-        If sequences cannot be trimmed, one that ends with the node comes first.
+        If sequences cannot be trimmed, or with ``exact``, one that ends with the node comes first.
         """
-        if not self.can_trim and node.entry is None and node.leases:
+        if (exact or not self.can_trim) and node.entry is None and node.leases:
             return node.leases[0].sequence  # type: ignore[no-any-return]
         waiting, leased = [node], None
         while waiting:
@@ -249,8 +254,11 @@ class Branches:
             if self._before_drop is not None:
                 self._before_drop(node)
             sequence: Sequence = node.entry
-            if keep or heir is not None:
-                sequence.trim(keep or heir.end)  # type: ignore[union-attr]
+            if keep:
+                sequence.trim(keep)
+            elif heir is not None and not _trimmed(sequence, heir.end):
+                heir.unprotect()
+                heir = None
             self.detach(node)
             if keep:
                 kept = sequence
@@ -519,6 +527,16 @@ class Branches:
                 stay = np.logical_or.reduce([cells.has(i) for i in staying] or [~cells.used])
                 found += int((cells.used & ~stay).sum())
         return max(0, found)
+
+
+def _trimmed(sequence: Sequence, length: int) -> bool:
+    """Trim a sequence; return False if the memory no longer has the window of that position."""
+    try:
+        sequence.trim(length)
+    except PartialRemovalRefused as error:
+        LOG.warning("a branch of %d tokens is lost: %s", length, error)
+        return False
+    return True
 
 
 def _cell_bytes(context: Context) -> int:

@@ -1,7 +1,8 @@
 """Evict branches of a prefix cache to make room for tokens, sequences and bytes.
 
-The branch used longest ago is evicted first, then the deepest, then the largest; never a branch
-point or a node with a lease. A branch is paged out if the cache has a pager, else dropped.
+The branch with the lowest priority (see `eviction_policy`) is evicted first, then the deepest, then
+the largest; never a branch point or a node with a lease. A branch is paged out if the cache has a
+pager, else dropped.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
         if node not in protected and branches.removable(node, frees_id=frees_id)
     ]
     ends = [node for node in found if len(node.children) < 2 or branches.storage(node) is not None]
-    return branches.tree.least_recently_used(set(ends or found).__contains__)
+    return branches.tree.evict_first(set(ends or found).__contains__)
 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
@@ -102,7 +103,7 @@ def droppable(cache: PrefixCache) -> Node | None:
     branches = cache.branches
     protected = _leased(cache)
     most = 0 if branches.sharing else 1
-    least = branches.tree.least_recently_used
+    least = branches.tree.evict_first
     if not branches.can_trim:
         least = partial(prefix_states.least_valuable, branches.tree, size=branches.size_of)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, eviction, prefix_match, prefix_states
+from pyllamakv.cache import defrag_retry, eviction, eviction_policy, prefix_match, prefix_states
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.interface import PARKED_LATE
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
+    from pyllamakv.cache.eviction_policy import EvictionPolicyName
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.sequence import Sequence
@@ -53,7 +54,9 @@ class PrefixCache(ClosedOnExit):
     the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
     store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
     ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
-    evictions write to it. Raises PrefixStoreError, or a subclass that names the reason.
+    evictions write to it. Raises PrefixStoreError, or a subclass that names the reason. ``policy``
+    selects the branch that is evicted first: "lru", "lfu", "lrfu" or "gdsf" (see
+    `eviction_policy`). Saved states are evicted by their own value.
 
     A memory that cannot return to every position continues after saved states. ``checkpoints``
     defines their interval, their number and their bytes in all; without ``paging`` and ``store``,
@@ -69,8 +72,10 @@ class PrefixCache(ClosedOnExit):
         paging: str | PathLike[str] | None = None,
         store: str | PathLike[str] | None = None,
         checkpoints: CheckpointSchedule | None = None,
+        policy: EvictionPolicyName = eviction_policy.DEFAULT,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
+        policy = eviction_policy.checked(policy)
         entries = arguments.whole_or_none("entries", entries)
         budget = arguments.whole_or_none("budget", budget, 0)
         most = context.info.n_seq_max
@@ -83,7 +88,9 @@ class PrefixCache(ClosedOnExit):
         self.context = context
         schedule = prefix_states.checked_schedule(checkpoints)
         keep = None if store is None else self._store_branch
-        self.branches = Branches(context, entries or most, pager(paging), schedule, keep)
+        self.policy = policy
+        ranks = eviction_policy.make(policy, context.model.info)
+        self.branches = Branches(context, entries or most, pager(paging), schedule, keep, ranks)
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
@@ -527,7 +534,7 @@ class PrefixLease:
         branches = cache.branches
         self.node = branches.tree.insert(key[: cached * TOKEN_BYTES])
         branches.lease(self.node, self)
-        branches.tree.touch(self.node)
+        branches.tree.touch(self.node, again=True)
         branches.tidy(self.node)
         cache.leases.append(self)
 

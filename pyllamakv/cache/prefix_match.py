@@ -36,9 +36,10 @@ def fork_longest_prefix(
         node, length = _find(cache, key, groups, exact=exact)
         eviction.check_cells(cache, len(key) // TOKEN_BYTES - length, node, length)
         try:
-            return _sequence(cache, key, length, resumed), length
+            return _sequence(cache, key, length, resumed, exact=exact), length
         except PartialRemovalRefused:
-            # The window has passed that position. Decoding can continue from the end of a branch.
+            # The window has passed that position, also in a cache of full size, where llama.cpp
+            # reuses cells outside of the window. Decoding can continue from the end of a branch.
             if exact:
                 raise
             exact = True
@@ -114,9 +115,12 @@ def _page_in(cache: PrefixCache, node: Node | None) -> bool:
 
 
 def _sequence(
-    cache: PrefixCache, key: bytes, length: int, resumed: Node | None
+    cache: PrefixCache, key: bytes, length: int, resumed: Node | None, *, exact: bool
 ) -> runtime.Sequence:
-    """Return a sequence of the first tokens of a key: new, a fork, or one taken over."""
+    """Return a sequence of the first tokens of a key: new, a fork, or one taken over.
+
+    ``exact``: these are all tokens of a branch, and no longer one may be trimmed to them.
+    """
     branches = cache.branches
     while True:
         # An eviction may merge nodes, so search the tree again.
@@ -135,7 +139,7 @@ def _sequence(
                 return taken
             if alone and last:
                 return branches.detach(node)
-        donor = branches.provider(node) if length else None
+        donor = branches.provider(node, exact=exact) if length else None
         if branches.vacant:
             return branches.new() if donor is None else branches.fork(donor, length)
         kept = [each for each in node.path if each.end <= length]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.cache.eviction_policy import EvictionPolicy
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -60,9 +62,11 @@ class Node:
         "parent",
         "parked",
         "pins",
+        "priority",
         "ref_count",
         "run",
         "start",
+        "uses",
     )
 
     def __init__(self, parent: Node | None, start: int, run: bytes) -> None:
@@ -81,6 +85,9 @@ class Node:
         self.ref_count = 0
         #: Time of the last use, by the tree's clock.
         self.last_used = 0
+        #: Number of prompts that used these tokens, and their priority: see `EvictionPolicy`.
+        self.uses = 1
+        self.priority = 0.0
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -147,11 +154,13 @@ class Node:
 class PrefixTree:
     """The root; ``tokens`` counts those of all runs, ``held_tokens`` those of nodes in use.
 
-    ``whole_pages`` says that a page is of use only for the node that it was made for.
+    ``whole_pages`` says that a page is of use only for the node that it was made for. ``policy``
+    ranks the nodes for eviction (None: the least recently used node goes first).
     """
 
-    def __init__(self, *, whole_pages: bool = False) -> None:
+    def __init__(self, *, whole_pages: bool = False, policy: EvictionPolicy | None = None) -> None:
         self.whole_pages = whole_pages
+        self.policy = policy or EvictionPolicy()
         self.root = Node(None, 0, b"")
         self.clock = 0
         self.nodes = 0
@@ -179,7 +188,7 @@ class PrefixTree:
         rest = key[length * TOKEN_BYTES :]
         if rest:
             child = Node(node, length, rest)
-            child.last_used = self.clock
+            self._rank(child, again=False)
             node.children[rest[:TOKEN_BYTES]] = child
             self.nodes += 1
             self.tokens += len(child)
@@ -197,6 +206,7 @@ class PrefixTree:
             raise ValueError(msg)
         upper = Node(parent, node.start, node.run[:cut])
         upper.last_used, upper.ref_count = node.last_used, node.ref_count
+        upper.uses, upper.priority = node.uses, node.priority
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.parent, node.start, node.run = upper, at, node.run[cut:]
         upper.children[node.run[:TOKEN_BYTES]] = node
@@ -206,7 +216,10 @@ class PrefixTree:
         return upper
 
     def merge(self, node: Node) -> bool:
-        """Merge a node with its only child if neither needs the boundary."""
+        """Merge a node with its only child if neither needs the boundary.
+
+        The result is as valuable as the upper one, which is in at least as many prompts.
+        """
         parent = node.parent
         if parent is None or len(node.children) != 1 or not node.bare or not node.linked:
             return False
@@ -217,6 +230,8 @@ class PrefixTree:
             node.page.drop_ref()
             node.page = None
         child.run = node.run + child.run
+        child.uses = max(node.uses, child.uses)
+        child.priority = max(node.priority, child.priority)
         child.start, child.parent = node.start, parent
         parent.children[child.run[:TOKEN_BYTES]] = child
         self.nodes -= 1
@@ -277,19 +292,33 @@ class PrefixTree:
             return None
         return None if old.drop_ref() else old
 
-    def touch(self, node: Node) -> None:
-        """Record that the tokens up to the end of a node were used.
+    def touch(self, node: Node, *, again: bool = False) -> None:
+        """Record that the tokens up to the end of a node were used; ``again``: by a new prompt.
 
         A whole page is used without the pages of the nodes above it.
         """
         self.clock += 1
         for each in [node] if self.whole_pages else node.path:
-            each.last_used = self.clock
+            each.uses += again
+            self._rank(each, again=again)
 
-    def least_recently_used(self, wanted: Callable[[Node], bool]) -> Node | None:
-        """Return the node to evict first: least recently used, then deepest, then largest."""
-        found = (node for node in self.walk() if wanted(node))
-        return min(found, key=lambda node: (node.last_used, -node.end, -len(node)), default=None)
+    def _rank(self, node: Node, *, again: bool) -> None:
+        node.last_used = self.clock
+        node.priority = self.policy.rank(node, self.clock, again=again)
+
+    def evict_first(self, wanted: Callable[[Node], bool]) -> Node | None:
+        """Return the node to evict first: the lowest priority, then the deepest, then the largest.
+
+        Records the choice in the policy, so call this only for an eviction.
+        """
+        found = min(
+            (node for node in self.walk() if wanted(node)),
+            key=lambda node: (node.priority, node.last_used, -node.end, -len(node)),
+            default=None,
+        )
+        if found is not None:
+            self.policy.evicted(found)
+        return found
 
     def walk(self) -> Iterator[Node]:
         """Yield every node but the root."""

@@ -19,6 +19,7 @@ from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
 from pyllamakv.errors import (
     BudgetTooSmall,
     NativeError,
+    PartialRemovalRefused,
     PrefixStoreDamaged,
     PrefixStoreError,
     StateError,
@@ -113,7 +114,8 @@ class StoredBranches:
     def write(self, key: bytes, sequence: runtime.Sequence) -> int:
         """Write the tokens of a sequence that are not stored; return their number."""
         length = len(key) // TOKEN_BYTES
-        trims = can_trim(self.context)
+        # A window that passed a position cannot return to it, also in a cache of full size.
+        trims = self.context.info.memory is MemoryType.ATTENTION
         found = self.store.find(key, length, exact=not trims)
         if not length or found.length == length:
             self.store.touch(found.pages)
@@ -186,6 +188,9 @@ class StoredBranches:
                 )
             except WorkerDied:
                 raise
+            except PartialRemovalRefused as error:
+                LOG.info("a stored sequence is not used in part: %s", error)
+                exact = True
             except (NativeError, Unsupported, UsageError, MemoryError) as error:
                 LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
                 return 0

@@ -243,7 +243,8 @@ class Context(ClosedOnExit):
     @property
     def vacant(self) -> list[int]:
         """Return the ids of unused, empty sequences."""
-        return [i for i, own in enumerate(self.ledgers) if i not in self._taken and not len(own)]
+        taken = self._taken
+        return [i for i, own in enumerate(self.ledgers) if not own.tokens and i not in taken]
 
     def sequence_id(self, sequence: Sequence | int) -> int:
         """Check a sequence, or the number of one, and return its id."""

@@ -24,6 +24,7 @@ from pyllamakv.runtime import ggml_types as types
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from pyllamakv.runtime.context import Context
     from pyllamakv.scenarios.player import Player, Step
 
 #: Maximum number of cells of a reference; a scenario that exceeds it is an internal error.
@@ -43,8 +44,8 @@ class Tolerance:
     exact: float = 0.02
     rounded: float = 0.2
 
-    def of(self, player: Player) -> float:
-        """Return the bound for a player's context."""
+    def of(self, player: Player | Context) -> float:
+        """Return the bound for a context."""
         whole = {types.number_type(name).number for name in ("f32", "f16", "bf16")}
         coarse = player.info.flash_attn or player.params.type_k not in whole
         return self.rounded if coarse else self.exact

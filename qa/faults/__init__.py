@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
-from pyllamakv.source import spec_resolver
+from pyllamakv.source import lockfile, spec_resolver
 from pyllamakv.source.releases import TEST_RELEASE
 from qa.built import SPEC, STOCK
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
@@ -40,7 +40,16 @@ _NATIVE: Final = {
     "paging": "caching:Paging",
     "keeping": "caching:Keeping",
     "prefix store": "caching:StorePrefixes",
+    "state store": "caching:StoreStates",
+    "checkpoints": "caching:KeepCheckpoints",
+    "parking": "caching:ParkGenerations",
 }
+#: Native steps that a long run repeats on one release per era, as "STEP RELEASE".
+_CACHES: Final = ("paging", "prefix store", "state store", "checkpoints", "parking")
+#: Those whose model keeps states.
+_STATES: Final = ("state store", "checkpoints")
+#: From this time limit in seconds, releases of other eras are tested.
+LONG: Final = 1800.0
 _JUDGED: Final = {"matrix": "result_writing:Matrix"}
 _KILLED_PROCESSES: Final = ("workers", "servers")
 #: Entries about one kind of fault on all steps.
@@ -69,7 +78,8 @@ _WORDS: Final = {
 
 def names() -> tuple[str, ...]:
     """Return the names of all families of faults."""
-    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_KILLED_PROCESSES)
+    each = (f"{step} {release}" for step in _CACHES for release in lockfile.known())
+    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_KILLED_PROCESSES, *each)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
@@ -82,9 +92,15 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     patched, stock = variant.find(SPEC), variant.find(STOCK)
     sides = [found.folder if found else None for found in (stock, patched)]
     lacks = _lacks(*sides)
-    records = [*_walked(effort, sides, lacks, tick), *_lost(effort, sides[1], tick)]
+    later = _other_releases(effort)
+    for name, found in later.items():
+        if found is None:
+            lacks[name] = f"it is not built; run: pyllamakv build {name.rpartition(' ')[2]}"
+    records = [*_walked(effort, sides, lacks, later, tick), *_lost(effort, sides[1], tick)]
+    refused = {record.step for record in records if record.kind == "none" and not record.defects}
+    lacks |= dict.fromkeys(refused, "this release does not support it")
     made = []
-    for name in (*_ALONE, *_NATIVE, *_JUDGED):
+    for name in (*_ALONE, *_NATIVE, *_JUDGED, *later):
         of_files = [r for r in records if r.step == name and r.kind in (*FILES, "none")]
         made.append(_entry(name, of_files, effort))
     for name, kinds in _ACROSS.items():
@@ -124,11 +140,35 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
     return {}
 
 
+def _other_releases(effort: StressOptions) -> dict[str, Path | None]:
+    """Return the builds of the entries "STEP RELEASE" to try; None: it is not built."""
+    from pyllamakv.building import variant
+    from pyllamakv.verification import matrix
+
+    releases = {name.rpartition(" ")[2] for name in effort.only if name in set(names())}
+    wanted = [f"{step} {each}" for step in _CACHES for each in releases]
+    chosen = [name for name in wanted if name in effort.only]
+    if effort.seconds >= LONG:
+        sample = [spec.release for spec in matrix.plan(matrix.MatrixSelection(sample=True))]
+        chosen += [
+            f"{step} {release}"
+            for step in _CACHES
+            if effort.wants(step)
+            for release in sample
+            if release != TEST_RELEASE
+        ]
+    found = {name: variant.find(f"{name.rpartition(' ')[2]}+patched") for name in chosen}
+    return {name: each.folder if each is not None else None for name, each in found.items()}
+
+
 def _walked(
-    effort: StressOptions, sides: Sequence[Path | None], lacks: Mapping[str, str], tick: Tick
+    effort: StressOptions,
+    sides: Sequence[Path | None],
+    lacks: Mapping[str, str],
+    later: Mapping[str, Path | None],
+    tick: Tick,
 ) -> list[InjectionRecord]:
     """Try the selected kinds of fault on the selected steps."""
-    from pyllamakv.scenarios import synthetic_models
     from qa.faults import preloaded_process
 
     across = [kind for name, kinds in _ACROSS.items() if effort.wants(name) for kind in kinds]
@@ -140,10 +180,15 @@ def _walked(
     for name, place in steps.items():
         if not (everywhere or effort.wants(name)):
             continue
-        given = [str(sides[1]), str(synthetic_models.tiny())] if name in _NATIVE else []
+        given = [str(sides[1]), str(_model(name))] if name in _NATIVE else []
         given = [str(side) for side in sides] if name in _JUDGED else given
         wanted.append((f"{_STEPS}.{place}", given))
-    files = FILES if any(map(effort.wants, steps)) else ()
+    for name, folder in later.items():
+        if folder is not None:
+            step, _, release = name.rpartition(" ")
+            given = [str(folder), str(_model(step)), release]
+            wanted.append((f"{_STEPS}.{_NATIVE[step]}", given))
+    files = FILES if later or any(map(effort.wants, steps)) else ()
     kinds = [kind for pair in zip_longest(files, across) for kind in pair if kind is not None]
     if not wanted or not kinds:
         return []
@@ -151,6 +196,13 @@ def _walked(
     return preloaded_process.run_injections(
         wanted, kinds, seconds=seconds, seed=effort.seed, tick=tick
     )
+
+
+def _model(step: str) -> Path:
+    """Return the model of a native step."""
+    from pyllamakv.scenarios import synthetic_models
+
+    return synthetic_models.model("recurrent" if step in _STATES else "tiny")
 
 
 def _lost(effort: StressOptions, folder: Path | None, tick: Tick) -> list[InjectionRecord]:

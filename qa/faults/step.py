@@ -31,6 +31,8 @@ class FaultTarget:
     allowed_errors: tuple[str, ...] = ()
     #: Kinds of fault that cannot reveal a defect in it.
     without: tuple[str, ...] = ()
+    #: Whether the library may refuse the operation as Unsupported: the step is skipped then.
+    optional = False
 
     def prepare(self, folder: Path) -> None:
         """Create the initial state of each attempt."""

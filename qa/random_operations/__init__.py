@@ -1,9 +1,9 @@
 """Run random operations on every combination, and minimize failures to traces.
 
-A case is a list of operations (`operations`), each checked against a ledger. Around a random share
-of them, K and V are compared byte by byte, and occasionally all logits with those of a rebuilt
-context. The order of combinations is random. A failing case is minimized, and written as a trace
-for `pyllamakv replay`.
+A case is a list of operations (`operations`), each checked against a ledger, or of operations of a
+cache manager (`manager_operations`). Around a random share of the former, K and V are compared byte
+by byte, and occasionally all logits with those of a rebuilt context. The order of combinations is
+random. A failing case is minimized, and written as a trace for `pyllamakv replay`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run_cases(
                 hands[combination.slots] = stack.enter_context(hand)
             hand = hands[combination.slots]
             operations = operation_cases.generate_operations(
-                effort.seed * SEEDS + number, combination.length
+                effort.seed * SEEDS + number, combination.length, combination.manager
             )
             task = CaseTask(combination, operations, watched=WATCHED)
             played = hand.play(task)
@@ -176,7 +176,7 @@ def _lacking(folder: Path, tally: CaseCounts, stock: Variant | None, make: Make)
 
 
 def _has(hand: CaseProcess, combination: Combination) -> bool:
-    again = hand.play(CaseTask(combination, FIRST))
+    again = hand.play(CaseTask(replace(combination, manager="none"), FIRST))
     return again.failed is None and not again.absent
 
 

@@ -28,6 +28,7 @@ from qa.random_operations.task import CaseTask, Played
 if TYPE_CHECKING:
     from pyllamakv.runtime.model import Model
     from qa.random_operations.combination import Combination
+    from qa.random_operations.manager_operations import ManagerOperations
     from qa.random_operations.operations import Operations
 
 #: Opens a library, in a worker or in this process, which is a child process already.
@@ -59,7 +60,7 @@ class CaseSession:
     def play(self, task: CaseTask) -> Played:
         """Run the case of a task, and return its counts and its failure."""
         key = (task.combination.device, bool(task.trace))
-        works: list[Operations] = []
+        works: list[Operations | ManagerOperations] = []
         try:
             ground = self._ground(key, task)
             if task.trace:
@@ -113,6 +114,7 @@ class CaseSession:
             partial(model.context, **options),
             again,
             watched=task.watched,
+            manager=task.combination.manager,
         )
 
     def _model(self, key: tuple[str, bool], combination: Combination) -> Model:

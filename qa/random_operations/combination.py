@@ -27,6 +27,10 @@ VALUES: Mapping[str, Sequence[str]] = {
     "guard": ("on", "on", "on", "off"),
     "slots": ("contiguous", "scattered"),
     "streams": ("shared", "shared", "separate"),
+    "manager": (
+        *("none",) * 8,
+        *("prefix cache", "paged prefix cache", "prefix store", "slot cache"),
+    ),
 }
 
 #: The models of `synthetic_models.SHAPES` with each memory.
@@ -41,6 +45,8 @@ MODELS = {
 #: Operations of a case; and of a case in which each takes a hundred times as long: behind RPC,
 #: every row of a transposed V is a message, and the models with windows have 26 layers.
 LENGTH, SHORT = 100, 20
+#: Operations of a case with a cache manager, most of which evaluate a prompt twice.
+MANAGED = 40
 
 #: The movers of a device; "host" copies within host memory.
 REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
@@ -53,7 +59,7 @@ class Combination:
     ``memory`` "window" has a small sliding-window cache, "full window" one of full size. ``guard``
     "off" disables the checks and rollbacks of shim and runtime. ``slots`` is the value of
     LLAMA_SET_ROWS, on releases that read it. ``streams`` "separate" gives each sequence a stream of
-    cells.
+    cells. ``manager`` is the cache manager that operates the context, or "none".
     """
 
     cache: str = "flash f16"
@@ -66,6 +72,7 @@ class Combination:
     guard: str = "on"
     slots: str = "contiguous"
     streams: str = "shared"
+    manager: str = "none"
 
     @property
     def plain(self) -> Combination:
@@ -86,6 +93,8 @@ class Combination:
     @property
     def length(self) -> int:
         """Return the number of operations of a case."""
+        if self.manager != "none":
+            return MANAGED
         return SHORT if self.device == "rpc" and self.model == "sliding" else LENGTH
 
     @property
@@ -131,7 +140,10 @@ def normalize(drawn: Combination, *, undoes: bool = True, separate: bool = True)
     nor slots. Without the guard, some failed decodes cannot be rolled back: those in memories with
     states or a window, and all of a library that does not itself ``undoes`` a failed decode.
     llama.cpp itself keeps a sequence only within its stream. ``separate``: the build has streams.
+    Managers run in host memory, with the guard.
     """
+    if drawn.manager != "none":
+        drawn = replace(drawn, backing="heap", device="cpu", guard="on")
     if not separate or drawn.memory == "recurrent":
         drawn = replace(drawn, streams="shared")
     if drawn.device == "rpc":

@@ -15,7 +15,7 @@ from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.reference import Reference, distance
+from pyllamakv.scenarios.reference import Reference, Tolerance, distance
 from qa.random_operations.rope_shift_check import RopeShiftCheck
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 #: short sequence that rounds to the next step made 0.17, the most in 300 such cases (keys of 8
 #: bits: 0.02); all other keys were bit-identical.
 COARSE = 0.5
+
+
+def bound_of(subject: ContextPlayer | Context) -> float:
+    """Return the bound for logits of the same tokens in other batches and other cells."""
+    if types.number_type(subject.params.type_k).name.startswith("q4"):
+        return COARSE
+    return Tolerance().of(subject)
 
 
 class ContentCheck:
@@ -44,8 +51,7 @@ class ContentCheck:
         self.reference = Reference(subject)
         self.turning = RopeShiftCheck(subject, other)
         self.bound = self.reference.bound
-        if types.number_type(subject.params.type_k).name.startswith("q4"):
-            self.reference.bound = COARSE
+        self.reference.bound = bound_of(subject)
         self.watching = True
         self.compared = self.logits = self.exact = 0
 

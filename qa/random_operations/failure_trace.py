@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import Native
     from pyllamakv.errors import ScenarioFailed
     from pyllamakv.runtime.context import Context
+    from qa.random_operations.manager_operations import ManagerOperations
     from qa.random_operations.operations import Operations
     from qa.random_operations.task import CaseTask
 
@@ -32,7 +33,7 @@ _ROWS = {"status": DECODES, "done": ("restore",)}
 
 
 def record(
-    ground: CaseRunner, task: CaseTask, begun: Callable[[Operations], None]
+    ground: CaseRunner, task: CaseTask, begun: Callable[[Operations | ManagerOperations], None]
 ) -> ScenarioFailed | None:
     """Run the case of a task again, and write its trace; return the failure."""
     assert task.trace is not None

@@ -20,6 +20,7 @@ from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.player import word
 from qa.random_operations.content_check import ContentCheck
 from qa.random_operations.context_player import ContextPlayer
+from qa.random_operations.task import CheckCounts
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
@@ -76,6 +77,12 @@ class OperationBase:
             self.proof.close()
         finally:
             self.subject.close()
+
+    @property
+    def checks(self) -> CheckCounts:
+        """Return the counts of comparisons."""
+        proof = self.proof
+        return CheckCounts(proof.compared, proof.logits, proof.exact, proof.turning.proved)
 
     @property
     def _all(self) -> range:

@@ -14,6 +14,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import KvError, ScenarioFailed, WorkerDied
+from qa.random_operations import manager_operations
+from qa.random_operations.manager_operations import ManagerOperations
 from qa.random_operations.operation_base import NUMBERS
 from qa.random_operations.operations import WEIGHTS, Operations
 
@@ -44,7 +46,7 @@ class CaseRunner:
     ``other`` opens the context that states are restored into, if it must differ from the first one;
     ``again`` opens the first one with the content of its file. ``heals``: every decode must succeed
     if enough cells are free; ``watched`` is the share of operations around which K and V are
-    compared.
+    compared. With a ``manager``, the operations are those of `manager_operations`.
     """
 
     opener: Opener
@@ -52,9 +54,12 @@ class CaseRunner:
     again: Opener | None = None
     defrags_on_failure: bool = True
     watched: float = 1.0
+    manager: str = "none"
 
     def play(
-        self, operations: Sequence[Operation], begun: Callable[[Operations], None] | None = None
+        self,
+        operations: Sequence[Operation],
+        begun: Callable[[Operations | ManagerOperations], None] | None = None,
     ) -> ScenarioFailed | None:
         """Run operations and a last check; return the failure, with the script so far.
 
@@ -67,13 +72,17 @@ class CaseRunner:
             # Every check needs states: a memory whose states this release cannot save raises
             # Unsupported here, before the first operation.
             other.native.state_save(other.handle, 0)
-            work = Operations(
-                context,
-                other,
-                heals=self.defrags_on_failure,
-                watched=self.watched,
-                again=self.again,
-            )
+            work: Operations | ManagerOperations
+            if self.manager != "none":
+                work = ManagerOperations(context, other, self.manager)
+            else:
+                work = Operations(
+                    context,
+                    other,
+                    heals=self.defrags_on_failure,
+                    watched=self.watched,
+                    again=self.again,
+                )
             opened.callback(_close, work)
             if begun:
                 begun(work)
@@ -95,10 +104,11 @@ class CaseRunner:
         return None
 
 
-def generate_operations(seed: int, count: int) -> tuple[Operation, ...]:
+def generate_operations(seed: int, count: int, manager: str = "none") -> tuple[Operation, ...]:
     """Return ``count`` operations, equal for equal seeds."""
     chance = Random(seed)
-    names = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+    weights = WEIGHTS if manager == "none" else manager_operations.WEIGHTS
+    names = chance.choices(list(weights), list(weights.values()), k=count)
     return tuple(Operation(name, chance.randrange(NUMBERS)) for name in names)
 
 
@@ -164,6 +174,6 @@ def minimize_operations(
     return short, failed
 
 
-def _close(work: Operations) -> None:
+def _close(work: Operations | ManagerOperations) -> None:
     with suppress(WorkerDied):
         work.close()

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pyllamakv.errors import ScenarioFailed
-from qa.random_operations.combination import Combination
-from qa.random_operations.operation_cases import Operation
 
 if TYPE_CHECKING:
+    from qa.random_operations.combination import Combination
+    from qa.random_operations.manager_operations import ManagerOperations
+    from qa.random_operations.operation_cases import Operation
     from qa.random_operations.operations import Operations
+
+
+@dataclass
+class CheckCounts:
+    """Counts of comparisons, as in `Played`."""
+
+    compared: int = 0
+    logits: int = 0
+    exact: int = 0
+    shifts_checked: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,20 +57,11 @@ class Played:
     device_failed: bool = False
 
     @classmethod
-    def of(cls, work: Operations | None, failed: ScenarioFailed | None) -> Self:
+    def of(cls, work: Operations | ManagerOperations | None, failed: ScenarioFailed | None) -> Self:
         """Return the counts of an object that ran a case; zeros without one."""
         if work is None:
             return cls(failed=failed)
-        proof = work.proof
-        return cls(
-            work.done,
-            work.ended,
-            proof.compared,
-            proof.logits,
-            proof.exact,
-            proof.turning.proved,
-            failed,
-        )
+        return cls(work.done, work.ended, **asdict(work.checks), failed=failed)
 
     def add(self, other: Played) -> None:
         """Add the counts of another case, without its failure."""

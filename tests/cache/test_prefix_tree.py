@@ -133,7 +133,7 @@ def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
         entered(tree, tokens)
     order = []
     tree.touch(tree.match(tokens_to_key([1]))[0])
-    while (node := tree.least_recently_used(lambda node: not node.children)) is not None:
+    while (node := tree.evict_first(lambda node: not node.children)) is not None:
         order.append(key_to_tokens(node.key))
         parted(tree, node)
     assert order[-1] == [1]
@@ -153,7 +153,7 @@ def test_only_what_is_used_is_touched() -> None:
     middle = tree.match(tokens_to_key([1, 2]))[0]
     tree.touch(middle)
     assert a.last_used < b.last_used < middle.last_used
-    assert tree.least_recently_used(lambda node: not node.children) is a
+    assert tree.evict_first(lambda node: not node.children) is a
 
 
 def test_a_divided_page_is_counted_at_both_nodes() -> None:

@@ -18,6 +18,7 @@ from qa.faults.step import FaultTarget
 
 # Imported once before the forks: attributes of the package are resolved on first use.
 _open, _record, _prefix_cache = kv.open, kv.record, kv.PrefixCache
+_batcher, _schedule = kv.Batcher, kv.CheckpointSchedule
 
 _BEGINNING: Final = [1 + n % 20 for n in range(40)]
 #: More than one page of a prefix store.
@@ -29,10 +30,14 @@ def _digest(logits: Any) -> str:
 
 
 class NativeStep(FaultTarget):
-    """Use a built variant and a model outside the directory."""
+    """Use a built variant and a model outside the directory.
 
-    def __init__(self, variant: Path, model: Path) -> None:
+    ``release`` is part of the name if it is not the test release.
+    """
+
+    def __init__(self, variant: Path, model: Path, release: str = "") -> None:
         self.variant, self.model = variant, model
+        self.name = f"{self.name} {release}".strip()
 
     def open(self) -> Any:
         """Open the variant; in a worker if memory is limited, because llama.cpp aborts then."""
@@ -137,6 +142,72 @@ class Paging(NativeStep):
         return [] if ended or not left else [f"page files remain: {left[0].name}"]
 
 
+def _check_logits(lease: Any) -> None:
+    """Check that the logits after a lease's prompt are those of a fresh decode.
+
+    In a second context: some releases cannot begin a state beside others.
+    """
+    mine, tokens = lease.sequence.logits().copy(), lease.sequence.tokens
+    with lease.cache.context.model.context(n_ctx=512, n_batch=64, n_threads=1) as other:
+        other.prefill(other.sequence(), tokens)
+        far = float(abs(mine - other.logits().copy()).max())
+    assert far < 0.02, f"logits after {lease.cached} cached tokens differ by {far}"
+
+
+class KeepCheckpoints(NativeStep):
+    """Keep the states of a recurrent memory in files, and continue after them.
+
+    A state that is not kept, or that cannot be read, costs time: every prompt completes.
+    """
+
+    name = "checkpoints"
+    optional = True
+    allowed_leftovers = Paging.allowed_leftovers
+    check_interrupted = Paging.check_interrupted
+
+    def run(self, folder: Path) -> Any:
+        """Branch off from one prompt, twice at each place; return the number of right logits."""
+        schedule = _schedule(interval=16, first=4)
+        prompts = [[*_BEGINNING[:at], 21 + n] for at in (37, 20) for n in range(2)]
+        found = 0
+        with self.open() as library:
+            ctx = self.context(library, n_ctx=512)
+            pages = folder / "home" / "pages"
+            with _prefix_cache(ctx, entries=2, paging=pages, checkpoints=schedule) as cache:
+                for prompt in (_BEGINNING, *prompts, *prompts):
+                    with cache.acquire(prompt) as lease:
+                        lease.prefill()
+                        _check_logits(lease)
+                    found += 1
+                cache.check()
+        return found
+
+
+class ParkGenerations(NativeStep):
+    """Generate more than fits at once: generations are parked in files and resumed."""
+
+    name = "parking"
+    allowed_leftovers = Paging.allowed_leftovers
+    check_interrupted = Paging.check_interrupted
+
+    def run(self, folder: Path) -> Any:
+        """Run eight requests of 80 tokens in 256 cells; return their tokens."""
+        with self.open() as library:
+            ctx = self.context(library)
+            with (
+                _prefix_cache(ctx, paging=folder / "home" / "pages") as cache,
+                _batcher(cache, max_wait=8) as batcher,
+            ):
+                prompts = [_BEGINNING[:20] + [21 + n] * 30 for n in range(8)]
+                going = [batcher.submit(each, 30, stop_at_end=False) for each in prompts]
+                batcher.run()
+                assert batcher.stats().parks, "nothing was parked"
+                cache.check()
+                for one in going:
+                    one.result()
+                return [one.tokens for one in going]
+
+
 class StorePrefixes(NativeStep):
     """Flush prefixes to a store in several steps, and reuse them in an earlier or later run.
 
@@ -147,7 +218,9 @@ class StorePrefixes(NativeStep):
     name = "prefix store"
     allowed_errors = ("PrefixStoreBusy",)
     #: The second prompt replaces the last page of the first one, the third one branches off.
-    prompts = (_LONG, [*_LONG, *[21] * 20], [*_LONG[:270], 22], [23] * 30)
+    prompts: tuple[list[int], ...] = (
+        _LONG, [*_LONG, *[21] * 20], [*_LONG[:270], 22], [23] * 30
+    )  # fmt: skip
 
     def run(self, folder: Path) -> Any:
         """Flush every prompt, reuse all of them, and remove half of the pages."""
@@ -186,13 +259,19 @@ class StorePrefixes(NativeStep):
         """Decode a prompt after its cached prefix; the logits must be those of a fresh decode."""
         with cache.acquire(prompt) as lease:
             lease.prefill()
-            mine = lease.sequence.logits().copy()
-            with cache.context.sequence() as fresh:
-                cache.context.prefill(fresh, prompt)
-                far = float(abs(mine - fresh.logits().copy()).max())
-            assert far < 0.01, f"logits after {lease.cached} cached tokens differ by {far}"
+            _check_logits(lease)
             cached: int = lease.cached
         return cached
+
+
+class StoreStates(StorePrefixes):
+    """Flush the states of a recurrent memory, which are stored as whole sequences."""
+
+    name = "state store"
+    optional = True
+    # Which states remain within the budget depends on the order in which they were used.
+    allowed_leftovers = (r"prefixes/\w+\.page",)
+    prompts = (_BEGINNING, [*_BEGINNING, *[21] * 5], [*_BEGINNING[:30], *[23] * 3])
 
 
 class Keeping(NativeStep):

@@ -94,7 +94,8 @@ class Simulated(CaseSession):
         return OpenLibrary(self.native(heals=True), folder, None, isolated=True)
 
     def play(self, task: CaseTask) -> Played:
-        here = replace(PLAIN, cache=task.combination.cache)
+        given = task.combination
+        here = replace(PLAIN, cache=given.cache, manager=given.manager)
         return super().play(replace(task, combination=here))
 
 
@@ -126,7 +127,8 @@ class Far(Simulated):
     """Take the simulated library for one behind RPC."""
 
     def play(self, task: CaseTask) -> Played:
-        return CaseSession.play(self, replace(task, combination=replace(PLAIN, device="rpc")))
+        here = replace(PLAIN, device="rpc", manager=task.combination.manager)
+        return CaseSession.play(self, replace(task, combination=here))
 
     def _model(self, key: tuple[str, bool], _combination: Combination) -> Model:
         return super()._model(key, PLAIN)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyllamakv.errors import SourceError
+from pyllamakv.errors import SourceError, Unsupported
 from pyllamakv.source.files import locked, write_text_atomic
 from qa.faults.step import FaultTarget
 
@@ -140,3 +140,20 @@ class Hungry(Careful):
 
     def run(self, folder: Path) -> Any:
         return len(bytearray(48 << 20))
+
+
+class Refusing(FaultTarget):
+    """Need something that the library lacks."""
+
+    name = "refusing"
+
+    def run(self, folder: Path) -> Any:
+        msg = "several states"
+        raise Unsupported(msg)
+
+
+class Refused(Refusing):
+    """The same, as a step that a release may lack."""
+
+    name = "refused"
+    optional = True

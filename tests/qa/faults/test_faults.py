@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ import pytest
 
 from pyllamakv.building import variant
 from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
+from pyllamakv.runtime import state
+from pyllamakv.runtime.sequence import Sequence
+from pyllamakv.scenarios import synthetic_models
 from qa import faults
 from qa.entry import StressOptions
 from qa.faults import preloaded_process, process_kill
 from qa.faults.attempt import AttemptResult
 from qa.faults.fault_injection import FILES, InjectionRecord
+from qa.faults.steps import caching
 from qa.faults.steps.result_writing import StoreResults
 
 if TYPE_CHECKING:
@@ -234,3 +239,92 @@ def test_lost_servers(patched: Variant) -> None:
     found = process_kill.servers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
     assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}
+
+
+def test_a_step_that_a_release_does_not_support_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only steps that may be refused; every other failure without a fault is a defect."""
+    found = conduct("Refused", "kill")
+    assert found["none"].defects == []
+    assert "fails without a fault: Unsupported" in conduct("Refusing", "kill")["none"].defects[0]
+    met = [InjectionRecord("parking 0.3.36", "none")]
+    monkeypatch.setattr(faults, "_walked", lambda *_: met)
+    monkeypatch.setattr(variant, "find", lambda _: SimpleNamespace(folder=Path("/x")))
+    (entry,) = faults.entries(StressOptions(only=("parking 0.3.36",)), lambda _: None)
+    assert entry.skip_reason == "skipped: this release does not support it"
+
+
+def test_a_long_run_tests_caches_of_every_era(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases that are built; one that is asked for by name and is not built is skipped."""
+    built = SimpleNamespace(folder=Path("/builds/x"))
+    monkeypatch.setattr(variant, "find", lambda spec: built if spec == "0.3.36+patched" else None)
+    monkeypatch.setattr(
+        "pyllamakv.verification.matrix.plan",
+        lambda _: [SimpleNamespace(release=name) for name in ("0.3.9", "0.3.36", "b11549")],
+    )
+    assert faults._other_releases(StressOptions(seconds=100.0)) == {}
+    later = faults._other_releases(StressOptions(seconds=faults.LONG, only=("parking", "paging")))
+    assert later == {
+        "paging 0.3.36": built.folder,
+        "paging b11549": None,
+        "parking 0.3.36": built.folder,
+        "parking b11549": None,
+    }
+    assert set(later) < set(faults.names())
+    wanted: list[Any] = []
+    monkeypatch.setattr(
+        preloaded_process, "run_injections", lambda steps, *_, **__: wanted.extend(steps) or []
+    )
+    effort = StressOptions(seconds=1.0, only=("checkpoints 0.3.36", "parking b11549"))
+    found = faults.entries(effort, lambda _: None)
+    assert {entry.name: entry.skip_reason for entry in found} == {
+        "checkpoints 0.3.36": "skipped: the time limit was reached: increase --seconds",
+        "parking b11549": "skipped: it is not built; run: pyllamakv build b11549",
+    }
+    ((place, (folder, model, release)),) = wanted
+    assert place.endswith("caching:KeepCheckpoints")
+    assert (folder, release) == ("/builds/x", "0.3.36")
+    assert "recurrent" in model
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "model"),
+    [
+        (caching.KeepCheckpoints, "recurrent"),
+        (caching.ParkGenerations, "tiny"),
+        (caching.StoreStates, "recurrent"),
+    ],
+)
+def test_steps_of_caches_write_files_and_repeat(
+    patched: Variant,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: type[caching.NativeStep],
+    model: str,
+) -> None:
+    """Without a fault, two runs return the same; wrong rows in a page are found."""
+    written: list[str] = []
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (written.append(str(b)), rename(a, b)))
+    one = step(patched.folder, synthetic_models.model(model))
+    two = step(patched.folder, synthetic_models.model(model), "0.3.36")
+    assert two.name == f"{one.name} 0.3.36"
+    first = one.run(tmp_path)
+    assert len(written) > 3
+    assert one.run(tmp_path) == first
+    if step is caching.KeepCheckpoints:
+        monkeypatch.setattr(Sequence, "save", save_other_rows)
+        with pytest.raises(AssertionError, match="differ by"):
+            one.run(tmp_path)
+
+
+def save_other_rows(sequence: Sequence) -> bytes:
+    """Save the tokens of a sequence with the rows of others."""
+    context = sequence.context
+    with context.model.context(n_ctx=512, n_batch=64) as other:
+        other.prefill(other.sequence(), [1] * len(sequence))
+        raw = other.native.state_save(other.handle, 0)
+    return state.pack(context, sequence.ledger, raw)

@@ -177,7 +177,7 @@ def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> 
 
     def lost(*can: str) -> list[str]:
         effort = StressOptions(600.0, seed=3)
-        made = trial.run_cases("x", folder, effort, print, Unmapped, 30, can=can)
+        made = trial.run_cases("x", folder, effort, print, Unmapped, 48, can=can)
         return sorted(each.split()[0] for each in made.defects)
 
     assert lost() == []
@@ -256,6 +256,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule is shortened in one process after the other, and other schedules follow."""
+    monkeypatch.setitem(VALUES, "manager", ("none",))  # type: ignore[arg-type]
     monkeypatch.setattr(combination, "LENGTH", 12)
     entry, _ = try_out(folder, OnDying, 3)
     (defect,) = entry.defects

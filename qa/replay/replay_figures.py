@@ -1,0 +1,115 @@
+"""Turn replays into figures: the reuse of each policy beside LRU and the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, get_args
+
+from pyllamakv.cache import eviction_policy
+from pyllamakv.cache.eviction_policy import EvictionPolicyName
+from qa.bench.figure import Figure
+from qa.replay import offline_bound
+from qa.replay.policy_replay import Tick, replay
+from qa.replay.replayed_request import ReplayedRequest, share_of, unique_cells
+
+if TYPE_CHECKING:
+    from qa.replay.policy_replay import ReplayResult
+
+GROUP: Final = "Eviction"
+POLICIES: Final[tuple[EvictionPolicyName, ...]] = get_args(EvictionPolicyName)
+#: Capacities in percent of the unique cells.
+CAPACITIES: Final = (1, 2, 5, 10, 20, 50)
+#: Minimum share of the possible reuse without a limit.
+TARGET: Final = 0.99
+
+
+def figures(
+    name: str,
+    requests: Sequence[ReplayedRequest],
+    tokens: int,
+    *,
+    policies: Iterable[EvictionPolicyName] = POLICIES,
+    capacities: Iterable[int] = CAPACITIES,
+    tick: Tick = lambda: None,
+) -> list[Figure]:
+    """Replay requests at each capacity and without a limit; LRU is always among the policies."""
+    chosen = tuple(dict.fromkeys(("lru", *policies)))
+    unique = unique_cells(requests)
+    about = f"{len(requests):,} requests, {unique:,} unique cells of {tokens} tokens"
+    found = [_unlimited(name, requests, unique, tokens, about, tick)]
+    for percent in capacities:
+        capacity = share_of(percent / 100, requests)
+        bound = offline_bound.most_reused(requests, capacity)
+        results = {
+            policy: replay(requests, capacity, policy, tokens=tokens, tick=tick)
+            for policy in chosen
+        }
+        found += _rows(name, percent, capacity, results, bound, about)
+    return found
+
+
+def _unlimited(
+    name: str,
+    requests: Sequence[ReplayedRequest],
+    unique: int,
+    tokens: int,
+    about: str,
+    tick: Tick,
+) -> Figure:
+    """Without a limit, nothing is evicted, so that all policies reuse the same."""
+    possible = offline_bound.possible(requests)
+    result = replay(requests, unique, eviction_policy.DEFAULT, tokens=tokens, tick=tick)
+    share = result.reused / possible if possible else 1.0
+    return Figure(
+        GROUP,
+        f"{name}, unlimited",
+        f"{share:.2%} of the possible reuse",
+        f">= {TARGET:.0%}",
+        share >= TARGET and not result.evictions,
+        f"{possible / result.prompts:.1%} of the prompts are possible",
+        f"every policy; {about}",
+        {"reused": result.reused, "possible": possible, "prompts": result.prompts},
+    )
+
+
+def _rows(
+    name: str,
+    percent: int,
+    capacity: int,
+    results: dict[EvictionPolicyName, ReplayResult],
+    bound: int,
+    about: str,
+) -> Iterable[Figure]:
+    """Yield a figure per policy; the default one must not reuse less than LRU."""
+    least = results["lru"].reused
+    for policy, result in results.items():
+        usual = policy == eviction_policy.DEFAULT
+        over = result.reused / least if least else 1.0
+        of_bound = result.reused / bound if bound else 1.0
+        yield Figure(
+            GROUP,
+            f"{name}, {percent} %, `{policy}`" + (" (default)" if usual else ""),
+            f"{over:.3f} of the reuse of LRU",
+            ">= 1" if usual else "",
+            over >= 1 if usual else None,
+            "",
+            about,
+            {
+                "capacity": capacity,
+                "reused": result.reused,
+                "prompts": result.prompts,
+                "bound": bound,
+                "evictions": result.evictions,
+            },
+            # A small capacity is raised to the cells of the largest request.
+            table=f"{name}: {about}. Reuse as a share of the prompts.",
+            row={
+                "capacity": f"{percent} %",
+                "cells": f"{capacity:,}",
+                "policy": policy,
+                "reused": f"{result.share:.2%}",
+                "over LRU": f"{over:.3f}",
+                "of Belady's bound": f"{of_bound:.3f}",
+                "Belady's bound": f"{bound / result.prompts:.2%}",
+            },
+        )

@@ -1,0 +1,273 @@
+"""Each policy on a tree, compared with its definition, and in a cache, where leases stay."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import TYPE_CHECKING, Any, get_args
+
+import prefix_kit
+import pytest
+import runtime_kit as kit
+from prefix_kit import make, serve
+
+from pyllamakv.cache import eviction
+from pyllamakv.cache.eviction_policy import (
+    DEFAULT,
+    EvictionPolicy,
+    EvictionPolicyName,
+    GreedyDualSizeFrequency,
+    LeastFrequentlyUsed,
+    RecencyAndFrequency,
+    attention_span,
+)
+from pyllamakv.cache.eviction_policy import make as make_policy
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.prefix_tree import Node, PrefixTree, key_to_tokens, tokens_to_key
+from pyllamakv.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POLICIES: tuple[EvictionPolicyName, ...] = get_args(EvictionPolicyName)
+
+
+def policy(name: EvictionPolicyName) -> EvictionPolicy:
+    """Return a policy for a model whose attention costs as much as the rest at position 8."""
+    if name == "gdsf":
+        return GreedyDualSizeFrequency(8.0)
+    return RecencyAndFrequency(4.0) if name == "lrfu" else make_policy(name, None)  # type: ignore[arg-type]
+
+
+def add(tree: PrefixTree, tokens: list[int]) -> Node:
+    """Use tokens as a prompt does: at its beginning and at its end."""
+    node, length = tree.match(tokens_to_key(tokens))
+    if length:
+        node = tree.insert(tokens_to_key(tokens[:length]))
+        tree.touch(node, again=True)
+    node = tree.insert(tokens_to_key(tokens))
+    if node.entry is None:
+        tree.attach(node, "entry")
+    tree.touch(node)
+    return node
+
+
+def is_leaf(node: Node) -> bool:
+    """Return whether a node has no children."""
+    return not node.children
+
+
+def first(tree: PrefixTree) -> list[int]:
+    """Return the tokens of the leaf that is evicted first, and evict it."""
+    node = tree.evict_first(is_leaf)
+    assert node is not None
+    key = key_to_tokens(node.key)
+    tree.detach(node)
+    tree.prune(node)
+    tree.check()
+    return key
+
+
+def test_frequency_counts_unless_a_node_was_not_used_for_long() -> None:
+    """A prompt that was used three times stays; LRU evicts it before newer ones."""
+    found = {}
+    for name in POLICIES:
+        tree = PrefixTree(policy=policy(name))
+        for _ in range(3):
+            add(tree, [1, 1])
+        add(tree, [2, 2])
+        add(tree, [3, 3])
+        found[name] = first(tree)
+        later = iter(range(4, 60))
+        while found[name] != [1, 1] and tree.match(tokens_to_key([1, 1]))[1]:
+            number = next(later)  # ends if nothing ages
+            add(tree, [number, number])
+            first(tree)
+    assert found == {"lru": [1, 1], "lfu": [2, 2], "lrfu": [2, 2], "gdsf": [2, 2]}
+
+
+def test_cost_counts_for_gdsf_alone() -> None:
+    """Tokens at high positions cost more attention, so that a long run is evicted later."""
+    found = {}
+    for name in POLICIES:
+        tree = PrefixTree(policy=policy(name))
+        add(tree, [5] * 40)
+        add(tree, [6] * 4)
+        found[name] = len(first(tree))
+    assert found["gdsf"] == 4
+    assert found["lru"] == found["lrfu"] == 40
+
+
+def test_gdsf_ranks_by_uses_cost_and_size() -> None:
+    """Eight tokens from position 8: 1 each, and attention of 11.5 / 8 on average."""
+    rank = GreedyDualSizeFrequency(8.0)
+    rank.age = 3.0
+    tree = PrefixTree(policy=rank)
+    add(tree, [1] * 8)
+    node = add(tree, [*[1] * 8, *[2] * 8])
+    add(tree, [*[1] * 8, *[3] * 8])
+    assert (node.start, node.end, node.uses) == (8, 16, 1)
+    assert node.priority == pytest.approx(3.0 + 1 * (1 + 11.5 / 8))
+    assert node.parent is not None
+    assert node.parent.uses == 3
+    assert node.parent.priority == pytest.approx(3.0 + 3 * (1 + 3.5 / 8))
+
+
+def test_lrfu_is_the_sum_of_its_uses() -> None:
+    """Each use counts 2 ** -(age / half-life); the order of nodes is that of these sums."""
+    tree = PrefixTree(policy=RecencyAndFrequency(4.0))
+    draw = Random(3)
+    uses: dict[int, list[int]] = {n: [] for n in range(6)}
+    nodes = {}
+    for _ in range(60):
+        number = draw.choice([0, 0, 0, 1, 1, 2, 3, 4, 5])
+        if number in nodes:
+            tree.touch(nodes[number], again=True)
+        else:
+            nodes[number] = tree.insert(tokens_to_key([number, number]))
+            tree.attach(nodes[number], "entry")
+            tree.touch(nodes[number])
+        uses[number].append(tree.clock)
+    total = {
+        n: sum(2 ** (-(tree.clock - at) / 4.0) for at in times)
+        for n, times in uses.items()
+        if times
+    }
+    for n, node in nodes.items():
+        assert 2 ** ((node.priority - tree.clock) / 4.0) == pytest.approx(total[n])
+    assert tree.evict_first(is_leaf) is nodes[min(total, key=total.__getitem__)]
+
+
+def test_lrfu_survives_a_long_pause() -> None:
+    """Powers of large numbers do not overflow."""
+    rank = RecencyAndFrequency(1e-3)
+    node = Node(None, 0, b"")
+    node.uses, node.priority = 2, 10.0
+    assert rank.rank(node, 10**9, again=True) == 1e9
+    node.priority = 1e9
+    assert rank.rank(node, 5, again=True) == pytest.approx(1e9)
+    assert math.isfinite(rank.rank(node, 5, again=False))
+
+
+def test_the_end_of_a_text_is_not_another_use() -> None:
+    """A prompt counts once for the tokens that it found, whatever it decodes then."""
+    for name in POLICIES:
+        tree = PrefixTree(policy=policy(name))
+        for _ in range(3):
+            node = add(tree, [1, 2, 3])
+        assert node.uses == 3
+        leaf = add(tree, [1, 2, 3, 4])
+        assert leaf is node or leaf.uses in (1, 4)
+
+
+def test_a_merged_node_is_as_valuable_as_the_upper_one() -> None:
+    """The system prompt of one remaining chat is not less popular than before."""
+    for name in POLICIES:
+        tree = PrefixTree(policy=policy(name))
+        for number in range(4):
+            add(tree, [1, 1, 1, number + 2])
+        upper = tree.match(tokens_to_key([1, 1, 1]))[0]
+        uses, priority = upper.uses, upper.priority
+        assert uses == 4
+        for _ in range(3):
+            first(tree)
+        (left,) = tree.walk()
+        assert (left.uses, left.priority) == (uses, priority)
+        # A division keeps both.
+        upper = tree.split(left, 2)
+        assert (upper.uses, upper.priority) == (uses, priority)
+
+
+def test_age_is_the_highest_evicted_priority() -> None:
+    """It never falls, so that a new node is not evicted before one that was idle for long."""
+    tree = PrefixTree(policy=LeastFrequentlyUsed())
+    for number in range(8):
+        for _ in range(number + 1):
+            add(tree, [number, number])
+    ages = []
+    while tree.nodes:
+        first(tree)
+        ages.append(tree.policy.age)
+    assert ages == sorted(ages)
+    assert ages[-1] == 8.0
+    assert add(tree, [9]).priority == 9.0
+
+
+def test_a_span_follows_from_the_model(tmp_path: Path) -> None:
+    """Llama 2 with 7 billion parameters: about 26,000 tokens."""
+    info = kit.context(tmp_path).model.info
+    object.__setattr__(info, "n_params", 6_738_415_616)
+    object.__setattr__(info, "n_layer", 32)
+    object.__setattr__(info, "n_embd", 4096)
+    assert attention_span(info) == pytest.approx(25_705, rel=1e-3)
+    made = make_policy("gdsf", info)
+    assert isinstance(made, GreedyDualSizeFrequency)
+    assert made.span == attention_span(info)
+    object.__setattr__(info, "n_layer", 0)
+    object.__setattr__(info, "n_params", 0)
+    assert attention_span(info) == 1.0
+
+
+def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    """Before anything is created."""
+    with pytest.raises(UsageError, match="lru, lfu, lrfu, gdsf"):
+        make(tmp_path, policy="fifo")
+    assert make(tmp_path).policy == DEFAULT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", POLICIES)
+def test_traffic_keeps_leases_pins_and_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: EvictionPolicyName
+) -> None:
+    """Random operations with evictions; each is compared with all candidates by brute force."""
+    evicted: list[bytes] = []
+    chosen: list[Node] = []
+
+    def look(cache: PrefixCache, node: Node, keep: int = 0) -> Any:
+        protected = {each for lease in cache.leases for each in lease.node.path}
+        assert node not in protected
+        assert not node.pins or cache.branches.storage(node) is not None
+        # Nothing is evicted while a child is still in the cache.
+        assert all(not child.ref_count for child in node.children.values())
+        chosen.append(node)
+        evicted.append(node.key)
+        return evict(cache, node, keep)
+
+    def cheapest(tree: PrefixTree, wanted: Any) -> Node | None:
+        found = evict_first(tree, wanted)
+        rest = [each for each in tree.walk() if wanted(each)]
+        assert (found is None) == (not rest)
+        assert found is None or found.priority == min(each.priority for each in rest)
+        return found
+
+    evict, evict_first = eviction.evict, PrefixTree.evict_first
+    monkeypatch.setattr(eviction, "evict", look)
+    monkeypatch.setattr(PrefixTree, "evict_first", cheapest)
+    runs = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        evicted.clear()
+        context = kit.context(folder, n_ctx=96, n_seq_max=5)
+        traffic = prefix_kit.Traffic(context, 11, policy=name)
+        traffic.run(120)
+        runs.append(list(evicted))
+        assert len(runs[-1]) > 10
+    assert runs[0] == runs[1]
+
+
+def test_a_frequent_prompt_survives_a_scan(tmp_path: Path) -> None:
+    """Prompts that come once evict a prompt that comes often with LRU only."""
+    found = {}
+    for name in POLICIES:
+        folder = tmp_path / name
+        folder.mkdir()
+        cache = make(folder, n_ctx=64, n_seq_max=8, policy=name)
+        often = [7] * 20
+        for _ in range(6):
+            serve(cache, often)
+        for number in range(3):
+            serve(cache, [20 + number] * 20)
+        found[name] = serve(cache, often)
+    assert found == {"lru": 0, "lfu": 19, "lrfu": 19, "gdsf": 19}

@@ -1,0 +1,89 @@
+"""Prefixes in a sliding-window cache of full size, which can lose cells outside of its window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import runtime_kit as kit
+from prefix_kit import SYSTEM, feed, serve
+
+from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import PartialRemovalRefused
+from pyllamakv.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
+
+LOST = pytest.mark.regression(
+    "a prompt failed where a cache of full size had lost the window of its prefix",
+    by="random_operations",
+    of="cache",
+)
+
+
+@pytest.fixture
+def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    """Return a context with windows of full size, all of which have passed."""
+    fork = Sequence.fork
+
+    def whole(self: Sequence, length: int | None = None) -> Sequence:
+        if length is not None and 0 < length < len(self):
+            raise PartialRemovalRefused("the window has passed")
+        return fork(self, length)
+
+    monkeypatch.setattr(Sequence, "fork", whole)
+    ctx = kit.context(tmp_path, {"partial": False}, n_ctx=256, n_seq_max=5, swa_full=True)
+    object.__setattr__(ctx.info, "memory", MemoryType.SWA)
+    object.__setattr__(ctx.info, "can_remove_partly", True)
+    return ctx
+
+
+def test_a_lost_prefix_is_decoded_again(passed: Context) -> None:
+    """The longest branch that the prompt continues is reused; a part of one is not."""
+    cache = PrefixCache(passed)
+    assert serve(cache, [*SYSTEM, 1, 2]) == 0
+    assert serve(cache, [*SYSTEM, 3, 4]) == 0
+    assert serve(cache, [*SYSTEM, 1, 2, 5]) == 22
+
+
+@LOST
+def test_a_lease_at_the_end_of_a_prefix_is_forked(passed: Context) -> None:
+    """A longer branch has its tokens, but not their window."""
+    cache = PrefixCache(passed)
+    with cache.acquire(SYSTEM) as lease:
+        feed(lease)
+        assert serve(cache, [*SYSTEM, 1, 2]) == 20
+        with cache.acquire([*SYSTEM, 8]) as other:
+            assert other.cached == 20
+            feed(other)
+    cache.check()
+
+
+@LOST
+def test_a_pinned_prefix_of_a_dropped_branch_is_lost(passed: Context) -> None:
+    """The pin is removed with it, because nothing can restore the prefix."""
+    cache = PrefixCache(passed)
+    serve(cache, [*SYSTEM, 1, 2])
+    cache.pin("system", SYSTEM)
+    cache.clear()
+    cache.check()
+    assert not cache.pins
+    assert serve(cache, [*SYSTEM, 3]) == 0
+
+
+@LOST
+def test_stored_sequences_are_used_as_a_whole(passed: Context, tmp_path: Path) -> None:
+    """Each end of a branch has its own state, also if a longer sequence has its tokens."""
+    store = tmp_path / "store"
+    with PrefixCache(passed, store=store) as cache:
+        serve(cache, SYSTEM)
+        cache.flush()
+        serve(cache, [*SYSTEM, 1, 2])
+    with PrefixCache(passed, store=store) as cache:
+        assert serve(cache, [*SYSTEM[:9], 7]) == 0
+        assert serve(cache, [*SYSTEM, 3]) == 20
+        assert serve(cache, [*SYSTEM, 1, 2, 3]) == 22

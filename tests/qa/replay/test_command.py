@@ -1,0 +1,81 @@
+"""The command compares policies, writes figures, and fails if the default one is below LRU."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from pyllamakv.errors import UsageError
+from qa.bench import benchmark_document
+from qa.replay import command, replay_figures
+from qa.replay.policy_replay import ReplayResult, replay
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUICK = ("--agents", "4", "--capacity", "20")
+
+
+def run(*words: str, status: int = 0) -> str:
+    """Run the command and return its output."""
+    made = CliRunner().invoke(command.app, [*QUICK, *words])
+    assert made.exit_code == status, made.output
+    return made.output
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a trace of three chats of two turns."""
+    monkeypatch.delenv(command.VARIABLE, raising=False)
+    path = tmp_path / "chats.jsonl"
+    rows = [[0, 10 * n, 10 * n + 1] + [10 * n + 2] * turn for turn in (0, 1) for n in (1, 2, 3)]
+    path.write_text("".join(json.dumps({"hash_ids": row}) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.mark.long
+def test_policies_are_compared_with_lru_and_the_bound(trace: Path) -> None:
+    """LRU is always there; the trace may come from the environment."""
+    text = run("gdsf")
+    assert "| 20 % | 278 | lru | " in text
+    assert "| 20 % | 278 | gdsf | " in text
+    assert "| lfu |" not in text
+    assert "agents, unlimited | 100.00% of the possible reuse | >= 99% | met |" in text
+    assert "chats" not in text
+    assert "`python -m qa replay gdsf --capacity 20 --agents 4`" in text
+    failed = CliRunner().invoke(command.app, ["--requests", "3"])
+    assert isinstance(failed.exception, UsageError)
+    text = run("lru", "--trace", str(trace), "--requests", "5")
+    assert "chats, unlimited" in text
+    assert "5 requests, 9 unique cells of 512 tokens" in text
+    assert "--trace chats.jsonl --requests 5" in text
+    assert str(trace.parent) not in text
+
+
+def test_the_trace_may_be_named_by_a_variable(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON; without a limit, each chat finds its first turn, and each other one the system."""
+    monkeypatch.setenv(command.VARIABLE, str(trace))
+    figures = {each["name"]: each["data"] for each in json.loads(run("lru", "--json"))}
+    assert figures["chats, unlimited"] == {"reused": 11, "possible": 11, "prompts": 21}
+    assert figures["chats, 20 %, `lru` (default)"]["capacity"] == 4
+
+
+def test_a_default_below_lru_fails(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The figures are written nevertheless."""
+
+    def worse(requests: list, capacity: int, policy: str, **options: object) -> ReplayResult:
+        found = replay(requests, capacity, policy, **options)
+        lost = found.reused if policy == "lfu" and found.evictions else 0
+        return ReplayResult(found.prompts, found.reused - lost, found.evictions)
+
+    monkeypatch.setattr(replay_figures, "replay", worse)
+    monkeypatch.setattr("pyllamakv.cache.eviction_policy.DEFAULT", "lfu")
+    path = tmp_path / "figures.md"
+    run("lfu", "--write", str(path), status=1)
+    found = benchmark_document.read(path)
+    assert [each.name for each in found if each.met is False] == ["agents, 20 %, `lfu` (default)"]
