@@ -45,9 +45,9 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 
 #: Classes whose constructors are not for users: other calls create the objects.
 CREATED = {
-    "Adapter", "AsyncGeneration", "Context", "Embedding", "Generation", "KV", "LibraryInfo", "Logits",
-    "LogitsRows", "Model", "OpenLibrary",
-    "PerSequence", "PrefixLease", "Recording", "Screen", "Sequence", "SlotLease",
+    "Adapter", "AsyncGeneration", "Context", "Embedding", "Generation", "KV", "LibraryInfo",
+    "Logits", "LogitsRows", "Model", "OpenLibrary", "PerSequence", "PrefixLease", "Recording",
+    "Screen", "Sequence", "SlotLease",
 }  # fmt: skip
 #: Errors are words of a docstring's text ("Raises Closed"), which become links.
 ERRORS = re.compile(

@@ -55,8 +55,8 @@ class PrefixCache(ClosedOnExit):
     store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
     ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
     evictions write to it. Raises PrefixStoreError, or a subclass that names the reason. ``policy``
-    selects the branch that is evicted first: "lru", "lfu", "lrfu" or "gdsf" (see
-    `eviction_policy`). Saved states are evicted by their own value.
+    selects the branch that is evicted first: "lru", "lfu", "lrfu" or "gdsf"
+    (docs/prefix-cache.md). Saved states are evicted by their own value.
 
     A memory that cannot return to every position continues after saved states. ``checkpoints``
     defines their interval, their number and their bytes in all; without ``paging`` and ``store``,
