@@ -8,16 +8,23 @@ from qa.load.load_result import LoadResult, RequestTiming
 
 
 def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
-    """Return the results of a plan in which stock needs half of the CPU time of patched."""
+    """Return the results of a plan; patched needs twice the CPU time and time to begin."""
     plan = LoadPlan(
         ("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds, model=__file__
     )
     error = "ConnectionError: gone" if lost else ""
+    wait = {"stock": 1.0, "patched": 2.0}
     return {
         cell: LoadResult(
             (
-                RequestTiming(0.0, 0.5, 1.0, 11),
-                RequestTiming(0.0, 1.5, 2.0, 11, error if cell.system == "stock" else ""),
+                RequestTiming(0.0, wait[cell.system] * 0.5, wait[cell.system] * 0.5 + 0.5, 11),
+                RequestTiming(
+                    0.0,
+                    wait[cell.system] * 1.5,
+                    wait[cell.system] * 1.5 + 0.5,
+                    11,
+                    error if cell.system == "stock" else "",
+                ),
             ),
             cpu_seconds=1.1 if cell.system == "stock" else 2.2,
             retries=3,
@@ -43,9 +50,14 @@ def test_rows() -> None:
 
 def test_ratios() -> None:
     """Pair by pair, with a target that doubled CPU time misses."""
-    *_, ratio = load_figures.figures(results(load_figures.PAIRS))
+    *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))
     assert ratio.name == "CPU per token, patched over stock, 4 clients"
     assert ratio.value == "2.00 [2.00, 2.00]"
     assert ratio.met is False
+    assert first.name == "p95 of the first token, patched over stock, 4 clients"
+    assert first.value == "2.00 [2.00, 2.00]"
+    assert first.met is False
+    assert token.name == "p95 of the time per token, patched over stock, 4 clients"
+    assert (token.value, token.met) == ("1.00 [1.00, 1.00]", True)
     assert len(load_figures.figures(results(load_figures.PAIRS - 1))) == 2
     assert len(load_figures.figures(results(load_figures.PAIRS, lost=True))) == 2
