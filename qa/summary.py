@@ -223,6 +223,12 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "operations",
         "all results list the bounds per operation",
     ),
+    "servers": (
+        "A patched llama-server answers every request of the scenarios, with the same text",
+        "requests",
+        "requests",
+        "generated models, four slots, on CPUs; the releases whose servers are built",
+    ),
     "defects": (
         "Defects that were found stay fixed",
         "defects fixed",
