@@ -151,6 +151,11 @@ CLAIMS = (
         "^patched",
     ),
     Claim(
+        "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
+        "llama-server, a sparse cache",
+        "",
+    ),
+    Claim(
         "A contributor's tests run within five minutes in a new clone with an empty home directory",
         "The checkout",
         "`make test`",
