@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from pyllamakv.scenarios import synthetic_models
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, interval
 from qa.load.load_result import LoadResult, percentiles
@@ -48,7 +50,9 @@ def figures(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
 
 def group(cell: LoadCell) -> str:
     """Return the group of a cell's figures, which are replaced together."""
-    return f"llama-server {cell.release}, {cell.workload}"
+    model = cell.plan.model
+    more = "" if model == synthetic_models.TEST else f", {Path(model).name}"
+    return f"llama-server {cell.release}, {cell.workload}{more}"
 
 
 def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:

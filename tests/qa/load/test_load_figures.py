@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from qa.load import load_figures
 from qa.load.load_cells import LoadCell, LoadPlan
 from qa.load.load_result import LoadResult, RequestTiming
@@ -45,7 +47,13 @@ def test_rows() -> None:
     assert stock.row["first token, ms (p50, p95, p99)"] == "500, 500, 500"
     assert patched.row["per token, ms (p50, p95, p99)"] == "50, 50, 50"
     assert patched.row["CPU per token, ms"] == "100.000"
-    assert stock.group == "llama-server 0.3.9, fits"
+    assert stock.group == f"llama-server 0.3.9, fits, {Path(__file__).name}"
+
+
+def test_figures_of_another_model_replace_none() -> None:
+    """Those of the test model have no name in their group."""
+    plan = LoadPlan(("0.3.9",), ("fits",), (4,))
+    assert load_figures.group(next(plan.cells())) == "llama-server 0.3.9, fits"
 
 
 def test_ratios() -> None:
