@@ -151,6 +151,21 @@ CLAIMS = (
         "^patched",
     ),
     Claim(
+        "A patched llama-server needs no more CPU time per token than stock",
+        "llama-server 0.3.9, fits",
+        "^CPU per token, patched",
+    ),
+    Claim(
+        "A patched llama-server has the latency of stock, by 95th percentiles",
+        "llama-server 0.3.9, fits",
+        "^p95",
+    ),
+    Claim(
+        "`Batcher` needs no more CPU time per token than llama-server of the same build",
+        "llama-server 0.3.9, fits",
+        "^CPU per token, batcher",
+    ),
+    Claim(
         "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
         "llama-server, a sparse cache",
         "",
