@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import NotBuilt
 from pyllamakv.server import server_check
 from pyllamakv.server.server_artifact import find_server
+from pyllamakv.server.server_scenarios import SCENARIOS
 from pyllamakv.source import lockfile
 from pyllamakv.verification import matrix
 from pyllamakv.verification.verdict import decide
@@ -45,7 +46,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 def verify(name: str, seconds: float, tick: Tick) -> Entry:
     """Run scenarios on a release until the time is over, at least one; return the entry."""
-    chosen = sorted(server_check.SCENARIOS, key=lambda each: each.kind != "fix")
+    chosen = sorted(SCENARIOS, key=lambda each: each.kind != "fix")
     until = time.monotonic() + seconds
     found: list[ServerCheck] = []
     for scenario in chosen:

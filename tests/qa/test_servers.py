@@ -9,6 +9,7 @@ import pytest
 from pyllamakv.errors import NotBuilt
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.server.server_check import ServerCheck
+from pyllamakv.server.server_scenarios import SCENARIOS
 from pyllamakv.verification.verdict import Pair, decide
 from qa import document, servers, summary
 from qa.entry import Entry, StressOptions
@@ -28,7 +29,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     def check_server(release: str, *, scenarios: tuple[str, ...]) -> ServerCheck:
         (name,) = scenarios
         made.append((release, name))
-        kind = next(each.kind for each in servers.server_check.SCENARIOS if each.id == name)
+        kind = next(each.kind for each in SCENARIOS if each.id == name)
         stock = RETRIES if kind == "fix" else PASSED
         pair = Pair(name, kind, "-np 4", stock, PASSED)
         notes = {(name, "stock"): {"retries": 5}, (name, "patched"): {"requests": 3}}
@@ -53,7 +54,7 @@ def test_built_servers_are_verified(runs: list[tuple[str, str]]) -> None:
     assert found["0.3.16"].skip_reason == (
         "skipped: build its servers: pyllamakv build 0.3.16 --server"
     )
-    count = len(servers.server_check.SCENARIOS)
+    count = len(SCENARIOS)
     done = found["0.3.9"]
     assert done.passed and done.ran
     assert done.row["verdict"] == "needed"
@@ -67,12 +68,12 @@ def test_built_servers_are_verified(runs: list[tuple[str, str]]) -> None:
 def test_a_short_run_starts_with_fixes(runs: list[tuple[str, str]]) -> None:
     """A long run has the others after them; a scenario that has begun is completed."""
     entries(seconds=900.0, only=("0.3.9",))
-    kinds = {each.id: each.kind for each in servers.server_check.SCENARIOS}
+    kinds = {each.id: each.kind for each in SCENARIOS}
     assert "".join("fx"[kinds[name] != "fix"] for _, name in runs).lstrip("f").strip("x") == ""
     runs.clear()
     (done,) = entries(seconds=0.0, only=("0.3.9",))
     assert [name for _, name in runs] == ["server-context-shift"]
-    assert done.row["scenarios"] == f"1 of {len(servers.server_check.SCENARIOS)}"
+    assert done.row["scenarios"] == f"1 of {len(SCENARIOS)}"
 
 
 def test_a_bad_verdict_is_a_defect() -> None:
