@@ -151,6 +151,11 @@ CLAIMS = (
         "^patched",
     ),
     Claim(
+        "A patched llama-server loses no request of recorded traffic, scaled down",
+        "llama-server 0.3.9, trace",
+        "^patched",
+    ),
+    Claim(
         "A patched llama-server needs no more CPU time per token than stock",
         "llama-server 0.3.9, fits",
         "^CPU per token, patched",
