@@ -22,6 +22,7 @@ GROUPS = {
     "moving": True,
     "grid": False,
     "sparse": False,
+    "server": False,
     "policies": False,
     "prefixes": False,
     "stored": False,
@@ -89,6 +90,7 @@ def bench(
         recording_overhead,
         soak,
         sparse,
+        sparse_server,
         stored_prefixes,
     )
     from qa.bench.figure import Figure
@@ -100,6 +102,7 @@ def bench(
         "moving": defrag,
         "grid": grid,
         "sparse": sparse,
+        "server": sparse_server,
         "policies": policies,
         "prefixes": prefix_cache_cost,
         "stored": stored_prefixes,

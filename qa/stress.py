@@ -38,7 +38,8 @@ def stress(
 
     `random_operations` compares random operations with a ledger, `mutation` runs the tests on
     mutants of the patches, `fuzzing` fuzzes every parser and C entry point, `faults` injects
-    faults, `sanitizers` and `leaks` check memory, `defects` runs the regression tests.
+    faults, `sanitizers` and `leaks` check memory, `servers` verifies llama-server, `defects` runs
+    the regression tests.
     """
     from qa import document, selection, summary
     from qa.entry import StressOptions

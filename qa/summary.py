@@ -156,6 +156,31 @@ CLAIMS = (
         "^patched",
     ),
     Claim(
+        "A patched llama-server loses no request of recorded traffic, scaled down",
+        "llama-server 0.3.9, trace",
+        "^patched",
+    ),
+    Claim(
+        "A patched llama-server needs no more CPU time per token than stock",
+        "llama-server 0.3.9, fits",
+        "^CPU per token, patched",
+    ),
+    Claim(
+        "A patched llama-server has the latency of stock, by 95th percentiles",
+        "llama-server 0.3.9, fits",
+        "^p95",
+    ),
+    Claim(
+        "`Batcher` needs no more CPU time per token than llama-server of the same build",
+        "llama-server 0.3.9, fits",
+        "^CPU per token, batcher",
+    ),
+    Claim(
+        "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
+        "llama-server, a sparse cache",
+        "",
+    ),
+    Claim(
         "A contributor's tests run within five minutes in a new clone with an empty home directory",
         "The checkout",
         "`make test`",
@@ -232,6 +257,12 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "operations",
         "operations",
         "all results list the bounds per operation",
+    ),
+    "servers": (
+        "A patched llama-server answers every request of the scenarios, with the same text",
+        "requests",
+        "requests",
+        "generated models, four slots, on CPUs; the releases whose servers are built",
     ),
     "defects": (
         "Defects that were found stay fixed",

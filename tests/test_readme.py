@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import readme
@@ -92,19 +92,26 @@ def test_the_tables_show_what_is_accepted() -> None:
     assert pinned <= set(shown)
 
 
-def test_the_lost_requests_are_those_of_the_results() -> None:
-    """The counts in the text and in the picture are what `python -m qa load` wrote."""
+def lost_requests(workload: str) -> dict[str, Any]:
+    """Return what stock 0.3.9 did with 1,000 requests, of which patched lost none."""
     raw = json.loads((readme.ROOT / "qa/results/benchmarks.json").read_text(encoding="utf-8"))
     stock, patched = (
         next(
             each["data"]
             for each in raw["figures"]
-            if each["group"] == "llama-server 0.3.9, shift" and each["name"].startswith(side)
+            if each["group"] == f"llama-server 0.3.9, {workload}" and each["name"].startswith(side)
         )
         for side in ("stock", "patched")
     )
     assert patched["lost"] == patched["deaths"] == 0
     assert stock["requests"] == patched["requests"] == 1000
+    found: dict[str, Any] = stock
+    return found
+
+
+def test_the_lost_requests_are_those_of_the_results() -> None:
+    """The counts in the text and in the picture are what `python -m qa load` wrote."""
+    stock = lost_requests("shift")
     text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"aborts {stock['deaths']} times and loses {stock['lost']} requests" in text
     drawn = (readme.ROOT / "docs/pictures/server-load.svg").read_text(encoding="utf-8")
@@ -149,6 +156,14 @@ def test_names_of_llama_cpp_python_exist() -> None:
     rows = re.findall(r"^\| (`.*?) \|", page[2], re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"\w+", row)}
     assert len(named) > 50 and not named - names
+
+
+def test_the_lost_requests_of_a_trace_are_those_of_the_results() -> None:
+    """The page for operators has them."""
+    stock = lost_requests("trace")
+    text = " ".join((readme.ROOT / "docs/server.md").read_text(encoding="utf-8").split())
+    times = "once" if stock["deaths"] == 1 else f"{stock['deaths']} times"
+    assert f"stock 0.3.9 aborted {times} and lost {stock['lost']} requests" in text
 
 
 @pytest.mark.long

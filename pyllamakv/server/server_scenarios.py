@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing
+from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing, Unsupported
 from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_lab import (
     CLIENTS,
@@ -37,6 +37,9 @@ _IDLE = 60.0
 _TURNS = 3
 _TURN = (100, 128)
 _ANSWER = 12
+
+#: The metric of the patch server-metrics that counts moves of cells.
+_DEFRAGMENTATIONS = "llamacpp:kv_defragmentations_total"
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,50 @@ def _sparse(lab: ServerLab) -> None:
                 ask(slot, prompts[slot], 16)
         _compare_with_uncached(lab, server, turns)
         _refuse_retries(lab, server)
+
+
+def _threshold(lab: ServerLab) -> None:
+    """Leave used cells at the end of the cache; a threshold moves them, and 0 does not."""
+    if "--defrag-thold" not in lab.flags:
+        raise Unsupported("the server has no option --defrag-thold", "server")
+    # Thresholds apply if attention visits at least 2,048 cells.
+    lab.slots = CLIENTS + 1
+    for threshold in ("0", "0.2"):
+        with (
+            lab.folder() as folder,
+            lab.server(
+                "--metrics", "--slot-save-path", f"{folder}/", "--defrag-thold", threshold
+            ) as server,
+            ServerClient(server.url) as client,
+        ):
+            turns = _leave_sparse(lab, client)
+            moved = client.metrics().get(_DEFRAGMENTATIONS)
+            if moved is None:
+                raise Unsupported(f"the server has no metric {_DEFRAGMENTATIONS}", "server")
+            lab.note(defragmentations=int(moved))
+            if bool(moved) != (threshold != "0"):
+                raise ScenarioFailed(f"--defrag-thold {threshold}: {moved:g} defragmentations")
+            _compare_with_uncached(lab, server, turns)
+            _refuse_retries(lab, server)
+
+
+def _leave_sparse(
+    lab: ServerLab, client: ServerClient
+) -> list[tuple[CompletionRequest, ServerCompletion]]:
+    """Fill all slots, erase all but the last one, and use two; return these turns."""
+    prompts = [lab.prompt(client, SLOT - 8) for _ in range(lab.slots)]
+    for slot, prompt in enumerate(prompts):
+        complete(client, prompt, 1, id_slot=slot)
+    last = lab.slots - 1
+    for slot in range(last):
+        client.post(f"/slots/{slot}?action=erase", {})
+    requests = {last: CompletionRequest(prompts[last], 4)}
+    # A server reads its counters before a batch: the batches of this request follow the move.
+    requests[0] = CompletionRequest(prompts[0][: SLOT // 8], _ANSWER)
+    return [
+        (request, complete(client, request.prompt, request.n_predict, id_slot=slot))
+        for slot, request in requests.items()
+    ]
 
 
 def _compare_with_uncached(
@@ -394,5 +441,11 @@ SCENARIOS = (
         "fix",
         "When most cells become free, the answers of the slot that keeps its cells do not change.",
         _sparse,
+    ),
+    ServerScenario(
+        "server-defrag-thold",
+        "feature",
+        "--defrag-thold moves the cells of a sparse cache together; with 0, none are moved.",
+        _threshold,
     ),
 )

@@ -46,6 +46,7 @@ def load(
     trace: Annotated[
         Path | None, typer.Option(help="Recorded trace for the workload trace.")
     ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure stored cells again.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the first round of the first cells as SVG.")
     ] = None,
@@ -84,7 +85,7 @@ def load(
             def tick(done: int, name: str = name) -> None:
                 progress(name, done, requests)
 
-            results[cell] = cell.read() or cell.measure(tick)
+            results[cell] = (None if fresh else cell.read()) or cell.measure(tick)
     days: dict[str, str] = {}
     for cell, one in results.items():
         name = load_figures.group(cell)

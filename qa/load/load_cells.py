@@ -96,7 +96,7 @@ class LoadCell:
             _digest(trace) if trace and self.workload == "trace" else "",
         ]
         if self.system == "batcher":
-            facts.append(_batcher_code())
+            facts += [_batcher_code(), _digest(Path(batcher_load.__file__))]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return home() / "results" / "load" / f"{name}.json"
 

@@ -66,11 +66,13 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
 def test_figures_have_the_day_of_their_cells(
     losing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stored results are not measured today."""
+    """Stored results are not measured today, except with --fresh."""
     assert not losing
     stored = LoadResult((RequestTiming(0.0, 1.0, 2.0, 3),), 1.0, day="2026-01-02")
     monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: stored)
-    assert "Measured 2026-01-02, " in run("--workload", "fits", "--system", "patched")
+    words = ("--workload", "fits", "--system", "patched")
+    assert "Measured 2026-01-02, " in run(*words)
+    assert "Measured 2026-01-02, " not in run(*words, "--fresh")
 
 
 def test_a_lost_request_of_patched_fails(losing: set[str]) -> None:

@@ -76,17 +76,23 @@ def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
 
 
 def test_code_of_the_batcher_is_part_of_its_cells(
-    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A server runs none of it."""
+    """As are the options of its context; a server uses neither."""
     assert runs == []
     cells = list(PLAN.cells())[:3]
+    assert [cell.system for cell in cells] == ["stock", "patched", "batcher"]
     before = [cell.file for cell in cells]
-    monkeypatch.setattr(load_cells.variant, "files_digest", lambda roots: f"{sorted(roots)}")
-    same = [cell.file == file for cell, file in zip(cells, before, strict=True)]
-    assert dict(zip([cell.system for cell in cells], same, strict=True)) == {
-        "stock": True, "patched": True, "batcher": False,
-    }  # fmt: skip
+    setting = tmp_path / "batcher_load.py"
+    setting.write_text("# other options", encoding="utf-8")
+    for place, name, value in (
+        (load_cells.variant, "files_digest", lambda roots: f"{sorted(roots)}"),
+        (load_cells.batcher_load, "__file__", str(setting)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            same = [cell.file == file for cell, file in zip(cells, before, strict=True)]
+        assert same == [True, True, False], name
 
 
 def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path: Path) -> None:

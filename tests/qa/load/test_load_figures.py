@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from qa.load import load_figures
 from qa.load.load_cells import LoadCell, LoadPlan
 from qa.load.load_result import LoadResult, RequestTiming
 
 
 def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
-    """Return the results of a plan in which stock needs half of the CPU time of patched."""
+    """Return the results of a plan; patched needs twice the CPU time and time to begin."""
     plan = LoadPlan(
         ("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds, model=__file__
     )
     error = "ConnectionError: gone" if lost else ""
+    wait = {"stock": 1.0, "patched": 2.0}
     return {
         cell: LoadResult(
             (
-                RequestTiming(0.0, 0.5, 1.0, 11),
-                RequestTiming(0.0, 1.5, 2.0, 11, error if cell.system == "stock" else ""),
+                RequestTiming(0.0, wait[cell.system] * 0.5, wait[cell.system] * 0.5 + 0.5, 11),
+                RequestTiming(
+                    0.0,
+                    wait[cell.system] * 1.5,
+                    wait[cell.system] * 1.5 + 0.5,
+                    11,
+                    error if cell.system == "stock" else "",
+                ),
             ),
             cpu_seconds=1.1 if cell.system == "stock" else 2.2,
             retries=3,
@@ -38,14 +47,25 @@ def test_rows() -> None:
     assert stock.row["first token, ms (p50, p95, p99)"] == "500, 500, 500"
     assert patched.row["per token, ms (p50, p95, p99)"] == "50, 50, 50"
     assert patched.row["CPU per token, ms"] == "100.000"
-    assert stock.group == "llama-server 0.3.9, fits"
+    assert stock.group == f"llama-server 0.3.9, fits, {Path(__file__).name}"
+
+
+def test_figures_of_another_model_replace_none() -> None:
+    """Those of the test model have no name in their group."""
+    plan = LoadPlan(("0.3.9",), ("fits",), (4,))
+    assert load_figures.group(next(plan.cells())) == "llama-server 0.3.9, fits"
 
 
 def test_ratios() -> None:
     """Pair by pair, with a target that doubled CPU time misses."""
-    *_, ratio = load_figures.figures(results(load_figures.PAIRS))
+    *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))
     assert ratio.name == "CPU per token, patched over stock, 4 clients"
     assert ratio.value == "2.00 [2.00, 2.00]"
     assert ratio.met is False
+    assert first.name == "p95 of the first token, patched over stock, 4 clients"
+    assert first.value == "2.00 [2.00, 2.00]"
+    assert first.met is False
+    assert token.name == "p95 of the time per token, patched over stock, 4 clients"
+    assert (token.value, token.met) == ("1.00 [1.00, 1.00]", True)
     assert len(load_figures.figures(results(load_figures.PAIRS - 1))) == 2
     assert len(load_figures.figures(results(load_figures.PAIRS, lost=True))) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from building_kit import manifest, script
 from patching_kit import release as made_release
 
 from pyllamakv.building import llama_cpp_python_env as install
-from pyllamakv.building.variant import Variant
+from pyllamakv.building.variant import Variant, find
 from pyllamakv.errors import ArchiveError, CommandFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import fetch, spec_resolver
@@ -369,3 +370,33 @@ def test_its_own_tests(stock: Variant, patched: Variant) -> None:
     before, after = suite.run(peer, stock), suite.run(peer, patched)
     assert before.outcomes == after.outcomes
     assert before.counts()["passed"] >= 8 and not before.counts().get("failed")
+
+
+@pytest.mark.native
+@pytest.mark.peer
+@pytest.mark.long
+def test_a_variable_compacts_the_cache_of_llama(tmp_path: Path) -> None:
+    """The program of docs/drop-in.md prints what the page shows, on the newest release."""
+    release = verb._one_per_era()[-1]
+    peer, patched = install.installed(release), find(f"{release}+patched")
+    if peer is None or patched is None:
+        pytest.skip(f"`python -m qa peer {release}` installs and builds it")
+    text = (Path(__file__).parents[3] / "docs" / "drop-in.md").read_text("utf-8")
+    program = tmp_path / "sparse.py"
+    program.write_text(text.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    printed = []
+    for more in ({}, {"LLAMA_KV_DEFRAG_THOLD": "0.5"}):
+        done = subprocess.run(
+            [peer.python, program, synthetic_models.model("bytes")],
+            env=suite.environment(patched) | more,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed == [
+        "compactions: 0, cells moved: 0\n",
+        "compactions: 1, cells moved: 160\n",
+    ]
+    assert all(line in text for line in printed)
