@@ -174,6 +174,13 @@ def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> Non
         with model.context(**keep) as ctx:
             fill(ctx, [1])
         second.write_bytes(old)
+        # The copies of the last flush replace files of two flushes.
+        with model.context(**keep) as ctx:
+            assert ctx.sequence(0).tokens[: len(TOKENS)] == TOKENS
+            assert ctx.sequence(1).tokens == [1]
+        second.write_bytes(old)
+        for copy in tmp_path.glob("*.flushed"):
+            copy.unlink()
         with pytest.raises(KVFileDirty):
             model.context(**keep)
 
