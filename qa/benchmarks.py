@@ -18,6 +18,7 @@ app = typer.Typer(add_completion=False)
 GROUPS = {
     "calls": True,
     "loop": True,
+    "sampling": False,
     "recording": True,
     "moving": True,
     "grid": False,
@@ -88,6 +89,7 @@ def bench(
         prefix_cache_cost,
         python_overhead,
         recording_overhead,
+        sampling,
         soak,
         sparse,
         sparse_server,
@@ -98,6 +100,7 @@ def bench(
     measures = {
         "calls": python_overhead,
         "loop": loop,
+        "sampling": sampling,
         "recording": recording_overhead,
         "moving": defrag,
         "grid": grid,

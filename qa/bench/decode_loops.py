@@ -38,7 +38,7 @@ def ours(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
             n_seq_max=work.sequences,
             n_threads=1,
         ) as context,
-        loaded.sampler() as sampler,
+        loaded.sampler(**work.sampler) as sampler,
     ):
         sequences = [context.sequence() for _ in range(work.sequences)]
         loop = _loop(context, sampler, sequences, work)
@@ -46,6 +46,7 @@ def ours(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
         def run() -> Round:
             for sequence in sequences:
                 sequence.remove()
+            sampler.reset()
             begin = time.thread_time()
             result = loop()
             return Round(time.thread_time() - begin, result)
@@ -106,7 +107,7 @@ def _loop(
         return prompt
     if work.burst:
         return bursts
-    if work.kind == "greedy":
+    if work.samples:
         return greedy_one if alone else greedy
     return logits_one if alone else logits
 
@@ -129,9 +130,7 @@ def plain(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
             code = call(work.sequences, work.steps, tokens, ctypes.byref(last))
             seconds = time.thread_time() - begin
             _answer(code, "decode")
-            return Round(
-                seconds, list(map(float, tokens)) if work.kind == "greedy" else [last.value]
-            )
+            return Round(seconds, list(map(float, tokens)) if work.samples else [last.value])
 
         try:
             yield run

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pyllamakv.building import variant as variants
+from pyllamakv.building.variant import Variant
 from pyllamakv.errors import NotBuilt, Untestable
 from pyllamakv.home import home
 from pyllamakv.scenarios import architectures, synthetic_models
@@ -62,25 +63,31 @@ SHAPE = architectures.Shape(
 
 def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = PAIRS) -> list[Figure]:
     """Measure every workload against each peer."""
-    variant = variants.find(spec)
-    if variant is None:
-        msg = f"{spec} is not built here; run: pyllamakv build {spec.partition('+')[0]}"
-        raise NotBuilt(msg)
+    variant = built(spec)
     model = model_file()
     found = []
     for work in WORKLOADS:
         with ours(variant, model, work) as mine:
-            measured = _pairs(plain(variant, model, work), mine, work, pairs, tick)
+            measured = measure(plain(variant, model, work), mine, work, pairs, tick)
             found.append(beside_c(work, model, measured))
             for api in work.peers:
                 try:
                     other = peer(variant, model, work, api)
-                    measured = _pairs(other, mine, work, pairs, tick)
+                    measured = measure(other, mine, work, pairs, tick)
                 except Untestable as error:
                     found.append(not_measured(work, api, str(error)))
                 else:
                     found.append(beside_peer(work, api, measured))
     return found
+
+
+def built(spec: str) -> Variant:
+    """Return a built variant. Raises NotBuilt."""
+    variant = variants.find(spec)
+    if variant is None:
+        msg = f"{spec} is not built here; run: pyllamakv build {spec.partition('+')[0]}"
+        raise NotBuilt(msg)
+    return variant
 
 
 def model_file() -> Path:
@@ -90,9 +97,10 @@ def model_file() -> Path:
     return synthetic_models.generate(SHAPE, home() / "models")
 
 
-def _pairs(
+def measure(
     other: AbstractContextManager[Runner], mine: Runner, work: Workload, pairs: int, tick: Tick
 ) -> Pairs:
+    """Run a workload on both sides in turn. Raises HarnessError if their results differ."""
     with other as theirs:
         require_same_result(work.name, mine(), theirs())
         return interleave(

@@ -5,12 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Final, Literal
 
 from pyllamakv.errors import HarnessError
 
-Kind = Literal["greedy", "logits", "prompt"]
+Kind = Literal["greedy", "chained", "grammar", "logprobs", "logits", "prompt"]
 
+#: Options of the samplers, which ``native/loop.c`` has as well.
+SAMPLERS: Final[dict[str, dict[str, Any]]] = {
+    "chained": {
+        "penalty_last_n": 64,
+        "penalty_repeat": 1.1,
+        "top_k": 40,
+        "top_p": 0.95,
+        "temperature": 0.8,
+        "seed": 7,
+    },
+    "grammar": {"grammar": "root ::= [a-z ]*"},
+    "logprobs": {"top_logprobs": 5},
+}
 #: Sizes of the batches that a prompt is decoded in.
 PIECE = 128
 
@@ -19,8 +32,10 @@ PIECE = 128
 class Workload:
     """A loop: ``steps`` tokens in each of ``sequences``, or a prompt of ``steps`` tokens.
 
-    ``greedy`` continues with the most likely token, ``logits`` reads the first logit of each
-    output. ``peers`` are the compared interfaces of llama-cpp-python.
+    ``greedy`` continues with the most likely token, ``chained`` with one that a chain of samplers
+    draws, and ``grammar`` with the most likely one of a grammar. ``logprobs`` is greedy, with the
+    log-probabilities of five tokens. ``logits`` reads the first logit of each output. ``peers`` are
+    the compared interfaces of llama-cpp-python.
     """
 
     name: str
@@ -30,6 +45,16 @@ class Workload:
     peers: tuple[str, ...]
     #: Steps of our side in a call (`Context.advance`); 0: one step per call.
     burst: int = 0
+
+    @property
+    def sampler(self) -> dict[str, Any]:
+        """Return the options of the sampler."""
+        return SAMPLERS.get(self.kind, {})
+
+    @property
+    def samples(self) -> bool:
+        """Return whether the result is the last tokens."""
+        return self.kind not in ("logits", "prompt")
 
     @property
     def n_batch(self) -> int:
