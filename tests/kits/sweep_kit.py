@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from adapter_kit import AdapterFile
 
 import pyllamakv as kv
 from pyllamakv.errors import DecodeError, KvError, ReprocessNeeded
@@ -113,6 +114,7 @@ ENDING = (
 NEGATIVE = {
     "delta": "shifts to lower positions",
     "keep": "all of the prompt",
+    "pooling": "that of the model file",
     "index": "counts from the last place",
     "top_k": "-1 is off",
     "defrag_thold": "never",
@@ -129,6 +131,8 @@ CHOICES = {
     "Plan": ("fewest", "ordered"),
     "Mover": ("auto", "host", "gather", "graph", "staged"),
     "PolicyName": ("never", "on_failure", "threshold", "always"),
+    "EvictionPolicyName": ("lru", "lfu", "lrfu", "gdsf"),
+    "PoolingName": ("none", "mean", "cls", "last", "rank"),
     "Literal['on', 'off']": ("on", "off"),
 }
 
@@ -304,6 +308,16 @@ def _recording(world: CallObjects) -> Any:
     return made
 
 
+def _embedding_context(world: CallObjects) -> Any:
+    context = world.context(embeddings=True, pooling="none")
+    context.prefill(context.sequence(), [1, 2, 3])
+    return context
+
+
+def _adapter_path(world: CallObjects) -> Path:
+    return AdapterFile(names=("blk.0.attn_k.weight",)).write(Path("adapter.gguf"))
+
+
 _NUMBERS = itertools.count()
 
 #: The class of an object, by its name, and how a live one is had.
@@ -332,15 +346,23 @@ LIVE: dict[str, Callable[[CallObjects], Any]] = {
     "RpcServer": lambda world: world.keep(kv.serve_rpc(world.lib.path.parent)),
 }
 
+#: The object of single calls, if it is not that of the other calls of the class.
+TARGETS: dict[str, Callable[[CallObjects], Any]] = {
+    "Context.embed": lambda world: world.context(embeddings=True, pooling="mean"),
+    "Context.embedding": _embedding_context,
+}
+
 #: A right argument, by call and parameter or by parameter alone.
 RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "Batch.of.positions": lambda world: [0, 1, 2],
     "Batch.of.sequences": lambda world: 0,
     "Batch.of.counts": lambda world: None,
     "Batch.add.sequences": lambda world: 0,
+    "AsyncBatcher.manager": lambda world: kv.SlotCache(world.context(), 2),
     "Batcher.manager": lambda world: kv.SlotCache(world.context(), 2),
     "Batcher.submit.prompt": lambda world: [1, 2, 3],
     "Context.chat.template": lambda world: "x",
+    "Model.load_adapter.path": _adapter_path,
     "Model.apply_chat_template.template": lambda world: "x",
     "Model.tokenize_chat.template": lambda world: "x",
     "Batcher.interrupt.generation": lambda world: _batcher(world).submit([1, 2]),
@@ -619,6 +641,11 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Iterable[int]": _tokens,
     "Sequence[int]": _tokens,
     "Sequence[bool]": _flags,
+    "Iterable[str | Iterable[int]]": lambda value: (
+        _iterable(value)
+        and not isinstance(value, str)
+        and all(isinstance(each, str) or _tokens(each) for each in value)
+    ),
     "Iterable[tuple[int, int]]": lambda value: _empty(value) or value == [(1, 2)],
     "Iterable[str]": lambda value: _iterable(value) and all(isinstance(v, str) for v in value),
     "Sequence": _one_of(kv.Sequence),
@@ -650,6 +677,7 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Mapping[str, Any]": _one_of(dict),
     "Iterable[Mapping[str, Any]]": _empty,
     "Iterable[LogitsProcessor]": _empty,
+    "Mapping[Adapter, float]": lambda value: isinstance(value, dict) and value == {},
     "Mapping[int, float]": lambda value: isinstance(value, dict) and value == {1: 2},
     "tuple[tuple[int, float], ...]": lambda value: _empty(value) or value in ([(1, 2)], [(2, 1)]),
     "tuple[str, ...]": lambda value: not isinstance(value, str) and ACCEPTS["Iterable[str]"](value),
@@ -768,7 +796,7 @@ class Worker:
             self.world = CallObjects(self.lib, self.model)
             self.target = None
             if call.owner and call.method:
-                self.target = LIVE[call.owner](self.world)
+                self.target = TARGETS.get(call.name, LIVE[call.owner])(self.world)
             self.before = self.world.states()
         return self.world
 
