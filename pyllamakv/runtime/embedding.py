@@ -45,7 +45,23 @@ def checked_pooling(model: Model, embeddings: bool, pooling: str | None) -> Pool
     if chosen is Pooling.RANK or (chosen is Pooling.MODEL and named == Pooling.RANK):
         model.native.about.require(Capability.RANK, "pool by a classification head")
         _need_head(model)
-    return chosen
+    return Pooling.MEAN if chosen is Pooling.MODEL and named == Pooling.MEAN else chosen
+
+
+def even_ubatch(n_ubatch: int, n_seq_max: int) -> int:
+    """Return the largest micro-batch of at most ``n_ubatch`` tokens with which means are computed.
+
+    llama.cpp reserves memory with a graph of all sequences. It rounds the tokens up to a multiple
+    of their number, but not the rows that it averages, and then ends the process. Raises
+    UsageError if the micro-batch has fewer tokens than there are sequences.
+    """
+    if n_ubatch < n_seq_max:
+        msg = (
+            f"pooling='mean' needs a token of each sequence in a micro-batch: n_seq_max is "
+            f"{n_seq_max}, and n_ubatch, n_batch or n_ctx is {n_ubatch}; increase it"
+        )
+        raise UsageError(msg)
+    return n_ubatch - n_ubatch % n_seq_max
 
 
 def _need_head(model: Model) -> None:

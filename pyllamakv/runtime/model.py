@@ -451,6 +451,9 @@ def context_params(
         )
         raise UsageError(msg)
     embeddings = arguments.flag("embeddings", embeddings)
+    n_ubatch = min(n_ubatch, n_batch)
+    if embeddings and pooling is Pooling.MEAN:
+        n_ubatch = embedding.even_ubatch(min(n_ubatch, n_ctx), n_seq_max)
     if flash_attn is None and Capability.FLASH_AUTO not in capabilities:
         msg = "this build cannot choose flash attention automatically; pass True or False"
         raise Unsupported(msg, "FLASH_AUTO")
@@ -473,7 +476,7 @@ def context_params(
     return ContextParams(
         n_ctx=n_ctx,
         n_batch=n_batch,
-        n_ubatch=min(n_ubatch, n_batch),
+        n_ubatch=n_ubatch,
         n_seq_max=n_seq_max,
         n_threads=n_threads,
         n_threads_batch=n_threads_batch or n_threads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import embedding_kit
 import numpy as np
@@ -75,6 +75,17 @@ def test_pooled_embeddings_are_those_of_the_tokens(model: kv.Model, unified: boo
                         other.embedding()
                     with pytest.raises(kv.DecodeError):
                         context.step(other, 5)  # releases through b5640 would assert
+
+
+def test_sizes_that_llama_cpp_does_not_survive(model: kv.Model) -> None:
+    """Means of sequences whose number does not divide a micro-batch: it is made smaller."""
+    for n_ctx, n_ubatch, n_seq_max in ((512, 512, 6), (100, 512, 3), (64, 8, 6)):
+        options: dict[str, Any] = {"n_ubatch": n_ubatch, "n_seq_max": n_seq_max}
+        with model.context(n_ctx, embeddings=True, pooling="mean", **options) as ctx:
+            assert ctx.info.n_ubatch % n_seq_max == 0
+            assert np.isfinite(ctx.embed([[1, 2], [3]])).all()
+    with pytest.raises(UsageError, match="n_seq_max is 6"):
+        model.context(64, n_ubatch=4, n_seq_max=6, embeddings=True, pooling="mean")
 
 
 def test_the_pooling_of_the_file_is_the_default(library: kv.OpenLibrary, tmp_path: Path) -> None:
