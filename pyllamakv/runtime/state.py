@@ -252,6 +252,8 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
 def compatibility(context: Context) -> dict[str, Any]:
     """Return what a save and a context must have in common: model, types, layout of V, adapters."""
     info, params = context.model.info, context.params
+    # Saves of earlier versions have no adapters.
+    adapters = {"adapters": context.adapters_key} if context.adapters_key else {}
     return {
         "n_vocab": info.n_vocab,
         "n_embd": info.n_embd,
@@ -262,5 +264,5 @@ def compatibility(context: Context) -> dict[str, Any]:
         "type_k": params.type_k,
         "type_v": params.type_v,
         "v_transposed": context.info.v_transposed,
-        "adapters": context.adapters_key,
+        **adapters,
     }
