@@ -127,7 +127,9 @@ class ServerLab:
         with self._start("--kv-unified") as server:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
-    def _start(self, *arguments: str, model: str | Path = "full") -> ServerProcess:
+    def _start(
+        self, *arguments: str, model: str | Path = "full", slots: int | None = None
+    ) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
         file = (
             synthetic_models.generate(MODELS[model], home() / "models")
@@ -135,7 +137,8 @@ class ServerLab:
             else model
         )
         words = ["-m", str(file), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
-        size = ["-np", str(self.slots), "-c", str(self.slots * SLOT)]
+        slots = self.slots if slots is None else slots
+        size = ["-np", str(slots), "-c", str(slots * SLOT)]
         every = [*words, *size, *more, *arguments]
         try:
             return ServerProcess(self.built.program, every, env=_environment())
@@ -146,9 +149,15 @@ class ServerLab:
 
     @contextlib.contextmanager
     def server(
-        self, *arguments: str, shift: bool = False, model: str | Path = "full"
+        self,
+        *arguments: str,
+        shift: bool = False,
+        model: str | Path = "full",
+        slots: int | None = None,
     ) -> Iterator[ServerProcess]:
         """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
+
+        ``slots`` None is the number of the lab.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
         connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share, or if
@@ -156,7 +165,8 @@ class ServerLab:
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
-        with self._start(*self.sharing, *switches, *arguments, model=model) as server:
+        every = (*self.sharing, *switches, *arguments)
+        with self._start(*every, model=model, slots=slots) as server:
             if (parts := _parts(server)) != {SLOT}:
                 raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
             try:

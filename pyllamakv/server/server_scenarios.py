@@ -189,17 +189,21 @@ def _threshold(lab: ServerLab) -> None:
     """Leave used cells at the end of the cache; a threshold moves them, and 0 does not."""
     if "--defrag-thold" not in lab.flags:
         raise Unsupported("the server has no option --defrag-thold", "server")
-    # Thresholds apply if attention visits at least 2,048 cells.
-    lab.slots = CLIENTS + 1
     for threshold in ("0", "0.2"):
         with (
             lab.folder() as folder,
+            # Thresholds apply if attention visits at least 2,048 cells.
             lab.server(
-                "--metrics", "--slot-save-path", f"{folder}/", "--defrag-thold", threshold
+                "--metrics",
+                "--slot-save-path",
+                f"{folder}/",
+                "--defrag-thold",
+                threshold,
+                slots=CLIENTS + 1,
             ) as server,
             ServerClient(server.url) as client,
         ):
-            turns = _leave_sparse(lab, client)
+            turns = _leave_sparse(lab, client, CLIENTS + 1)
             moved = client.metrics().get(_DEFRAGMENTATIONS)
             if moved is None:
                 raise Unsupported(f"the server has no metric {_DEFRAGMENTATIONS}", "server")
@@ -211,13 +215,13 @@ def _threshold(lab: ServerLab) -> None:
 
 
 def _leave_sparse(
-    lab: ServerLab, client: ServerClient
+    lab: ServerLab, client: ServerClient, slots: int
 ) -> list[tuple[CompletionRequest, ServerCompletion]]:
     """Fill all slots, erase all but the last one, and use two; return these turns."""
-    prompts = [lab.prompt(client, SLOT - 8) for _ in range(lab.slots)]
+    prompts = [lab.prompt(client, SLOT - 8) for _ in range(slots)]
     for slot, prompt in enumerate(prompts):
         complete(client, prompt, 1, id_slot=slot)
-    last = lab.slots - 1
+    last = slots - 1
     for slot in range(last):
         client.post(f"/slots/{slot}?action=erase", {})
     requests = {last: CompletionRequest(prompts[last], 4)}
