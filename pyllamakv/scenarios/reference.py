@@ -5,12 +5,14 @@ no defragmentation, no failed decode. Its cache is so large that every slot sear
 
 When a removal restarts llama.cpp's slot search, cells outside of every window are reused, even in a
 cache of full size, unless two sequences share them. Therefore, in the reference of a sliding-window
-model, a spare sequence shares all cells. Logits are never compared across libraries, because
-kernels differ between releases.
+model, a spare sequence shares all cells. Where each sequence has a stream of cells, they cannot be
+shared; a sequence whose window the reference has lost is not compared. Logits are never compared
+across libraries, because kernels differ between releases.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.context import Context
+    from pyllamakv.scenarios.batch_composition import BatchRows
     from pyllamakv.scenarios.player import Player, Step
 
 #: Maximum number of cells of a reference; a scenario that exceeds it is an internal error.
@@ -58,9 +61,14 @@ class Reference:
         self.player = player
         self.bound = (tolerance or Tolerance()).of(player)
         self.worst = 0.0
-        # Sequences in separate streams cannot share cells.
         info = player.info
-        self._spares = info.n_swa > 0 and info.n_caches > 1 and not player.ledger.streams
+        windows = info.n_swa > 0 and info.n_caches > 1
+        self._spares = windows and not player.ledger.streams
+        # Sequences in separate streams cannot share cells with a spare one: llama.cpp reuses cells
+        # that a window has passed, and after a cut a sequence would see them again.
+        self._may_lose = windows and player.ledger.streams
+        #: Sequences, and saves, without a part of their window: their logits are not compared.
+        self._lost: set[int | str] = set()
         self._room = 1
         self._context: ContextHandle | None = None
         self._done = 0
@@ -124,6 +132,7 @@ class Reference:
         self._room *= 2
         self._done = 0
         self._saved.clear()
+        self._lost.clear()
 
     def _keep_windows(self, context: ContextHandle) -> None:
         """Copy the content of all sequences to the last, spare one."""
@@ -140,6 +149,8 @@ class Reference:
         match step.op:
             case "decode":
                 feed = step.arguments[0]
+                if self._may_lose:
+                    self._find_lost(context, feed)
                 status = feed.run(native, context)
                 if status == DecodeStatus.NO_SLOT:
                     return False
@@ -149,24 +160,32 @@ class Reference:
                 self._compare(step, feed.read(native, context, self.player.n_vocab))
             case "remove":
                 native.seq_rm(context, *step.arguments)
+                seq, start, end = step.arguments
+                if start <= 0 and end < 0:
+                    self._lost.discard(seq)
             case "copy":
                 native.seq_cp(context, *step.arguments)
+                self._inherit(step.arguments[1], step.arguments[0])
             case "keep":
                 native.seq_keep(context, *step.arguments)
+                self._lost -= {*range(self.player.info.n_seq_max)} - {*step.arguments}
             case "shift":
                 native.seq_add(context, *step.arguments)
             case "divide":
                 native.seq_div(context, *step.arguments)
             case "clear":
                 native.clear(context, True)
+                self._lost -= {*range(self.player.info.n_seq_max)}
             case "update":
                 with suppress(Unsupported):
                     native.update(context)
             case "save":
                 seq, name = step.arguments
                 self._saved[name] = native.state_save(context, seq)
+                self._inherit(name, seq)
             case "restore":
                 seq, name = step.arguments
+                self._inherit(seq, name)
                 # The reference has no pending shift at a restore.
                 with suppress(Unsupported):
                     native.update(context)
@@ -181,8 +200,31 @@ class Reference:
                 raise HarnessError(msg)
         return True
 
+    def _inherit(self, heir: int | str, of: int | str) -> None:
+        if of in self._lost:
+            self._lost.add(heir)
+        else:
+            self._lost.discard(heir)
+
+    def _find_lost(self, context: ContextHandle, feed: BatchRows) -> None:
+        """Find the sequences of a batch of which this context lost cells that they would see."""
+        info, native = self.player.info, self.player.native
+        firsts: dict[int, int] = {}
+        for pos, owners in zip(feed.pos.tolist(), feed.owners, strict=True):
+            firsts[owners[0]] = min(pos, firsts.get(owners[0], pos))
+        there: dict[tuple[int, bool], set[int]] = defaultdict(set)
+        for cache in range(info.n_caches):
+            cells = native.cells(context, cache)
+            there[cells.info.stream, cells.info.swa].update(cells.pos.tolist())
+        for seq, first in firsts.items():
+            seen = {pos for pos in there[seq, False] if first - info.n_swa < pos < first}
+            if not seen - {-1} <= there[seq, True]:
+                self._lost.add(seq)
+
     def _compare(self, step: Step, logits: dict[int, NDArray[np.float32]]) -> None:
         for place, seen in step.logits.items():
+            if step.arguments[0].owners[place][0] in self._lost:
+                continue
             difference = distance(seen, logits[place])
             self.worst = max(self.worst, difference)
             if difference > self.bound:

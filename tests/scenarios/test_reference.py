@@ -109,6 +109,30 @@ def test_the_reference_keeps_what_a_window_has_passed(sliding: kv.Model) -> None
 
 
 @pytest.mark.native
+def test_a_window_that_the_reference_lost_is_not_compared(sliding: kv.Model) -> None:
+    """After the subject was compacted, it has the window of a cut that the reference lost."""
+    with sliding.context(**OPTIONS, kv_unified=False) as context:
+        subject = ContextPlayer(context)
+        reference = Reference(subject)
+        subject.decode({0: 52})
+        for pos in range(1, 51, 2):
+            subject.remove(0, pos, pos + 1)
+        subject.defrag()
+        subject.decode({0: 96})
+        subject.decode({0: 60})
+        subject.remove(0, 54)
+        subject.decode({0: 1})
+        reference.catch_up()
+        assert reference._lost == {0}
+        assert reference.worst < reference.bound
+        subject.remove(0)
+        subject.decode({0: 40})
+        reference.catch_up()
+        assert not reference._lost
+        reference.close()
+
+
+@pytest.mark.native
 def test_a_token_for_other_windows_is_refused(sliding: kv.Model) -> None:
     """A restored sequence has its window only, and the one that was saved has all it had."""
     with sliding.context(**OPTIONS) as context:
