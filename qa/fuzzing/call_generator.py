@@ -114,6 +114,8 @@ class CallGenerator:
             return 0 if chance.random() < 0.8 else chance.randrange(4)
         if one.kind == "made":
             return 0
+        if one.kind == "handles":
+            return [chance.randrange(-1, 3) for _ in range(chance.randint(1, 3))]
         if one.kind == "text":
             return chance.choice(_TEXTS)
         if one.kind == "struct":

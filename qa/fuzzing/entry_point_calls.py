@@ -30,7 +30,7 @@ _COUNTING = {"plk_cells_read"}
 _NEEDING = {"plk_tokenize", "plk_token_piece"}
 #: Functions that may move cells before they fail.
 _MOVING = {"plk_decode", "plk_decode_one", "plk_run", "plk_defrag", "plk_update", "plk_state_load"}
-_FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free")
+_FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free", "plk_adapter_free")
 
 
 def entry_points(folder: Path) -> Target:

@@ -35,8 +35,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 #: Maximum number of live handles of one kind, including the first.
 _LIVE = 3
-_FREES = {"struct plk_model": "plk_model_free", "struct plk_context": "plk_context_free",
-          "struct plk_sampler": "plk_sampler_free"}  # fmt: skip
+#: Functions that free handles, by their type; models come last.
+_FREES = {
+    f"struct plk_{name}": f"plk_{name}_free" for name in ("sampler", "context", "adapter", "model")
+}
 
 
 class FuzzState:
@@ -60,7 +62,7 @@ class FuzzState:
 
     def begin(self, setting: int) -> None:
         """Free the previous input's handles; create a context, a sampler and an empty ledger."""
-        for kind in ("struct plk_sampler", "struct plk_context", "struct plk_model"):
+        for kind in _FREES:
             for handle in self.handles.get(kind, [])[kind == "struct plk_model" :]:
                 getattr(self.lib, _FREES[kind])(handle)
         self.handles = {"struct plk_model": [self._model]}
@@ -116,11 +118,18 @@ class FuzzState:
             return ffi.NULL
         if one.kind == "made":
             return ffi.new(f"{one.type.cname} **")
+        if one.kind == "handles":
+            live = self.handles.get(one.type.cname, [])
+            picks = _fill(value)
+            found = [picks[i % len(picks)] for i in range(one.elements(words))] if picks else []
+            # A negative number is no handle.
+            chosen = [live[at % len(live)] if live and at >= 0 else ffi.NULL for at in found]
+            return ffi.new(f"{one.type.cname} *[]", chosen or [ffi.NULL])
         if one.kind == "text":
             return ffi.new("char[]", self.texts.get(str(value), str(value)).encode())
         if one.kind == "struct":
             return self._struct(one.type.cname, value if isinstance(value, dict) else {})
-        return self.arena.allocate(one.type, one.elements(words), _fill(value))  # type: ignore[arg-type]
+        return self.arena.allocate(one.type, one.elements(words), _fill(value))
 
     def took(self, kind: str, handle: Any) -> None:
         """Keep a handle that a call created, or free it if there are enough."""

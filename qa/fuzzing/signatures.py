@@ -7,6 +7,7 @@ Parameter names define the length of buffers: `room` counts writable elements; `
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,9 +32,9 @@ _WIDER: dict[str, int | str] = {
 class Parameter:
     """One parameter.
 
-    ``kind`` is scalar, handle, made (receives a handle), text, struct or buffer; ``type`` is the
-    target type of a pointer, ``const`` whether it is read-only. ``count`` names the parameter with
-    the length of a buffer, ``wider`` is as in `_WIDER`.
+    ``kind`` is scalar, handle, handles (array), made (receives a handle), text, struct or buffer;
+    ``type`` is the target type of a pointer, ``const`` whether it is read-only. ``count`` names the
+    parameter with the length of an array, ``wider`` is as in `_WIDER`.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Parameter:
     count: str = ""
     wider: int | str = 1
 
-    def elements(self, words: dict[str, Any]) -> int:
+    def elements(self, words: Mapping[str, Any]) -> int:
         """Return the required number of elements of a call's buffer."""
         if not self.count:
             return 1
@@ -101,6 +102,8 @@ def _parameter(entry: str, name: str, declared: dict[str, str]) -> Parameter:
         return Parameter(name, "scalar", type_)
     item = type_.item
     if item.kind == "pointer":
+        if const:
+            return Parameter(name, "handles", item.item, const, _first(_READ, declared))
         return Parameter(name, "made", item.item)
     if item.kind == "struct":
         known = item.cname in struct_names()
