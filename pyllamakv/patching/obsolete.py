@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.patching import cpp_lines, port_comparison, status, trees
@@ -63,11 +63,6 @@ class Obsolescence:
     def obsolete(self) -> bool:
         """Return whether two of three signs agree."""
         return self.votes >= 2
-
-    def with_behaviour(self, stock: Mapping[str, str]) -> Obsolescence:
-        """Return a copy with outcomes of scenarios on the stock release (see `scenario_sign`)."""
-        others = tuple(sign for sign in self.signs if sign.name != "behaviour")
-        return replace(self, signs=(*others, scenario_sign(stock)))
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""

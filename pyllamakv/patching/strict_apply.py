@@ -14,7 +14,7 @@ from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import headings, hunk_locator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
 
@@ -78,29 +78,13 @@ class DraftEntry:
 
 
 class Tree(Protocol):
-    """Read a tree: a commit of the store, or a mapping in a test."""
+    """Read a tree, such as a commit of the store."""
 
     def entry(self, path: str) -> DraftEntry | None:
         """Return the file, or None."""
 
     def paths(self) -> Iterable[str]:
         """Return the paths of all files."""
-
-
-@dataclass(frozen=True)
-class MemoryTree:
-    """Serve a tree from a mapping of paths to contents."""
-
-    files: Mapping[str, bytes | DraftEntry]
-
-    def entry(self, path: str) -> DraftEntry | None:
-        """Return the file, or None."""
-        found = self.files.get(path)
-        return DraftEntry(found) if isinstance(found, bytes) else found
-
-    def paths(self) -> Iterable[str]:
-        """Return the paths of all files."""
-        return self.files
 
 
 @dataclass

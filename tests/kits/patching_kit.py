@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching import hunks, series, shared_files
+from pyllamakv.patching.strict_apply import DraftEntry
 from pyllamakv.source import git_command
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.patching.definition import Port
     from pyllamakv.source.store import Store
 
 Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class MemoryTree:
+    """Serve a tree from a mapping of paths to contents."""
+
+    files: Mapping[str, bytes | DraftEntry]
+
+    def entry(self, path: str) -> DraftEntry | None:
+        """Return the file, or None."""
+        found = self.files.get(path)
+        return DraftEntry(found) if isinstance(found, bytes) else found
+
+    def paths(self) -> Iterable[str]:
+        """Return the paths of all files."""
+        return self.files
 
 
 def numbered(count: int, **changed: str) -> bytes:

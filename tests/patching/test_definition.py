@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import SeriesSandbox, diff, numbered
+from patching_kit import MemoryTree, SeriesSandbox, diff, numbered
 
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import definition
 from pyllamakv.patching.definition import Definition, Marker, Port
-from pyllamakv.patching.strict_apply import MemoryTree
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:

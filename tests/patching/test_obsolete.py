@@ -69,6 +69,3 @@ def test_behaviour(bench: SeriesSandbox) -> None:
     assert signs(bench, "0.3.3", a="pass", b="skip")[0].obsolete
     assert not signs(bench, "0.3.3", a="pass", b="fail")[0].obsolete
     assert signs(bench, "0.3.3", a="skip")[1]["behaviour"] is None
-    found, _ = signs(bench, "0.3.3")
-    assert found.with_behaviour({"a": "pass"}).obsolete
-    assert len(found.with_behaviour({"a": "pass"}).signs) == 3

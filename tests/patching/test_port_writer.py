@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tomllib
 
-from patching_kit import diff
+from patching_kit import MemoryTree, diff
 
 from pyllamakv.patching import hunks, port_writer
-from pyllamakv.patching.strict_apply import MemoryTree
 
 OLD = {
     "a.cpp": b'    first_of_all("x\\t");\n    common_to_everyone_alike();\n    only_here(1);;;;\n'

@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patching_kit import SHOWN, WITH, code, diff, fill, git, git_apply, numbered, repository
+from patching_kit import (
+    SHOWN,
+    WITH,
+    MemoryTree,
+    code,
+    diff,
+    fill,
+    git,
+    git_apply,
+    numbered,
+    repository,
+)
 
 from pyllamakv.errors import PatchConflict
 from pyllamakv.patching import hunks
-from pyllamakv.patching.strict_apply import DraftEntry, MemoryTree, TreeOverlay
+from pyllamakv.patching.strict_apply import DraftEntry, TreeOverlay
 
 FEW = st.lists(st.sampled_from("abc"), min_size=0, max_size=14)
 MANY = st.lists(st.integers(0, 40).map(str), min_size=1, max_size=40)
