@@ -1,6 +1,7 @@
 """In a batch of several micro-batches, a later one finds no contiguous cells.
 
-The defragmentation moves the cells of the first micro-batch too.
+The defragmentation moves the cells of the first micro-batch too. If the free cells are contiguous,
+and only the search for cells starts among them, nothing has to move.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ def run(lab: Lab) -> None:
     # The first micro-batch ends a sequence, so that logits exist before the retry.
     player = _scattered(lab)
     player.decode({3: 20, 4: 99})
+    lab.verify(player)
+    # The search starts at the cells freed last: 8 free cells are before them, 29 after the second
+    # micro-batch.
+    player = lab.player(256, n_ubatch=32)
+    for seq, n_tokens in ((0, 155), (1, 8), (2, 19)):
+        player.fill({seq: n_tokens})
+    player.remove(1)
+    player.decode({2: 11})
+    player.remove(2)
+    player.decode({3: 96})
     lab.verify(player)
 
 
