@@ -94,7 +94,7 @@ class PrefixCache(ClosedOnExit):
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
-        self.pins: dict[str, Node] = {}
+        self._pins: dict[str, Node] = {}
         self._emptied = context.emptied
         self.leases: list[PrefixLease] = []
         self.closed = False
@@ -149,10 +149,7 @@ class PrefixCache(ClosedOnExit):
         if self.stored is not None and resumed is None:
             self.counts.add("loaded_tokens", self.stored.load(self, key))
         diverges = self._diverges(key)
-        try:
-            sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
-        finally:
-            self.forget_pins()
+        sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         points = parked.points if parked is not None else None
         if points is not None:
             for each in diverges:
@@ -233,7 +230,6 @@ class PrefixCache(ClosedOnExit):
             # A cancelled decode may destroy the states of sequences outside of the batch.
             self._emptied = self.context.emptied
             self.branches.forget_emptied()
-            self.forget_pins()
 
     # The store...
 
@@ -277,8 +273,12 @@ class PrefixCache(ClosedOnExit):
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
         node.pins.add(name)
-        self.pins[name] = node
-        self.settle()
+        self._pins[name] = node
+
+    @property
+    def pins(self) -> dict[str, Node]:
+        """The pinned nodes by name, without those that lost their content."""
+        return {name: node for name, node in self._pins.items() if name in node.pins}
 
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
         """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""
@@ -290,10 +290,10 @@ class PrefixCache(ClosedOnExit):
                 f"{', '.join(self.pins) or 'none'}"
             )
             raise UsageError(msg)
-        node = self.pins.pop(name, None)
+        node = self._pins.pop(name, None)
         if node is not None:
             node.pins.discard(name)
-            self.settle(node)
+            self.branches.tidy(node)
 
     def page_out(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens out.
@@ -358,7 +358,6 @@ class PrefixCache(ClosedOnExit):
         if node is not None:
             self.branches.drop(node)
             self.counts.add("evictions")
-        self.settle()
         return node is not None
 
     def clear(self) -> None:
@@ -442,16 +441,6 @@ class PrefixCache(ClosedOnExit):
             msg = f"the prompt has {len(numbers)} tokens and a sequence at most {longest}"
             raise UsageError(msg)
         return numbers.tobytes()
-
-    def settle(self, *nodes: Node) -> None:
-        """Merge and remove nodes after a change."""
-        for node in nodes:
-            self.branches.tidy(node)
-        self.forget_pins()
-
-    def forget_pins(self) -> None:
-        """Remove pins of branches whose page was damaged or whose state was lost."""
-        self.pins = {name: node for name, node in self.pins.items() if name in node.pins}
 
     def stats(self) -> PrefixStats:
         """Return the statistics and totals."""

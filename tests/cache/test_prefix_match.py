@@ -14,6 +14,7 @@ from pyllamakv.errors import PartialRemovalRefused
 from pyllamakv.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from pyllamakv.runtime.context import Context
@@ -64,12 +65,15 @@ def test_a_lease_at_the_end_of_a_prefix_is_forked(passed: Context) -> None:
 
 
 @LOST
-def test_a_pinned_prefix_of_a_dropped_branch_is_lost(passed: Context) -> None:
+@pytest.mark.parametrize("drop", [PrefixCache.clear, PrefixCache.evict, PrefixCache.relieve])
+def test_a_pinned_prefix_of_a_dropped_branch_is_lost(
+    passed: Context, drop: Callable[[PrefixCache], object]
+) -> None:
     """The pin is removed with it, because nothing can restore the prefix."""
     cache = PrefixCache(passed)
     serve(cache, [*SYSTEM, 1, 2])
     cache.pin("system", SYSTEM)
-    cache.clear()
+    drop(cache)
     cache.check()
     assert not cache.pins
     assert serve(cache, [*SYSTEM, 3]) == 0
