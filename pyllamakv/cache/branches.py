@@ -278,6 +278,17 @@ class Branches:
         needed = parent.protected or (self.sharing and len(parent.children) > 1)
         return parent if needed and parent.ref_count == 1 else None
 
+    def only_page(self, node: Node) -> bool:
+        """Return whether a pinned or parked node above has no content but this node's page."""
+        if node.page is None or not self.tree.whole_pages:
+            return False
+        return any(
+            each.protected
+            and not each.ref_count
+            and not any(low.page is not None for low in each.walk() if low is not node)
+            for each in node.path[:-1]
+        )
+
     def forget_emptied(self) -> None:
         """Part with entries that a broken-off decode emptied, and with pins that no page has."""
         entries = [node for node in self.tree.walk() if node.entry is not None]

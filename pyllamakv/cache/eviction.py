@@ -109,7 +109,8 @@ def droppable(cache: PrefixCache) -> Node | None:
 
     def wanted(node: Node) -> bool:
         keeps = node.entry is not None or node.page is not None
-        return keeps and not node.protected and len(node.children) <= most and node not in protected
+        free = keeps and not node.protected and node not in protected
+        return free and len(node.children) <= most and not branches.only_page(node)
 
     return least(wanted)
 

@@ -79,6 +79,31 @@ def test_a_pinned_prefix_of_a_dropped_branch_is_lost(
     assert serve(cache, [*SYSTEM, 3]) == 0
 
 
+@pytest.mark.regression(
+    "a pinned prefix was evicted with the page of a longer branch",
+    by="random_operations",
+    of="cache",
+)
+def test_a_page_with_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
+    """Until another page or sequence has the prefix, or it is unpinned."""
+    ctx = kit.context(tmp_path, n_ctx=256, n_seq_max=5, swa_full=True)
+    object.__setattr__(ctx.info, "memory", MemoryType.SWA)
+    cache = PrefixCache(ctx, paging="memory")
+    serve(cache, [*SYSTEM, 1, 2])
+    cache.page_out([*SYSTEM, 1, 2])
+    cache.pin("system", SYSTEM)
+    assert not cache.evict()
+    cache.check()
+    assert serve(cache, [*SYSTEM, 3]) == 20
+    assert cache.evict()
+    cache.check()
+    assert serve(cache, [*SYSTEM, 4]) == 20
+    cache.unpin("system")
+    while cache.evict():
+        cache.check()
+    assert serve(cache, [*SYSTEM, 5]) == 0
+
+
 @LOST
 def test_stored_sequences_are_used_as_a_whole(passed: Context, tmp_path: Path) -> None:
     """Each end of a branch has its own state, also if a longer sequence has its tokens."""
