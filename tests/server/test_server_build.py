@@ -112,11 +112,14 @@ def test_the_libraries_are_those_of_the_variant(
 
 
 def test_a_release_without_a_server(shop: BuildSandbox) -> None:
-    """Is refused with its name; its variant is built."""
+    """Is refused with its name before anything is compiled, also if its variant is built."""
     (shop.tree / "tools" / "server" / "CMakeLists.txt").unlink()
     with pytest.raises(Unsupported, match="contains no llama-server"):
         build_server(shop.spec)
-    assert len(shop.built()) == 1
+    assert shop.count("cmake") == 0
+    build.build(shop.spec)
+    with pytest.raises(Unsupported, match="contains no llama-server"):
+        build_server(shop.spec)
     assert not (shop.home / "servers").exists()
 
 
