@@ -27,10 +27,10 @@ def command(
         str,
         typer.Argument(
             metavar="RELEASE[+SERIES]",
-            help="Built server: 0.3.9 (patched), 0.3.9+stock.",
+            help="0.3.36 (patched) or 0.3.36+stock; default: newest verified.",
             autocompletion=release_names,
         ),
-    ],
+    ] = "",
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- ARGS", help="Arguments of llama-server."),
@@ -49,11 +49,17 @@ def command(
     """
     from pyllamakv.server.server_artifact import find_server
     from pyllamakv.server.server_process import ServerProcess, prints_and_ends, run_directly
+    from pyllamakv.source import verified
 
     words = arguments or []
+    if release.startswith("-"):
+        # After `--`, the first argument of llama-server takes the place of a release.
+        release, words = "", [release, *words]
     if print_path and words:
         raise UsageError("--print-path takes no arguments of llama-server; leave them out")
-    found = find_server(release, backend=backend, native=False if portable else None)
+    found = find_server(
+        release or verified.newest().name, backend=backend, native=False if portable else None
+    )
     program = found.check_program()
     if print_path:
         where = {"path": str(program), "id": found.id}
