@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +70,8 @@ def command(
         raise typer.Exit(run_directly(program, words))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with ServerProcess(program, words, sink=note) as server:
+        # A large model on a slow disk can exceed any limit; the user can interrupt.
+        with ServerProcess(program, words, sink=note, patience=math.inf) as server:
             facts = {"url": server.url, "pid": server.pid, "id": found.id}
             write_json(facts, indent=None) if as_json else write_lines([server.url])
             sys.stdout.flush()

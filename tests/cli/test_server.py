@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,8 @@ from server_kit import ending, gguf, serving
 
 from pyllamakv.cli import main
 from pyllamakv.errors import NotBuilt
-from pyllamakv.server import server_artifact
+from pyllamakv.server import server_artifact, server_process
+from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.source import verified
 
 if TYPE_CHECKING:
@@ -101,6 +103,19 @@ def test_the_default_is_the_newest_verified_release(
     status, out, _ = cli(capsys, "server", "--json", "--", "-m", "/nowhere.gguf")
     assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
     assert asked == ["0.3.36", "0.3.36"]
+
+
+def test_a_model_may_load_for_any_time(
+    built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The verb has no limit; Ctrl-C ends it."""
+    clock = itertools.count(0.0, 1e6)
+    monkeypatch.setattr(server_process.time, "monotonic", lambda: next(clock))
+    answers = iter([False, False, True])
+    monkeypatch.setattr(ServerProcess, "_healthy", lambda _self: next(answers))
+    monkeypatch.setattr(ServerProcess, "wait", lambda _self: None)
+    built(serving(tmp_path))
+    assert cli(capsys, "server", "0.3.9", "--", "--port", "0")[0] == 0
 
 
 @pytest.mark.parametrize(
