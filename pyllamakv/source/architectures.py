@@ -77,8 +77,8 @@ def add(lock: Path, store: Store, release: Release) -> None:
     write_text_atomic(path, "\n".join(lines) + "\n")
 
 
-def remedy(architecture: str) -> str:
-    """Return which release to use for an architecture that a library does not know."""
+def remedy(architecture: str, *, server: bool = False) -> str:
+    """Return which release to use for an architecture that a library or a server does not know."""
     known = lockfile.known()
     first = known.get(load(shipped()).get(architecture, ""))
     if first is None:
@@ -86,7 +86,10 @@ def remedy(architecture: str) -> str:
     for release in verified.releases():
         if release.order >= first.order:
             name = release.name
-            return f"{name} knows it: run `pyllamakv build {name}` and open {name}+patched"
+            use = (
+                f"{name} --server` and use {name}" if server else f"{name}` and open {name}+patched"
+            )
+            return f"{name} knows it: run `pyllamakv build {use}"
     return (
         f"{first.name} knows it but is not verified: `pyllamakv check {first.name}` builds and "
         "verifies it"
