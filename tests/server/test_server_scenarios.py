@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import readme
 from native_kit import TEST_RELEASE
 from server_kit import serving
 
@@ -105,6 +109,22 @@ def test_stock_loses_window_cells() -> None:
     outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("patched", release))
     assert outcome.status == "pass", outcome.message
     assert notes["reused"] > 0
+
+
+@pytest.mark.real_model
+def test_the_quick_start_prints_what_the_page_shows(real_model: Path) -> None:
+    """The client of docs/server.md, with a server of the default release and another port."""
+    page = (readme.ROOT / "docs" / "server.md").read_text("utf-8")
+    found = re.search(r"```python\n(import openai\n.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert found
+    program = server("patched", verified.newest().name).program
+    with ServerProcess(program, ["-m", str(real_model), "-c", "512", "--port", "0"]) as running:
+        code = found[1].replace("http://127.0.0.1:8080", running.url)
+        assert code != found[1]
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        )
+    assert done.stdout == found[2]
 
 
 def test_a_hybrid_model_reuses_its_prompts() -> None:
