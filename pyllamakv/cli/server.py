@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,13 +12,7 @@ from pyllamakv.cli.options import Backend, Json, PortableOnly, release_names
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
-if TYPE_CHECKING:
-    from types import FrameType
-
 app = typer.Typer(add_completion=False)
-
-#: The shell's status of a program that SIGTERM ended.
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @app.command()
@@ -68,18 +61,9 @@ def command(
         return
     if prints_and_ends(words):
         raise typer.Exit(run_directly(program, words))
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        # A large model on a slow disk can exceed any limit; the user can interrupt.
-        with ServerProcess(program, words, sink=note, patience=math.inf) as server:
-            facts = {"url": server.url, "pid": server.pid, "id": found.id}
-            write_json(facts, indent=None) if as_json else write_lines([server.url])
-            sys.stdout.flush()
-            server.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """Leave through the code that ends the server."""
-    raise SystemExit(_TERMINATED)
+    # A large model on a slow disk can exceed any limit; the user can interrupt.
+    with ServerProcess(program, words, sink=note, patience=math.inf) as server:
+        facts = {"url": server.url, "pid": server.pid, "id": found.id}
+        write_json(facts, indent=None) if as_json else write_lines([server.url])
+        sys.stdout.flush()
+        server.wait()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyllamakv.errors import LoadError, ModelError, RequestFailed, ScenarioFailed, Untestable
@@ -233,12 +234,18 @@ def answered(found: Sequence[ServerCompletion | Exception]) -> list[ServerComple
 def in_parallel(
     url: str, items: Sequence[_T], clients: int, act: Callable[[ServerClient, _T], _R]
 ) -> list[_R | Exception]:
-    """Return the result or the exception of ``act`` for each item, from ``clients`` threads."""
+    """Return the result or the exception of ``act`` for each item, from ``clients`` threads.
+
+    An interrupt is raised when the requests that are running have ended.
+    """
+    stopped = Event()
 
     def one(mine: Sequence[tuple[int, _T]]) -> list[tuple[int, _R | Exception]]:
         done: list[tuple[int, _R | Exception]] = []
         with ServerClient(url) as client:
             for index, item in mine:
+                if stopped.is_set():
+                    break
                 try:
                     done.append((index, act(client, item)))
                 except Exception as error:
@@ -247,7 +254,11 @@ def in_parallel(
 
     shares = [list(enumerate(items))[start::clients] for start in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
-        rows = [row for each in pool.map(one, shares) for row in each]
+        try:
+            rows = [row for each in pool.map(one, shares) for row in each]
+        except BaseException:
+            stopped.set()
+            raise
     return [result for _, result in sorted(rows, key=lambda row: row[0])]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,30 @@ def test_prompts_repeat() -> None:
     """Two labs send the same words, so that stock and patched do the same work."""
     one, other = lab(server_lab.Path("x")), lab(server_lab.Path("x"))
     assert one.words(20) == other.words(20) != one.words(20)
+
+
+def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are running end first; Ctrl-C does not wait for the other ones."""
+    pytest.importorskip("httpx")
+    begun, told, seen = threading.Event(), threading.Event(), []
+
+    class Stop(threading.Event):
+        def set(self) -> None:
+            super().set()
+            told.set()
+
+    def act(_client: ServerClient, item: int) -> None:
+        seen.append(item)
+        if item == 0:
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+        begun.set()
+        assert told.wait(60)
+
+    monkeypatch.setattr(server_lab, "Event", Stop)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel("http://127.0.0.1:9", range(10), 2, act)
+    assert sorted(seen) == [0, 1]
 
 
 def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
