@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing, Unsupported
+from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing, Unsupported, Untestable
 from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_lab import (
     CLIENTS,
@@ -189,6 +189,9 @@ def _threshold(lab: ServerLab) -> None:
     """Leave used cells at the end of the cache; a threshold moves them, and 0 does not."""
     if "--defrag-thold" not in lab.flags:
         raise Unsupported("the server has no option --defrag-thold", "server")
+    manifest = lab.built.manifest
+    if manifest.patches and "server-metrics" not in manifest.server_patches:
+        raise Untestable("the patch server-metrics, which counts the moves, is not applied")
     for threshold in ("0", "0.2"):
         with (
             lab.folder() as folder,

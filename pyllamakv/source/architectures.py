@@ -38,8 +38,8 @@ def shipped() -> Path:
     return data("vendor") / _NAME
 
 
-def read(store: Store, release: Release) -> set[str]:
-    """Return the names of the architectures that a fetched release knows."""
+def read(store: Store, release: Release | str) -> set[str]:
+    """Return the names of the architectures that a fetched release, or a tree, knows."""
     files = store.read_many(release, _FILES)
     text = "\n".join((data or b"").decode("utf-8", "replace") for data in files.values())
     found = _NAMES.search(text)

@@ -45,6 +45,7 @@ def lab(program: Path) -> ServerLab:
     built: Any = SimpleNamespace(program=program, check_program=lambda: program)
     made = ServerLab(built)
     made.flags = frozenset({"--slots"})
+    made.architectures = {"llama", "jamba"}
     return made
 
 
@@ -175,19 +176,17 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("error loading model: unknown model architecture: 'jamba'", Untestable),
-        ("error loading model: tensor 'x' data is not within the file bounds", ModelError),
-    ],
-)
-def test_models_that_a_release_does_not_support(
-    tmp_path: Path, line: str, error: type[Exception]
-) -> None:
-    """Their scenarios are skipped; a model that fails to load for another reason is an error."""
+def test_models_that_a_release_does_not_support(tmp_path: Path) -> None:
+    """Their scenarios are skipped before a start; a model that fails to load is an error."""
     pytest.importorskip("httpx")
-    with pytest.raises(error), lab(ending(tmp_path, line)).server(model="hybrid"):
+    made = lab(ending(tmp_path, "tensor 'x' data is not within the file bounds"))
+    with pytest.raises(ModelError), made.server(model="hybrid"):
+        pass
+    made.architectures = set()  # of a release whose sources have another form
+    with pytest.raises(ModelError), made.server(model="hybrid"):
+        pass
+    made.architectures = {"llama"}
+    with pytest.raises(Untestable, match="does not support jamba"), made.server(model="hybrid"):
         pass
 
 

@@ -14,7 +14,7 @@ import readme
 from native_kit import TEST_RELEASE
 from server_kit import serving
 
-from pyllamakv.errors import NotBuilt, ScenarioFailed
+from pyllamakv.errors import NotBuilt, ScenarioFailed, Unsupported, Untestable
 from pyllamakv.server import server_lab, server_scenarios
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_check import run_scenario
@@ -57,6 +57,7 @@ def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     built: Any = SimpleNamespace(program=program, check_program=lambda: program)
     lab = ServerLab(built)
     lab.flags = frozenset()
+    lab.architectures = set()
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -74,6 +75,17 @@ def test_metrics_are_compared_with_answers(tmp_path: Path, counted: int, lost: b
     expected = pytest.raises(ScenarioFailed, match=r"prompt_tokens_total is 7.0, expected 8")
     with ServerProcess(program, ["--port", "0"]) as server, expected if lost else nullcontext():
         server_scenarios._compare_metrics(server, [answer, answer])
+
+
+def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
+    """Stock lacks the feature. A patched server whose metrics have no port claims nothing."""
+    for patches, error in (((), Unsupported), (("full-defrag",), Untestable)):
+        manifest = SimpleNamespace(patches=patches, server_patches=())
+        built: Any = SimpleNamespace(manifest=manifest)
+        lab = ServerLab(built)
+        lab.flags = frozenset({"--defrag-thold"} if patches else ())
+        with pytest.raises(error):
+            BY_ID["server-defrag-thold"].run(lab)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
