@@ -97,6 +97,9 @@ _DOWNLOAD: Final = re.compile(r"failed to resolve commit for .*|.*built without 
 _NO_CONTEXT: Final = re.compile(r"failed to (?:initialize the |create[ _](?:llama_)?)context")
 _NOT_LOADED: Final = re.compile(r"failed to load model|model loading error")
 
+#: Servers before 0.3.9 abort after a failed start, mostly before their log is written.
+_LOG_LOST: Final = "terminate called without an active exception"
+
 #: The first line of a log with such a word has the cause. A warning is none.
 _CAUSE: Final = re.compile(
     r"^(?!.*\bwarning\b).*\b(?:failed|error|cannot|requires|invalid|(?:un|not )supported)\b.*",
@@ -312,6 +315,13 @@ class ServerProcess(ClosedOnExit):
         if cause and _NOT_LOADED.search(text):
             return ModelError(
                 f"{cause[0].strip()}: check the model and the other files of the arguments",
+                log=self.log,
+            )
+        if _LOG_LOST in text:
+            return ModelError(
+                "llama-server cannot load the model, and lost its log: use a smaller -c if memory "
+                "is short, or a newer release; `pyllamakv run --variant RELEASE+patched --model FILE "
+                "--prompt TEXT` reports why this release cannot load a file",
                 log=self.log,
             )
         return self.death()
