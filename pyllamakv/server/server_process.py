@@ -320,8 +320,8 @@ class ServerProcess(ClosedOnExit):
         if _LOG_LOST in text:
             return ModelError(
                 "llama-server cannot load the model, and lost its log: use a smaller -c if memory "
-                "is short, or a newer release; `pyllamakv run --variant RELEASE+patched --model FILE "
-                "--prompt TEXT` reports why this release cannot load a file",
+                "is short, or a newer release; `pyllamakv run --variant RELEASE+patched --model "
+                "FILE --prompt TEXT` reports why this release cannot load a file",
                 log=self.log,
             )
         return self.death()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import PromptTooLong, ScenarioFailed, ToolMissing, Unsupported, Untestable
-from pyllamakv.server.server_client import ServerClient
+from pyllamakv.errors import PromptTooLong, ScenarioFailed, Unsupported, Untestable
+from pyllamakv.server.server_client import ServerClient, package
 from pyllamakv.server.server_lab import (
     CLIENTS,
     SLOT,
@@ -44,12 +44,13 @@ _DEFRAGMENTATIONS = "llamacpp:kv_defragmentations_total"
 
 @dataclass(frozen=True)
 class ServerScenario:
-    """A claim about a server, and the run that verifies it."""
+    """A claim about a server, and the run that verifies it with ``packages`` of the extra."""
 
     id: str
     kind: Kind
     claim: str
     run: Callable[[ServerLab], None]
+    packages: tuple[str, ...] = ("httpx",)
 
 
 def _prompt_lengths(lab: ServerLab, count: int, most: float = 0.8) -> list[int]:
@@ -340,12 +341,7 @@ def _slot_files(lab: ServerLab) -> None:
 
 def _openai(lab: ServerLab) -> None:
     """Hold chats with the openai package; every message is answered."""
-    try:
-        import openai
-    except ImportError as error:
-        hint = "pip install 'pyllamakv[server]'"
-        raise ToolMissing(f"this scenario needs openai: {hint}", "openai", hint) from error
-
+    openai: Any = package("openai")
     with lab.server(shift=True) as server:
         # A word of the text is one to five tokens.
         turns = [lab.words(length // 5) for length in _prompt_lengths(lab, 32)]
@@ -412,6 +408,7 @@ SCENARIOS = (
         "fix",
         "Chats of the openai package that outgrow their slots are answered without retries.",
         _openai,
+        ("httpx", "openai"),
     ),
     ServerScenario(
         "server-cancelled",
