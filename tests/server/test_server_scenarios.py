@@ -88,6 +88,21 @@ def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
             BY_ID["server-defrag-thold"].run(lab)
 
 
+def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries are counted, but only other answers fail: 0.3.14 splits batches with any patches."""
+    turns: list[Any] = []
+    lab: Any = ServerLab(SimpleNamespace(program=None))
+    lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=5))
+    monkeypatch.setattr(server_scenarios, "_conversations", lambda *_: turns)
+    monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: turns)
+    monkeypatch.setattr(server_scenarios, "largest_change", lambda *_: 9.0)
+    BY_ID["server-sliding-window"].run(lab)
+    assert lab.notes["retries"] == 5
+    turns.append((None, None))
+    with pytest.raises(ScenarioFailed, match="in 1 of 1 answers"):
+        BY_ID["server-sliding-window"].run(lab)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
 def test_patched_passes(scenario: ServerScenario) -> None:
     """Every request is answered, without a retry."""
