@@ -76,6 +76,7 @@ def test_prompts_repeat() -> None:
     assert one.words(20) == other.words(20) != one.words(20)
 
 
+@pytest.mark.long
 def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are running end first; Ctrl-C does not wait for the other ones."""
     pytest.importorskip("httpx")
