@@ -24,6 +24,7 @@ GROUPS = {
     "grid": False,
     "sparse": False,
     "server": False,
+    "server-build": False,
     "policies": False,
     "prefixes": False,
     "stored": False,
@@ -59,10 +60,10 @@ def bench(
     """Measure ratios side by side.
 
     `moving` defragments some kinds of caches, and `grid` all kinds. `whole` builds a release stock
-    and patched. `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts
-    the lines that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the
-    wheels of `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it,
-    and repeats the measurements of `devices` there.
+    and patched, `server-build` its servers. `foreign` checks two foreign patches. `every` verifies
+    all releases. `ports` counts the lines that ports change. `checkout` runs make targets in new
+    clones. `prebuilt` installs the wheels of `make prebuilt` and chats. `hardware` builds for a
+    device, runs all scenarios on it, and repeats the measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -90,6 +91,7 @@ def bench(
         python_overhead,
         recording_overhead,
         sampling,
+        server_build_times,
         soak,
         sparse,
         sparse_server,
@@ -106,6 +108,7 @@ def bench(
         "grid": grid,
         "sparse": sparse,
         "server": sparse_server,
+        "server-build": server_build_times,
         "policies": policies,
         "prefixes": prefix_cache_cost,
         "stored": stored_prefixes,

@@ -33,10 +33,11 @@ _HEAD = "| claim | figure | target | limit | command |\n|---|---|---|---|---|"
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence about the package, and the figures that support it: their group and names.
+    """A sentence about the package, and the figures that support it: their groups and names.
 
-    ``name`` is a regular expression that must match at least one figure with a target. With several
-    figures, the row shows the range of their first numbers, and the target is met if all meet it.
+    ``group`` is a regular expression for the whole name of a group, and ``name`` one for a part of
+    a figure's name. At least one figure with a target must match. With several figures, the row
+    shows the range of their first numbers, and the target is met if all meet it.
     """
 
     text: str
@@ -156,23 +157,33 @@ CLAIMS = (
         "^patched",
     ),
     Claim(
+        "A patched llama-server loses no request of this load on later releases",
+        r"llama-server (?!0\.3\.9,).*, shift",
+        "^patched",
+    ),
+    Claim(
         "A patched llama-server loses no request of recorded traffic, scaled down",
-        "llama-server 0.3.9, trace",
+        "llama-server .*, trace",
+        "^patched",
+    ),
+    Claim(
+        "A patched llama-server loses no request whose answer fits into its slot",
+        "llama-server .*, fits(, .*)?",
         "^patched",
     ),
     Claim(
         "A patched llama-server needs no more CPU time per token than stock",
-        "llama-server 0.3.9, fits",
+        "llama-server .*, fits(, .*)?",
         "^CPU per token, patched",
     ),
     Claim(
         "A patched llama-server has the latency of stock, by 95th percentiles",
-        "llama-server 0.3.9, fits",
+        "llama-server .*, fits(, .*)?",
         "^p95",
     ),
     Claim(
         "`Batcher` needs no more CPU time per token than llama-server of the same build",
-        "llama-server 0.3.9, fits",
+        "llama-server .*, fits(, .*)?",
         "^CPU per token, batcher",
     ),
     Claim(
@@ -345,7 +356,9 @@ def _figures(claim: Claim, figures: list[Figure]) -> list[Figure]:
     found = [
         each
         for each in figures
-        if each.group == claim.group and each.target and re.search(claim.name, each.name)
+        if each.target
+        and re.fullmatch(claim.group, each.group)
+        and re.search(claim.name, each.name)
     ]
     if not found:
         msg = f"no figure with a target supports {claim.text!r} ({claim.group}: {claim.name!r})"
@@ -359,14 +372,16 @@ def _row(text: str, figures: list[Figure]) -> str:
     if len(figures) > 1:
         values = sorted((_number(each.value), each.value) for each in figures)
         value = f"{_short(values[0][1])} to {_short(values[-1][1])}"
-        if values[0] == values[-1]:
-            value = values[0][1]
+        if len({_short(each) for _, each in values}) == 1:
+            value = "; ".join(dict.fromkeys(each for _, each in values))
         limit = limit if {each.limit for each in figures} == {limit} else ""  # of one setting alone
     met = all(each.met for each in figures)
     missed = sum(not each.met for each in figures)
     target = f"{first.target} ({'met' if met else f'**{missed} of {len(figures)} missed**'})"
-    oldest = min(figures, key=lambda each: each.measured)
-    return _line(text, value, target, limit, _command(oldest.measured))
+    commands = dict.fromkeys(
+        _command(measured) for measured in sorted({e.measured for e in figures})
+    )
+    return _line(text, value, target, limit, "; ".join(commands))
 
 
 def _number(text: str) -> float:

@@ -59,7 +59,7 @@ def build(
     found = variant.lookup(wanted)
     if found:
         return found
-    with _writable(), _locked(wanted, progress):
+    with writable(), _locked(wanted, progress):
         found = variant.lookup(wanted)
         if found is None:
             found = _obtain(wanted, _source(wanted, progress), jobs, progress)
@@ -76,7 +76,7 @@ def prepared_build_folder(
     No other process changes them meanwhile. Raises what `build` raises.
     """
     wanted = variant.request(spec)
-    with _writable(), _locked(wanted, progress):
+    with writable(), _locked(wanted, progress):
         source = _source(wanted, progress)
         with _compiled(wanted, source.tree, jobs, progress) as job:
             yield wanted, job
@@ -92,7 +92,7 @@ def locked_sources(
     files or builds the release meanwhile. Raises the errors of fetching and applying, DiskFull, or
     BuildError when the data directory cannot be written.
     """
-    with _writable(), _locked(wanted, progress):
+    with writable(), _locked(wanted, progress):
         source = _source(wanted, progress)
         with _session(wanted, tree or source.tree, folder, progress) as job:
             yield source, job
@@ -114,7 +114,7 @@ def build_patched(
     spec = variant.Spec(release.name, patched.patches)
     wanted = variant.request_of(release, spec, backend=backend, native=native)
     source = Source(patched.commit, patched.tree, patched.patches, patched.digest, patched.carried)
-    with _writable(), _locked(wanted, progress):
+    with writable(), _locked(wanted, progress):
         return _obtain(wanted, source, jobs, progress)
 
 
@@ -287,7 +287,8 @@ def _held(tree: Path) -> AbstractContextManager[int]:
 
 
 @contextlib.contextmanager
-def _writable() -> Iterator[None]:
+def writable() -> Iterator[None]:
+    """Raise DiskFull for a full disk, and BuildError for a directory that cannot be written."""
     try:
         with translate_disk_errors(home()):
             yield

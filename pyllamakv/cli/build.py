@@ -52,16 +52,11 @@ def command(
     if stock and series:
         raise UsageError("choose one of --series and --stock")
     built: list[tuple[Spec, Variant, BuiltServer | None]] = []
+    options: Any = {"backend": backend, "native": not portable, "jobs": jobs}
     with progress_bar.progress() as progress:
         for spec in _specs(release or verified.newest().name, series, stock=stock):
-            variant = build(
-                spec, backend=backend, native=not portable, jobs=jobs, progress=progress
-            )
-            made = None
-            if server:
-                made = build_server(
-                    spec, backend=backend, native=not portable, jobs=jobs, progress=progress
-                )
+            made = build_server(spec, **options, progress=progress) if server else None
+            variant = made.variant if made else build(spec, **options, progress=progress)
             built.append((spec, variant, made))
             if not as_json:
                 write_lines(_text(spec, variant, made))

@@ -5,10 +5,12 @@ docs/cli.md lists the exit statuses and describes the JSON of errors.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
@@ -40,8 +42,9 @@ VERBS = {
     "rpc": "Serve this machine's devices over RPC.",
     "doctor": "Find missing tools and how to install them.",
 }
-#: The shell's status of a program that Ctrl-C ended.
+#: The shell's statuses of a program that Ctrl-C or SIGTERM ended.
 _INTERRUPTED = 130
+_TERMINATED = 143
 
 
 class Commands(LazyGroup):
@@ -116,7 +119,22 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
     completion.completion_init()  # type: ignore[attr-defined]
-    leave(lambda: _run(words), as_json="--json" in words)
+    with _ended_by_sigterm():
+        leave(lambda: _run(words), as_json="--json" in words)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM leave the block as Ctrl-C does: compilers, workers and servers are ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield  # ignored on purpose, or handled by a program that calls `main`
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave(run: Callable[[], Any], *, as_json: bool = False) -> NoReturn:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
+import math
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,13 +12,7 @@ from pyllamakv.cli.options import Backend, Json, PortableOnly, release_names
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
-if TYPE_CHECKING:
-    from types import FrameType
-
 app = typer.Typer(add_completion=False)
-
-#: The shell's status of a program that SIGTERM ended.
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @app.command()
@@ -27,10 +21,10 @@ def command(
         str,
         typer.Argument(
             metavar="RELEASE[+SERIES]",
-            help="Built server: 0.3.9 (patched), 0.3.9+stock.",
+            help="0.3.36 (patched) or 0.3.36+stock; default: newest verified.",
             autocompletion=release_names,
         ),
-    ],
+    ] = "",
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- ARGS", help="Arguments of llama-server."),
@@ -49,11 +43,17 @@ def command(
     """
     from pyllamakv.server.server_artifact import find_server
     from pyllamakv.server.server_process import ServerProcess, prints_and_ends, run_directly
+    from pyllamakv.source import verified
 
     words = arguments or []
+    if release.startswith("-"):
+        # After `--`, the first argument of llama-server takes the place of a release.
+        release, words = "", [release, *words]
     if print_path and words:
         raise UsageError("--print-path takes no arguments of llama-server; leave them out")
-    found = find_server(release, backend=backend, native=False if portable else None)
+    found = find_server(
+        release or verified.newest().name, backend=backend, native=False if portable else None
+    )
     program = found.check_program()
     if print_path:
         where = {"path": str(program), "id": found.id}
@@ -61,17 +61,9 @@ def command(
         return
     if prints_and_ends(words):
         raise typer.Exit(run_directly(program, words))
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with ServerProcess(program, words, sink=note) as server:
-            facts = {"url": server.url, "pid": server.pid, "id": found.id}
-            write_json(facts, indent=None) if as_json else write_lines([server.url])
-            sys.stdout.flush()
-            server.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """Leave through the code that ends the server."""
-    raise SystemExit(_TERMINATED)
+    # A large model on a slow disk can exceed any limit; the user can interrupt.
+    with ServerProcess(program, words, sink=note, patience=math.inf) as server:
+        facts = {"url": server.url, "pid": server.pid, "id": found.id}
+        write_json(facts, indent=None) if as_json else write_lines([server.url])
+        sys.stdout.flush()
+        server.wait()

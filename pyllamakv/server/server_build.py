@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, variant
 from pyllamakv.errors import BuildError, Unsupported
+from pyllamakv.patching import trees
 from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_artifact import PROGRAM, BuiltServer, ServerManifest
+from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import BuildRequest, Spec, Variant
     from pyllamakv.server.server_patches import ServerSources
     from pyllamakv.source.progress import Progress
+    from pyllamakv.source.releases import Release
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +46,16 @@ def build_server(
 ) -> BuiltServer:
     """Return the server of the variant that ``spec`` names, building what is missing.
 
-    Raises the errors of `building.build.build`, and Unsupported for a release without a server.
+    Raises the errors of `building.build.build`. Raises Unsupported for a release without a server,
+    before its libraries are compiled.
     """
-    library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
-    found = server_artifact.lookup(library)
+    wanted = variant.request(spec, backend=backend, native=native)
+    library = variant.lookup(wanted)
+    found = library and server_artifact.lookup(library)
     if found:
         return found
-    wanted = variant.request(spec, backend=backend, native=native)
+    _check_sources(wanted.release, progress)
+    library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
     folder = wanted.objects.with_name(f"{wanted.objects.name}-server")
     sources = server_patches.choose(wanted.release, wanted.spec.series, progress=progress)
     before = _cpu_seconds()
@@ -57,7 +63,6 @@ def build_server(
         found = server_artifact.lookup(library)
         if found:
             return found
-        _check_sources(wanted)
         job = _with_ceiling(job, wanted)
         cmake.configure(job, server_artifact.project(), _definitions(wanted, library))
         cmake.compile_targets(job, (PROGRAM,), jobs or build.default_jobs())
@@ -66,11 +71,15 @@ def build_server(
     return made
 
 
-def _check_sources(wanted: BuildRequest) -> None:
-    if not any((wanted.tree / place / "CMakeLists.txt").is_file() for place in _PLACES):
+def _check_sources(release: Release, progress: Progress | None) -> None:
+    """Raise Unsupported for a release without a server; it is fetched if it is absent."""
+    with build.writable():
+        store = open_store()
+        release = trees.ensure_fetched(store, release, progress)
+    if not any(store.ls(release, f"{place}/CMakeLists.txt") for place in _PLACES):
         raise Unsupported(
-            f"release {wanted.release.name} contains no llama-server: expected "
-            f"{' or '.join(_PLACES)} in its sources; choose another release",
+            f"release {release.name} contains no llama-server: expected {' or '.join(_PLACES)} in "
+            "its sources; choose another release, or leave out --server",
             "server",
         )
 

@@ -18,6 +18,7 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.scenarios.outcome import Outcome, classify
+from pyllamakv.server import server_client
 from pyllamakv.server.server_build import build_server
 from pyllamakv.server.server_lab import SETTING, ServerLab
 from pyllamakv.server.server_scenarios import SCENARIOS
@@ -86,12 +87,14 @@ def check_server(
     """Build both servers of a release, run the scenarios on them, and decide the verdict.
 
     ``series`` are ids of shipped patches (empty: all that apply). Raises UsageError for an unknown
-    scenario or a patch of the server, UnknownPatch for an unknown patch, ToolMissing without httpx
-    or openai, and HarnessError for an internal error. A stock server that cannot be fetched or
-    built has the verdict untestable.
+    scenario or a patch of the server, UnknownPatch for an unknown patch, ToolMissing without a
+    package that a scenario needs, and HarnessError for an internal error. A stock server that
+    cannot be fetched or built has the verdict untestable.
     """
     chosen = select(scenarios)
     variant.check_patches(series)
+    for name in dict.fromkeys(name for each in chosen for name in each.packages):
+        server_client.package(name)
     try:
         stock = build_server(Spec(release, ()), backend=backend, native=native, progress=progress)
     except (BuildError, SourceError, Unsupported) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -52,7 +53,7 @@ class ServerClient(ClosedOnExit):
 
     def __init__(self, url: str, *, timeout: float = 120.0) -> None:
         """Connect to ``url``. A request that takes ``timeout`` seconds raises TimeoutError."""
-        self._httpx = _httpx()
+        self._httpx: Any = package("httpx")
         self._timeout = timeout
         # A connection per request: a server closes idle ones after seconds, also while the next
         # request is on its way, which then looks like a server that ended.
@@ -219,11 +220,10 @@ def _margin(row: dict[str, Any], banned: set[int]) -> float:
     return float(row["logprob"]) - best
 
 
-def _httpx() -> ModuleType:
+def package(name: str) -> ModuleType:
+    """Return a package of the extra ``server``. Raises ToolMissing if it is not installed."""
     try:
-        import httpx
+        return importlib.import_module(name)
     except ImportError as error:
-        msg = f"driving a server needs httpx, which is not installed: {_HINT}"
-        raise ToolMissing(msg, "httpx", _HINT) from error
-    module: ModuleType = httpx
-    return module
+        msg = f"driving a server needs {name}, which is not installed: {_HINT}"
+        raise ToolMissing(msg, name, _HINT) from error

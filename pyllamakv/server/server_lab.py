@@ -12,14 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyllamakv.errors import LoadError, ModelError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES
 from pyllamakv.server.server_client import ServerClient, ServerCompletion
 from pyllamakv.server.server_process import ServerProcess
+from pyllamakv.source import architectures
+from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -127,25 +130,28 @@ class ServerLab:
         with self._start("--kv-unified") as server:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
+    @cached_property
+    def architectures(self) -> set[str]:
+        """Return the architectures of models that the release supports; none if unknown.
+
+        A server cannot be asked: before 0.3.9, it aborts on a model that it does not support.
+        """
+        return architectures.read(open_store(), self.built.variant.manifest.tree)
+
     def _start(
         self, *arguments: str, model: str | Path = "full", slots: int | None = None
     ) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
-        file = (
-            synthetic_models.generate(MODELS[model], home() / "models")
-            if isinstance(model, str)
-            else model
-        )
-        words = ["-m", str(file), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
+        if isinstance(model, str):
+            shape = MODELS[model]
+            if self.architectures and shape.architecture not in self.architectures:
+                raise Untestable(f"the release does not support {shape.architecture}")
+            model = synthetic_models.generate(shape, home() / "models")
+        words = ["-m", str(model), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
         slots = self.slots if slots is None else slots
         size = ["-np", str(slots), "-c", str(slots * SLOT)]
         every = [*words, *size, *more, *arguments]
-        try:
-            return ServerProcess(self.built.program, every, env=_environment())
-        except ModelError as error:
-            if "unknown model architecture" not in str(error):
-                raise
-            raise Untestable(str(error)) from error
+        return ServerProcess(self.built.program, every, env=_environment())
 
     @contextlib.contextmanager
     def server(
@@ -233,12 +239,18 @@ def answered(found: Sequence[ServerCompletion | Exception]) -> list[ServerComple
 def in_parallel(
     url: str, items: Sequence[_T], clients: int, act: Callable[[ServerClient, _T], _R]
 ) -> list[_R | Exception]:
-    """Return the result or the exception of ``act`` for each item, from ``clients`` threads."""
+    """Return the result or the exception of ``act`` for each item, from ``clients`` threads.
+
+    An interrupt is raised when the requests that are running have ended.
+    """
+    stopped = Event()
 
     def one(mine: Sequence[tuple[int, _T]]) -> list[tuple[int, _R | Exception]]:
         done: list[tuple[int, _R | Exception]] = []
         with ServerClient(url) as client:
             for index, item in mine:
+                if stopped.is_set():
+                    break
                 try:
                     done.append((index, act(client, item)))
                 except Exception as error:
@@ -247,7 +259,11 @@ def in_parallel(
 
     shares = [list(enumerate(items))[start::clients] for start in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
-        rows = [row for each in pool.map(one, shares) for row in each]
+        try:
+            rows = [row for each in pool.map(one, shares) for row in each]
+        except BaseException:
+            stopped.set()
+            raise
     return [result for _, result in sorted(rows, key=lambda row: row[0])]
 
 

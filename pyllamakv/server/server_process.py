@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from pyllamakv.binding.process import describe
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import AddressInUse, LoadError, ModelError, ServerDied, UsageError
+from pyllamakv.source import architectures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,12 +71,8 @@ _PRINTING: Final = frozenset(
 #: Values of a variable that set a flag, as llama-server reads them.
 _TRUE: Final = ("on", "enabled", "true", "1")
 
-#: Log line -> what to do about it. The first match decides.
+#: Upstream's reason -> what to do about it. The first match decides.
 _MODEL_ERRORS: Final = (
-    (
-        re.compile(r"unknown model architecture: '[^']*'"),
-        "this release does not support the model; use a newer release",
-    ),
     (
         re.compile(r"(?:unknown pre-tokenizer type|unsupported model|key not found in model).*"),
         "this release cannot read the model; use a newer release",
@@ -84,9 +81,32 @@ _MODEL_ERRORS: Final = (
         re.compile(r"(?:tensor .* data is not within the file bounds|invalid magic).*"),
         "the file is damaged; download it again",
     ),
-    (re.compile(r"error loading model:.*|failed to load model.*"), "check the model file"),
+    (
+        re.compile(r"failed to load model from \S+"),
+        "the file is missing or damaged; download it again",
+    ),
+    (
+        re.compile(r"failed to (?:apply|load) lora adapter '.*"),
+        "name an adapter of this model with --lora",
+    ),
+    (re.compile(r"error loading model:.*"), "check the model file"),
 )
-_USAGE: Final = re.compile(r"^error: (?:invalid argument|unknown argument|error).*$|error while .*")
+_ARCHITECTURE: Final = re.compile(r"unknown model architecture: '([^']*)'")
+_USAGE: Final = re.compile(r"^error: (?:invalid|unknown) argument.*|error while handling .*", re.M)
+_DOWNLOAD: Final = re.compile(r"failed to resolve commit for .*|.*built without CURL.*")
+_NO_CONTEXT: Final = re.compile(r"failed to (?:initialize the |create[ _](?:llama_)?)context")
+_NOT_LOADED: Final = re.compile(r"failed to load model|model loading error")
+
+#: Servers before 0.3.9 abort after a failed start, mostly before their log is written.
+_LOG_LOST: Final = "terminate called without an active exception"
+
+#: The first line of a log with such a word has the cause. A warning is none.
+_CAUSE: Final = re.compile(
+    r"^(?!.*\bwarning\b).*\b(?:failed|error|cannot|requires|invalid|(?:un|not )supported)\b.*",
+    re.I | re.M,
+)
+#: Time and level at the start of a line, in newer releases.
+_STAMP: Final = re.compile(r"^[\d.]+ [A-Z] ", re.M)
 
 
 class ServerProcess(ClosedOnExit):
@@ -263,23 +283,47 @@ class ServerProcess(ClosedOnExit):
 
     def _startup_error(self) -> KvError:
         """Return the error for a server that ended before it answered."""
-        text = "\n".join(self._tail)
+        text = _STAMP.sub("", "\n".join(self._tail))
         if "couldn't bind" in text:
             return AddressInUse(_in_use(self.host, self.port, "llama-server cannot bind it"))
-        missing = [line for line in self._tail if "error while loading shared libraries" in line]
-        if missing:
+        if missing := re.search(".*error while loading shared libraries.*", text):
             return LoadError(
                 f"{missing[0]}; install the library (libcuda.so: the driver of the GPU), or build "
                 "the server again",
                 log=self.log,
             )
-        for pattern, remedy in _MODEL_ERRORS:
-            found = pattern.search(text)
-            if found:
-                return ModelError(f"{found[0].strip()}: {remedy}", log=self.log)
-        refused = [line for line in self._tail if _USAGE.search(line)]
-        if refused:
+        if refused := _USAGE.search(text):
             return UsageError(f"llama-server refuses its arguments: {refused[0]}")
+        if download := _DOWNLOAD.search(text):
+            return UsageError(
+                f"{download[0]}: this server downloads no models; fetch the file, and name it with "
+                "-m"
+            )
+        if unknown := _ARCHITECTURE.search(text):
+            remedy = architectures.remedy(unknown[1], server=True)
+            return ModelError(f"{unknown[0]}: {remedy}", log=self.log, architecture=unknown[1])
+        for pattern, remedy in _MODEL_ERRORS:
+            if found := pattern.search(text):
+                return ModelError(f"{found[0].strip()}: {remedy}", log=self.log)
+        cause = _CAUSE.search(text)
+        if cause and _NO_CONTEXT.search(text):
+            return ModelError(
+                f"{cause[0].strip()}: change the arguments of the context; if memory is short, use "
+                "a smaller -c",
+                log=self.log,
+            )
+        if cause and _NOT_LOADED.search(text):
+            return ModelError(
+                f"{cause[0].strip()}: check the model and the other files of the arguments",
+                log=self.log,
+            )
+        if _LOG_LOST in text:
+            return ModelError(
+                "llama-server cannot load the model, and lost its log: use a smaller -c if memory "
+                "is short, or a newer release; `pyllamakv run --variant RELEASE+patched --model "
+                "FILE --prompt TEXT` reports why this release cannot load a file",
+                log=self.log,
+            )
         return self.death()
 
 
@@ -375,15 +419,16 @@ def _in_use(host: str, port: int, reason: str) -> str:
 def _with_address(arguments: Sequence[str], host: str, port: int) -> list[str]:
     """Return the arguments with the port that was chosen, and with a host.
 
-    An argument takes precedence over the configuration files that llama-server reads.
+    An argument takes precedence over the configuration files that llama-server reads. What is added
+    comes first: an option at the end may lack its value.
     """
     words = list(arguments)
     for index, word in enumerate(words[:-1]):
         if word in _PORT[0]:
             words[index + 1] = str(port)
-    for option, value in ((_HOST, host), (_PORT, str(port))):
+    for option, value in ((_PORT, str(port)), (_HOST, host)):
         if _option(words, option, {}) is None:
-            words += [option[0][0], value]
+            words = [option[0][0], value, *words]
     return words
 
 

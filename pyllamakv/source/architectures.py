@@ -38,8 +38,8 @@ def shipped() -> Path:
     return data("vendor") / _NAME
 
 
-def read(store: Store, release: Release) -> set[str]:
-    """Return the names of the architectures that a fetched release knows."""
+def read(store: Store, release: Release | str) -> set[str]:
+    """Return the names of the architectures that a fetched release, or a tree, knows."""
     files = store.read_many(release, _FILES)
     text = "\n".join((data or b"").decode("utf-8", "replace") for data in files.values())
     found = _NAMES.search(text)
@@ -77,8 +77,8 @@ def add(lock: Path, store: Store, release: Release) -> None:
     write_text_atomic(path, "\n".join(lines) + "\n")
 
 
-def remedy(architecture: str) -> str:
-    """Return which release to use for an architecture that a library does not know."""
+def remedy(architecture: str, *, server: bool = False) -> str:
+    """Return which release to use for an architecture that a library or a server does not know."""
     known = lockfile.known()
     first = known.get(load(shipped()).get(architecture, ""))
     if first is None:
@@ -86,7 +86,10 @@ def remedy(architecture: str) -> str:
     for release in verified.releases():
         if release.order >= first.order:
             name = release.name
-            return f"{name} knows it: run `pyllamakv build {name}` and open {name}+patched"
+            use = (
+                f"{name} --server` and use {name}" if server else f"{name}` and open {name}+patched"
+            )
+            return f"{name} knows it: run `pyllamakv build {use}"
     return (
         f"{first.name} knows it but is not verified: `pyllamakv check {first.name}` builds and "
         "verifies it"

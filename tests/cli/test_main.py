@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,45 @@ def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
     assert json.loads(second)["error"]["message"] == "no"
 
 
+@pytest.mark.long
+def test_sigterm_ends_a_verb_as_ctrl_c_does() -> None:
+    """With its subprocesses, and the status of a shell; a caller's handler is kept."""
+    code = (
+        "import signal\n"
+        "from pyllamakv.cli import main\n"
+        "def run(words):\n"
+        "    try:\n"
+        "        print('runs', flush=True)\n"
+        "        signal.pause()\n"
+        "    finally:\n"
+        "        print('ended', flush=True)\n"
+        "main._run = run\n"
+        "main.main([])\n"
+    )
+    verb = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert verb.stdout is not None
+    assert verb.stdout.readline() == "runs\n"
+    verb.send_signal(signal.SIGTERM)
+    assert verb.communicate() == ("ended\n", None)
+    assert verb.returncode == 143
+
+
+def test_a_handler_of_sigterm_is_kept(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that calls `main` may have one; after it, there is none as before."""
+    seen: list[Any] = []
+    monkeypatch.setattr(main, "_run", lambda _words: seen.append(signal.getsignal(signal.SIGTERM)))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        cli(capsys)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        cli(capsys)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen[0] is signal.SIG_IGN
+    assert callable(seen[1])
+
+
 def test_the_table_of_exit_statuses_is_complete() -> None:
     """docs/cli.md has a row for each status that an error or a verdict has."""
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -196,7 +236,7 @@ def test_the_table_of_exit_statuses_is_complete() -> None:
     for one in classes:
         classes += one.__subclasses__()
     used = {one.exit_code for one in classes if one.__module__.startswith("pyllamakv.errors")}
-    assert used | {0, 1, 130} == rows
+    assert used | {0, 1, 130, 143} == rows
     assert lockfile.known()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +18,9 @@ from server_kit import ending, gguf, serving
 
 from pyllamakv.cli import main
 from pyllamakv.errors import NotBuilt
-from pyllamakv.server import server_artifact
+from pyllamakv.server import server_artifact, server_process
+from pyllamakv.server.server_process import ServerProcess
+from pyllamakv.source import verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +85,37 @@ def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -
     assert "UsageError: llama-server refuses its arguments" in err
     status, out, _ = cli(capsys, "server", "0.3.9", "--json", "--", "-m", "/nowhere.gguf")
     assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
+
+
+def test_the_default_is_the_newest_verified_release(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """With and without arguments of llama-server, of which none is taken for a release."""
+    asked: list[str] = []
+
+    def find(spec: str, **_options: object) -> Found:
+        asked.append(spec)
+        return Found(Path("/llama-server"))
+
+    monkeypatch.setattr(server_artifact, "find_server", find)
+    monkeypatch.setattr(verified, "newest", lambda: SimpleNamespace(name="0.3.36"))
+    assert cli(capsys, "server", "--print-path")[:2] == (0, "/llama-server\n")
+    status, out, _ = cli(capsys, "server", "--json", "--", "-m", "/nowhere.gguf")
+    assert (status, json.loads(out)["error"]["type"]) == (2, "ModelError")
+    assert asked == ["0.3.36", "0.3.36"]
+
+
+def test_a_model_may_load_for_any_time(
+    built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The verb has no limit; Ctrl-C ends it."""
+    clock = itertools.count(0.0, 1e6)
+    monkeypatch.setattr(server_process.time, "monotonic", lambda: next(clock))
+    answers = iter([False, False, True])
+    monkeypatch.setattr(ServerProcess, "_healthy", lambda _self: next(answers))
+    monkeypatch.setattr(ServerProcess, "wait", lambda _self: None)
+    built(serving(tmp_path))
+    assert cli(capsys, "server", "0.3.9", "--", "--port", "0")[0] == 0
 
 
 @pytest.mark.parametrize(

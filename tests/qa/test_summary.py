@@ -67,6 +67,19 @@ def test_a_missed_target_is_always_listed() -> None:
     assert "greedy, 1" not in missed
 
 
+def test_a_claim_can_have_several_groups() -> None:
+    """The row has the command of each. Equal numbers are no range."""
+    lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, measured="2026-11-24, a, `x`")
+    more = dataclasses.replace(
+        lost, group="Loop 2", value="0 of 3 lost", measured="2026-11-23, a, `y`"
+    )
+    other = dataclasses.replace(lost, group="Loop 3 more", value="5 lost")
+    page = summary.benchmarks([lost, more, other], [summary.Claim("Fast", r"Loop \d", "greedy")])
+    row = next(line for line in page.splitlines() if line.startswith("| Fast"))
+    assert "| 0 of 3 lost; 0 of 9 lost | 0 (met) |" in row
+    assert row.endswith("| 2026-11-23: `y`; 2026-11-24: `x` |")
+
+
 def test_a_claim_needs_a_figure() -> None:
     """A claim whose figures were renamed or lost their target is an error, not an empty row."""
     for lacking in ([], [Figure("Loop", "greedy", "1 x")]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from building_kit import CMAKE, NINJA, BuildSandbox
+from cpp_kit import compiler
 
-from pyllamakv.building import build, variant
+from pyllamakv.building import build, cmake, variant
 from pyllamakv.errors import BuildError, CommandFailed, Unsupported
 from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_build import build_server
@@ -112,11 +114,14 @@ def test_the_libraries_are_those_of_the_variant(
 
 
 def test_a_release_without_a_server(shop: BuildSandbox) -> None:
-    """Is refused with its name; its variant is built."""
+    """Is refused with its name before anything is compiled, also if its variant is built."""
     (shop.tree / "tools" / "server" / "CMakeLists.txt").unlink()
     with pytest.raises(Unsupported, match="contains no llama-server"):
         build_server(shop.spec)
-    assert len(shop.built()) == 1
+    assert shop.count("cmake") == 0
+    build.build(shop.spec)
+    with pytest.raises(Unsupported, match="contains no llama-server"):
+        build_server(shop.spec)
     assert not (shop.home / "servers").exists()
 
 
@@ -139,3 +144,33 @@ def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
         build_server(shop.spec)
     assert variant.find(shop.spec) is not None
     assert not list((shop.home / "servers").glob("*"))
+
+
+@pytest.mark.long
+def test_the_project_compiles_an_example_that_includes_files_of_the_tree(tmp_path: Path) -> None:
+    """As servers through 0.3.8 do; upstream finds them as long as its project is the first."""
+    files = {
+        "tree/CMakeLists.txt": "add_library(llama STATIC llama.cpp)\n"
+        "add_subdirectory(examples/server)\n",
+        "tree/examples/server/CMakeLists.txt": "add_executable(llama-server server.cpp)\n"
+        "target_include_directories(llama-server PRIVATE ${CMAKE_SOURCE_DIR})\n"
+        "target_link_libraries(llama-server PRIVATE llama ggml)\n",
+        "tree/examples/server/server.cpp": '#include "common/name.hpp"\nint main() { name(); }\n',
+        "tree/common/name.hpp": "void name();\n",
+        "library.cpp": "void name() {}\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    (tmp_path / "lib").mkdir()
+    library = [compiler(), "-shared", "-fPIC", tmp_path / "library.cpp"]
+    subprocess.run([*library, "-o", tmp_path / "lib" / "libggml.so"], check=True)
+    job = cmake.BuildSession(tmp_path / "build", tmp_path / "build.log", cmake.environment())
+    definitions = {
+        "PLK_LLAMA_SRC": str(tmp_path / "tree"),
+        "PLK_LIBRARIES": str(tmp_path / "lib"),
+        "PLK_RPATH": "../lib",
+    }
+    cmake.configure(job, server_artifact.project(), definitions)
+    cmake.compile_targets(job, (server_artifact.PROGRAM,), 1)
+    subprocess.run([tmp_path / "build" / server_artifact.PROGRAM], check=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,21 @@ def scenarios(monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
         if lab.built.id in errors:
             raise errors[lab.built.id]
 
-    monkeypatch.setattr(server_check, "SCENARIOS", (ServerScenario("server-x", "fix", "", run),))
+    monkeypatch.setattr(
+        server_check, "SCENARIOS", (ServerScenario("server-x", "fix", "", run, ()),)
+    )
+
+
+def test_a_missing_package_is_reported_before_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builds take minutes; only packages of the chosen scenarios count."""
+    for name in ("httpx", "openai"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(server_check, "build_server", None)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ToolMissing, match="openai, which is not installed: pip install"):
+        check_server("0.3.9")
+    with pytest.raises(TypeError, match="not callable"):
+        check_server("0.3.9", scenarios=("server-parallel",))
 
 
 def test_a_fixed_crash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,12 +129,45 @@ def test_ctrl_c_while_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("line", "error", "message"),
     [
-        ("load: unknown model architecture: 'mystery'", ModelError, "use a newer release"),
+        ("load: unknown model architecture: 'mystery'", ModelError, "no pinned release knows it"),
+        ("load: unknown model architecture: 'gemma3n'", ModelError, "pyllamakv build .* --server"),
         ("error loading model: no tensors", ModelError, "no tensors: check the model file"),
         ("main: couldn't bind HTTP server socket, port: 1", AddressInUse, "choose another --port"),
         ("error: invalid argument: --bogus", UsageError, r"refuses its arguments.*--bogus"),
         ("x: error while loading shared libraries: libcuda.so.1", LoadError, "driver of the GPU"),
         ('error while handling argument "-c": stoi', UsageError, "argument .-c."),
+        # 0.3.9: a cache larger than the memory.
+        (
+            "init: failed to initialize the context: std::bad_alloc\n"
+            "srv    load_model: failed to load model, '/model.gguf'",
+            ModelError,
+            r"^init: .*bad_alloc: .* use a smaller -c",
+        ),
+        # b11549: an invalid setting. The second line is no invalid argument.
+        (
+            "0.00.009.246 E init: quantized V cache requires flash_attn to be enabled\n"
+            "0.00.009.323 E fit: encountered an error while trying to fit params: failed\n"
+            "0.00.009.939 E srv    load_model: failed to create_context with model 'x'",
+            ModelError,
+            "^init: quantized V cache requires flash_attn to be enabled: change",
+        ),
+        (
+            "warning: failed to mlock a buffer\n"
+            "clip: failed to load CLIP model from x. Does this file exist?\n"
+            "main: exiting due to model loading error",
+            ModelError,
+            r"^clip: .*exist\?: check the model and the other files",
+        ),
+        # 0.3.8, with SIGABRT.
+        ("terminate called without an active exception", ModelError, "lost its log: .* newer"),
+        ("init: failed to apply lora adapter 'a.gguf'", ModelError, r"'a\.gguf': .* with --lora"),
+        ("load: failed to load model from draft.gguf", ModelError, "draft.gguf: .* missing or"),
+        (
+            "0.00.015.885 W get_repo_files: failed to resolve commit for a/b\n"
+            "0.00.017.814 E srv    load_model: failed to load model, ''",
+            UsageError,
+            "a/b: this server downloads no models; .* -m",
+        ),
     ],
 )
 def test_the_log_explains_the_end(
@@ -175,6 +208,18 @@ def test_a_host_is_always_an_argument(tmp_path: Path) -> None:
         given = caught.value.log[0]
         assert given.count("'--host'") == 1
         assert f"'--host', '{expected}'" in given
+
+
+def test_an_option_without_its_value_stays_the_last_argument(tmp_path: Path) -> None:
+    """What is added does not become its value."""
+    program = ending(tmp_path, "unused")
+    program.write_text(
+        program.read_text("utf-8").replace("'unused'", "__import__('sys').argv[-2:]"),
+        encoding="utf-8",
+    )
+    with pytest.raises(ServerDied) as caught:
+        ServerProcess(program, ["--port", "0", "-c", "512", "-m"], env={})
+    assert caught.value.log == ("['512', '-m']",)
 
 
 def test_each_host_of_a_list_is_probed(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import readme
 from native_kit import TEST_RELEASE
 from server_kit import serving
 
-from pyllamakv.errors import NotBuilt, ScenarioFailed
+from pyllamakv.errors import NotBuilt, ScenarioFailed, Unsupported, Untestable
 from pyllamakv.server import server_lab, server_scenarios
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_check import run_scenario
@@ -53,6 +57,7 @@ def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     built: Any = SimpleNamespace(program=program, check_program=lambda: program)
     lab = ServerLab(built)
     lab.flags = frozenset()
+    lab.architectures = set()
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -70,6 +75,32 @@ def test_metrics_are_compared_with_answers(tmp_path: Path, counted: int, lost: b
     expected = pytest.raises(ScenarioFailed, match=r"prompt_tokens_total is 7.0, expected 8")
     with ServerProcess(program, ["--port", "0"]) as server, expected if lost else nullcontext():
         server_scenarios._compare_metrics(server, [answer, answer])
+
+
+def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
+    """Stock lacks the feature. A patched server whose metrics have no port claims nothing."""
+    for patches, error in (((), Unsupported), (("full-defrag",), Untestable)):
+        manifest = SimpleNamespace(patches=patches, server_patches=())
+        built: Any = SimpleNamespace(manifest=manifest)
+        lab = ServerLab(built)
+        lab.flags = frozenset({"--defrag-thold"} if patches else ())
+        with pytest.raises(error):
+            BY_ID["server-defrag-thold"].run(lab)
+
+
+def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries are counted, but only other answers fail: 0.3.14 splits batches with any patches."""
+    turns: list[Any] = []
+    lab: Any = ServerLab(SimpleNamespace(program=None))
+    lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=5))
+    monkeypatch.setattr(server_scenarios, "_conversations", lambda *_: turns)
+    monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: turns)
+    monkeypatch.setattr(server_scenarios, "largest_change", lambda *_: 9.0)
+    BY_ID["server-sliding-window"].run(lab)
+    assert lab.notes["retries"] == 5
+    turns.append((None, None))
+    with pytest.raises(ScenarioFailed, match="in 1 of 1 answers"):
+        BY_ID["server-sliding-window"].run(lab)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
@@ -105,6 +136,22 @@ def test_stock_loses_window_cells() -> None:
     outcome, notes = run_scenario(BY_ID["server-sliding-window"], server("patched", release))
     assert outcome.status == "pass", outcome.message
     assert notes["reused"] > 0
+
+
+@pytest.mark.real_model
+def test_the_quick_start_prints_what_the_page_shows(real_model: Path) -> None:
+    """The client of docs/server.md, with a server of the default release and another port."""
+    page = (readme.ROOT / "docs" / "server.md").read_text("utf-8")
+    found = re.search(r"```python\n(import openai\n.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert found
+    program = server("patched", verified.newest().name).program
+    with ServerProcess(program, ["-m", str(real_model), "-c", "512", "--port", "0"]) as running:
+        code = found[1].replace("http://127.0.0.1:8080", running.url)
+        assert code != found[1]
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        )
+    assert done.stdout == found[2]
 
 
 def test_a_hybrid_model_reuses_its_prompts() -> None:

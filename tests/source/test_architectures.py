@@ -70,6 +70,8 @@ def test_the_remedy_is_a_verified_release(
     monkeypatch.setattr(verified, "releases", lambda: [releases[1], releases[0]])
     assert "0.3.10 knows it: run `pyllamakv build 0.3.10`" in architectures.remedy("llama")
     assert "0.3.10 knows it" in architectures.remedy("gpt-oss")
+    expected = "0.3.10 knows it: run `pyllamakv build 0.3.10 --server` and use 0.3.10"
+    assert architectures.remedy("llama", server=True) == expected
     assert "b1 knows it but is not verified" in architectures.remedy("a.b_c")
     assert "no pinned release knows it" in architectures.remedy("other")
 
