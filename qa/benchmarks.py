@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +149,4 @@ def bench(
             elif name in ("ports", "checkout"):
                 more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
-    if write is not None:
-        benchmark_document.write(write, found)
-        summary.written(write)
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
-    else:
-        sys.stdout.write(benchmark_document.render(found))
+    summary.report(found, write, as_json=as_json)

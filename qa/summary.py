@@ -7,10 +7,11 @@ also those of figures that no claim covers.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
@@ -302,6 +303,17 @@ def written(path: Path) -> None:
     """Write the pages if ``path``, a document that was just written, is one of the results."""
     if path.resolve().parent == RESULTS:
         write()
+
+
+def report(figures: list[Figure], path: Path | None, *, as_json: bool) -> None:
+    """Write figures to a document, if ``path`` names one, and print them."""
+    if path is not None:
+        bench.write(path, figures)
+        written(path)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+    else:
+        sys.stdout.write(bench.render(figures))
 
 
 def pages() -> dict[str, str]:
