@@ -16,6 +16,7 @@ GROUPS = {
     "calls": True,
     "loop": True,
     "sampling": False,
+    "generation": False,
     "recording": True,
     "moving": True,
     "grid": False,
@@ -55,11 +56,12 @@ def bench(
 ) -> None:
     """Measure ratios side by side.
 
-    `moving` defragments some kinds of caches, and `grid` all kinds. `whole` builds a release stock
-    and patched. `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts
-    the lines that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the
-    wheels of `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it,
-    and repeats the measurements of `devices` there.
+    `generation` compares several clients with llama-cpp-python. `moving` defragments some kinds of
+    caches, and `grid` all kinds. `whole` builds a release stock and patched. `foreign` checks two
+    foreign patches. `every` verifies all releases. `ports` counts the lines that ports change.
+    `checkout` runs make targets in new clones. `prebuilt` installs the wheels of `make prebuilt`
+    and chats. `hardware` builds for a device, runs all scenarios on it, and repeats the
+    measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -76,6 +78,7 @@ def bench(
         devices,
         first_token,
         foreign_checks,
+        generation,
         grid,
         hardware,
         loop,
@@ -98,6 +101,7 @@ def bench(
         "calls": python_overhead,
         "loop": loop,
         "sampling": sampling,
+        "generation": generation,
         "recording": recording_overhead,
         "moving": defrag,
         "grid": grid,
