@@ -42,7 +42,13 @@ from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.sampler import SampledAhead, Sampler, check_sampler, make_sampler
+from pyllamakv.runtime.sampler import (
+    SampledAhead,
+    Sampler,
+    check_sampler,
+    is_sampler_option,
+    make_sampler,
+)
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
@@ -544,6 +550,9 @@ class Context(ClosedOnExit):
         check_sampler(sampler)
         strings = check_stop_strings(stop)
         tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
+        for name in filter(is_sampler_option, options):
+            msg = f"{name} is an option of samplers: pass sampler=model.sampler({name}=…)"
+            raise UsageError(msg)
         if not tokens:
             msg = "the chat template rendered no text"
             raise UsageError(msg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import weakref
 from dataclasses import dataclass
@@ -33,6 +34,26 @@ class TokenSampler(Protocol):
 
     def sample(self, context: Context, index: int = -1) -> int:
         """Return the token; the context's logits are current."""
+
+
+#: Options of `Model.sampler` that are not parameters of the samplers in C.
+_MORE_OPTIONS = ("processors", "json_schema", "top_logprobs")
+
+
+def is_sampler_option(name: str) -> bool:
+    """Return whether `Model.sampler` has an option with this name."""
+    return name in SamplerParams.__dataclass_fields__ or name in _MORE_OPTIONS
+
+
+def params_from_options(options: Mapping[str, Any]) -> SamplerParams:
+    """Return sampler parameters; raise UsageError for an unknown option, with a similar one."""
+    known = (*SamplerParams.__dataclass_fields__, *_MORE_OPTIONS)
+    for name in options:
+        if not is_sampler_option(name):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UsageError(f"a sampler has no option {name}; {hint}")
+    return SamplerParams(**options)
 
 
 def check_params(params: SamplerParams) -> SamplerParams:
