@@ -184,7 +184,13 @@ class Sampler(SampledAhead, ClosedOnExit):
         self._in_python = bool(
             self.processors or json_schema is not None or top_logprobs is not None
         )
-        self._keeps_history = self._in_python or params.keeps_history
+        #: Whether a choice depends on the tokens of one sequence.
+        self.keeps_history = self._in_python or params.keeps_history
+        #: Whether the sampled tokens are one text, which a grammar or schema restricts.
+        self._restricts = json_schema is not None or params.grammar is not None
+        #: Whether a token was sampled since the last reset, and the owner of the text.
+        self._sampled = False
+        self._text: weakref.ref[object] | None = None
         self._native = model.native
         with model.life as raw:
             if json_schema is not None:
@@ -209,6 +215,7 @@ class Sampler(SampledAhead, ClosedOnExit):
             if context.model.native is not self._native:
                 self.check_context(context)
             context.outputs.check(index)
+            self._sampled = True
             if not self._in_python:
                 return self._native.sample(handle, raw, index)
             return self._sample_copy(handle, context.logits(index).copy())
@@ -249,6 +256,20 @@ class Sampler(SampledAhead, ClosedOnExit):
         with self.life as handle:
             self._native.sampler_accept(handle, numbers)
 
+    def begin(self, text: object, *, new: bool) -> None:
+        """Note whose text is generated: a sequence or a `Generation`; ``new`` starts another text.
+
+        Raises UsageError if a grammar or schema has sampled tokens of another text.
+        """
+        other = new or (self._text is not None and self._text() is not text)
+        if self._restricts and self._sampled and other:
+            msg = (
+                "the grammar or schema of this sampler has the tokens of another text: call "
+                "sampler.reset(), or create a sampler for each text"
+            )
+            raise UsageError(msg)
+        self._text = weakref.ref(text)
+
     def check_context(self, context: Context) -> None:
         """Raise UsageError for a context of another library."""
         context_lock(context)
@@ -272,13 +293,14 @@ class Sampler(SampledAhead, ClosedOnExit):
         if type(n) is not int or n < 0:
             n = arguments.integer("n", n, 0)
         if n > 1:
-            check_single_sequence(self._keeps_history, n)
+            check_single_sequence(self.keeps_history, n)
 
     def reset(self) -> None:
         """Drop the token history and restart from the seed."""
         with self.life as handle:
             self._native.sampler_reset(handle)
-            self._ahead = None
+            self._ahead = self._text = None
+            self._sampled = False
             self._tokens = []
             self.logprobs = []
 
