@@ -191,7 +191,7 @@ class Sampler(SampledAhead, ClosedOnExit):
         #: Whether a token was sampled since the last reset, and the owner of the text.
         self._sampled = False
         self._text: weakref.ref[object] | None = None
-        self._native = model.native
+        self._native, self._n_vocab = model.native, model.info.n_vocab
         with model.life as raw:
             if json_schema is not None:
                 self.processors.append(SchemaProcessor(model, json_schema))
@@ -221,6 +221,12 @@ class Sampler(SampledAhead, ClosedOnExit):
             return self._sample_copy(handle, context.logits(index).copy())
 
     def _sample_copy(self, handle: Any, logits: NDArray[np.float32]) -> int:
+        if len(logits) != self._n_vocab:
+            msg = (
+                f"the sampler was created for a model of {self._n_vocab} tokens, and this one has "
+                f"{len(logits)}: create it with the model of the context"
+            )
+            raise UsageError(msg)
         changed = logits.copy() if self.processors else logits
         for process in self.processors:
             process(self._tokens, changed)
