@@ -107,6 +107,11 @@ CLAIMS = (
         "",
     ),
     Claim(
+        "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more",
+        "Generation",
+        "client",
+    ),
+    Claim(
         "The longest cached prefix among 1,000 is found within 1 ms",
         "Prefixes",
         "find the longest prefix",
