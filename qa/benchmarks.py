@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ GROUPS = {
     "calls": True,
     "loop": True,
     "sampling": False,
+    "generation": False,
     "recording": True,
     "moving": True,
     "grid": False,
@@ -59,11 +57,12 @@ def bench(
 ) -> None:
     """Measure ratios side by side.
 
-    `moving` defragments some kinds of caches, and `grid` all kinds. `whole` builds a release stock
-    and patched, `server-build` its servers. `foreign` checks two foreign patches. `every` verifies
-    all releases. `ports` counts the lines that ports change. `checkout` runs make targets in new
-    clones. `prebuilt` installs the wheels of `make prebuilt` and chats. `hardware` builds for a
-    device, runs all scenarios on it, and repeats the measurements of `devices` there.
+    `generation` compares several clients with llama-cpp-python. `moving` defragments some kinds of
+    caches, and `grid` all kinds. `whole` builds a release stock and patched, `server-build` its
+    servers. `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts the
+    lines that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the
+    wheels of `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it,
+    and repeats the measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -80,6 +79,7 @@ def bench(
         devices,
         first_token,
         foreign_checks,
+        generation,
         grid,
         hardware,
         loop,
@@ -103,6 +103,7 @@ def bench(
         "calls": python_overhead,
         "loop": loop,
         "sampling": sampling,
+        "generation": generation,
         "recording": recording_overhead,
         "moving": defrag,
         "grid": grid,
@@ -155,10 +156,4 @@ def bench(
             elif name in ("ports", "checkout"):
                 more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]
-    if write is not None:
-        benchmark_document.write(write, found)
-        summary.written(write)
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(figure) for figure in found], indent=1) + "\n")
-    else:
-        sys.stdout.write(benchmark_document.render(found))
+    summary.report(found, write, as_json=as_json)

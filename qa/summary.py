@@ -7,10 +7,11 @@ also those of figures that no claim covers.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
@@ -105,6 +106,11 @@ CLAIMS = (
         "The cache managers add at most 5 % to the time of the same decodes by hand",
         "Cache managers",
         "",
+    ),
+    Claim(
+        "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more",
+        "Generation",
+        "client",
     ),
     Claim(
         "The longest cached prefix among 1,000 is found within 1 ms",
@@ -313,6 +319,17 @@ def written(path: Path) -> None:
     """Write the pages if ``path``, a document that was just written, is one of the results."""
     if path.resolve().parent == RESULTS:
         write()
+
+
+def report(figures: list[Figure], path: Path | None, *, as_json: bool) -> None:
+    """Write figures to a document, if ``path`` names one, and print them."""
+    if path is not None:
+        bench.write(path, figures)
+        written(path)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+    else:
+        sys.stdout.write(bench.render(figures))
 
 
 def pages() -> dict[str, str]:

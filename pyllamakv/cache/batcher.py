@@ -126,8 +126,9 @@ class Batcher(ClosedOnExit):
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
         ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch.
         ``checkpoints`` are lengths of the prompt after which the manager keeps a state, if the
-        memory cannot return there. Raises UsageError for invalid arguments. If the manager refuses
-        the prompt later, only this generation fails.
+        memory cannot return there. Raises UsageError for invalid arguments, and for a sampler with
+        the history of another generation. If the manager refuses the prompt later, only this
+        generation fails.
         """
         asked = checked_request(
             self.context, self._greedy, self.n_batch, prompt, messages=messages, tools=tools,
@@ -135,6 +136,7 @@ class Batcher(ClosedOnExit):
             checkpoints=checkpoints, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
+        self._begin(made)
         self._leave_decode_only()
         if not self._queue:
             self._cancels = self.context.cancels - self._interrupts
@@ -209,6 +211,19 @@ class Batcher(ClosedOnExit):
         finally:
             if isinstance(self._greedy, Sampler):
                 self._greedy.close()
+
+    def _begin(self, made: Generation) -> None:
+        """Raise UsageError if the sampler has the history of another text."""
+        sampler = made.sampler
+        if isinstance(sampler, Sampler):
+            going = (one for one in self._queue if one.sampler is sampler and not one.done)
+            if sampler.keeps_history and any(going):
+                msg = (
+                    "this sampler has the history of another generation, which has not ended: "
+                    "create a sampler for each, or pass SamplerParams"
+                )
+                raise UsageError(msg)
+            sampler.begin(made, new=True)
 
     # The fast path: the set of active generations stays the same.
 

@@ -42,7 +42,13 @@ from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
-from pyllamakv.runtime.sampler import SampledAhead, Sampler, check_sampler, make_sampler
+from pyllamakv.runtime.sampler import (
+    SampledAhead,
+    Sampler,
+    check_sampler,
+    is_sampler_option,
+    make_sampler,
+)
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
@@ -535,14 +541,18 @@ class Context(ClosedOnExit):
 
         ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
         opens a sequence and closes it at the end. ``template`` and ``options`` are those of
-        `Model.apply_chat_template`, the others those of `generate`. Raises as both do, and
-        PromptTooLong.
+        `Model.apply_chat_template`, the others those of `generate`. Raises as both do,
+        PromptTooLong, and UsageError if the grammar or schema of the sampler has begun another
+        text.
         """
         if sequence is not None:
             checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         check_sampler(sampler)
         strings = check_stop_strings(stop)
+        for name in filter(is_sampler_option, options):
+            msg = f"{name} is an option of samplers: pass sampler=model.sampler({name}=…)"
+            raise UsageError(msg)
         tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
         if not tokens:
             msg = "the chat template rendered no text"
@@ -770,6 +780,8 @@ class Context(ClosedOnExit):
     ) -> Iterator[str]:
         with ExitStack() as stack:
             used = stack.enter_context(self.sequence()) if sequence is None else sequence
+            if isinstance(sampler, Sampler):
+                sampler.begin(used, new=True)
             if self.guard:
                 decode_failure.check_length(self, len(tokens))  # before anything is removed
             # The last token is always decoded, for its logits.
@@ -800,6 +812,8 @@ class Context(ClosedOnExit):
         token = mark = -1  # the sampled token, until it is decoded; the last one when it was
         try:
             left = max_tokens
+            if isinstance(picker, Sampler):
+                picker.begin(sequence, new=False)
             if isinstance(picker, SampledAhead) and left != 0 and len(sequence):
                 token, mark = picker.take_ahead(sequence), sequence.ledger.marks[-1]
             while left is None or left > 0:

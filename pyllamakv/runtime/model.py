@@ -17,7 +17,6 @@ from pyllamakv.binding.protocol import (
     DefragPlan,
     ModelParams,
     Pooling,
-    SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.cpus import usable_cpus
@@ -30,7 +29,7 @@ from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
 from pyllamakv.runtime.memory_estimate import check_memory
-from pyllamakv.runtime.sampler import Sampler
+from pyllamakv.runtime.sampler import Sampler, params_from_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -317,10 +316,13 @@ class Model(LoadedModel, ClosedOnExit):
         top_logprobs: int | None = None,
         **options: Any,
     ) -> Sampler:
-        """Create a sampler in C with the options of `SamplerParams`; see `Sampler`."""
+        """Create a sampler in C with the options of `SamplerParams`; see `Sampler`.
+
+        Raises UsageError for an unknown option.
+        """
         return Sampler(
             self,
-            SamplerParams(**options),
+            params_from_options(options),
             processors=processors,
             json_schema=json_schema,
             top_logprobs=top_logprobs,

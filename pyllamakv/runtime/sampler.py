@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import weakref
 from dataclasses import dataclass
@@ -33,6 +34,26 @@ class TokenSampler(Protocol):
 
     def sample(self, context: Context, index: int = -1) -> int:
         """Return the token; the context's logits are current."""
+
+
+#: Options of `Model.sampler` that are not parameters of the samplers in C.
+_MORE_OPTIONS = ("processors", "json_schema", "top_logprobs")
+
+
+def is_sampler_option(name: str) -> bool:
+    """Return whether `Model.sampler` has an option with this name."""
+    return name in SamplerParams.__dataclass_fields__ or name in _MORE_OPTIONS
+
+
+def params_from_options(options: Mapping[str, Any]) -> SamplerParams:
+    """Return sampler parameters; raise UsageError for an unknown option, with a similar one."""
+    known = (*SamplerParams.__dataclass_fields__, *_MORE_OPTIONS)
+    for name in options:
+        if not is_sampler_option(name):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UsageError(f"a sampler has no option {name}; {hint}")
+    return SamplerParams(**options)
 
 
 def check_params(params: SamplerParams) -> SamplerParams:
@@ -163,8 +184,14 @@ class Sampler(SampledAhead, ClosedOnExit):
         self._in_python = bool(
             self.processors or json_schema is not None or top_logprobs is not None
         )
-        self._keeps_history = self._in_python or params.keeps_history
-        self._native = model.native
+        #: Whether a choice depends on the tokens of one sequence.
+        self.keeps_history = self._in_python or params.keeps_history
+        #: Whether the sampled tokens are one text, which a grammar or schema restricts.
+        self._restricts = json_schema is not None or params.grammar is not None
+        #: Whether a token was sampled since the last reset, and the owner of the text.
+        self._sampled = False
+        self._text: weakref.ref[object] | None = None
+        self._native, self._n_vocab = model.native, model.info.n_vocab
         with model.life as raw:
             if json_schema is not None:
                 self.processors.append(SchemaProcessor(model, json_schema))
@@ -188,11 +215,18 @@ class Sampler(SampledAhead, ClosedOnExit):
             if context.model.native is not self._native:
                 self.check_context(context)
             context.outputs.check(index)
+            self._sampled = True
             if not self._in_python:
                 return self._native.sample(handle, raw, index)
             return self._sample_copy(handle, context.logits(index).copy())
 
     def _sample_copy(self, handle: Any, logits: NDArray[np.float32]) -> int:
+        if len(logits) != self._n_vocab:
+            msg = (
+                f"the sampler was created for a model of {self._n_vocab} tokens, and this one has "
+                f"{len(logits)}: create it with the model of the context"
+            )
+            raise UsageError(msg)
         changed = logits.copy() if self.processors else logits
         for process in self.processors:
             process(self._tokens, changed)
@@ -228,6 +262,20 @@ class Sampler(SampledAhead, ClosedOnExit):
         with self.life as handle:
             self._native.sampler_accept(handle, numbers)
 
+    def begin(self, text: object, *, new: bool) -> None:
+        """Note whose text is generated: a sequence or a `Generation`; ``new`` starts another text.
+
+        Raises UsageError if a grammar or schema has sampled tokens of another text.
+        """
+        other = new or (self._text is not None and self._text() is not text)
+        if self._restricts and self._sampled and other:
+            msg = (
+                "the grammar or schema of this sampler has the tokens of another text: call "
+                "sampler.reset(), or create a sampler for each text"
+            )
+            raise UsageError(msg)
+        self._text = weakref.ref(text)
+
     def check_context(self, context: Context) -> None:
         """Raise UsageError for a context of another library."""
         context_lock(context)
@@ -251,13 +299,14 @@ class Sampler(SampledAhead, ClosedOnExit):
         if type(n) is not int or n < 0:
             n = arguments.integer("n", n, 0)
         if n > 1:
-            check_single_sequence(self._keeps_history, n)
+            check_single_sequence(self.keeps_history, n)
 
     def reset(self) -> None:
         """Drop the token history and restart from the seed."""
         with self.life as handle:
             self._native.sampler_reset(handle)
-            self._ahead = None
+            self._ahead = self._text = None
+            self._sampled = False
             self._tokens = []
             self.logprobs = []
 

@@ -6,6 +6,7 @@ line runs one round, answered with its seconds and its result.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -17,12 +18,14 @@ def main() -> None:
     work = json.loads(sys.stdin.readline())
     import llama_cpp
 
-    loop = {"generate": generate, "eval": evaluate, "llama_decode": low}[work["api"]]
-    run = loop(llama_cpp, work)
+    loop = {"generate": generate, "eval": evaluate, "llama_decode": low, "clients": clients}
+    run = loop[work["api"]](llama_cpp, work)
     _say({"version": llama_cpp.__version__, "file": llama_cpp.__file__})
     for _ in sys.stdin:
+        begin = time.perf_counter()
         seconds, result = run()
-        _say({"seconds": seconds, "result": [float(value) for value in result]})
+        wall = time.perf_counter() - begin
+        _say({"seconds": seconds, "result": [float(value) for value in result], "wall": wall})
 
 
 def _say(answer: dict[str, Any]) -> None:
@@ -56,6 +59,23 @@ def generate(llama_cpp: Any, work: dict[str, Any]) -> Any:
             if not left:
                 break
         return time.thread_time() - begin, [token]
+
+    return run
+
+
+def clients(llama_cpp: Any, work: dict[str, Any]) -> Any:
+    """Serve the clients of a round one after the other with `Llama.generate`."""
+    llama = _llama(llama_cpp, work)
+    rounds = iter(work["prompts"])
+
+    def run() -> tuple[float, list[int]]:
+        tokens: list[int] = []
+        begin = time.thread_time()
+        for prompt in next(rounds):
+            going = llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
+            tokens += itertools.islice(going, work["steps"])
+            going.close()
+        return time.thread_time() - begin, tokens
 
     return run
 

@@ -9,34 +9,39 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from pyllamakv.building import dropin
 from pyllamakv.building import llama_cpp_python_env as install
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import Untestable
-from qa.bench.workload import Round, Runner, Workload
+from qa.bench.workload import Round, Runner
 
 CHILD = Path(__file__).with_name("peer_child.py")
 #: Environment variable with the Python that has llama-cpp-python, if it is another one.
 VARIABLE = "PYLLAMAKV_PEER"
 
 
+class ChildWorkload(Protocol):
+    """A workload for the child process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the loop in the child process needs, with ``n_ctx`` and ``n_batch``."""
+
+
 @contextmanager
-def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Runner]:
+def peer(variant: Variant, model: Path, work: ChildWorkload, api: str) -> Iterator[Runner]:
     """Run a workload with llama-cpp-python on the ordinary libraries of a variant.
 
-    ``api`` is ``generate``, ``eval`` or ``llama_decode``. Raises Untestable with the install
-    command if the matching release is not installed; no library is compiled for it.
+    ``api`` is ``generate``, ``eval``, ``llama_decode`` or ``clients``. Raises Untestable with the
+    install command if the matching release is not installed; no library is compiled for it.
     """
     described = dropin.describe(variant)
     set_up = install.installed(variant.manifest.release)
     python = os.environ.get(VARIABLE) or os.fspath(set_up.python if set_up else sys.executable)
     environment = {**os.environ, described.variable: described.value}
-    work_said = {**asdict(work), "model": str(model), "api": api, "tokens": work.tokens}
-    work_said.update(n_ctx=work.n_ctx, n_batch=work.n_batch)
+    work_said = {**work.to_json(), "model": str(model), "api": api}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             child = subprocess.Popen(
@@ -59,7 +64,7 @@ def peer(variant: Variant, model: Path, work: Workload, api: str) -> Iterator[Ru
 
                 def run() -> Round:
                     answer = _ask(child, {}, errors, described.package)
-                    return Round(answer["seconds"], answer["result"])
+                    return Round(answer["seconds"], answer["result"], answer["wall"])
 
                 yield run
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from pyllamakv.errors import HarnessError
@@ -72,13 +72,22 @@ class Workload:
         n = self.steps if self.kind == "prompt" else self.sequences
         return [3 + 7 * i % 250 for i in range(n)]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what the loop of a child process needs."""
+        sizes = {"n_ctx": self.n_ctx, "n_batch": self.n_batch}
+        return {**asdict(self), **sizes, "tokens": self.tokens}
+
 
 @dataclass(frozen=True)
 class Round:
-    """The seconds of one round, and its result: the last tokens, or the last logit read."""
+    """The CPU seconds of one round, and its result: tokens, or the last logit read.
+
+    ``wall`` are the seconds of the wall clock, 0 if they are not measured.
+    """
 
     seconds: float
     result: list[float]
+    wall: float = 0
 
 
 Runner = Callable[[], Round]

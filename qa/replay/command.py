@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, get_args
 
@@ -14,7 +11,6 @@ import typer
 from pyllamakv.cache.eviction_policy import EvictionPolicyName, checked
 from pyllamakv.errors import UsageError
 from qa import summary
-from qa.bench import benchmark_document
 from qa.replay import agent_workload, replay_figures
 from qa.replay.agent_workload import AgentTraffic
 from qa.replay.replayed_request import BLOCK, ReplayedRequest, read_trace
@@ -94,12 +90,6 @@ def replay(
     words += [f"--agents {agents}"] if agents != AgentTraffic.agents else []
     words += [f"--seed {seed}"] if seed != AgentTraffic.seed else []
     dated = [each.dated(" ".join(words)) for each in found]
-    if write is not None:
-        benchmark_document.write(write, dated)
-        summary.written(write)
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(each) for each in dated], indent=1) + "\n")
-    else:
-        sys.stdout.write(benchmark_document.render(dated))
+    summary.report(dated, write, as_json=as_json)
     if any(each.met is False for each in dated):
         raise typer.Exit(1)

@@ -159,6 +159,28 @@ def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
     assert ctx.native.freed == ["sampler"] * 3
 
 
+def test_a_history_is_of_one_generation(tmp_path: Path) -> None:
+    """A sampler with a history is refused while another one runs, a grammar also afterwards."""
+    ctx = kit.context(tmp_path, {"capabilities": ALL | Capability.GRAMMAR}, n_ctx=256)
+    batcher, model = Batcher(SlotCache(ctx)), ctx.model
+    penalties = {"penalty_last_n": 4, "penalty_repeat": 1.1}
+    with model.sampler(**penalties) as kept, model.sampler(grammar='root ::= "x"*') as grammar:
+        for sampler in (kept, grammar):
+            one = batcher.submit("Hi", 4, sampler=sampler)
+            with pytest.raises(UsageError, match="history of another generation"):
+                batcher.submit("Ho", 4, sampler=sampler)
+            assert one.result()
+        assert batcher.submit("Ho", 4, sampler=kept).result()
+        with pytest.raises(UsageError, match="tokens of another text"):
+            batcher.submit("Ho", 4, sampler=grammar)
+        grammar.reset()
+        assert batcher.submit("Ho", 4, sampler=grammar).result()
+    with model.sampler(temperature=0.8) as shared:
+        going = [batcher.submit("Hi", 4, sampler=shared) for _ in "ab"]
+        batcher.run()
+    assert all(one.finish_reason == "length" for one in going)
+
+
 def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
     """Pieces of a prompt end between groups, also beside others."""
     batcher = Batcher(SlotCache(ctx), n_batch=8)

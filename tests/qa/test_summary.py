@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_new_results_renew_the_pages(monkeypatch, tmp_path) -> None:
     assert not (tmp_path / "PAGE.md").exists()
     summary.written(tmp_path / "results" / "reliability.md")
     assert (tmp_path / "PAGE.md").read_text("utf-8") == "new\n"
+
+
+def test_figures_are_written_and_printed(monkeypatch, tmp_path, capsys) -> None:
+    """As a document or as JSON; results renew the pages, and no file is written without a path."""
+    monkeypatch.setattr(summary, "ROOT", tmp_path)
+    monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
+    figures = [Figure("Loop", "greedy", "1 x")]
+    summary.report(figures, None, as_json=True)
+    assert json.loads(capsys.readouterr().out) == [dataclasses.asdict(figures[0])]
+    assert not [*tmp_path.iterdir()]
+    summary.report(figures, tmp_path / "figures.md", as_json=False)
+    assert capsys.readouterr().out == (tmp_path / "figures.md").read_text("utf-8")
+    assert {each.name for each in tmp_path.iterdir()} == {"figures.md", "figures.json", "PAGE.md"}
 
 
 def test_a_missed_target_is_always_listed() -> None:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit as kit
+from fakes.simulated import ALL
 
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import PromptTooLong, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -110,3 +112,40 @@ def test_a_stop_string_and_options(tmp_path: Path) -> None:
         ctx.chat([{"role": "user", "content": "Hi"}], 8, template="{{ x }}", x="<u>Hi<a>")
     )
     assert other == whole
+
+
+def test_options_of_samplers_are_no_variables(tmp_path: Path) -> None:
+    """They would have no effect: the error names the argument that takes them."""
+    ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
+    for name in ("temperature", "json_schema", "seed"):
+        with pytest.raises(UsageError, match=rf"sampler=model\.sampler\({name}=…\)"):
+            ctx.chat(messages, 4, **{name: 1})
+    assert "".join(ctx.chat(messages, 4, enable_thinking=False))
+
+
+def test_a_grammar_restricts_one_text(tmp_path: Path) -> None:
+    """Another reply needs a reset, also in the same sequence; an unused sampler is not begun."""
+    ctx = chat_context(tmp_path, capabilities=ALL | Capability.GRAMMAR)
+    messages = [{"role": "user", "content": "Hi"}]
+    a, b = ctx.sequence(), ctx.sequence()
+    with ctx.model.sampler(grammar='root ::= "x"*') as sampler:
+        with pytest.raises(PromptTooLong):
+            next(ctx.chat([{"role": "user", "content": "x" * 100}], 4, sampler))
+        first = "".join(ctx.chat(messages, 4, sampler, sequence=a))
+        for again in (None, a):
+            with pytest.raises(
+                UsageError, match=r"the tokens of another text: call sampler\.reset"
+            ):
+                next(ctx.chat(messages, 4, sampler, sequence=again))
+        tokens = a.tokens
+        ctx.prefill(b, tokens)
+        with pytest.raises(UsageError, match="another text"):
+            next(ctx.generate(b, 4, sampler))
+        assert "".join(ctx.generate(a, 4, sampler))
+        sampler.reset()
+        assert "".join(ctx.chat(messages, 4, sampler, sequence=b)) == first
+    with ctx.model.sampler(grammar='root ::= "x"*') as sampler:
+        ctx.step(a, sampler.sample(ctx))
+        assert "".join(ctx.generate(a, 2, sampler)), "the loop of the caller began this text"
+    with ctx.model.sampler(temperature=1.0, penalty_last_n=4, penalty_repeat=1.1) as sampler:
+        assert all("".join(ctx.chat(messages, 4, sampler)) for _ in "ab")

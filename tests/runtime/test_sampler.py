@@ -103,6 +103,14 @@ def test_impossible_parameters_are_refused(tmp_path: Path, options: dict) -> Non
         kit.model(tmp_path).sampler(**options)
 
 
+def test_unknown_options_are_named(tmp_path: Path) -> None:
+    """With a similar option, or with all."""
+    model = kit.model(tmp_path)
+    for name, hint in (("temprature", "did you mean temperature"), ("tfs_z", "known: seed, ")):
+        with pytest.raises(UsageError, match=f"no option {name}; {hint}"):
+            model.sampler(**{name: 1})
+
+
 def test_a_sampler_of_the_library_ends_with_its_model(tmp_path: Path) -> None:
     """Check use, reset, closing and the order of freeing."""
     ctx = kit.context(tmp_path)

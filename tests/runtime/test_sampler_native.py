@@ -312,6 +312,11 @@ def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
             token = sampler.sample(ctx)
             assert sampler.logprobs[0].token == token == 0
             assert sampler.logprobs[0].top[0][0] == ctx.logits().argmax()
+        other = library.load_model(synthetic_models.tiny())
+        with other.sampler(top_logprobs=1) as wrong:
+            with pytest.raises(UsageError, match="model of 64 tokens, and this one has 320"):
+                wrong.sample(ctx)
+            assert not wrong.logprobs
 
 
 @pytest.mark.long

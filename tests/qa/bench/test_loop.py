@@ -145,7 +145,7 @@ import json, sys
 print(json.dumps({"version": VERSION}), flush=True)
 sys.stdin.readline()
 for line in sys.stdin:
-    print(json.dumps({"seconds": 0.5, "result": [7.0]}), flush=True)
+    print(json.dumps({"seconds": 0.5, "result": [7.0], "wall": 0.75}), flush=True)
 """
 
 
@@ -154,7 +154,7 @@ def test_the_child_answers_round_by_round(monkeypatch, dropin: Variant) -> None:
     good = python_that(dropin.folder, ANSWERS.replace("VERSION", "'0.3.9'"))
     monkeypatch.setenv(peer_loops.VARIABLE, good)
     with peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode") as run:
-        assert [run() for _ in range(3)] == [Round(0.5, [7.0])] * 3
+        assert [run() for _ in range(3)] == [Round(0.5, [7.0], 0.75)] * 3
     other = python_that(dropin.folder, ANSWERS.replace("VERSION", "'0.3.2'"))
     monkeypatch.setenv(peer_loops.VARIABLE, other)
     with (
