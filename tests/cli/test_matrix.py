@@ -355,7 +355,8 @@ def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
 def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     """A release that was added but not verified is verified the next time, and once."""
     known = lockfile.known()
-    added = replace(known["0.3.36"], name="b11549", kind="xllamacpp", commit="7" * 40)
+    date = "2026-11-01T00:00:00Z"
+    added = replace(known["0.3.36"], name="b11549", kind="xllamacpp", commit="7" * 40, date=date)
     known["b11549"] = added
     lockfile.save(lockfile.added(), [added])
     offer(monkeypatch, (), (), ())
