@@ -349,6 +349,7 @@ def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
     code, out, err = run("matrix", "watch")
     assert code == FetchError.exit_code
     assert "0.3.39: the archive is cut off" in err
+    assert err.count("the archive is cut off") == 1
     assert "0.3.38" in out
 
 
