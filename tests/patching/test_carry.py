@@ -265,6 +265,7 @@ def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
     assert "contains every change" in found.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("upstream", "found"),
     [
