@@ -242,8 +242,8 @@ def watch(
                     views.write_watch(following.followed, warnings, report, expected)
         options = views.ReportOptions(expected, None, junit, github, as_json)
         worse = views.write_reports(results, options, following.followed)
-    if following.error:
-        raise following.error
+    if following.error:  # was printed with its release
+        raise typer.Exit(following.error.exit_code)
     if worse:
         raise typer.Exit(1)
 

@@ -58,6 +58,10 @@ def _grouped(found: Sequence[PatchStatus]) -> Table:
     for one in found:
         if one.state != "not-applicable":
             groups.setdefault((one.release, one.state), []).append(_safe(one.id))
+    shown = {release for release, _ in groups}
+    for release in dict.fromkeys(one.release for one in found):
+        if release not in shown:
+            groups[release, "not-applicable"] = ["all patches; -v shows the reasons"]
     for (release, state), names in groups.items():
         table.add_row(release, f"[{_COLOURS[state]}]{state}[/]", ", ".join(names))
     return table

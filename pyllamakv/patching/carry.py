@@ -4,7 +4,8 @@ Git merges two trees that have a common ancestor: the base release of a port wit
 patches of the series. One tree adds the port, the other is the target with the same patches. The
 merge happens in the store, without a work tree. A merge is accepted only if its changes, compared
 function by function, are those of the port: git can merge without a conflict and still lose a hunk,
-or put it into another function.
+or put it into another function. A change that upstream made as well, to the same lines of the base,
+is left out of the port first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from pyllamakv.errors import GitError, PatchConflict, SourceError
 from pyllamakv.patching import (
     carry_comparison,
+    cpp_lines,
     headings,
     hunk_locator,
     hunks,
@@ -170,7 +172,7 @@ class Carrier:
         if trees.write(store, stock, trial) != merged.tree:
             return Manual(port.base, "the merged changes do not reproduce the merged tree")
         draft.changes.update(trial.changes)
-        return AppliedPort(carried, placements, merged.conflicts)
+        return AppliedPort(carried, placements, merged.conflicts, merged.contained)
 
     def _based(self, port: Port, definition: Definition, applied: Sequence[str]) -> tuple[str, str]:
         """Return the trees of a port's base release before and after the port.
@@ -201,18 +203,21 @@ class Carrier:
 class _Merged:
     """A merged tree with the changes of the port, or the reason why there is none.
 
-    The conflicts are those that git found.
+    The conflicts are those that git found; ``contained`` are the places of changes that upstream
+    made as well.
     """
 
     tree: str = ""
     changes: Patch | None = None
     problem: str = ""
     conflicts: tuple[MergeConflict, ...] = ()
+    contained: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=100)
 def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
     """Merge the change from one tree to another into a third one, and compare the changes."""
+    after, contained = _without_contained(store, before, ours, after)
     try:
         tree, conflicts = _merge(store, before, ours, after)
     except GitError as error:
@@ -231,7 +236,80 @@ def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
     port = _diff(store, before, after)
     sides = port, _reader(store, after), changes, _reader(store, tree)
     problem = carry_comparison.difference(*sides, tokens=renamed)
-    return _Merged(tree, None if problem else changes, problem, conflicts)
+    return _Merged(tree, None if problem else changes, problem, conflicts, contained)
+
+
+def _without_contained(
+    store: Store, before: str, ours: str, after: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return the patched tree without the changes that upstream made as well, and their places.
+
+    Two changes are the same if they replace the same lines of the base by the same tokens: blanks
+    and comments may differ. Git merges equal lines as one change, and the comparison would then
+    miss the lines of the patch.
+    """
+    port = _diff(store, before, after)
+    files = [file for file in port.files if file.old is not None and file.new is not None]
+    upstream = {
+        file.path: {edit.replaced: edit for edit in _edits(file)}
+        for file in _diff(store, before, ours, *(file.path for file in files)).files
+        if file.new is not None
+    }
+    read = _reader(store, after)
+    draft = TreeOverlay(trees.StoreTree(store, after))
+    contained: list[str] = []
+    for file in files:
+        same = [
+            (edit, there)
+            for edit in _edits(file)
+            if (there := upstream.get(file.path, {}).get(edit.replaced)) and edit.equals(there)
+        ]
+        lines = list(hunk_locator.lines_of(read(file.path)))
+        for edit, _ in reversed(same):
+            lines[edit.at : edit.at + len(edit.added)] = edit.removed
+        if same and (entry := draft.entry(file.path)):
+            draft.changes[file.path] = replace(entry, data=b"".join(lines))
+            contained += (f"{file.path}:{there.at + 1}" for _, there in same)
+    return (trees.write(store, after, draft) if contained else after), tuple(contained)
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """A block of changed lines: the lines of the base it replaces, and its first new line."""
+
+    replaced: tuple[int, int]
+    at: int
+    removed: tuple[bytes, ...]
+    added: tuple[bytes, ...]
+
+    def equals(self, other: _Edit) -> bool:
+        """Return whether both have the same tokens, and a line of code."""
+        code = any(map(cpp_lines.is_significant, (*self.removed, *self.added)))
+        return code and _texts(self.added) == _texts(other.added)
+
+
+def _edits(file: FilePatch) -> Iterator[_Edit]:
+    """Yield the blocks of changed lines; a file without a line feed at a changed end has none."""
+    if any(line[:1] == b"\\" for hunk in file.hunks for line in hunk.lines):
+        return
+    for hunk in file.hunks:
+        old, new = hunk.old_start - 1, hunk.new_start - 1
+        removed: list[bytes] = []
+        added: list[bytes] = []
+        for line in (*hunk.lines, b" "):
+            if line[:1] in (b"-", b"+"):
+                (removed if line[:1] == b"-" else added).append(line[1:])
+                continue
+            if removed or added:
+                last, end = old + len(removed), new + len(added)
+                yield _Edit((old, last), new, tuple(removed), tuple(added))
+                old, new, removed, added = last, end, [], []
+            old, new = old + 1, new + 1
+
+
+def _texts(lines: Sequence[bytes]) -> list[str]:
+    text = b"".join(lines).decode("utf-8", "surrogateescape")
+    return [token.text for token in token_merge.split(text)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -245,8 +323,9 @@ def _sources(store: Store, tree: str, folders: frozenset[str]) -> used_names.Sou
     )
 
 
-def _diff(store: Store, old: str, new: str) -> Patch:
-    data = git_command.git_bytes(store.path, "diff-tree", "-p", "-r", *_DIFF, old, new)
+def _diff(store: Store, old: str, new: str, *paths: str) -> Patch:
+    words = ("diff-tree", "-p", "-r", *_DIFF, old, new, "--", *paths)
+    data = git_command.git_bytes(store.path, *words)
     return hunks.parse(data, "merge.patch")
 
 

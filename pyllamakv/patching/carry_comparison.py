@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from pyllamakv.patching import cpp_lines, headings, hunk_locator, token_merge
+from pyllamakv.patching import class_members, cpp_lines, headings, hunk_locator, token_merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +60,9 @@ def difference(
     its lines. Its class has been renamed if each of the qualified names exists on one side only.
 
     Added lines must not use a variable, parameter or member that the first function or type
-    declares, and that the second one does not contain.
+    declares, and that the second one does not contain. A class must have the same data members if
+    the patch defines a function in it that uses half of them: it moves or copies an object, and
+    would omit a new member.
     """
     first, second = _added_files(one), _added_files(other)
     if first != second:
@@ -76,6 +78,8 @@ def difference(
     before = {renamed.get(place, place): parts for place, parts in before.items()}
     if problem := _difference(before, after, in_order=tokens is not None):
         return problem
+    if problem := _changed_members(one, read_one, other, read_other):
+        return problem
     former = {new: old for old, new in renamed.items()}
     for place, lines in _added_lines(other, read_other).items():
         own = {line.strip() for line in lines}
@@ -83,6 +87,26 @@ def difference(
         for name in _lost_names(lines, declaring, bodies[1].get(place, set()) - own):
             return f"the patch uses `{name}`, which {_place(place).removeprefix('in ')} lacks"
     return ""
+
+
+def _changed_members(one: Patch, read_one: Reader, other: Patch, read_other: Reader) -> str:
+    """Return which class has other data members than a function of the patch was written for."""
+    former = [each for path in _changed_files(one) for each in _classes(read_one(path)).values()]
+    for file in other.files:
+        added = class_members.plain(_text([line for hunk in file.hunks for line in hunk.added]))
+        for name, found in _classes(read_other(file.path)).items() if file.old else ():
+            for head in (each for each in found.functions if each in added):
+                # The class may have another name: it is the one with the added function.
+                old = next((each for each in former if head in each.functions), found)
+                differing = sorted(old.members ^ found.members)
+                if differing and 2 * old.used(head) >= len(old.members):
+                    members = ", ".join(f"`{member}`" for member in differing)
+                    return f"the patch adds `{head}` to `{name}`, whose data differ: {members}"
+    return ""
+
+
+def _classes(data: bytes) -> dict[str, class_members.Class]:
+    return class_members.classes(_text([data]))
 
 
 def _difference(before: Changes, after: Changes, *, in_order: bool) -> str:

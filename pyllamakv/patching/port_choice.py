@@ -53,12 +53,14 @@ class MergeConflict:
 class AppliedPort:
     """One patch that applies: its port, and the place of each hunk.
 
-    ``conflicts`` are those of git that a carried patch was merged in token by token.
+    ``conflicts`` are those of git that a carried patch was merged in token by token. ``contained``
+    are the places of its changes that the release contains: file and line.
     """
 
     port: Port
     placements: tuple[Placement, ...]
     conflicts: tuple[MergeConflict, ...] = ()
+    contained: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,10 @@ def _one(
         base = chosen.port.carried_from
         places = [f"{conflict.file}:{conflict.line}" for conflict in chosen.conflicts]
         by_tokens = f", by tokens at {', '.join(places)}" if places else ""
-        reason = f"merged from port {base}{by_tokens}; each function has the same changes"
+        same = "each function has the same changes"
+        if chosen.contained:
+            same += f", except those that {release} contains at {', '.join(chosen.contained)}"
+        reason = f"merged from port {base}{by_tokens}; {same}"
         return PatchStatus(release, definition.id, "carried", base, reason, attempts)
     if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)

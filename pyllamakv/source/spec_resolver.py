@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import FetchError, GitError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.source import era, git_command, git_limits, lockfile, tree_limits
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
+from pyllamakv.source.package_sources import find_package
 from pyllamakv.source.pipconfig import redacted
 from pyllamakv.source.quarantine import API_HEADERS, move
 from pyllamakv.source.releases import Release, canonical_name
@@ -51,9 +52,10 @@ def resolve(spec: str) -> Release:
         return pin_git(spec)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(close)}? " if close else ""
+    verb = f"add {name}` adds a new version" if find_package(name) else "list --new` new versions"
     msg = (
         f"there is no release {spec!r} in the lock: {hint}`pyllamakv upstream list` shows all, "
-        f"`pyllamakv upstream add {name}` adds a new version from the package index; "
+        f"`pyllamakv upstream {verb} from the package index; "
         "git:URL@REF and path:DIR select other sources"
     )
     raise UnknownRelease(msg, name=spec, suggestions=close)

@@ -163,9 +163,22 @@ def added() -> list[Release]:
 
 
 def pending(specs: Iterable[CellSpec]) -> list[str]:
-    """Return the releases that an interrupted watch left: unfinished, or not verified."""
-    marked = {release.name for release in added() if _mark(release).exists()}
-    left = (s.release for s in specs if s.release in marked or not result_cache.latest_result(s))
+    """Return the releases that an interrupted watch left: unfinished, or new and not verified.
+
+    A release is new if it is newer than every shipped one; others were added for another purpose.
+    """
+    shipped = max((each.date for each in lockfile.load(lockfile.shipped())), default="")
+    marked, new = set(), set()
+    for release in added():
+        if _mark(release).exists():
+            marked.add(release.name)
+        elif release.date > shipped:
+            new.add(release.name)
+    left = (
+        spec.release
+        for spec in specs
+        if spec.release in marked or (spec.release in new and not result_cache.latest_result(spec))
+    )
     return list(dict.fromkeys(left))
 
 

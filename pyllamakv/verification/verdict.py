@@ -96,6 +96,8 @@ class Pair:
     @property
     def decides(self) -> bool:
         """Return whether the run shows what the patch does, or whether stock needs it."""
+        if _absent_on_both(self):
+            return False
         return self.patched is not None or (self.kind == "fix" and _countable(self.stock))
 
     @property

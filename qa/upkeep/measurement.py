@@ -52,8 +52,9 @@ MODES = (TODAY, LEAVE_ONE_OUT, FORWARD, CARRY_FIRST)
 MANUAL = "manual"
 
 #: The modules of `pyllamakv.patching` that determine how a patch is applied or carried.
-_MODULES = ("carry", "carry_comparison", "cpp_lines", "definition", "headings", "hunk_locator",
-            "hunks", "port_choice", "strict_apply", "token_merge", "used_names")  # fmt: skip
+_MODULES = ("carry", "carry_comparison", "class_members", "cpp_lines", "definition", "headings",
+            "hunk_locator", "hunks", "port_choice", "strict_apply", "token_merge",
+            "used_names")  # fmt: skip
 
 #: The states that each port fits, by the digest of the port.
 Fits = dict[str, list["Release"]]

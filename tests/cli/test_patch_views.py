@@ -7,7 +7,7 @@ import pytest
 from pyllamakv.cli import patch_views
 from pyllamakv.patching.drift import Drift, HunkDrift
 from pyllamakv.patching.rename_detection import Successor
-from pyllamakv.patching.status import State
+from pyllamakv.patching.status import PatchStatus, State
 from pyllamakv.patching.strict_apply import Placement
 
 LONG = "static std::vector<std::unique_ptr<llama_kv_cache_context>> llama_kv_cache::find_slot"
@@ -103,3 +103,20 @@ def test_foreign_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("a" * 29 + "… manual  port 0.3.36, 1 of 1 hunk fail")
     assert "    found [bold]\\x1b[2J xxx" in lines[3]
     assert lines[3].endswith("…")
+
+
+def test_a_release_without_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
+    """A release for which no patch is meant has a line; other such patches are omitted."""
+    patch_views.status(
+        [
+            PatchStatus("b1", "one", "applies"),
+            PatchStatus("b1", "two", "not-applicable"),
+            PatchStatus("path:half", "one", "not-applicable"),
+            PatchStatus("path:half", "two", "not-applicable"),
+        ]
+    )
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        "b1 applies one",
+        "path:half not-applicable all patches; -v shows the reasons",
+    ]

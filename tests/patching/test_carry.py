@@ -265,6 +265,45 @@ def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
     assert "contains every change" in found.reason
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("upstream", "found"),
+    [
+        (("fix(a);",), "carried"),
+        (("// upstream's reason", "fix( a );", ""), "carried"),
+        (("fix(b);",), "manual"),
+        (("fix(a);", "fix(a);"), "manual"),
+    ],
+    ids=["equal", "comment", "argument", "twice"],
+)
+def test_a_change_that_upstream_made_as_well(
+    bench: SeriesSandbox, upstream: tuple[str, ...], found: str
+) -> None:
+    """It is left out if only blanks and comments differ; the rest is merged and compared."""
+    fixed = {"src/a.cpp": code("first", "fix(a);") + code("second", "more(b);")}
+    bench.add_patch("two", {"0.3.1": (STOCK, STOCK | fixed)}, marker=("src/a.cpp", "second_7"))
+    has = {"src/a.cpp": code("first", *upstream) + code("second")}
+    release = bench.add_release("0.3.8", STOCK | has, "2025-01-08")
+    listed = series.load(bench.folder)
+    only = series.Series((listed.definition("two"),))
+    (state,) = status.status([release], series=only, store=bench.store)
+    assert state.state == found
+    if found == "carried":
+        made = apply.apply(release, ["two"], series=listed, store=bench.store)
+        wanted = {"src/a.cpp": code("first", *upstream) + code("second", "more(b);")}
+        assert file(bench, made.tree, "src/a.cpp") == wanted["src/a.cpp"]
+        line = wanted["src/a.cpp"].split(b"\n").index(f"    {upstream[0]}".encode()) + 1
+        assert state.reason.endswith(f"except those that 0.3.8 contains at src/a.cpp:{line}")
+
+
+def test_a_comment_of_upstream_is_no_change_of_the_patch(bench: SeriesSandbox) -> None:
+    """Beside a comment that has the text of its line, the patch still adds the line."""
+    has = {"src/a.cpp": code("first", "// fix(a);") + code("second")}
+    release = bench.add_release("0.3.8", STOCK | has, "2025-01-08")
+    made = apply.apply(release, series=series.load(bench.folder), store=bench.store)
+    assert b"    fix(a);\n" in file(bench, made.tree, "src/a.cpp")
+
+
 def test_an_accepted_port_gives_the_same_tree(bench: SeriesSandbox) -> None:
     """The carried patch becomes a port of the series, which then applies strictly."""
     release = bench.releases["0.3.2"]

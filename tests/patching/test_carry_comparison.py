@@ -164,6 +164,41 @@ def test_members_of_two_classes_are_different() -> None:
     assert "in `full::find`" in difference(*both, *one), "one of two equal changes is lost"
 
 
+CELLS = """class {name} {{
+public:
+    int size() const {{ return n; }}
+{added}
+private:
+    int n = 0;
+    std::vector<int> pos;{member}
+}};
+"""
+
+
+@pytest.mark.parametrize("name", ["cells", "cache_cells"])
+@pytest.mark.parametrize(
+    ("added", "member", "wanted"),
+    [
+        ("    void mv(int a, int b) { pos[b] = pos[a]; }", "\n    std::vector<int> ext;", "ext"),
+        ("    void mv(int a, int b) { pos[b] = pos[a]; }", " // positions", ""),
+        ("    void mv(int a, int b);", "\n    std::vector<int> ext;", ""),
+        ("    int zero() { return 0; }", "\n    std::vector<int> ext;", ""),
+    ],
+    ids=["new-member", "comment", "only-declared", "uses-few"],
+)
+def test_a_class_with_other_data(name: str, added: str, member: str, wanted: str) -> None:
+    """A function that a patch defines in a class omits a data member that upstream added."""
+    port, merge = (
+        merged(*({"a.h": CELLS.format(name=n, added=a, member=m).encode()} for a in ("", added)))
+        for n, m in (("cells", ""), (name, member))
+    )
+    for tokens in (None, {}):
+        found = difference(*port, *merge, tokens=tokens)
+        assert found.endswith(f"`std::vector<int> {wanted}`" if wanted else "") and (
+            bool(found) == bool(wanted)
+        )
+
+
 def test_tokens_are_compared_in_order() -> None:
     """Other tokens of the line may differ, the changed ones may not."""
     old = {"src/a.cpp": code("first", "go(a);")}

@@ -46,6 +46,8 @@ def test_an_unknown_release_names_close_ones() -> None:
         resolve("0.3.8")
     assert "0.3.9" in caught.value.suggestions
     assert caught.value.name == "0.3.8"
+    with pytest.raises(UnknownRelease, match="`pyllamakv upstream list --new` new versions from"):
+        resolve("b99999")  # no package has this version
 
 
 def test_a_folder_and_a_git_source_are_resolved(tmp_path: Path) -> None:

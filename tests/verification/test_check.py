@@ -334,7 +334,13 @@ def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("id_", "scenario"), [("kv-counters", "counters"), ("decode-rollback", "fork-then-defrag")]
+    ("id_", "scenario"),
+    [
+        ("kv-counters", "counters"),
+        ("decode-rollback", "fork-then-defrag"),
+        # a fix scenario whose feature neither side has
+        ("compaction", "compact-mrope"),
+    ],
 )
 def test_a_patch_without_a_run_that_cannot_be_carried(
     world: CheckSandbox, monkeypatch: pytest.MonkeyPatch, id_: str, scenario: str

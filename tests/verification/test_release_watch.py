@@ -133,6 +133,17 @@ def test_what_was_never_verified_is_pending(monkeypatch: pytest.MonkeyPatch) -> 
     assert [release.name for release in release_watch.added()] == ["b2"]
 
 
+def test_what_was_added_for_another_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older release that a user added is not pending, until a watch marked it."""
+    monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
+    older = replace(RELEASE, name="b1", date="2026-10-01T00:00:00Z")
+    lockfile.save(lockfile.added(), [older])
+    specs = (CellSpec("b1"), *BOTH)
+    assert release_watch.pending(specs) == ["b2"]
+    assert ReleaseWatch("").start(older)
+    assert release_watch.pending(specs) == ["b1", "b2"]
+
+
 def test_only_one() -> None:
     """The second watch ends at once and names the lock; errors inside pass through."""
     with (
