@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("pyllamakv.cache")
 
+#: `Unsupported.reason` of a pin for tokens whose state was not kept.
+LOST_STATE = "a state cannot go back"
+
 
 def cell_stats(context: Context) -> KVStats | None:
     """Count the cells, or return None where tokens need none, or nothing can be seen."""
@@ -162,7 +165,7 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
         return
     if length < node.end or not node.leases:
         msg = f"this memory no longer has a state of {length} tokens: pin it while it is leased"
-        raise Unsupported(msg, reason="a state cannot go back")
+        raise Unsupported(msg, reason=LOST_STATE)
     if not free_sequences(cache, 1, node.path):
         raise no_sequence_error(cache)
     branches.attach(node, branches.fork(node.leases[0].sequence, length))
