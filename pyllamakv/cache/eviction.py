@@ -131,6 +131,26 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     return True
 
 
+def make_start(cache: PrefixCache) -> None:
+    """Empty the context if this release needs that before another sequence can start.
+
+    Idle branches are paged out or dropped. Raises NoSlotAvailable with nothing changed if others
+    must stay.
+    """
+    branches = cache.branches
+    if branches.can_start:
+        return
+    entries = [node for node in branches.tree.walk() if node.entry is not None]
+    if cache.leases or not all(branches.removable(node, frees_id=True) for node in entries):
+        msg = (
+            "this release starts no recurrent sequence in place of a removed one while others are "
+            "leased or pinned: release leases, or use a later release"
+        )
+        raise NoSlotAvailable(msg, slots=branches.limit)
+    for node in entries:
+        evict(cache, node)
+
+
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
     """Keep the present state of a lease in a vacant sequence, a page or the store.
 
