@@ -110,8 +110,8 @@ class ManagerOperations:
     def __init__(self, context: Context, other: Context, kind: str) -> None:
         self.context, self.other, self.kind = context, other, kind
         self.bound = bound_of(context)
-        #: Reasons with which this release may refuse a decode.
-        self.limits = limits_of(other)
+        #: Reasons with which this release may refuse a decode. A prefix cache pages branches out.
+        self.limits = limits_of(other) if kind == "slot cache" else frozenset()
         self.script: list[str] = []
         self.done: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
@@ -290,6 +290,9 @@ class ManagerOperations:
             self.ended["parked"] += batcher.stats().parks
         for prompt, one in zip(prompts, going, strict=True):
             if one.finish_reason == "cancelled" and one is cancelled:
+                continue
+            if isinstance(one.error, Unsupported) and one.error.reason in self.limits:
+                self.ended["refused"] += 1
                 continue
             if one.finish_reason != "length" or len(one.tokens) != text:
                 self._fail(

@@ -14,6 +14,7 @@ import pyllamakv as kv
 from pyllamakv.cache import eviction, stored_branches
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import KVCacheFull, ScenarioFailed, Unsupported
 from pyllamakv.runtime.sequence import Sequence
 from pyllamakv.scenarios import synthetic_models
@@ -210,9 +211,12 @@ def test_only_the_limits_of_the_release_may_refuse_a_state(
         library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(**OPTIONS) as other,
     ):
-        work = ManagerOperations(model.context(**OPTIONS), other, "prefix cache")
+        work = ManagerOperations(model.context(**OPTIONS), other, "slot cache")
         assert len(work.limits) == len(limits)
         assert all(known in found for known, found in zip(limits, work.limits, strict=True))
+        prefixes = ManagerOperations(model.context(**OPTIONS), other, "prefix cache")
+        assert not prefixes.limits
+        prefixes.close()
         reasons = ["a state begins", *work.limits]
 
         def refuse(*_: Any, **__: Any) -> None:
@@ -220,7 +224,7 @@ def test_only_the_limits_of_the_release_may_refuse_a_state(
 
         work.do("start", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(PrefixCache, "acquire", refuse)
+            patch.setattr(SlotCache, "acquire", refuse)
             with pytest.raises(Unsupported):
                 work.do("start", 2)
             if work.limits:
