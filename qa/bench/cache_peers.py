@@ -53,7 +53,7 @@ OURS, SERVER, PEER = "pyllamakv", "llama-server", "llama-cpp-python"
 class Sizes:
     """Tokens of the workloads, and the number of rounds."""
 
-    rounds: int = 7
+    rounds: int = 5
     chat: int = 200
     system: int = 400
     chats: int = 8
