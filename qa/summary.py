@@ -136,7 +136,7 @@ CLAIMS = (
         "over evaluating them",
     ),
     Claim(
-        "A known prefix of 1,000 tokens is continued no later than by llama-server of the same build",
+        "A known prefix of 1,000 tokens is continued as soon as by llama-server of the same build",
         "Peers",
         "over llama-server",
     ),
