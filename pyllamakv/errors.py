@@ -113,8 +113,8 @@ class ArgumentTypeError(UsageError, TypeError):
 class Unsupported(KvError):
     """The library, release, platform or memory type lacks a feature. Nothing was changed.
 
-    ``capability`` is the missing capability of the library, and ``reason`` the finding of a cache
-    manager about the memory. Either may be empty.
+    ``capability`` is the missing capability of the library, and ``reason`` what the library or a
+    cache manager found, without the operation that it refuses. Either may be empty.
     """
 
     def __init__(self, message: str, capability: str = "", *, reason: str = "") -> None:

@@ -138,6 +138,16 @@ CLAIMS = (
         "the first token after",
     ),
     Claim(
+        "A known prefix of 1,000 tokens takes at most 5 % of the time of evaluating it",
+        "Peers",
+        "over evaluating them",
+    ),
+    Claim(
+        "A known prefix of 1,000 tokens is continued as soon as by llama-server of the same build",
+        "Peers",
+        "over llama-server",
+    ),
+    Claim(
         "A memory-mapped cache decodes as fast as one on the heap",
         "Mapped memory",
         "decoding after",

@@ -113,7 +113,9 @@ def error(
     means = _MEANS.get(code, f"llama.cpp returned {code}")  # type: ignore[call-overload]
     message = f"{what}: {means}" + (f": {text}" if text else "")
     if code == Code.EUNSUPPORTED:
-        return Unsupported(message, (capability.name or "").lower() if capability else "")
+        return Unsupported(
+            message, (capability.name or "").lower() if capability else "", reason=text
+        )
     if code == Code.EGRAMMAR:
         place = _PLACE.match(text)
         line, column = map(int, place.groups()) if place else (0, 0)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import SamplerParams
+from pyllamakv.binding.protocol import MemoryType, SamplerParams
 from pyllamakv.cache import defrag_retry
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.generation import (
@@ -41,6 +41,7 @@ from pyllamakv.errors import (
     NoKVSlot,
     NoSlotAvailable,
     ReprocessNeeded,
+    Unsupported,
     UsageError,
     WorkerDied,
 )
@@ -275,8 +276,9 @@ class Batcher(ClosedOnExit):
         portions = [each for each in portions if self._room(*each)]
         # Room for a later one may have required to park an earlier one.
         portions = [each for each in portions if each[0].lease is not None]
-        if portions:
-            self._feed(portions)
+        for group in batches(self.context, portions):
+            # An earlier batch may have required to park a generation.
+            self._feed([each for each in group if each[0].lease is not None])
         self._enter_decode_only()
 
     def _sweep(self) -> bool:
@@ -313,10 +315,12 @@ class Batcher(ClosedOnExit):
 
     def _feed(self, portions: list[Portion], *, defragged: bool = False) -> None:
         """Decode, and choose the next tokens."""
+        if not portions:
+            return
         self._feeding = portions
         try:
             decode(self.context, portions)
-        except DecodeError as error:
+        except (DecodeError, Unsupported) as error:
             self._failed(error, portions, defragged=defragged)
             return
         finally:
@@ -326,9 +330,12 @@ class Batcher(ClosedOnExit):
         self._choose([one for one, _ in portions])
 
     def _failed(
-        self, error: DecodeError, portions: list[Portion], *, defragged: bool = False
+        self, error: DecodeError | Unsupported, portions: list[Portion], *, defragged: bool = False
     ) -> None:
-        """Find the failing generation: if a batch fails, its generations are decoded one by one."""
+        """Find the failing generation: if a batch fails, its generations are decoded one by one.
+
+        A release may also refuse a batch of several sequences, and decode each of them.
+        """
         self._slot_failures += isinstance(error, NoKVSlot)
         if isinstance(error, Cancelled):
             if not self._sweep():
@@ -414,6 +421,17 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
             found.append((each, n))
             n_batch -= n
     return found
+
+
+def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
+    """Divide what a step decodes: a recurrent sequence starts in a batch of its own.
+
+    Through 0.3.9, llama.cpp computes other states for sequences that start beside others.
+    """
+    if context.info.memory is not MemoryType.RECURRENT:
+        return [portions]
+    others = [each for each in portions if len(each[0].ledger)]
+    return [others, *([each] for each in portions if not len(each[0].ledger))]
 
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache import prefix_states
+from pyllamakv.cache.checkpoints import leaves_states
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from pyllamakv.errors import (
@@ -73,6 +74,12 @@ class Branches:
         #: Pages of parked leases, if there is no pager.
         self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
+        #: Whether this release starts no recurrent sequence in place of a removed one.
+        self._leaves = False
+        if memory is MemoryType.RECURRENT and len(context.vacant) == context.info.n_seq_max:
+            with context.sequence() as sequence:
+                self._leaves = leaves_states(sequence)
+        self._left = False
         self.tree = PrefixTree(whole_pages=not self.sharing, policy=policy)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
@@ -98,12 +105,23 @@ class Branches:
         ours = {each.id for each in self.sequences()}
         return sum(len(own) for i, own in enumerate(self.context.ledgers) if i not in ours)
 
+    @property
+    def can_start(self) -> bool:
+        """Return whether `new` can return a sequence that starts at position 0, or evictions help.
+
+        On releases that start none in place of a removed one, an eviction of a single branch for
+        its sequence does not.
+        """
+        empty = len(self.context.vacant) == self.context.info.n_seq_max
+        return empty or not self._leaves or (self.vacant > 0 and not self._left)
+
     def new(self) -> Sequence:
         """Open an empty sequence."""
         if not self.may_trim and len(self.context.vacant) == self.context.info.n_seq_max:
             # Some releases cannot start a recurrent sequence in place of another one before a
             # clear.
             self.context.clear()
+            self._left = False
         sequence = self.context.sequence()
         self.taken += 1
         return sequence
@@ -118,6 +136,7 @@ class Branches:
         """Release a sequence."""
         sequence.close()
         self.taken -= 1
+        self._left = True
 
     def provider(self, node: Node, beside: Node | None = None, *, exact: bool = False) -> Sequence:
         """Return a sequence with a node, but none at or below ``beside``; entries are preferred.

@@ -130,6 +130,24 @@ class Ring:
 LOGGER = logging.getLogger("pyllamakv.cache")
 
 
+def leaves_states(sequence: Sequence) -> bool:
+    """Return whether a recurrent sequence cannot start in place of a removed one.
+
+    The context must be empty: it is tried out, and cleared. docs/api.md lists the releases.
+    """
+    context = sequence.context
+    try:
+        for _ in range(2):
+            # Two tokens, because some releases report a sequence of one token as empty.
+            context.decode(sequence.feed([0, 0]))
+            sequence.remove()
+    except Unsupported:
+        return True
+    finally:
+        context.clear()
+    return False
+
+
 def why_no_rewind(sequence: Sequence, position: int) -> str | None:
     """Return why the memory cannot keep the positions below ``position`` alone; None: it can."""
     ledger, info = sequence.ledger, sequence.context.info
@@ -184,7 +202,7 @@ class SequenceRewinder:
         forgets = info.n_swa > 0 and not self._context.params.swa_full
         self.saves = wanted and (info.memory.keeps_states or forgets)
         #: Whether a new sequence would start with the state of a removed one.
-        self._leaves = info.memory.keeps_states and self._try_to_restart()
+        self._leaves = info.memory.keeps_states and leaves_states(sequences[0])
         self._left = False
 
     def can_resume(self, sequence: Sequence, position: int) -> bool:
@@ -255,16 +273,3 @@ class SequenceRewinder:
         if self._left and not any(map(len, self._sequences)):
             self._context.clear()
             self._left = False
-
-    def _try_to_restart(self) -> bool:
-        sequence = self._sequences[0]
-        try:
-            for _ in range(2):
-                # Two tokens, because some releases report a sequence of one token as empty.
-                self._context.decode(sequence.feed([0, 0]))
-                sequence.remove()
-        except Unsupported:
-            return True
-        finally:
-            self._context.clear()
-        return False

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("pyllamakv.cache")
 
+#: `Unsupported.reason` of a pin for tokens whose state was not kept.
+LOST_STATE = "a state cannot go back"
+
 
 def cell_stats(context: Context) -> KVStats | None:
     """Count the cells, or return None where tokens need none, or nothing can be seen."""
@@ -129,6 +132,26 @@ def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     return True
 
 
+def make_start(cache: PrefixCache) -> None:
+    """Empty the context if this release needs that before another sequence can start.
+
+    Idle branches are paged out or dropped. Raises NoSlotAvailable with nothing changed if others
+    must stay.
+    """
+    branches = cache.branches
+    if branches.can_start:
+        return
+    entries = [node for node in branches.tree.walk() if node.entry is not None]
+    if cache.leases or not all(branches.removable(node, frees_id=True) for node in entries):
+        msg = (
+            "this release starts no recurrent sequence in place of a removed one while others are "
+            "leased or pinned: release leases, or use a later release"
+        )
+        raise NoSlotAvailable(msg, slots=branches.limit)
+    for node in entries:
+        evict(cache, node)
+
+
 def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
     """Keep the present state of a lease in a vacant sequence, a page or the store.
 
@@ -163,7 +186,7 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
         return
     if length < node.end or not node.leases:
         msg = f"this memory no longer has a state of {length} tokens: pin it while it is leased"
-        raise Unsupported(msg, reason="a state cannot go back")
+        raise Unsupported(msg, reason=LOST_STATE)
     if not free_sequences(cache, 1, node.path):
         raise no_sequence_error(cache)
     branches.attach(node, branches.fork(node.leases[0].sequence, length))

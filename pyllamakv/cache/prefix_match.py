@@ -140,6 +140,8 @@ def _sequence(
             if alone and last:
                 return branches.detach(node)
         donor = branches.provider(node, exact=exact) if length else None
+        if donor is None:
+            eviction.make_start(cache)
         if branches.vacant:
             return branches.new() if donor is None else branches.fork(donor, length)
         kept = [each for each in node.path if each.end <= length]

@@ -1,4 +1,4 @@
-"""Run the decode loops with llama-cpp-python, in a child process, round by round."""
+"""Run llama-cpp-python in a child process: its decode loops round by round, or a program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -21,6 +22,8 @@ from qa.bench.workload import Round, Runner
 CHILD = Path(__file__).with_name("peer_child.py")
 #: Environment variable with the Python that has llama-cpp-python, if it is another one.
 VARIABLE = "PYLLAMAKV_PEER"
+#: Sends a request to a child, and returns its answer.
+Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class ChildWorkload(Protocol):
@@ -34,18 +37,33 @@ class ChildWorkload(Protocol):
 def peer(variant: Variant, model: Path, work: ChildWorkload, api: str) -> Iterator[Runner]:
     """Run a workload with llama-cpp-python on the ordinary libraries of a variant.
 
-    ``api`` is ``generate``, ``eval``, ``llama_decode`` or ``clients``. Raises Untestable with the
-    install command if the matching release is not installed; no library is compiled for it.
+    ``api`` is ``generate``, ``eval``, ``llama_decode`` or ``clients``. Raises what `child` raises.
+    """
+    work_said = {**work.to_json(), "model": str(model), "api": api}
+    with child(variant, CHILD, work_said) as ask:
+
+        def run() -> Round:
+            answer = ask({})
+            return Round(answer["seconds"], answer["result"], answer["wall"])
+
+        yield run
+
+
+@contextmanager
+def child(variant: Variant, program: Path, first: Mapping[str, Any]) -> Iterator[Ask]:
+    """Run a program with llama-cpp-python on the ordinary libraries of a variant.
+
+    It answers each line of JSON with one, and ``first`` with its version. Raises Untestable with
+    the install command if the matching release is not installed; no library is compiled for it.
     """
     described = dropin.describe(variant)
     set_up = install.installed(variant.manifest.release)
     python = os.environ.get(VARIABLE) or os.fspath(set_up.python if set_up else sys.executable)
     environment = {**os.environ, described.variable: described.value}
-    work_said = {**work.to_json(), "model": str(model), "api": api}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
-            child = subprocess.Popen(
-                [python, "-P", str(CHILD)],
+            process = subprocess.Popen(
+                [python, "-P", str(program)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -55,25 +73,21 @@ def peer(variant: Variant, model: Path, work: ChildWorkload, api: str) -> Iterat
         except OSError as error:
             msg = f"{python}, which {VARIABLE} names, does not run: {error}"
             raise Untestable(msg) from error
-        with child:
+        with process:
             try:
-                version = _ask(child, work_said, errors, described.package)["version"]
+                ask = partial(_ask, process, errors, described.package)
+                version = ask(first)["version"]
                 if f"llama-cpp-python=={version}" != described.package:
                     msg = f"{python} has llama-cpp-python {version}: {_fix(described.package)}"
                     raise Untestable(msg)
-
-                def run() -> Round:
-                    answer = _ask(child, {}, errors, described.package)
-                    return Round(answer["seconds"], answer["result"], answer["wall"])
-
-                yield run
+                yield ask
             finally:
                 # The child ends with its input, unless it is in the middle of a round.
-                child.kill()
+                process.kill()
 
 
 def _ask(
-    child: subprocess.Popen[str], said: dict[str, Any], errors: IO[str], package: str
+    child: subprocess.Popen[str], errors: IO[str], package: str, said: Mapping[str, Any]
 ) -> dict[str, Any]:
     assert child.stdin is not None
     assert child.stdout is not None

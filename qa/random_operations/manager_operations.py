@@ -23,6 +23,7 @@ import numpy as np
 from pyllamakv.cache import defrag_retry
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
+from pyllamakv.cache.eviction import LOST_STATE
 from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.prefix_tree import key_to_tokens
@@ -76,6 +77,30 @@ class ParkedLease:
     tokens: list[int]
 
 
+def limits_of(context: Context) -> frozenset[str]:
+    """Return the reasons with which a release refuses to start a recurrent sequence.
+
+    docs/api.md lists the releases: some cannot start one in place of a removed one, and some not in
+    a batch with others. The context must be empty, and is cleared.
+    """
+    if not context.info.memory.keeps_states:
+        return frozenset()
+    found = set()
+    with context.sequence() as one, context.sequence() as other:
+        context.decode(one.feed([3, 4]))
+        try:
+            context.step_all([one, other], [5, 6])
+        except Unsupported as error:
+            found.add(error.reason)
+        try:
+            one.remove()
+            context.decode(one.feed([3, 4]))
+        except Unsupported as error:
+            found.add(error.reason)
+    context.clear()
+    return frozenset(found - {""})
+
+
 class ManagerOperations:
     """Operate a manager on ``context``; ``other`` is a similar one for fresh evaluations.
 
@@ -85,6 +110,8 @@ class ManagerOperations:
     def __init__(self, context: Context, other: Context, kind: str) -> None:
         self.context, self.other, self.kind = context, other, kind
         self.bound = bound_of(context)
+        #: Reasons with which this release may refuse a decode. A prefix cache pages branches out.
+        self.limits = limits_of(other) if kind == "slot cache" else frozenset()
         self.script: list[str] = []
         self.done: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
@@ -110,9 +137,9 @@ class ManagerOperations:
             getattr(self, f"_{name}")()
         except REFUSALS as error:
             self._refuse(error)
-        except Unsupported:
-            # Some releases cannot begin a state beside others, or after a removed one.
-            if not self.context.info.memory.keeps_states:
+        except Unsupported as error:
+            # With nothing in the context, a manager can clear it and start.
+            if error.reason not in self.limits or not any(map(len, self.context.ledgers)):
                 raise
             self.ended["refused"] += 1
             self._drop_incomplete()
@@ -264,6 +291,9 @@ class ManagerOperations:
         for prompt, one in zip(prompts, going, strict=True):
             if one.finish_reason == "cancelled" and one is cancelled:
                 continue
+            if isinstance(one.error, Unsupported) and one.error.reason in self.limits:
+                self.ended["refused"] += 1
+                continue
             if one.finish_reason != "length" or len(one.tokens) != text:
                 self._fail(
                     f"a generation of {text} tokens ended with {one.finish_reason} after "
@@ -291,8 +321,12 @@ class ManagerOperations:
             tokens = self._choose(self._past) or [3]
             self._say("pin", tokens=len(tokens))
             # Not everything of the past is still in the cache, or has a state there.
-            with suppress(UsageError, Unsupported):
-                self._manager.pin(self._chance.choice("ab"), tokens)
+            try:
+                with suppress(UsageError):
+                    self._manager.pin(self._chance.choice("ab"), tokens)
+            except Unsupported as error:
+                if error.reason != LOST_STATE:
+                    raise
 
     def _unpin(self) -> None:
         if isinstance(self._manager, PrefixCache) and self._manager.pins:

@@ -60,6 +60,14 @@ def test_unsupported_names_the_capability() -> None:
     made = codes.error(Code.EUNSUPPORTED, "defragment", capability=Capability.DEFRAG)
     assert isinstance(made, errors.Unsupported)
     assert made.capability == "defrag"
+    assert made.reason == ""
+
+
+def test_unsupported_has_the_words_of_the_library() -> None:
+    """They are the same for each operation that is refused for this reason."""
+    made = codes.error(Code.EUNSUPPORTED, "decode 8 tokens", "clear the context before")
+    assert isinstance(made, errors.Unsupported)
+    assert made.reason == "clear the context before"
 
 
 def test_what_is_wrong_with_a_file() -> None:

@@ -100,3 +100,54 @@ def test_generations_that_share_a_window_go_on(model: kv.Model, make: Any) -> No
                 one = batcher.submit(prompt, 30, stop_at_end=False)
                 batcher.run()
                 assert one.tokens == tokens
+
+
+@pytest.mark.regression(
+    "generations of recurrent models had wrong tokens through 0.3.9 if their prompts were decoded "
+    "with others, or failed",
+    by="random_operations",
+    of="llama.cpp",
+)
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.8+patched"])
+def test_recurrent_prompts_start_beside_others_on_early_releases(spec: str) -> None:
+    """Through 0.3.9, a sequence must start in a batch of its own, or its state is wrong."""
+    prompts = [
+        [3 + (first * i) % 50 for i in range(n)] for first, n in enumerate((16, 16, 8, 5, 12))
+    ]
+    # Long prompts are decoded in pieces, so the later ones start beside several tokens of others.
+    schedule = kv.CheckpointSchedule(size=16, interval=8, first=4)
+    with (
+        kv.open(built(spec).folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+    ):
+        expected = alone(model, prompts)
+        with (
+            model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=5) as ctx,
+            kv.SlotCache(ctx, size=CELLS, checkpoints=schedule) as cache,
+            kv.Batcher(cache) as batcher,
+        ):
+            going = []
+            for some in (prompts[:1], prompts[1:2], prompts[2:]):
+                going += [batcher.submit(each, TEXT, stop_at_end=False) for each in some]
+                batcher.step()
+            batcher.run()
+            assert [one.tokens for one in going] == expected
+
+
+@pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.8+patched"])
+def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(spec: str) -> None:
+    """A sequence starts in place of a removed one after the others were paged out."""
+    prompts = [[3 + first] * 30 for first in range(7)]
+    with (
+        kv.open(built(spec).folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+    ):
+        expected = alone(model, prompts)
+        with (
+            model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=3) as ctx,
+            kv.PrefixCache(ctx) as cache,
+            kv.Batcher(cache, max_wait=8) as batcher,
+        ):
+            going = [batcher.submit(each, TEXT, stop_at_end=False) for each in prompts]
+            batcher.run()
+            assert [one.tokens for one in going] == expected

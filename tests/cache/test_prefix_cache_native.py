@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import prefix_kit
 import pytest
+from native_kit import built
 from prefix_kit import serve
 
 import pyllamakv as kv
@@ -287,6 +288,48 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
             cache.check()
             cache.clear()
             assert serve(cache, [*SYSTEM, 5, 6, 7, 8]) == 93
+
+
+@pytest.mark.regression(
+    "a prefix cache refused every new recurrent prompt after an eviction on releases that start no "
+    "sequence in place of a removed one",
+    by="random_operations",
+    of="Python",
+)
+def test_recurrent_prompts_start_after_evictions_on_early_releases() -> None:
+    """Idle branches are paged out before; a lease or a pin must be released first."""
+    with (
+        kv.open(built("0.3.9+patched").folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+        model.context(n_ctx=256, n_batch=64, n_seq_max=3) as ctx,
+    ):
+        look = Oracle(model)
+        with PrefixCache(ctx) as cache:
+            found = []
+            for first in (1, 2, 3, 4, 1, 2):
+                with cache.acquire([first] * 40) as lease:
+                    found.append(lease.cached)
+                    lease.prefill()
+                    look(lease)
+                cache.check()
+            assert found == [0, 0, 0, 0, 39, 39]
+            with cache.acquire([5] * 40) as lease:
+                lease.prefill()
+                serve(cache, [7] * 40)
+                before = cache.dump()
+                with pytest.raises(kv.NoSlotAvailable, match="in place of a removed one"):
+                    cache.acquire([6] * 40)
+                assert cache.dump() == before
+            assert serve(cache, [6] * 40) == 0
+        ctx.clear()
+        with PrefixCache(ctx, checkpoints=kv.CheckpointSchedule(size=0)) as cache:
+            for first in (1, 2, 3, 4):
+                serve(cache, [first] * 40)
+            cache.pin("here", [4] * 40)
+            with pytest.raises(kv.NoSlotAvailable, match="leased or pinned"):
+                cache.acquire([5] * 40)
+            cache.unpin("here")
+            assert serve(cache, [5] * 40) == 0
 
 
 @pytest.mark.regression(

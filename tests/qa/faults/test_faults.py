@@ -321,6 +321,35 @@ def test_steps_of_caches_write_files_and_repeat(
             one.run(tmp_path)
 
 
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize("step", [caching.StorePrefixes, caching.StoreStates])
+def test_a_repeat_keeps_the_pages_of_an_undisturbed_run(
+    patched: Variant,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: type[caching.StorePrefixes],
+) -> None:
+    """The interrupted run has written the pages of the last flush, and has removed none."""
+    model = "recurrent" if step is caching.StoreStates else "tiny"
+    one = step(patched.folder, synthetic_models.model(model))
+    assert not one.allowed_leftovers
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    once.mkdir(), twice.mkdir()
+    result = one.run(once)
+    with monkeypatch.context() as patch:
+
+        def interrupted(_: Path, count: int) -> None:
+            if not count:
+                raise KeyboardInterrupt
+
+        patch.setattr(one, "note", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.run(twice)
+    assert one.run(twice) == result
+    assert one.files(twice) == one.files(once)
+
+
 def save_other_rows(sequence: Sequence) -> bytes:
     """Save the tokens of a sequence with the rows of others."""
     context = sequence.context

@@ -14,6 +14,7 @@ import pyllamakv as kv
 from pyllamakv.cache import eviction, stored_branches
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import KVCacheFull, ScenarioFailed, Unsupported
 from pyllamakv.runtime.sequence import Sequence
 from pyllamakv.scenarios import synthetic_models
@@ -194,6 +195,46 @@ def test_what_attention_does_not_support_is_a_failure(
     _, failed = run(tmp_path, "prefix cache", range(1, 2))
     assert failed is not None
     assert "a state begins" in str(failed)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("release", "limits"),
+    [("0.3.9+patched", ["begins a recurrent state with what a removed"]), ("0.3.36+patched", [])],
+)
+def test_only_the_limits_of_the_release_may_refuse_a_state(
+    release: str, limits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reason is a failure, and so is a limit that an empty context does not have."""
+    with (
+        kv.open(built(release).folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+        model.context(**OPTIONS) as other,
+    ):
+        work = ManagerOperations(model.context(**OPTIONS), other, "slot cache")
+        assert len(work.limits) == len(limits)
+        assert all(known in found for known, found in zip(limits, work.limits, strict=True))
+        prefixes = ManagerOperations(model.context(**OPTIONS), other, "prefix cache")
+        assert not prefixes.limits
+        prefixes.close()
+        reasons = ["a state begins", *work.limits]
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise Unsupported("it says no", reason=reasons[0])
+
+        work.do("start", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotCache, "acquire", refuse)
+            with pytest.raises(Unsupported):
+                work.do("start", 2)
+            if work.limits:
+                reasons.pop(0)
+                work.do("start", 3)
+                assert work.ended["refused"] == 1
+                work.context.clear()
+                with pytest.raises(Unsupported):
+                    work.do("start", 4)
+        work.close()
 
 
 def test_managers_run_in_host_memory() -> None:

@@ -1,0 +1,363 @@
+"""Compare the prompt caches of this package, llama-cpp-python and llama-server, in one run.
+
+All of them use the libraries of one variant, one model, and the same sizes and prompts. Each round
+has new tokens, and the systems take turns. The time to the first token starts with the request: it
+contains the search in the cache, what is read from files, and the connection to a server.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import pyllamakv
+from pyllamakv import models
+from pyllamakv.building.variant import Variant
+from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import HarnessError
+from pyllamakv.server.server_artifact import find_server
+from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_process import ServerProcess
+from qa.bench import peer_loops
+from qa.bench.figure import Figure
+from qa.bench.loop import built
+from qa.bench.measure import interval
+
+GROUP = "Peers"
+MODEL = "smollm2-135m"
+Tick = Callable[[], None]
+
+#: Cells and batches of every system; its threads.
+N_CTX, N_BATCH, THREADS = 8192, 512, 1
+#: Slots of the server. Ours has more sequences: a branch of the tree needs one.
+SLOTS, SEQUENCES = 8, 24
+#: Largest share of the time of an evaluation.
+SHARE = 0.05
+#: What prompts are drawn from: a server does not stream the tokens of incomplete characters.
+_TEXT: Final = (
+    "the quick brown fox jumps over a lazy dog while seven wise men count every star in the sky "
+    "and once upon a time there was a little girl who lived in a house by the sea with her cat"
+)
+OURS, SERVER, PEER = "pyllamakv", "llama-server", "llama-cpp-python"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of the workloads, and the number of rounds."""
+
+    rounds: int = 5
+    chat: int = 200
+    system: int = 400
+    chats: int = 8
+    question: int = 24
+    answer: int = 8
+    prefix: int = 1000
+
+
+@dataclass(frozen=True)
+class PeerAnswer:
+    """Seconds up to the first token, prompt tokens that were evaluated, tokens of the answer.
+
+    ``own_clock`` are the seconds that the system itself reports for the prompt; 0: none.
+    """
+
+    first: float
+    evaluated: int
+    tokens: list[int]
+    own_clock: float = 0.0
+
+
+class CacheSystem(Protocol):
+    """A system under test."""
+
+    def answer(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Complete a prompt with ``n`` tokens."""
+
+    def restart(self) -> None:
+        """Save the cache as far as the system can, end it, and start it again."""
+
+    def resume(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Complete a prompt after a restart; the time includes what is restored for it."""
+
+    def close(self) -> None:
+        """End the system."""
+
+
+class Ours(ExitStack):
+    """`Batcher` over `PrefixCache` with a store, in this process."""
+
+    def __init__(self, model: pyllamakv.Model, folder: Path) -> None:
+        super().__init__()
+        self._model, self._folder = model, folder
+        self._batcher = self._start()
+
+    def _start(self) -> Batcher:
+        context = self.enter_context(
+            self._model.context(
+                n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_BATCH, n_seq_max=SEQUENCES,
+                n_threads=THREADS, n_threads_batch=THREADS,
+            )
+        )  # fmt: skip
+        cache = self.enter_context(PrefixCache(context, store=self._folder / "store"))
+        return self.enter_context(Batcher(cache))
+
+    def answer(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Complete a prompt."""
+        begin = time.perf_counter()
+        one = self._batcher.submit(prompt, n, stop_at_end=False)
+        while not one.tokens and not one.done:
+            self._batcher.step()
+        first = time.perf_counter() - begin
+        self._batcher.run()
+        if one.cached is None or one.error is not None:
+            raise HarnessError(f"a prompt of {len(prompt)} tokens failed: {one.error}")
+        return PeerAnswer(first, len(prompt) - one.cached, one.tokens)
+
+    def restart(self) -> None:
+        """Close the context, which flushes the store, and open another one."""
+        self.close()
+        self._batcher = self._start()
+
+    resume = answer
+
+
+class LlamaCppPython:
+    """`Llama.create_completion` with a cache in RAM, or on disk in ``folder``."""
+
+    def __init__(self, variant: Variant, model: Path, folder: Path | None) -> None:
+        size = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_ubatch": N_BATCH}
+        threads = {"n_threads": THREADS, "n_threads_batch": THREADS}
+        self._variant = variant
+        self._said = {
+            "options": {"model_path": str(model), **size, **threads},
+            "folder": str(folder or ""),
+        }
+        self._stack = ExitStack()
+        self._ask = self._start()
+
+    def _start(self) -> peer_loops.Ask:
+        program = Path(__file__).with_name("completion_child.py")
+        return self._stack.enter_context(peer_loops.child(self._variant, program, self._said))
+
+    def answer(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Complete a prompt; an end-of-generation token ends the answer."""
+        return PeerAnswer(**self._ask({"prompt": prompt, "n": n}))
+
+    def restart(self) -> None:
+        """End the process, and start it again."""
+        self.close()
+        self._ask = self._start()
+
+    def close(self) -> None:
+        """End the process."""
+        self._stack.close()
+
+    resume = answer
+
+
+class Server:
+    """llama-server with its prompt cache; a restart saves and restores the slot used last."""
+
+    def __init__(self, spec: str, model: Path, folder: Path) -> None:
+        self._program = find_server(spec).check_program()
+        folder.mkdir()
+        self._words = [
+            *("-m", str(model), "--host", "127.0.0.1", "--port", "0"),
+            *("-np", str(SLOTS), "-c", str(N_CTX), "--kv-unified"),
+            *("-b", str(N_BATCH), "-ub", str(N_BATCH), "--slot-save-path", f"{folder}/"),
+            *("-t", str(THREADS), "-tb", str(THREADS)),
+        ]
+        self._stack = ExitStack()
+        self._slot = 0
+        self._client = self._start()
+
+    def _start(self) -> ServerClient:
+        server = self._stack.enter_context(ServerProcess(self._program, self._words))
+        return self._stack.enter_context(ServerClient(server.url))
+
+    def answer(self, prompt: list[int], n: int, **options: Any) -> PeerAnswer:
+        """Complete a prompt."""
+        begin = time.perf_counter()
+        return self._complete(begin, prompt, n, **options)
+
+    def _complete(self, begin: float, prompt: list[int], n: int, **options: Any) -> PeerAnswer:
+        first, tokens, last = 0.0, [], {}
+        for last in self._client.stream(prompt, n, n_probs=0, return_tokens=True, **options):
+            first = first or time.perf_counter() - begin
+            tokens += last.get("tokens", [])
+        self._slot = int(last["id_slot"])
+        timings = last["timings"]
+        return PeerAnswer(first, int(timings["prompt_n"]), tokens, timings["prompt_ms"] / 1e3)
+
+    def restart(self) -> None:
+        """Save the slot, end the server, and start it again."""
+        self._client.post(f"/slots/{self._slot}?action=save", {"filename": "slot.bin"})
+        self.close()
+        self._client = self._start()
+
+    def resume(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Restore the saved slot, and complete the prompt in it."""
+        begin = time.perf_counter()
+        self._client.post("/slots/0?action=restore", {"filename": "slot.bin"})
+        return self._complete(begin, prompt, n, id_slot=0)
+
+    def close(self) -> None:
+        """End the server."""
+        self._stack.close()
+
+
+@dataclass
+class Measured:
+    """Seconds up to the first token per round, evaluated tokens per round, and all its tokens."""
+
+    first: list[float] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    own_clock: list[float] = field(default_factory=list)
+    prompts: int = 0
+
+
+#: Measurements by system and workload.
+Results = dict[str, dict[str, Measured]]
+
+FRESH = "a prompt of {n} new tokens"
+KNOWN = "the same {n} tokens and another one"
+TURN = "the second turn of a chat"
+CHATS = "{n} chats with one system prompt"
+RESTART = "the {n} tokens after a restart"
+
+
+def figures(
+    tick: Tick, spec: str = "0.3.36+patched", path: Path | None = None, sizes: Sizes | None = None
+) -> list[Figure]:
+    """Measure with SmolLM2-135M, or the model at ``path``.
+
+    Raises NotBuilt without the variant or its server, NotFetched without the model, and Untestable
+    without llama-cpp-python.
+    """
+    sizes = sizes or Sizes()
+    variant, path = built(spec), path or models.get(MODEL)
+    with (
+        tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as name,
+        ExitStack() as stack,
+        pyllamakv.open(variant.folder) as library,
+        library.load_model(path) as model,
+    ):
+        folder = Path(name)
+        makers: dict[str, Callable[[], CacheSystem]] = {
+            OURS: lambda: Ours(model, folder),
+            SERVER: lambda: Server(spec, path, folder / "slots"),
+            f"{PEER}, `LlamaRAMCache`": lambda: LlamaCppPython(variant, path, None),
+            f"{PEER}, `LlamaDiskCache`": lambda: LlamaCppPython(variant, path, folder / "disk"),
+        }
+        systems = {name: stack.enter_context(closing(make())) for name, make in makers.items()}
+        found = run(systems, [*dict.fromkeys(model.tokenize(_TEXT))], sizes, tick)
+        stack.close()  # contexts end before their model
+    how = f"{spec}, {path.stem}, {N_CTX:,} cells, batches of {N_BATCH}, {THREADS} thread"
+    return report(found, sizes, how)
+
+
+def run(
+    systems: Mapping[str, CacheSystem], words: Sequence[int], sizes: Sizes, tick: Tick
+) -> Results:
+    """Run all rounds with prompts of some tokens; the systems take turns, in alternating order."""
+    found: Results = {name: {} for name in systems}
+    for number in range(sizes.rounds):
+        for name in sorted(systems, reverse=number % 2 == 1):
+            measure_round(systems[name], words, sizes, random.Random(number), found[name])
+            tick()
+    return found
+
+
+def measure_round(
+    system: CacheSystem,
+    words: Sequence[int],
+    sizes: Sizes,
+    draw: random.Random,
+    found: dict[str, Measured],
+) -> None:
+    """Run the workloads once, with prompts that are drawn from ``words``."""
+
+    def some(n: int) -> list[int]:
+        return draw.choices(words, k=n)
+
+    def add(name: str, prompts: Sequence[list[int]], answers: Sequence[PeerAnswer]) -> None:
+        one = found.setdefault(name, Measured())
+        one.first.append(statistics.median(each.first for each in answers))
+        one.evaluated.append(sum(each.evaluated for each in answers))
+        one.own_clock.append(statistics.median(each.own_clock for each in answers))
+        one.prompts = sum(map(len, prompts))
+
+    chat = some(sizes.chat)
+    chat = [*chat, *system.answer(chat, sizes.answer).tokens, *some(sizes.question)]
+    add(TURN, [chat], [system.answer(chat, sizes.answer)])
+
+    first = some(sizes.system)
+    prompts = [[*first, *some(sizes.question)] for _ in range(sizes.chats)]
+    add(CHATS, prompts, [system.answer(each, sizes.answer) for each in prompts])
+
+    prefix = some(sizes.prefix)
+    ends = draw.sample(words, 3)
+    fresh, known, later = ([*prefix, end] for end in ends)
+    add(FRESH, [fresh], [system.answer(fresh, 1)])
+    add(KNOWN, [known], [system.answer(known, 1)])
+    system.restart()
+    add(RESTART, [later], [system.resume(later, 1)])
+
+
+def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
+    """Return a row per system and workload, and the figures with targets."""
+    caption = _caption(sizes, how)
+    rows = []
+    for work in (FRESH, KNOWN, TURN, CHATS, RESTART):
+        title = work.format(n=f"{sizes.chats if work == CHATS else sizes.prefix:,}")
+        for name in found:
+            one = found[name][work]
+            first = f"{interval([1e3 * each for each in one.first]).format(1)} ms"
+            evaluated = f"{statistics.median(one.evaluated):,.0f} of {one.prompts:,}"
+            row = {"workload": title, "system": name, "first token": first, "evaluated": evaluated}
+            data = {"first": one.first, "evaluated": one.evaluated}
+            rows.append(Figure(GROUP, f"{title}: {name}", first, data=data, table=caption, row=row))
+    ours, theirs = found[OURS], found[SERVER]
+    clock = f"{1e3 * statistics.median(theirs[KNOWN].own_clock):.1f} ms by the server's own clock"
+    pairs = (
+        ("evaluating them", ours[KNOWN], ours[FRESH], SHARE, ""),
+        (f"{SERVER}", ours[KNOWN], theirs[KNOWN], 1.0, clock),
+        ("evaluating them, after a restart", ours[RESTART], ours[FRESH], SHARE, ""),
+        (f"{SERVER} with a slot file, after a restart", ours[RESTART], theirs[RESTART], 1.0, ""),
+    )
+    return [*(_ratio(*each, sizes, how) for each in pairs), *rows]
+
+
+def _ratio(
+    over: str, first: Measured, second: Measured, target: float, limit: str, sizes: Sizes, how: str
+) -> Figure:
+    ratio = interval([a / b for a, b in zip(first.first, second.first, strict=True)])
+    times = [f"{interval([1e3 * s for s in each.first]).median:.1f}" for each in (first, second)]
+    return Figure(
+        GROUP,
+        f"the first token after {sizes.prefix:,} known tokens: over {over}",
+        f"{ratio.format(4 if target < 1 else 2)} x, {times[0]} and {times[1]} ms",
+        f"<= {target:g} x",
+        ratio.high <= target,
+        limit,
+        f"{sizes.rounds} rounds in turn, {how}",
+        {"first": first.first, "second": second.first},
+    )
+
+
+def _caption(sizes: Sizes, how: str) -> str:
+    return (
+        f"Medians of {sizes.rounds} rounds, {how}. A chat has {sizes.chat} tokens, an answer of "
+        f"{sizes.answer} and a question of {sizes.question}; a system prompt has {sizes.system}. "
+        "Of several chats, the median first token and the sum of evaluated tokens are shown. The "
+        "server is asked over HTTP; its time after a restart includes the restore of a slot file. "
+        f"{OURS} is `Batcher` over `PrefixCache` with a store."
+    )
