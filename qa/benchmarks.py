@@ -58,13 +58,13 @@ def bench(
 ) -> None:
     """Measure ratios side by side.
 
-    `generation` compares several clients with llama-cpp-python, and `peers` prompt caches with those
-    of llama-cpp-python and llama-server. `moving` defragments some kinds of caches, and `grid` all
-    kinds. `whole` builds a release stock and patched, `server-build` its servers. `foreign` checks
-    two foreign patches. `every` verifies all releases. `ports` counts the lines that ports change.
-    `checkout` runs make targets in new clones. `prebuilt` installs the wheels of `make prebuilt`
-    and chats. `hardware` builds for a device, runs all scenarios on it, and repeats the
-    measurements of `devices` there.
+    `generation` compares several clients with llama-cpp-python, and `peers` prompt caches with
+    those of llama-cpp-python and llama-server. `moving` defragments some kinds of caches, and
+    `grid` all kinds. `whole` builds a release stock and patched, `server-build` its servers.
+    `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts the lines
+    that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the wheels of
+    `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it, and repeats
+    the measurements of `devices` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
