@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOST = pytest.mark.regression(
     "a prompt failed where a cache of full size had lost the window of its prefix",
     by="random_operations",
-    of="cache",
+    of="Python",
 )
 
 
@@ -82,7 +82,7 @@ def test_a_pinned_prefix_of_a_dropped_branch_is_lost(
 @pytest.mark.regression(
     "a pinned prefix was evicted with the page of a longer branch",
     by="random_operations",
-    of="cache",
+    of="Python",
 )
 def test_a_page_with_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
     """Until another page or sequence has the prefix, or it is unpinned."""

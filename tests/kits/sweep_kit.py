@@ -73,10 +73,11 @@ NOT_CALLED = {
         "Sampler.keep_ahead", "Sampler.take_ahead",
         "NumpySampler.keep_ahead", "NumpySampler.take_ahead",
     ),
+    "what a generation asks of its sampler": ("Sampler.begin",),
     "what leases, also parked ones, ask of their cache": (
         "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve",
         "SlotCache.keep_state", "SlotCache.count_parked", "SlotCache.discard_parked",
-        "PrefixCache.settle", "PrefixCache.resume", "SlotCache.resume",
+        "PrefixCache.resume", "SlotCache.resume",
     ),
     "what a sequence and a decode ask of their context": (
         "Context.release_sequence", "Context.new_marks",
