@@ -111,7 +111,10 @@ class ManagerOperations:
         self.context, self.other, self.kind = context, other, kind
         self.bound = bound_of(context)
         #: Reasons with which this release may refuse a decode. A prefix cache pages branches out.
-        self.limits = limits_of(other) if kind == "slot cache" else frozenset()
+        release_limits = limits_of(other)
+        #: Whether a pinned state keeps other recurrent sequences from starting.
+        self._pins_block = bool(release_limits)
+        self.limits = release_limits if kind == "slot cache" else frozenset()
         self.script: list[str] = []
         self.done: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
@@ -291,7 +294,9 @@ class ManagerOperations:
         for prompt, one in zip(prompts, going, strict=True):
             if one.finish_reason == "cancelled" and one is cancelled:
                 continue
-            if isinstance(one.error, Unsupported) and one.error.reason in self.limits:
+            limited = isinstance(one.error, Unsupported) and one.error.reason in self.limits
+            pinned = isinstance(one.error, NoSlotAvailable) and self._pins_block and self._pins
+            if limited or pinned:
                 self.ended["refused"] += 1
                 continue
             if one.finish_reason != "length" or len(one.tokens) != text:
@@ -329,9 +334,9 @@ class ManagerOperations:
                     raise
 
     def _unpin(self) -> None:
-        if isinstance(self._manager, PrefixCache) and self._manager.pins:
+        if isinstance(self._manager, PrefixCache) and self._pins:
             self._say("unpin")
-            self._manager.unpin(self._chance.choice(sorted(self._manager.pins)))
+            self._manager.unpin(self._chance.choice(self._pins))
 
     def _page(self) -> None:
         """Page a branch out or in."""
@@ -429,14 +434,17 @@ class ManagerOperations:
             )
         self.checks.logits += 1
 
+    @property
+    def _pins(self) -> list[str]:
+        return sorted(self._manager.pins) if isinstance(self._manager, PrefixCache) else []
+
     def _refuse(self, error: Exception) -> None:
         """Accept a refusal while others have leases; a lease without its prompt is released."""
         self.ended[type(error).__name__] += 1
         alone = not self._parked and all(
             len(each.lease.sequence) < len(each.tokens) for each in self._held
         )
-        pinned = isinstance(self._manager, PrefixCache) and self._manager.pins
-        if alone and not pinned:
+        if alone and not self._pins:
             self._fail(f"refused although nothing else is leased: {error}")
         self._drop_incomplete()
 
