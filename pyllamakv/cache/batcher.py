@@ -359,6 +359,14 @@ class Batcher(ClosedOnExit):
                     self.context, error, counts, defragged=defragged
                 )
                 self._no_room(one, full)
+        elif (
+            isinstance(error, Unsupported)
+            and not len(portions[0][0].ledger)
+            and len(self._queue.active) > 1
+        ):
+            # A sequence was removed after this one had been opened, and this release starts none in
+            # its place: it starts when the others have ended.
+            self._queue.park(portions[0][0], self._steps)
         else:
             self._queue.end(portions[0][0], "failed", error)
 

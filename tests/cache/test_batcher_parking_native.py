@@ -151,3 +151,38 @@ def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(spec: 
             going = [batcher.submit(each, TEXT, stop_at_end=False) for each in prompts]
             batcher.run()
             assert [one.tokens for one in going] == expected
+
+
+@pytest.mark.regression(
+    "a recurrent generation failed on early releases if another sequence was removed between its "
+    "lease and its first decode",
+    by="random_operations",
+    of="Python",
+)
+def test_a_recurrent_prompt_waits_if_a_sequence_was_removed_before_it_starts() -> None:
+    """It starts after the other generation has ended, as 0.3.9 requires."""
+    prompts = [[3] * 20, [4] * 20]
+    with (
+        kv.open(built("0.3.9+patched").folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+    ):
+        expected = alone(model, prompts)
+        with (
+            model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx,
+            kv.PrefixCache(ctx, entries=3) as cache,
+            kv.Batcher(cache) as batcher,
+        ):
+            going = [batcher.submit(prompts[0], TEXT, stop_at_end=False)]
+            batcher.step()
+            going.append(batcher.submit(prompts[1], TEXT, stop_at_end=False))
+            decode = ctx.decode
+
+            def remove_before(work: Any) -> None:
+                ctx.decode = decode  # type: ignore[method-assign]
+                with ctx.sequence() as other:
+                    ctx.decode(other.feed([5, 6]))
+                decode(work)
+
+            ctx.decode = remove_before  # type: ignore[method-assign]
+            batcher.run()
+            assert [one.tokens for one in going] == expected
