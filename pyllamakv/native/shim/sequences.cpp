@@ -49,6 +49,12 @@ bool keeps_states(const plk_context &c) {
            info.memory == PLK_MEMORY_HYBRID || unknown;
 }
 
+// Note that removing a sequence, or all if it is negative, may leave a recurrent state in the memory.
+void note_removal(plk_context &c, int32_t seq) {
+    c.used_states |= c.model->info.is_recurrent && !plk::memory::clears_states &&
+                     (seq < 0 || plk_seq_pos_max(&c, seq) >= 0);
+}
+
 // Copy a range, except positions whose cells both sequences share already: several releases count
 // such a cell twice, and still report its position as the last one after the cell was removed.
 void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
@@ -169,8 +175,7 @@ int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
                                    seq);
             }
         }
-        const bool leaves = context->model->info.is_recurrent && !plk::memory::clears_states;
-        context->used_states |= leaves && (seq < 0 || plk_seq_pos_max(context, seq) >= 0);
+        note_removal(*context, seq);
         if (!plk::memory::seq_rm(context->ctx, seq, std::max(p0, -1), std::max(p1, -1))) {
             return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d",
                                seq);
@@ -230,6 +235,11 @@ int plk_seq_keep(plk_context *context, int32_t seq) {
         const int code = check(context, seq);
         if (code != PLK_OK) {
             return code;
+        }
+        for (uint32_t other = 0; other < context->n_seq_max; ++other) {
+            if (static_cast<int32_t>(other) != seq) {
+                note_removal(*context, static_cast<int32_t>(other));
+            }
         }
         plk::memory::seq_keep(context->ctx, seq);
         // Upstream removes the others only from the stream of this sequence.

@@ -12,7 +12,8 @@ const bool plk::memory::restarts_states = true;
 const bool plk::memory::restores_states = true;
 const bool plk::memory::separates_states = PLK_HAS(tensor_buft_overrides, llama_model_params);
 const bool plk::memory::ends_batches = true;
-const bool plk::memory::begins_beside = true;
+// As in the releases before: the cell for a new state is not marked before states are gathered.
+const bool plk::memory::begins_beside = false;
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
