@@ -148,6 +148,35 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
         assert (one.pos_max, two.pos_max) == (7, 7)
 
 
+@pytest.mark.regression(
+    "a recurrent sequence that began beside others, or after keep, took over their states on 0.3.9",
+    by="random_operations",
+    of="llama.cpp",
+)
+def test_states_that_begin_beside_others_or_after_keep_are_refused() -> None:
+    """The sequences stay as they are, and begin in a batch of their own or after a clear."""
+    with (
+        pyllamakv.open(built("0.3.9+patched").folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+        model.context(n_ctx=64, n_batch=64, n_ubatch=16, n_seq_max=4) as ctx,
+    ):
+        one, two, late = (ctx.sequence() for _ in range(3))
+        ctx.decode([one.feed(range(8)), two.feed(range(8))])
+        with pytest.raises(Unsupported, match="in a batch of its own"):
+            ctx.decode([one.feed([5]), late.feed(range(8))])
+        assert (len(one), len(late)) == (8, 0)
+        ctx.decode(late.feed(range(8)))
+        ctx.decode([each.feed([5]) for each in (one, two, late)])
+        assert np.allclose(two.logits().copy(), late.logits().copy(), atol=1e-5)
+        ctx.native.seq_keep(ctx.handle, one.id)
+        two.remove()
+        late.remove()
+        with pytest.raises(Unsupported, match="clear the context"):
+            ctx.decode(two.feed(range(8)))
+        ctx.decode(one.feed([6]))
+        assert len(one) == 10
+
+
 def test_rows_of_latent_attention(library: Any) -> None:
     """Keys are as wide as latent and rotated part together, and forks have the same ones."""
     with (

@@ -200,7 +200,10 @@ def test_what_attention_does_not_support_is_a_failure(
 @pytest.mark.native
 @pytest.mark.parametrize(
     ("release", "limits"),
-    [("0.3.9+patched", ["begins a recurrent state with what a removed"]), ("0.3.36+patched", [])],
+    [
+        ("0.3.9+patched", ["begins a recurrent state with what a removed", "mixes up the states"]),
+        ("0.3.36+patched", []),
+    ],
 )
 def test_only_the_limits_of_the_release_may_refuse_a_state(
     release: str, limits: list[str], monkeypatch: pytest.MonkeyPatch
@@ -213,7 +216,7 @@ def test_only_the_limits_of_the_release_may_refuse_a_state(
     ):
         work = ManagerOperations(model.context(**OPTIONS), other, "slot cache")
         assert len(work.limits) == len(limits)
-        assert all(known in found for known, found in zip(limits, work.limits, strict=True))
+        assert all(any(known in found for found in work.limits) for known in limits)
         prefixes = ManagerOperations(model.context(**OPTIONS), other, "prefix cache")
         assert not prefixes.limits
         prefixes.close()
