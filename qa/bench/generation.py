@@ -22,6 +22,7 @@ from pyllamakv.building.variant import Variant
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import Untestable
+from pyllamakv.runtime.context import Context
 from qa.bench import loop
 from qa.bench.figure import Figure
 from qa.bench.measure import Pairs, interleave
@@ -89,7 +90,8 @@ def measure(variant: Variant, model: Path, clients: int, pairs: int, tick: loop.
     for a, b in zip(rounds["ours"], rounds["theirs"], strict=True):
         require_same_result(_name(clients), a, b)
     walls = {side: [one.wall for one in those[1:]] for side, those in rounds.items()}
-    return figure(work, model, Pairs(walls["theirs"], walls["ours"]), cpu)
+    cost = batch_cost(variant, model, work)
+    return figure(work, model, Pairs(walls["theirs"], walls["ours"]), cpu, cost)
 
 
 def workload(variant: Variant, model: Path, clients: int, rounds: int) -> ClientWorkload:
@@ -105,17 +107,7 @@ def ours(variant: Variant, model: Path, work: ClientWorkload) -> Iterator[Runner
     """Run the rounds in turn with a batcher."""
     prompts = iter(work.prompts)
     with (
-        pyllamakv.open(variant.folder) as library,
-        library.load_model(model) as loaded,
-        loaded.context(
-            n_ctx=work.clients * work.n_ctx,
-            n_batch=work.n_batch,
-            n_ubatch=work.n_batch,
-            n_seq_max=work.clients,
-            n_threads=1,
-            # Sums over the cells of one client have the order of a context with one client.
-            kv_unified=pyllamakv.Capability.KV_UNIFIED not in library.about.capabilities,
-        ) as context,
+        opened(variant, model, work) as context,
         SlotCache(context) as cache,
         Batcher(cache) as batcher,
     ):
@@ -130,10 +122,57 @@ def ours(variant: Variant, model: Path, work: ClientWorkload) -> Iterator[Runner
         yield run
 
 
-def figure(work: ClientWorkload, model: Path, wall: Pairs, cpu: Pairs) -> Figure:
+@contextmanager
+def opened(variant: Variant, model: Path, work: ClientWorkload) -> Iterator[Context]:
+    """Open a context with the cells of all clients."""
+    with (
+        pyllamakv.open(variant.folder) as library,
+        library.load_model(model) as loaded,
+        loaded.context(
+            n_ctx=work.clients * work.n_ctx,
+            n_batch=work.n_batch,
+            n_ubatch=work.n_batch,
+            n_seq_max=work.clients,
+            n_threads=1,
+            # Sums over the cells of one client have the order of a context with one client.
+            kv_unified=pyllamakv.Capability.KV_UNIFIED not in library.about.capabilities,
+        ) as context,
+    ):
+        yield context
+
+
+def batch_cost(variant: Variant, model: Path, work: ClientWorkload) -> Pairs:
+    """Return CPU seconds per token of decodes: of all clients in a batch, and of one in each.
+
+    The cells are those of the workload. The difference is llama.cpp's, not the batcher's.
+    """
+    tokens = [prompt[-1] for prompt in work.prompts[0]]
+    with opened(variant, model, work) as context:
+        sequences = [context.sequence() for _ in tokens]
+        for sequence, prompt in zip(sequences, work.prompts[0], strict=True):
+            context.decode(sequence.feed(prompt))
+
+        def seconds(step: Callable[[], None]) -> float:
+            begin = time.thread_time()
+            step()
+            return (time.thread_time() - begin) / len(tokens)
+
+        def together() -> None:
+            context.step_all(sequences, tokens)
+
+        def alone() -> None:
+            for sequence, token in zip(sequences, tokens, strict=True):
+                context.step(sequence, token)
+
+        return interleave(
+            lambda: seconds(together), lambda: seconds(alone), pairs=work.steps // 2 - 1
+        )
+
+
+def figure(work: ClientWorkload, model: Path, wall: Pairs, cpu: Pairs, cost: Pairs) -> Figure:
     """Return the ratio of the throughputs; llama-cpp-python is the first of each pair.
 
-    CPU time decides, because other programs affect it least.
+    ``cost`` is that of `batch_cost`. CPU time decides, because other programs affect it least.
     """
     tokens = work.clients * work.steps
 
@@ -151,7 +190,13 @@ def figure(work: ClientWorkload, model: Path, wall: Pairs, cpu: Pairs) -> Figure
         "interval not entirely below 1.0",
         cpu.ratio.high >= 1,
         f"CPU per token {milliseconds(cpu.second):.2f} and {milliseconds(cpu.first):.2f} ms; "
-        f"{per_second(wall.second):.0f} and {per_second(wall.first):.0f} tokens/s",
+        f"{per_second(wall.second):.0f} and {per_second(wall.first):.0f} tokens/s"
+        + (
+            f"; a decode of all clients in one batch costs {cost.ratio.format()} times as much per "
+            "token as of one"
+            if work.clients > 1
+            else ""
+        ),
         f"{len(wall.first)} interleaved pairs, prompts of {len(work.prompts[0][0])} and answers of "
         f"{work.steps} tokens, {model.stem}, 1 thread, the same libraries and tokens",
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_every_token_is_compared(patched: Variant, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(generation, "peer", one_by_one)
     found = generation.measure(patched, model, 2, 2, lambda: None)
     assert found.name == "2 clients"
+    assert re.search(r"in one batch costs \d+\.\d\d \[.*\] times as much per token", found.limit)
     assert found.data["cpu"]["llama-cpp-python"] == [2.0, 2.0]
     assert found.data["wall"]["llama-cpp-python"] == [4.0, 4.0]
     assert all(0 < each < 4 for each in found.data["wall"]["ours"])
@@ -101,12 +103,16 @@ def test_throughputs_are_compared_by_cpu_time() -> None:
     """Tokens per second and CPU per token of both sides, ours first; the wall clock is shown."""
     work, model = ClientWorkload([[[1, 2]] * 4], steps=25), Path("m.gguf")
     wall, cpu = Pairs([3.0] * 9, [1.0] * 9), Pairs([1.0] * 9, [0.5] * 9)
-    found = generation.figure(work, model, wall, cpu)
+    cost = Pairs([3.0] * 9, [2.0] * 9)
+    found = generation.figure(work, model, wall, cpu, cost)
     assert found.value.startswith("2.00 [2.00, 2.00] times the tokens per CPU second")
     assert found.value.endswith(", 3.00 [3.00, 3.00] times by the wall clock")
-    assert found.limit == "CPU per token 5.00 and 10.00 ms; 100 and 33 tokens/s"
+    assert found.limit == (
+        "CPU per token 5.00 and 10.00 ms; 100 and 33 tokens/s; a decode of all clients in one "
+        "batch costs 1.50 [1.50, 1.50] times as much per token as of one"
+    )
     assert found.met
-    assert generation.figure(work, model, wall, Pairs([1.0] * 9, [2.0] * 9)).met is False
+    assert generation.figure(work, model, wall, Pairs([1.0] * 9, [2.0] * 9), cost).met is False
 
 
 def test_llama_cpp_python_serves_one_client_after_the_other() -> None:
