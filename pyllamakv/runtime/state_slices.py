@@ -158,8 +158,10 @@ def join(parts: Sequence[CellState]) -> bytes:
     made: list[bytes | memoryview] = [first.start, struct.pack("<I", total)]
     for number, array in enumerate(first.arrays):
         values = [part.arrays[number].values for part in parts]
-        whole = np.concatenate(values, axis=array.axis) if len(values) > 1 else values[0]
-        made += [array.head, np.ascontiguousarray(whole).data]
+        if array.axis > 0 and len(values) > 1:
+            values = [np.concatenate(values, axis=array.axis)]
+        # Rows follow one another: the last join is their only copy, of many megabytes.
+        made += [array.head, *(np.ascontiguousarray(each).data for each in values)]
     return b"".join([*made, first.end])
 
 
