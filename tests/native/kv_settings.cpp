@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <functional>
+#include <locale>
 #include <map>
 #include <string>
 
@@ -64,6 +65,13 @@ static void numbers() {
     for (const char * value : { "0", "513", "-1", "many", "1.5" }) {
         check_refused("LLAMA_KV_DEFRAG_THREADS", value, "a number of threads from 1 to 512");
     }
+    // the program's locale has no effect
+    struct comma : std::numpunct<char> {
+        char do_decimal_point() const override { return ','; }
+    };
+    const std::locale before = std::locale::global(std::locale(std::locale::classic(), new comma));
+    CHECK(with("LLAMA_KV_DEFRAG_THOLD", "0.25").thold == 0.25f && logged().empty());
+    std::locale::global(before);
     // a long value is logged in part
     const std::string text(1000, '9');
     CHECK(is_default(with("LLAMA_KV_DEFRAG_THOLD", text.c_str())) && logged().size() < 200);

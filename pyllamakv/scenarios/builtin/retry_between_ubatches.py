@@ -27,15 +27,16 @@ def run(lab: Lab) -> None:
     player = _scattered(lab)
     player.decode({3: 20, 4: 99})
     lab.verify(player)
-    # The search starts at the cells freed last: 8 free cells are before them, 29 after the second
-    # micro-batch.
+    # The batch fills the cache. The search starts at the cells freed last: 8 free cells are before
+    # them, and 24 after the second micro-batch.
     player = lab.player(256, n_ubatch=32)
-    for seq, n_tokens in ((0, 155), (1, 8), (2, 19)):
+    for seq, n_tokens in ((0, 160), (1, 8), (2, 19)):
         player.fill({seq: n_tokens})
     player.remove(1)
     player.decode({2: 11})
     player.remove(2)
     player.decode({3: 96})
+    player.remove(3, 88)
     lab.verify(player)
 
 
