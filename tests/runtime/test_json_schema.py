@@ -17,7 +17,9 @@ import runtime_kit as kit
 
 import pyllamakv as kv
 from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported, UsageError
+from pyllamakv.runtime import json_schema
 from pyllamakv.runtime.json_schema import SchemaProcessor
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +62,43 @@ def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
         assert text.startswith('{"city": "')
         assert text.count(" ") - text[: text.index('", "size')].count(" ") == 4
     assert model.schema_tokens is model.schema_tokens
+
+
+@pytest.mark.parametrize("space", [" ", ""], ids=["SentencePiece", "another tokenizer"])
+def test_tokens_have_the_bytes_of_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, space: str
+) -> None:
+    """A tokenizer may change a text; the words that a schema dictates are in the document."""
+    model = kit.model(tmp_path)
+    plain = model.native.tokenize
+
+    def tokenize(handle: Any, text: bytes, *options: bool) -> list[int]:
+        changed = f" {text.decode()}" if space else text.decode().upper()
+        return plain(handle, changed.encode(), *options)
+
+    monkeypatch.setattr(model.native, "tokenize", tokenize)
+    for seed in range(3):
+        jsonschema.validate(json.loads(document(model, seed)), SCHEMA)
+    words = json_schema.Vocabulary(model)
+    assert b"".join(map(model.piece, words(b'{"a'))) == b'{"a'
+    words.tokens = [b"", b"abc", b"a", b"b", *[b""] * model.info.n_vocab]
+    assert words(b"ababc") == [2, 3, 1]
+    assert words(b"ab?a") == [2, 3]  # no token has the byte
+
+
+@pytest.mark.native
+def test_a_model_of_sentencepiece_fills_a_schema(variant: Variant) -> None:
+    """Its tokenizer adds a space before each text."""
+    with (
+        kv.open(variant.folder) as library,
+        library.load_model(synthetic_models.model("bytes")) as model,
+        model.context(n_ctx=256) as ctx,
+    ):
+        assert model.piece(model.tokenize("{", add_special=False)[0]) == b" "
+        with ctx.sequence() as sequence, model.sampler(json_schema=SCHEMA) as sampler:
+            ctx.prefill(sequence, "Once")
+            text = "".join(ctx.generate(sequence, 150, sampler))
+        jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_a_complete_document_ends(tmp_path: Path) -> None:
