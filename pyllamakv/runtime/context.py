@@ -46,8 +46,8 @@ from pyllamakv.runtime.sampler import (
     SampledAhead,
     Sampler,
     check_sampler,
-    is_sampler_option,
     make_sampler,
+    sampler_option,
 )
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
@@ -550,9 +550,10 @@ class Context(ClosedOnExit):
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         check_sampler(sampler)
         strings = check_stop_strings(stop)
-        for name in filter(is_sampler_option, options):
-            msg = f"{name} is an option of samplers: pass sampler=model.sampler({name}=…)"
-            raise UsageError(msg)
+        for name in options:
+            if option := sampler_option(name):
+                msg = f"{name} is an option of samplers: pass sampler=model.sampler({option}=…)"
+                raise UsageError(msg)
         tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
         if not tokens:
             msg = "the chat template rendered no text"

@@ -117,8 +117,13 @@ def test_a_stop_string_and_options(tmp_path: Path) -> None:
 def test_options_of_samplers_are_no_variables(tmp_path: Path) -> None:
     """They would have no effect: the error names the argument that takes them."""
     ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
-    for name in ("temperature", "json_schema", "seed"):
-        with pytest.raises(UsageError, match=rf"sampler=model\.sampler\({name}=…\)"):
+    for name, option in (
+        ("temperature", "temperature"),
+        ("json_schema", "json_schema"),
+        ("repeat_penalty", "penalty_repeat"),
+        ("logprobs", "top_logprobs"),
+    ):
+        with pytest.raises(UsageError, match=rf"sampler=model\.sampler\({option}=…\)"):
             ctx.chat(messages, 4, **{name: 1})
     assert "".join(ctx.chat(messages, 4, enable_thinking=False))
 
