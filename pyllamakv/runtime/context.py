@@ -533,6 +533,7 @@ class Context(ClosedOnExit):
         *,
         tools: Iterable[Mapping[str, Any]] | None = None,
         stop: str | Iterable[str] = (),
+        stop_at_end: bool = True,
         sequence: Sequence | None = None,
         template: str | None = None,
         **options: Any,
@@ -548,6 +549,7 @@ class Context(ClosedOnExit):
         if sequence is not None:
             checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+        stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
         strings = check_stop_strings(stop)
         for name in options:
@@ -558,7 +560,7 @@ class Context(ClosedOnExit):
         if not tokens:
             msg = "the chat template rendered no text"
             raise UsageError(msg)
-        return self._chat(tokens, max_tokens, sampler, strings, sequence)
+        return self._chat(tokens, max_tokens, sampler, strings, stop_at_end, sequence)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
@@ -777,6 +779,7 @@ class Context(ClosedOnExit):
         max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
         stop: tuple[str, ...],
+        stop_at_end: bool,
         sequence: Sequence | None,
     ) -> Iterator[str]:
         with ExitStack() as stack:
@@ -797,7 +800,7 @@ class Context(ClosedOnExit):
             except PartialRemovalRefused:
                 used.remove()
             self.prefill(used, tokens[len(used) :])
-            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end=True)
+            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end)
 
     def _generate(
         self,
