@@ -65,7 +65,7 @@ def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
 
 
 def test_tokens_have_the_bytes_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tokenizer changes a text, the longest tokens are chosen, as far as there are any."""
+    """Where the tokenizer changes a text, the longest tokens are chosen, as long as any fits."""
     model = kit.model(tmp_path)
     plain = model.native.tokenize
     monkeypatch.setattr(model.native, "tokenize", lambda m, text, *o: plain(m, text.upper(), *o))
