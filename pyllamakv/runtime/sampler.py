@@ -206,7 +206,7 @@ class Sampler(SampledAhead, ClosedOnExit):
         self._sampled = False
         self._text: weakref.ref[object] | None = None
         self._native, self._n_vocab = model.native, model.info.n_vocab
-        last = max((token for token, _ in params.logit_bias), default=0)
+        last = max(dict(params.logit_bias), default=0)
         arguments.integer("a token of logit_bias", last, 0, self._n_vocab - 1)
         with model.life as raw:
             if json_schema is not None:
