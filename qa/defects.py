@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 from xml.etree import ElementTree
 
 from pyllamakv.errors import HarnessError
@@ -81,12 +81,23 @@ def read(root: Path) -> list[Defect]:
 
 
 def _marks(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    decorators = set()
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
-        for mark in reversed(node.decorator_list):
-            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.regression":
-                yield *_mark(mark, f"{path.name}:{mark.lineno}"), node.name
+        for mark in filter(_is_mark, reversed(node.decorator_list)):
+            decorators.add(mark)
+            yield *_mark(mark, f"{path.name}:{mark.lineno}"), node.name
+    for node in ast.walk(tree):
+        if _is_mark(node) and node not in decorators:
+            # The tests that it marks are not known.
+            msg = f"{path.name}:{node.lineno}: write the marker as a decorator of each test"
+            raise HarnessError(msg)
+
+
+def _is_mark(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.regression"
 
 
 def _mark(mark: ast.Call, place: str) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -45,6 +46,21 @@ def compiled(folder: Path) -> Path:
     words = ("-shared", "-fPIC", "-o", str(folder / "one.so"), str(folder / "one.cpp"))
     assert wheel_kit.command(cxx, *words).returncode == 0
     return folder / "one.so"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_tag_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """For every Python 3; the libraries do not use its C API."""
+    pytest.importorskip("hatchling")
+    path = ROOT / "tools/prebuilt/platform_tag.py"
+    spec = importlib.util.spec_from_file_location("platform_tag", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: f"linux-{machine}")
+    data: dict[str, object] = {}
+    module.PlatformTag.initialize(None, "standard", data)
+    assert data == {"pure_python": False, "tag": f"py3-none-linux_{machine}"}
 
 
 @pytest.mark.long

@@ -495,7 +495,7 @@ class SamplerParams:
     penalizes tokens that extend a repetition of more than ``dry_allowed_length`` tokens;
     ``dry_breakers`` are strings that no repetition crosses. ``dynatemp_range`` is added to and
     subtracted from the temperature, by the entropy. ``grammar`` is a text in GBNF with a rule
-    ``root``.
+    ``root``. llama.cpp draws a random seed in place of ``seed`` 2**32 - 1.
 
     These values turn a sampler off: ``top_k`` 0 and -1, ``top_p`` and ``typical_p`` 1,
     ``penalty_repeat`` 1, and 0 for the others. Raises UsageError for mirostat and adaptive_target
@@ -507,7 +507,7 @@ class SamplerParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    penalty_last_n: int = 0
+    penalty_last_n: int = 64
     penalty_repeat: float = 1.0
     penalty_freq: float = 0.0
     penalty_present: float = 0.0

@@ -9,6 +9,7 @@ directory is searched before the distribution pyllamakv-prebuilt, which has such
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -25,6 +26,7 @@ from pyllamakv.errors import (
     ManifestError,
     NotBuilt,
     ToolMissing,
+    UnknownPatch,
     Unsupported,
     UsageError,
 )
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.backend import Backend
     from pyllamakv.building.compiler import Compiler
     from pyllamakv.building.manifest import Manifest
+    from pyllamakv.patching.definition import Definition
     from pyllamakv.source.releases import Kind, Release
 
 #: Increased when this package builds the same inputs differently.
@@ -48,6 +51,9 @@ DIGEST_EXCLUDES = (".pyc", "expected.toml")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+#: Names of a series, in the place of patches.
+_WORDS = ("stock", "patched")
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def parse(text: str) -> Spec:
     if names == "patched":
         return Spec(release, None)
     series = tuple(names.split(","))
-    if len(set(series)) != len(series) or {"stock", "patched"} & set(series):
+    if len(set(series)) != len(series) or set(_WORDS) & set(series):
         raise UsageError(f"{text!r}: name each patch once, and stock or patched alone")
     return Spec(release, series)
 
@@ -273,18 +279,36 @@ def release_name(text: str) -> str:
     return releases.canonical_name(text, lockfile.known())
 
 
+def definitions(names: Iterable[str]) -> list[Definition]:
+    """Return the shipped patches that a spec names.
+
+    Raises UnknownPatch with the closest names, also of `_WORDS`.
+    """
+    from pyllamakv.patching import series
+
+    there = series.load()
+    found = []
+    for name in names:
+        try:
+            found.append(there.definition(name))
+        except UnknownPatch as error:
+            close = difflib.get_close_matches(name, _WORDS, n=1)
+            if not close:
+                raise
+            msg = f"There is no patch {name!r}; did you mean {close[0]}?"
+            raise UnknownPatch(msg, name, close) from error
+    return found
+
+
 def check_patches(names: Iterable[str]) -> None:
     """Raise UnknownPatch for a name that the series lacks, UsageError for a patch of llama-server.
 
     Neither can be in a variant.
     """
-    from pyllamakv.patching import series
-
-    there = series.load()
-    for name in names:
-        if there.definition(name).target == "server":
+    for patch in definitions(names):
+        if patch.target == "server":
             raise UsageError(
-                f"{name} changes llama-server and not the libraries: leave it out; "
+                f"{patch.id} changes llama-server and not the libraries: leave it out; "
                 "pyllamakv build RELEASE --server applies it"
             )
 

@@ -315,7 +315,7 @@ def checked_request(
     if messages is not None:
         prompt = model.tokenize_chat(messages, tools)
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
-    given: list[int] = as_int32(tokens, "tokens").tolist()
+    given: list[int] = as_int32(tokens, "prompt").tolist()
     if not given:
         msg = "the prompt is empty"
         raise UsageError(msg)

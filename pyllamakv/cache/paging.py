@@ -17,6 +17,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+from weakref import finalize
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import PagingError
@@ -147,6 +148,8 @@ class FilePager:
         except OSError as error:
             msg = f"cannot store pages in {folder}: {error.strerror}; name a writable directory"
             raise PagingError(msg, folder) from error
+        # Also for a cache that is never closed. Pages can be large.
+        self._remove = finalize(self, _remove, self.folder, os.getpid())
 
     def write(self, saved: bytes, start: int, end: int) -> Page:
         """Write a saved sequence atomically. PagingError leaves no file."""
@@ -174,7 +177,13 @@ class FilePager:
 
     def close(self) -> None:
         """Remove the directory with its content."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove()
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Remove a directory, unless this is a fork of the process that uses it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(path: Path, owner: str, start: int, end: int) -> bytes:

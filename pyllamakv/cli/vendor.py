@@ -117,6 +117,7 @@ def _parse(spec: str) -> tuple[str, tuple[str, ...] | None]:
     from pyllamakv.building import variant
 
     parsed = variant.parse(spec)
+    variant.definitions(parsed.series or ())  # suggests stock and patched as well
     return parsed.release, parsed.series
 
 

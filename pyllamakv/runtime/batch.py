@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -171,13 +172,14 @@ def _numbers(values: Any, what: str) -> NDArray[Any]:
         return np.asarray(values, dtype=np.int64)
     given = values
     if not isinstance(values, list | tuple):
-        given = arguments.items(what, values, _NUMBERS)
+        given = arguments.items(what, values, _NUMBERS + _hint(what, type(values)))
     kinds = set(map(type, given))
     if kinds != {int}:
         for kind in kinds:
             if kind is bool or not issubclass(kind, int | np.integer):
                 place, bad = next(item for item in enumerate(given) if type(item[1]) is kind)
-                raise arguments.wrong_type(f"{what}[{place}]", bad, "a whole number")
+                expected = "a whole number" + _hint(what, kind)
+                raise arguments.wrong_type(f"{what}[{place}]", bad, expected)
         given = list(map(int, given))
     try:
         return np.array(given, dtype=np.int64)
@@ -185,6 +187,18 @@ def _numbers(values: Any, what: str) -> NDArray[Any]:
         bad = max(given, key=abs)
         msg = f"{what} must fit into 32 bits, found {arguments.shown(bad)}"
         raise UsageError(msg) from None
+
+
+def _hint(what: str, kind: type) -> str:
+    """Return how a text or messages become tokens, or an empty text."""
+    if what == "prompt" and issubclass(kind, Mapping):
+        return " (pass a chat as messages=)"
+    if what in ("prompt", "tokens"):
+        if issubclass(kind, Mapping):
+            return " (model.tokenize_chat converts a chat)"
+        if issubclass(kind, str):
+            return " (model.tokenize converts a text)"
+    return ""
 
 
 def _as_flags(values: Any) -> NDArray[np.int8]:

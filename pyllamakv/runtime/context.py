@@ -46,8 +46,8 @@ from pyllamakv.runtime.sampler import (
     SampledAhead,
     Sampler,
     check_sampler,
-    is_sampler_option,
     make_sampler,
+    sampler_option,
 )
 from pyllamakv.runtime.sequence import Sequence, checked
 from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
@@ -533,6 +533,7 @@ class Context(ClosedOnExit):
         *,
         tools: Iterable[Mapping[str, Any]] | None = None,
         stop: str | Iterable[str] = (),
+        stop_at_end: bool = True,
         sequence: Sequence | None = None,
         template: str | None = None,
         **options: Any,
@@ -548,16 +549,18 @@ class Context(ClosedOnExit):
         if sequence is not None:
             checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
+        stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
         strings = check_stop_strings(stop)
-        for name in filter(is_sampler_option, options):
-            msg = f"{name} is an option of samplers: pass sampler=model.sampler({name}=…)"
-            raise UsageError(msg)
+        for name in options:
+            if option := sampler_option(name):
+                msg = f"{name} is an option of samplers: pass sampler=model.sampler({option}=…)"
+                raise UsageError(msg)
         tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
         if not tokens:
             msg = "the chat template rendered no text"
             raise UsageError(msg)
-        return self._chat(tokens, max_tokens, sampler, strings, sequence)
+        return self._chat(tokens, max_tokens, sampler, strings, stop_at_end, sequence)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
@@ -776,6 +779,7 @@ class Context(ClosedOnExit):
         max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
         stop: tuple[str, ...],
+        stop_at_end: bool,
         sequence: Sequence | None,
     ) -> Iterator[str]:
         with ExitStack() as stack:
@@ -796,7 +800,7 @@ class Context(ClosedOnExit):
             except PartialRemovalRefused:
                 used.remove()
             self.prefill(used, tokens[len(used) :])
-            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end=True)
+            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end)
 
     def _generate(
         self,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Precedes the bytes of a control token, so that no text of a document can match it.
 _CONTROL = b"\xff"
+#: Precedes a text in a tokenization; no usual token contains it.
+_BEFORE = b"\x02"
 
 
 def compile_tokens(model: Model) -> Any:
@@ -33,11 +35,11 @@ def compile_tokens(model: Model) -> Any:
 
     Raises ToolMissing if llguidance is not installed, and Unsupported without a vocabulary.
     """
-    llguidance, words = _library(), _Vocabulary(model)
+    llguidance, words = _library(), Vocabulary(model)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.ends or None)
 
 
-class _Vocabulary:
+class Vocabulary:
     """The attributes and the call that llguidance requires of a tokenizer."""
 
     def __init__(self, model: Model) -> None:
@@ -63,9 +65,34 @@ class _Vocabulary:
         self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
         # Not the model: it keeps this object, in a cycle that the collector of Python cannot see.
         self._native, self._life = model.native, model.life
+        self._before = self._tokenize(_BEFORE)
 
     def __call__(self, text: bytes) -> list[int]:
+        """Return tokens with exactly the bytes of ``text``, which llguidance requires."""
+        found = self._tokenize(text)
+        if self._bytes(found) != text:
+            # SentencePiece adds a space at the start of a text, which is no start here.
+            found = self._tokenize(_BEFORE + text)[len(self._before) :]
+        return found if self._bytes(found) == text else self._longest(text)
+
+    def _tokenize(self, text: bytes) -> list[int]:
         return self._native.tokenize(self._life.raw, text, False, False)
+
+    def _bytes(self, tokens: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in tokens)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Return the longest token that begins a text, then that of the rest, and so on."""
+        ids = {word: token for token, word in enumerate(self.tokens)}
+        found: list[int] = []
+        while text:
+            fitting = (n for n in range(len(text), 0, -1) if text[:n] in ids)
+            n = next(fitting, 0)
+            if not n:
+                break  # no token has this byte
+            found.append(ids[text[:n]])
+            text = text[n:]
+        return found
 
 
 class SchemaProcessor:

@@ -39,18 +39,32 @@ class TokenSampler(Protocol):
 #: Options of `Model.sampler` that are not parameters of the samplers in C.
 _MORE_OPTIONS = ("processors", "json_schema", "top_logprobs")
 
+#: Names of options in llama-cpp-python and OpenAI's API, and the names here.
+_OTHER_NAMES = {
+    "repeat_penalty": "penalty_repeat",
+    "frequency_penalty": "penalty_freq",
+    "presence_penalty": "penalty_present",
+    "mirostat_mode": "mirostat",
+    "temp": "temperature",
+    "logprobs": "top_logprobs",
+    "logits_processor": "processors",
+    "response_format": "json_schema",
+}
 
-def is_sampler_option(name: str) -> bool:
-    """Return whether `Model.sampler` has an option with this name."""
-    return name in SamplerParams.__dataclass_fields__ or name in _MORE_OPTIONS
+
+def sampler_option(name: str) -> str | None:
+    """Return the option of `Model.sampler` that a name means, also in OpenAI's API, or None."""
+    known = name in SamplerParams.__dataclass_fields__ or name in _MORE_OPTIONS
+    return name if known else _OTHER_NAMES.get(name)
 
 
 def params_from_options(options: Mapping[str, Any]) -> SamplerParams:
     """Return sampler parameters; raise UsageError for an unknown option, with a similar one."""
     known = (*SamplerParams.__dataclass_fields__, *_MORE_OPTIONS)
     for name in options:
-        if not is_sampler_option(name):
-            close = difflib.get_close_matches(name, known, n=1)
+        meant = sampler_option(name)
+        if meant != name:
+            close = [meant] if meant else difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             raise UsageError(f"a sampler has no option {name}; {hint}")
     return SamplerParams(**options)
@@ -192,6 +206,8 @@ class Sampler(SampledAhead, ClosedOnExit):
         self._sampled = False
         self._text: weakref.ref[object] | None = None
         self._native, self._n_vocab = model.native, model.info.n_vocab
+        last = max(dict(params.logit_bias), default=0)
+        arguments.integer("a token of logit_bias", last, 0, self._n_vocab - 1)
         with model.life as raw:
             if json_schema is not None:
                 self.processors.append(SchemaProcessor(model, json_schema))

@@ -419,8 +419,8 @@ def _in_use(host: str, port: int, reason: str) -> str:
 def _with_address(arguments: Sequence[str], host: str, port: int) -> list[str]:
     """Return the arguments with the port that was chosen, and with a host.
 
-    An argument takes precedence over the configuration files that llama-server reads. What is added
-    comes first: an option at the end may lack its value.
+    An argument takes precedence over the configuration files that llama-server reads. Options are
+    added at the start, because the last one given may lack its value.
     """
     words = list(arguments)
     for index, word in enumerate(words[:-1]):

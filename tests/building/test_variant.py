@@ -17,6 +17,7 @@ from pyllamakv.errors import UnknownPatch, UsageError
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 RELEASE = Release("0.3.9", "sdist", "c" * 40, "a" * 40, "unified", "2025-05-08T00:00:00Z")
@@ -144,15 +145,23 @@ def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert variant.find(shop.spec) is None
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("ful-defrag", "full-defrag"), ("stok", "stock"), ("patchd", "patched")]
+)
+@pytest.mark.parametrize("search", [variant.find, variant.request])
 def test_a_patch_that_there_is_not_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    search: Callable[[str], object],
+    typed: str,
+    meant: str,
 ) -> None:
     """An unknown variant is refused with the closest known name."""
     shop = BuildSandbox(tmp_path, monkeypatch)
     release = shop.spec.partition("+")[0]
-    with pytest.raises(UnknownPatch, match="did you mean full-defrag") as caught:
-        variant.find(f"{release}+ful-defrag")
-    assert (caught.value.name, caught.value.close) == ("ful-defrag", ("full-defrag",))
+    with pytest.raises(UnknownPatch, match=rf"did you mean {meant}\?") as caught:
+        search(f"{release}+{typed}")
+    assert (caught.value.name, caught.value.close) == (typed, (meant,))
 
 
 def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,3 +227,6 @@ def test_messages_of_a_chat(tmp_path: Path) -> None:
             batcher.submit(**wrong)
     with pytest.raises(UsageError, match=r"messages\[0\] has no 'role'"):
         batcher.submit(messages=[{}])
+    for wrong in (messages, messages[0], iter(messages)):
+        with pytest.raises(TypeError, match=r"\(pass a chat as messages=\), not"):
+            batcher.submit(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +31,21 @@ def test_pages_give_back_what_was_written(where: str, tmp_path: Path) -> None:
     assert (pager.count, pager.size) == (1, b.size)
     pager.close()
     assert list(tmp_path.rglob("*.kvpage")) == []
+
+
+def test_the_pages_of_an_unclosed_cache_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last reference, but not by a fork of the process."""
+    kept, gone = paging.FilePager(tmp_path), paging.FilePager(tmp_path)
+    for each in (kept, gone):
+        each.write(SAVED, 0, 2)
+    there = kept.folder
+    del gone, each
+    assert list(tmp_path.iterdir()) == [there]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    kept.close()
+    assert list(tmp_path.iterdir()) == [there]
 
 
 def test_nothing_is_paged_without_a_place() -> None:

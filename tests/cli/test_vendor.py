@@ -11,7 +11,7 @@ from source_kit import TREE, imported, isolate
 from typer.main import get_command
 
 from pyllamakv.cli import vendor as cli
-from pyllamakv.errors import TreeDirty, UnknownRelease, UsageError
+from pyllamakv.errors import TreeDirty, UnknownPatch, UnknownRelease, UsageError
 from pyllamakv.source import lockfile, vendor, verified
 from pyllamakv.source.store import open_store
 
@@ -120,6 +120,13 @@ def test_stock_is_upstream(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     plain, stock = answer(capsys, "sync", "0.3.9", "0.3.9+stock")
     assert plain["folder"] == stock["folder"]
     assert plain["tree"] == stock["tree"]
+
+
+def test_a_series_that_is_misspelt(home: Path) -> None:
+    """The words for all patches and for none are suggested like the names of patches."""
+    with pytest.raises(UnknownPatch, match=r"did you mean stock\?"):
+        run("sync", "0.3.9+stok")
+    assert vendor.listed() == []
 
 
 def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

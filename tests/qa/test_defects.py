@@ -101,6 +101,22 @@ def test_markers_say_all_of_it(root: Path, words: str) -> None:
         defects.read(root)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MARK = {}\n\n@MARK\ndef test_it():\n    pass\n",
+        "pytestmark = [{}]\n",
+        "@{}\nclass TestIt:\n    pass\n",
+    ],
+)
+def test_markers_are_decorators_of_tests(root: Path, text: str) -> None:
+    """Another marker would not count, so it fails with its line."""
+    mark = 'pytest.mark.regression("what", by="fuzzing", of="shim")'
+    put(root, "import pytest\n\n" + text.format(mark))
+    with pytest.raises(HarnessError, match=r"test_some\.py:3: write the marker as a decorator"):
+        defects.read(root)
+
+
 def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tests, the entry reports that and replaces no other."""
     monkeypatch.setattr(defects, "checkout", lambda: None)

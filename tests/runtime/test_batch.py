@@ -46,7 +46,7 @@ def test_tokens_may_belong_to_several_sequences() -> None:
         (([1, 2], [0, 1], [0, 0]), {"counts": [1]}, "counts"),
         (([1, 2], [0, 1], [0]), {"counts": [1, 0]}, "at least one"),
         (([1.5], [0], 0), {}, "a whole number, not 1.5"),
-        ((["x"], [0], 0), {}, "a whole number, not 'x'"),
+        ((["x"], [0], 0), {}, "a whole number .*, not 'x'"),
         (([[1]], [0], 0), {}, "a whole number"),
         (([2**31], [0], 0), {}, "32 bits"),
     ],
@@ -125,3 +125,20 @@ def test_iterables_of_tokens_become_arrays() -> None:
     assert as_int32([], "tokens").dtype == np.int32
     with pytest.raises(UsageError):
         as_int32(object(), "tokens")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("a text", "model.tokenize converts a text"),
+        (["a text"], "model.tokenize converts a text"),
+        ([{"role": "user", "content": "Hi"}], "model.tokenize_chat converts a chat"),
+    ],
+)
+def test_a_text_is_no_tokens(given: object, hint: str) -> None:
+    """The function that makes tokens of it is named, but not where it would be no help."""
+    with pytest.raises(TypeError, match=rf"^tokens.* \({hint}\), not"):
+        as_int32(given, "tokens")
+    with pytest.raises(TypeError, match=r"^positions[^()]* not") as caught:
+        as_int32(given, "positions")
+    assert hint not in str(caught.value)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit as kit
+from batching_kit import Fixed
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability
@@ -82,7 +83,9 @@ def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:
     """Before any token is requested of the iterator, except when the cache is too small."""
     ctx = chat_context(tmp_path)
     messages = [{"role": "user", "content": "Hi"}]
-    for wrong in ({"max_tokens": -1}, {"sampler": 1}, {"stop": ""}, {"sequence": 1}):
+    for wrong in (
+        {"max_tokens": -1}, {"sampler": 1}, {"stop": ""}, {"stop_at_end": 1}, {"sequence": 1},
+    ):  # fmt: skip
         with pytest.raises(UsageError):
             ctx.chat(messages, **wrong)
     with pytest.raises(UsageError, match="messages is empty"):
@@ -114,11 +117,23 @@ def test_a_stop_string_and_options(tmp_path: Path) -> None:
     assert other == whole
 
 
+def test_a_reply_may_continue_after_an_end_token(tmp_path: Path) -> None:
+    """As in the other calls that generate."""
+    ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
+    assert "".join(ctx.chat(messages, 3, Fixed([100, 2, 101]))) == "a"
+    assert "".join(ctx.chat(messages, 3, Fixed([100, 2, 101]), stop_at_end=False)) == "ab"
+
+
 def test_options_of_samplers_are_no_variables(tmp_path: Path) -> None:
     """They would have no effect: the error names the argument that takes them."""
     ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
-    for name in ("temperature", "json_schema", "seed"):
-        with pytest.raises(UsageError, match=rf"sampler=model\.sampler\({name}=…\)"):
+    for name, option in (
+        ("temperature", "temperature"),
+        ("json_schema", "json_schema"),
+        ("repeat_penalty", "penalty_repeat"),
+        ("logprobs", "top_logprobs"),
+    ):
+        with pytest.raises(UsageError, match=rf"sampler=model\.sampler\({option}=…\)"):
             ctx.chat(messages, 4, **{name: 1})
     assert "".join(ctx.chat(messages, 4, enable_thinking=False))
 

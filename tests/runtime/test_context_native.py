@@ -241,6 +241,10 @@ def test_forks_cuts_and_shifts_agree_with_the_cache(model: kv.Model) -> None:
         assert a.tokens == [*range(1, 23), *range(27, 31), 40]
         assert ctx.kv.rows(0, a).pos.tolist() == a.positions
         assert ctx.kv.rows(0, b).pos.tolist() == b.positions
+        b.remove()
+        a.divide(0, None, 2)
+        assert a.pos_max == 13
+        assert ctx.kv.rows(0, a).pos.tolist() == a.positions
 
 
 @pytest.mark.parametrize(("flash_attn", "kind"), KINDS)

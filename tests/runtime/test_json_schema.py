@@ -17,7 +17,9 @@ import runtime_kit as kit
 
 import pyllamakv as kv
 from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported, UsageError
+from pyllamakv.runtime import json_schema
 from pyllamakv.runtime.json_schema import SchemaProcessor
+from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +62,47 @@ def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
         assert text.startswith('{"city": "')
         assert text.count(" ") - text[: text.index('", "size')].count(" ") == 4
     assert model.schema_tokens is model.schema_tokens
+
+
+def test_tokens_have_the_bytes_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tokenizer changes a text, the longest tokens are chosen, as long as any fits."""
+    model = kit.model(tmp_path)
+    plain = model.native.tokenize
+    monkeypatch.setattr(model.native, "tokenize", lambda m, text, *o: plain(m, text.upper(), *o))
+    for seed in range(3):
+        jsonschema.validate(json.loads(document(model, seed)), SCHEMA)
+    words = json_schema.Vocabulary(model)
+    words.tokens = [b"", b"abc", b"a", b"b", *[b""] * model.info.n_vocab]
+    assert words(b"ababc") == [2, 3, 1]
+    assert words(b"ab?a") == [2, 3]
+
+
+@pytest.mark.native
+def test_a_model_of_sentencepiece_fills_a_schema(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer adds a space before each text, and has all tokens nevertheless."""
+    monkeypatch.setattr(json_schema.Vocabulary, "_longest", None)
+    with (
+        kv.open(variant.folder) as library,
+        library.load_model(synthetic_models.model("bytes")) as model,
+        model.context(n_ctx=256) as ctx,
+    ):
+        assert model.piece(model.tokenize("{", add_special=False)[0]) == b" "
+        with ctx.sequence() as sequence, model.sampler(json_schema=SCHEMA) as sampler:
+            ctx.prefill(sequence, "Once")
+            text = "".join(ctx.generate(sequence, 150, sampler))
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.xfail(strict=True, reason="a defect of llguidance that docs/chat.md names")
+def test_an_exclusive_minimum_of_zero(tmp_path: Path) -> None:
+    """With a maximum below 1, the document 0 may not end."""
+    model = kit.model(tmp_path)
+    processor = SchemaProcessor(model, {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5})
+    logits = np.zeros(model.info.n_vocab, dtype=np.float32)
+    processor(model.tokenize("0", add_special=False), logits)
+    assert not np.isfinite(logits[2])
 
 
 def test_a_complete_document_ends(tmp_path: Path) -> None:

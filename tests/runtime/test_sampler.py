@@ -106,7 +106,12 @@ def test_impossible_parameters_are_refused(tmp_path: Path, options: dict) -> Non
 def test_unknown_options_are_named(tmp_path: Path) -> None:
     """With a similar option, or with all."""
     model = kit.model(tmp_path)
-    for name, hint in (("temprature", "did you mean temperature"), ("tfs_z", "known: seed, ")):
+    for name, hint in (
+        ("temprature", "did you mean temperature"),
+        ("tfs_z", "known: seed, "),
+        ("repeat_penalty", "did you mean penalty_repeat"),
+        ("mirostat_mode", r"did you mean mirostat\?"),
+    ):
         with pytest.raises(UsageError, match=f"no option {name}; {hint}"):
             model.sampler(**{name: 1})
 
@@ -167,15 +172,15 @@ def test_a_missing_sampler_names_its_capability(tmp_path: Path) -> None:
 def test_parameters_know_what_they_change() -> None:
     """Greedy choices are shared by sequences; samplers with a history are not."""
     assert SamplerParams().is_greedy
-    assert SamplerParams(top_k=5, min_p=0.1, penalty_repeat=2.0, dry_base=2.0).is_greedy
+    assert SamplerParams(top_k=5, min_p=0.1, dry_base=2.0).is_greedy
+    assert SamplerParams(penalty_repeat=2.0, penalty_last_n=0).is_greedy
     for options in ({"logit_bias": {1: 1}}, {"xtc_probability": 1}, {"temperature": 0.1}):
         assert not SamplerParams(**options).is_greedy
         assert not SamplerParams(**options).keeps_history
-    last = {"penalty_last_n": 8}
     for options in (
-        {"penalty_repeat": 2.0, **last},
-        {"penalty_freq": 1, **last},
-        {"penalty_present": 1, **last},
+        {"penalty_repeat": 2.0},
+        {"penalty_freq": 1},
+        {"penalty_present": 1},
         {"dry_multiplier": 1},
         {"grammar": ""},
         {"mirostat": 1, "temperature": 1},

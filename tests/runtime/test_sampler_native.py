@@ -76,6 +76,13 @@ def test_releases_have_the_samplers(model: kv.Model) -> None:
             model.native.sampler_new(raw, params)
 
 
+def test_a_seed_repeats_the_draws(model: kv.Model) -> None:
+    """Except the one that llama.cpp replaces by a random number."""
+    even = np.zeros(model.info.n_vocab, dtype=np.float32)
+    for seed, same in ((0, True), (2**32 - 2, True), (2**32 - 1, False)):
+        assert (drawn(model, even, 20, seed=seed) == drawn(model, even, 20, seed=seed)) == same
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -153,7 +160,7 @@ def test_penalties_count_what_was_accepted(model: kv.Model) -> None:
         ({"penalty_repeat": 2.0}, 30),
         ({"penalty_repeat": 2.0, "penalty_last_n": 1}, 10),
     ):
-        with model.sampler(**{"penalty_last_n": 8, **options}) as sampler:
+        with model.sampler(**options) as sampler:
             sampler.accept(history)
             with sampler.life as handle:
                 penalized = logits.copy()
@@ -278,8 +285,10 @@ def test_nothing_allowed_is_an_error(model: kv.Model) -> None:
         drawn(model, np.full(model.info.n_vocab, -np.inf, dtype=np.float32), 1)
     with pytest.raises(kv.NativeError, match="size of the vocabulary"):
         drawn(model, logits[:-1], 1)
-    with pytest.raises(kv.NativeError, match="bias of token 99999"):
+    with pytest.raises(kv.UsageError, match=r"token of logit_bias must be .* to \d+, not 99999"):
         model.sampler(logit_bias={99999: 1.0})
+    with pytest.raises(kv.NativeError, match="bias of token 99999"):  # the check in C
+        model.native.sampler_new(model.handle, kv.SamplerParams(logit_bias={99999: 1.0}))
 
 
 @pytest.mark.long
