@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding import arguments
 from pyllamakv.binding.library import Library
 from pyllamakv.binding.protocol import ModelParams
-from pyllamakv.binding.rpc_server import RpcServer
 from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import ManifestError, ModelError, NotBuilt, UnknownRelease, UsageError
 from pyllamakv.home import variant_roots
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyllamakv.binding.protocol import Device
+    from pyllamakv.binding.rpc_server import RpcServer
     from pyllamakv.building.manifest import Manifest
     from pyllamakv.building.variant import Variant
 
@@ -283,5 +283,7 @@ def serve_rpc(
     ``device`` names another. Raises NotBuilt, LoadError (also if no GPU is found), UsageError, or
     DeviceLost if the server ends at once.
     """
+    from pyllamakv.binding.rpc_server import RpcServer
+
     where = variant_path(spec, backend=backend)
     return RpcServer(where, host=host, port=port, device=device, memory=memory, threads=threads)
