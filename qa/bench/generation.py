@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -142,31 +142,33 @@ def opened(variant: Variant, model: Path, work: ClientWorkload) -> Iterator[Cont
 
 
 def batch_cost(variant: Variant, model: Path, work: ClientWorkload) -> Pairs:
-    """Return CPU seconds per token of decodes: of all clients in a batch, and of one in each.
+    """Return CPU seconds per token of decodes: of all clients, and of one in a context of its own.
 
-    The cells are those of the workload. The difference is llama.cpp's, not the batcher's.
+    The difference is llama.cpp's, not the batcher's.
     """
-    tokens = [prompt[-1] for prompt in work.prompts[0]]
-    with opened(variant, model, work) as context:
+    single = replace(work, prompts=[each[:1] for each in work.prompts])
+    with (
+        opened(variant, model, work) as context,
+        opened(variant, model, single) as other,
+    ):
+        tokens = [prompt[-1] for prompt in work.prompts[0]]
         sequences = [context.sequence() for _ in tokens]
+        alone = other.sequence()
+        other.decode(alone.feed(work.prompts[0][0]))
         for sequence, prompt in zip(sequences, work.prompts[0], strict=True):
             context.decode(sequence.feed(prompt))
 
-        def seconds(step: Callable[[], None]) -> float:
+        def all_clients() -> float:
             begin = time.thread_time()
-            step()
+            context.step_all(sequences, tokens)
             return (time.thread_time() - begin) / len(tokens)
 
-        def together() -> None:
-            context.step_all(sequences, tokens)
+        def one_client() -> float:
+            begin = time.thread_time()
+            other.step(alone, tokens[0])
+            return time.thread_time() - begin
 
-        def alone() -> None:
-            for sequence, token in zip(sequences, tokens, strict=True):
-                context.step(sequence, token)
-
-        return interleave(
-            lambda: seconds(together), lambda: seconds(alone), pairs=work.steps // 2 - 1
-        )
+        return interleave(all_clients, one_client, pairs=work.steps - 1)
 
 
 def figure(work: ClientWorkload, model: Path, wall: Pairs, cpu: Pairs, cost: Pairs) -> Figure:
@@ -193,7 +195,7 @@ def figure(work: ClientWorkload, model: Path, wall: Pairs, cpu: Pairs, cost: Pai
         f"{per_second(wall.second):.0f} and {per_second(wall.first):.0f} tokens/s"
         + (
             f"; a decode of all clients in one batch costs {cost.ratio.format()} times as much per "
-            "token as of one"
+            "token as of one client alone"
             if work.clients > 1
             else ""
         ),

@@ -109,7 +109,7 @@ def test_throughputs_are_compared_by_cpu_time() -> None:
     assert found.value.endswith(", 3.00 [3.00, 3.00] times by the wall clock")
     assert found.limit == (
         "CPU per token 5.00 and 10.00 ms; 100 and 33 tokens/s; a decode of all clients in one "
-        "batch costs 1.50 [1.50, 1.50] times as much per token as of one"
+        "batch costs 1.50 [1.50, 1.50] times as much per token as of one client alone"
     )
     assert found.met
     assert generation.figure(work, model, wall, Pairs([1.0] * 9, [2.0] * 9), cost).met is False
