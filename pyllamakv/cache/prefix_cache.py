@@ -32,6 +32,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -143,6 +144,23 @@ class PrefixCache(ClosedOnExit):
         named: tuple[int, ...],
         parked: ParkedPrefix | None = None,
     ) -> PrefixLease:
+        lease: PrefixLease | None = None
+        try:
+            with Uninterrupted():
+                lease = self._new_lease(key, together, named, parked)
+        except BaseException:
+            if lease is not None:  # Ctrl-C, so the caller never gets it
+                lease.release()
+            raise
+        return lease
+
+    def _new_lease(
+        self,
+        key: bytes,
+        together: tuple[Group, ...],
+        named: tuple[int, ...],
+        parked: ParkedPrefix | None,
+    ) -> PrefixLease:
         prompt = len(key) // TOKEN_BYTES
         resumed = parked.node if parked is not None else None
         self.sync()
@@ -185,6 +203,7 @@ class PrefixCache(ClosedOnExit):
         self.counts.add("resumed_tokens", lease.cached)
         return lease
 
+    @Uninterrupted()
     def _make_way(self, node: Node | None) -> None:
         """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
         if node is None or node.page is None or not self.leases:
@@ -254,6 +273,7 @@ class PrefixCache(ClosedOnExit):
 
     # What stays...
 
+    @Uninterrupted()
     def pin(self, name: str, tokens: Iterable[int]) -> None:
         """Protect a cached prefix from eviction until `unpin`; it may be paged out.
 
@@ -280,6 +300,7 @@ class PrefixCache(ClosedOnExit):
         """The pinned nodes by name, without those that lost their content."""
         return {name: node for name, node in self._pins.items() if name in node.pins}
 
+    @Uninterrupted()
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
         """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""
         arguments.text("name", name)
@@ -295,6 +316,7 @@ class PrefixCache(ClosedOnExit):
             node.pins.discard(name)
             self.branches.tidy(node)
 
+    @Uninterrupted()
     def page_out(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens out.
 
@@ -312,6 +334,7 @@ class PrefixCache(ClosedOnExit):
             eviction.evict(self, node)
             self.enforce(0)
 
+    @Uninterrupted()
     def page_in(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
         node = self._branch(tokens)
@@ -334,6 +357,7 @@ class PrefixCache(ClosedOnExit):
             raise UsageError(msg)
         return node
 
+    @Uninterrupted()
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
 
@@ -351,6 +375,7 @@ class PrefixCache(ClosedOnExit):
             return False
         return True
 
+    @Uninterrupted()
     def evict(self) -> bool:
         """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
@@ -360,6 +385,7 @@ class PrefixCache(ClosedOnExit):
             self.counts.add("evictions")
         return node is not None
 
+    @Uninterrupted()
     def clear(self) -> None:
         """Drop all branches that are neither leased nor pinned."""
         while self.evict():
@@ -473,13 +499,14 @@ class PrefixCache(ClosedOnExit):
                 if self.stored is not None and not self.context.closed:
                     self.flush()
         finally:
-            self.closed = True
-            for sequence in list(self.branches.sequences()):
-                sequence.close()
-            if self.branches.pager is not None:
-                self.branches.pager.close()
-            if self.stored is not None:
-                self.stored.store.close()
+            with Uninterrupted():
+                self.closed = True
+                if self.stored is not None:
+                    self.stored.store.close()
+                for sequence in list(self.branches.sequences()):
+                    sequence.close()
+                if self.branches.pager is not None:
+                    self.branches.pager.close()
 
     def __enter__(self) -> PrefixCache:
         self._check_open()
@@ -566,6 +593,7 @@ class PrefixLease:
             n = arguments.integer("n", n, 0, arguments.INT32)
         return n if self.points is None else self.points.limit(len(self.ledger.tokens), n)
 
+    @Uninterrupted()
     def checkpoint(self) -> None:
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
         if self.points is not None and self.points.due(len(self.ledger.tokens)):
@@ -598,6 +626,7 @@ class PrefixLease:
         """Drop cells that were granted in advance, because others need them."""
         self.granted = min(self.granted, max(self._prompt, self.asked))
 
+    @Uninterrupted()
     def _grow(self, n: int) -> None:
         cache = self.cache
         cache.sync()
@@ -642,17 +671,21 @@ class PrefixLease:
         """
         if self.released:
             raise UsageError(PARKED_LATE)
-        self.cache.sync()
-        parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+        parked: ParkedPrefix | None = None
         try:
-            self.release()
+            with Uninterrupted():
+                self.cache.sync()
+                parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+                self.release()
         except BaseException:
-            parked.close()
+            if parked is not None:
+                parked.close()
             raise
         self.cache.counts.add("parks")
         self.cache.counts.add("parked_tokens", self.node.end)
         return parked
 
+    @Uninterrupted()
     def release(self) -> None:
         """Release the sequence. Its tokens stay cached. A second call does nothing."""
         cache = self.cache
@@ -709,6 +742,7 @@ class ParkedPrefix:
         """Return a lease for the parked tokens and at least one more: see `Parked.resume`."""
         return self.cache.resume(self, tokens)
 
+    @Uninterrupted()
     def close(self) -> None:
         """Allow the eviction of the branch. A second call does nothing."""
         if not self.closed:
