@@ -7,7 +7,7 @@ a context. A prompt gets a sequence with the longest prefix that any of them has
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -489,8 +489,15 @@ class PrefixCache(ClosedOnExit):
     def close(self) -> None:
         """Flush, and close the sequences, also leased ones. A second call does nothing.
 
-        Raises the errors of `flush` after everything was closed.
+        Raises the errors of `flush` after everything was closed, and Busy with nothing closed while
+        another thread uses the context.
         """
+        with ExitStack() as stack:
+            with suppress(Closed):
+                stack.enter_context(self.context.lock)
+            self._close()
+
+    def _close(self) -> None:
         if self.closed:
             return
         try:

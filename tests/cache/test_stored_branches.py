@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import prefix_kit
@@ -97,6 +98,37 @@ def test_close_flushes(start: Callable[..., PrefixCache]) -> None:
         cache.context.close()
     with start() as cache:  # nothing was written without a context, and the lock is free
         assert serve(cache, [*SYSTEM, 1, 2, 3]) == 21
+
+
+@pytest.mark.regression(
+    "a prefix cache that was closed while another thread used the context lost what was not "
+    "flushed, and kept the lock of its store",
+    by="hostile input",
+    of="Python",
+)
+def test_a_cache_is_not_closed_while_another_thread_uses_the_context(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """Busy changes nothing, and the next call flushes and closes."""
+    cache = start()
+    serve(cache, [*SYSTEM, 1])
+    used, done = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with cache.context.lock:
+            used.set()
+            done.wait()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    used.wait()
+    with pytest.raises(errors.Busy):
+        cache.close()
+    done.set()
+    thread.join()
+    assert not cache.closed
+    cache.close()
+    assert serve(start(), [*SYSTEM, 1, 2]) == 21
 
 
 def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) -> None:
