@@ -196,27 +196,29 @@ def test_a_second_thread_is_refused_during_an_operation(tmp_path: Path) -> None:
         return real(*arguments)
 
     native.state_save = save
-    thread = threading.Thread(target=cache.page_out, args=(first,), daemon=True)
+    thread = threading.Thread(target=cache.page_out, args=(first,))
     thread.start()
     entered.wait()
-    before = [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()]
-    for act in (
-        lambda: cache.acquire([*second, 4]),
-        lambda: cache.pin("second", second),
-        lambda: cache.page_out(second),
-        cache.evict,
-        cache.sync,
-        cache.relieve,
-        lambda: lease.make_room(100),
-        lease.park,
-        lease.release,
-        cache.close,
-    ):
-        with pytest.raises(Busy):
-            act()
-    assert [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()] == before
-    leave.set()
-    thread.join()
+    try:
+        before = [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()]
+        for act in (
+            lambda: cache.acquire([*second, 4]),
+            lambda: cache.pin("second", second),
+            lambda: cache.page_out(second),
+            cache.evict,
+            cache.sync,
+            cache.relieve,
+            lambda: lease.make_room(100),
+            lease.park,
+            lease.release,
+            cache.close,
+        ):
+            with pytest.raises(Busy):
+                act()
+        assert [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()] == before
+    finally:
+        leave.set()
+        thread.join()
     lease.release()
     cache.check()
     assert (cache.stats().paged, cache.stats().leased, cache.pins) == (1, 0, {})
