@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Uninterrupted(ContextDecorator):
     """Call the handler of SIGINT at the end of a ``with`` block, or of a decorated function.
 
-    The result of such a function may be lost: undo what it did. Blocks may be nested. A second
-    signal is handled at once, because a worker or a disk may hang. In other threads than the main
-    thread, where Python runs no handlers, this has no effect.
+    The result of such a function may be lost: undo what it did. Blocks may be nested, and several
+    signals count as one. Other signals, such as SIGTERM, are not delayed. In other threads than the
+    main thread, where Python runs no handlers, this has no effect.
     """
 
     #: The outermost block of the main thread.
@@ -34,8 +34,6 @@ class Uninterrupted(ContextDecorator):
         return type(self)()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:  # by a user who does not want to wait
-            self._handler(number, frame)
         self._received = number, frame
 
     def __enter__(self) -> Self:
