@@ -148,8 +148,9 @@ def scan(folder: Path, *, contents: bool = False) -> StoreContents:
         parent = found.pages.get(page.parent)
         if page.start == 0 or (parent and parent.start < page.start <= parent.end):
             found.pages[page.name] = page
-        else:
-            found.unusable[folder / (page.name + SUFFIX)] = "the page before it is missing"
+        elif (path := folder / (page.name + SUFFIX)).exists():
+            # Otherwise, the writer has removed both since, this one first.
+            found.unusable[path] = "the page before it is missing"
     return found
 
 

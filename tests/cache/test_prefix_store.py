@@ -263,6 +263,32 @@ def test_unusable_files_are_removed_when_a_store_is_opened(
     assert set(files(folder)) == {"store.json", one.name + SUFFIX}
 
 
+@pytest.mark.regression(
+    "`cache verify` reported damage if a writer evicted pages meanwhile",
+    by="hostile input",
+    of="Python",
+)
+def test_pages_that_are_evicted_during_a_scan_are_no_damage(
+    store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last page is read, and evicted with those before it."""
+    one, two, three = fill(store)
+    real = prefix_store._read_page
+
+    def read(path: Path, *arguments: Any, **options: Any) -> tuple[StoredPage, bytes]:
+        found = real(path, *arguments, **options)
+        if path == store.path(three):
+            store.discard(one)
+        return found
+
+    last_first = [store.path(page) for page in (three, two, one)]
+    monkeypatch.setattr(prefix_store, "_read_page", read)
+    monkeypatch.setattr(prefix_store, "sorted", lambda found, **_: list(found), raising=False)
+    monkeypatch.setattr(prefix_store, "_entries", lambda _: last_first)
+    found = scan(folder, contents=True)
+    assert (found.pages, found.unusable) == ({}, {})
+
+
 def test_a_missing_page_is_damage(store: PrefixStore) -> None:
     """Discard a page that cannot be read, with all that follow it."""
     one, two, _ = fill(store)
