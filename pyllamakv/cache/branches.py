@@ -380,13 +380,13 @@ class Branches:
         return sequence
 
     def write_page(self, pager: Pager, saved: bytes, start: int, end: int) -> Page:
-        """Store a page. Raises PagingError if one page exceeds the budget of states."""
+        """Store a page. Raises StateTooLarge if it alone exceeds the budget of states."""
         if not self.can_trim and len(saved) > self.schedule.budget:
             msg = (
                 f"a state of {end} tokens has {len(saved)} bytes and the budget of checkpoints is "
                 f"{self.schedule.budget}; increase it, or decode the tokens again"
             )
-            raise PagingError(msg)
+            raise StateTooLarge(msg)
         page = pager.write(saved, start, end)
         self.paged_out_tokens += end - start
         return page
@@ -581,6 +581,10 @@ def _cell_bytes(context: Context) -> int:
         if each.info is not None
     }
     return sum(found.values())
+
+
+class StateTooLarge(PagingError):
+    """Report a state that exceeds the budget of states, and can never be paged out."""
 
 
 class DamagedPage(PagingError):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache import prefix_states
+from pyllamakv.cache.branches import StateTooLarge
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.errors import (
     NativeError,
@@ -89,7 +90,8 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
         except PagingError as error:
             # Pages below this node would be useless without it.
             needed = node.pins or (branches.sharing and node.children)
-            if needed or not (branches.pages_optional or node.parked):
+            optional = branches.pages_optional or isinstance(error, StateTooLarge)
+            if needed or not (optional or node.parked):
                 raise
             LOG.warning("%s; the branch is dropped", error)
             node.unprotect()

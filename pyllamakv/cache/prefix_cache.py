@@ -7,9 +7,10 @@ a context. A prompt gets a sequence with the longest prefix that any of them has
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, eviction, eviction_policy, prefix_match, prefix_states
@@ -32,9 +33,10 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from os import PathLike
     from types import TracebackType
 
@@ -46,9 +48,32 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("pyllamakv.cache")
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _exclusive(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Let one thread at a time change the tree, and complete the change before Ctrl-C is raised.
+
+    Other threads get Busy, with nothing changed. ``method`` is one of a cache, or of an object that
+    has one.
+    """
+
+    @wraps(method)
+    def run(self: Any, /, *given: P.args, **options: P.kwargs) -> R:
+        cache: PrefixCache = getattr(self, "cache", self)
+        with cache.context.lock, Uninterrupted():
+            return method(self, *given, **options)
+
+    return run
+
 
 class PrefixCache(ClosedOnExit):
     """Manage the sequences of a context as branches of a prefix tree, in one thread at a time.
+
+    A second thread gets Busy, with nothing changed.
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
     the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
@@ -143,6 +168,23 @@ class PrefixCache(ClosedOnExit):
         named: tuple[int, ...],
         parked: ParkedPrefix | None = None,
     ) -> PrefixLease:
+        lease: PrefixLease | None = None
+        try:
+            with self.context.lock, Uninterrupted():
+                lease = self._new_lease(key, together, named, parked)
+        except BaseException:
+            if lease is not None:  # Ctrl-C, so the caller never gets it
+                lease.release()
+            raise
+        return lease
+
+    def _new_lease(
+        self,
+        key: bytes,
+        together: tuple[Group, ...],
+        named: tuple[int, ...],
+        parked: ParkedPrefix | None,
+    ) -> PrefixLease:
         prompt = len(key) // TOKEN_BYTES
         resumed = parked.node if parked is not None else None
         self.sync()
@@ -185,6 +227,7 @@ class PrefixCache(ClosedOnExit):
         self.counts.add("resumed_tokens", lease.cached)
         return lease
 
+    @_exclusive
     def _make_way(self, node: Node | None) -> None:
         """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
         if node is None or node.page is None or not self.leases:
@@ -221,6 +264,7 @@ class PrefixCache(ClosedOnExit):
                 *(stats.resident, stats.paged, stats.cells, stats.bytes),
             )
 
+    @_exclusive
     def sync(self) -> None:
         """Add the tokens decoded with leases since the last call to the tree."""
         self._check_open()
@@ -240,12 +284,14 @@ class PrefixCache(ClosedOnExit):
         UsageError without a store, PrefixStoreFull, PrefixStoreError, or BudgetTooSmall if a branch
         alone exceeds the budget; the store keeps its complete pages then.
         """
-        self.sync()
-        if self.stored is None:
-            msg = "this cache has no store; create it with store=PATH"
-            raise UsageError(msg)
-        count = self.stored.flush(self)
-        self.counts.add("stored_tokens", count)
+        self._check_open()
+        with self.context.lock:
+            self.sync()
+            if self.stored is None:
+                msg = "this cache has no store; create it with store=PATH"
+                raise UsageError(msg)
+            count = self.stored.flush(self)
+            self.counts.add("stored_tokens", count)
         return count
 
     def _store_branch(self, node: Node) -> None:
@@ -254,6 +300,7 @@ class PrefixCache(ClosedOnExit):
 
     # What stays...
 
+    @_exclusive
     def pin(self, name: str, tokens: Iterable[int]) -> None:
         """Protect a cached prefix from eviction until `unpin`; it may be paged out.
 
@@ -280,6 +327,7 @@ class PrefixCache(ClosedOnExit):
         """The pinned nodes by name, without those that lost their content."""
         return {name: node for name, node in self._pins.items() if name in node.pins}
 
+    @_exclusive
     def unpin(self, name: str, *, missing_ok: bool = False) -> None:
         """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""
         arguments.text("name", name)
@@ -295,6 +343,7 @@ class PrefixCache(ClosedOnExit):
             node.pins.discard(name)
             self.branches.tidy(node)
 
+    @_exclusive
     def page_out(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens out.
 
@@ -312,6 +361,7 @@ class PrefixCache(ClosedOnExit):
             eviction.evict(self, node)
             self.enforce(0)
 
+    @_exclusive
     def page_in(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
         node = self._branch(tokens)
@@ -334,6 +384,7 @@ class PrefixCache(ClosedOnExit):
             raise UsageError(msg)
         return node
 
+    @_exclusive
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
 
@@ -351,6 +402,7 @@ class PrefixCache(ClosedOnExit):
             return False
         return True
 
+    @_exclusive
     def evict(self) -> bool:
         """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
@@ -360,6 +412,7 @@ class PrefixCache(ClosedOnExit):
             self.counts.add("evictions")
         return node is not None
 
+    @_exclusive
     def clear(self) -> None:
         """Drop all branches that are neither leased nor pinned."""
         while self.evict():
@@ -463,8 +516,15 @@ class PrefixCache(ClosedOnExit):
     def close(self) -> None:
         """Flush, and close the sequences, also leased ones. A second call does nothing.
 
-        Raises the errors of `flush` after everything was closed.
+        Raises the errors of `flush` after everything was closed, and Busy with nothing closed while
+        another thread uses the context.
         """
+        with ExitStack() as stack:
+            with suppress(Closed):
+                stack.enter_context(self.context.lock)
+            self._close()
+
+    def _close(self) -> None:
         if self.closed:
             return
         try:
@@ -473,13 +533,14 @@ class PrefixCache(ClosedOnExit):
                 if self.stored is not None and not self.context.closed:
                     self.flush()
         finally:
-            self.closed = True
-            for sequence in list(self.branches.sequences()):
-                sequence.close()
-            if self.branches.pager is not None:
-                self.branches.pager.close()
-            if self.stored is not None:
-                self.stored.store.close()
+            with Uninterrupted():
+                self.closed = True
+                if self.stored is not None:
+                    self.stored.store.close()
+                for sequence in list(self.branches.sequences()):
+                    sequence.close()
+                if self.branches.pager is not None:
+                    self.branches.pager.close()
 
     def __enter__(self) -> PrefixCache:
         self._check_open()
@@ -569,9 +630,13 @@ class PrefixLease:
     def checkpoint(self) -> None:
         """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
         if self.points is not None and self.points.due(len(self.ledger.tokens)):
-            self.cache.sync()
-            eviction.keep_state(self.cache, self)
-            self.cache.enforce(0)
+            self._keep_state()
+
+    @_exclusive
+    def _keep_state(self) -> None:
+        self.cache.sync()
+        eviction.keep_state(self.cache, self)
+        self.cache.enforce(0)
 
     def _decode(self, tokens: list[int], *, logits: bool) -> None:
         """Decode tokens; other leases may have taken the hole that was there for them."""
@@ -598,6 +663,7 @@ class PrefixLease:
         """Drop cells that were granted in advance, because others need them."""
         self.granted = min(self.granted, max(self._prompt, self.asked))
 
+    @_exclusive
     def _grow(self, n: int) -> None:
         cache = self.cache
         cache.sync()
@@ -642,12 +708,15 @@ class PrefixLease:
         """
         if self.released:
             raise UsageError(PARKED_LATE)
-        self.cache.sync()
-        parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+        parked: ParkedPrefix | None = None
         try:
-            self.release()
+            with self.cache.context.lock, Uninterrupted():
+                self.cache.sync()
+                parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+                self.release()
         except BaseException:
-            parked.close()
+            if parked is not None:
+                parked.close()
             raise
         self.cache.counts.add("parks")
         self.cache.counts.add("parked_tokens", self.node.end)
@@ -655,9 +724,12 @@ class PrefixLease:
 
     def release(self) -> None:
         """Release the sequence. Its tokens stay cached. A second call does nothing."""
+        if not (self.cache.closed or self.cache.context.closed or self.released):
+            self._release()
+
+    @_exclusive
+    def _release(self) -> None:
         cache = self.cache
-        if cache.closed or cache.context.closed or self.released:
-            return
         self.sync_node()
         branches, node = cache.branches, self.node
         cache.counts.add("evaluated_tokens", self.evaluated)
@@ -712,9 +784,13 @@ class ParkedPrefix:
     def close(self) -> None:
         """Allow the eviction of the branch. A second call does nothing."""
         if not self.closed:
-            self.closed = True
             if self.node is not None and not (self.cache.closed or self.cache.context.closed):
-                self.cache.branches.unpark(self.node)
+                self._unpark(self.node)
+            self.closed = True
+
+    @_exclusive
+    def _unpark(self, node: Node) -> None:
+        self.cache.branches.unpark(node)
 
 
 #: Counters that change with each event.

@@ -54,6 +54,11 @@ _HEAD: Final = struct.Struct("<8sIIQI")
 _SIZES: Final = struct.Struct("<IQI")
 #: errno values of a full disk, an exceeded quota, and the size limit of a file.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: errno values of a place that has something else than a file.
+_NO_FILE: Final = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
+#: errno values of a file that cannot be read. With others, such as too many open files or a missing
+#: permission, the file may be intact.
+_UNREADABLE: Final = (*_NO_FILE, errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO))
 
 #: "cells": K and V of the tokens ``start`` to ``end``, which follow a part of the parent page.
 #: "state": a whole sequence from position 0, of a memory that cannot be cut.
@@ -119,7 +124,8 @@ class StoreContents:
 def scan(folder: Path, *, contents: bool = False) -> StoreContents:
     """Read the headers of all pages, and with ``contents`` all bytes. Needs no lock.
 
-    Raises PrefixStoreForeign, PrefixStoreDamaged (`store.json`) or PrefixStoreError.
+    Raises PrefixStoreForeign, PrefixStoreDamaged (`store.json`), or PrefixStoreError, also for a
+    page that cannot be read now, but may be intact.
     """
     found = StoreContents(read_identity(folder))
     digest = _digest(found.identity)
@@ -142,8 +148,9 @@ def scan(folder: Path, *, contents: bool = False) -> StoreContents:
         parent = found.pages.get(page.parent)
         if page.start == 0 or (parent and parent.start < page.start <= parent.end):
             found.pages[page.name] = page
-        else:
-            found.unusable[folder / (page.name + SUFFIX)] = "the page before it is missing"
+        elif (path := folder / (page.name + SUFFIX)).exists():
+            # Otherwise, the writer has removed both since, this one first.
+            found.unusable[path] = "the page before it is missing"
     return found
 
 
@@ -206,8 +213,12 @@ def _failed(path: Path, error: OSError) -> PrefixStoreError:
     if error.errno in _FULL:
         msg = f"{path} cannot be written: {error.strerror}; free disk space, or lower the budget"
         return PrefixStoreFull(msg, path)
-    msg = f"{path}: {error.strerror or error}; name a directory that can be read and written"
-    return PrefixStoreError(msg, path)
+    remedy = "name a directory that can be read and written"
+    if error.errno in _NO_FILE:
+        remedy = "move it away, or use another path"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "close files, or raise the limit (ulimit -n)"
+    return PrefixStoreError(f"{path}: {error.strerror or error}; {remedy}", path)
 
 
 def _pack(digest: str, page: StoredPage, content: bytes) -> bytes:
@@ -228,13 +239,19 @@ def _header_checksum(sizes: Sequence[int], header: bytes) -> int:
     return zlib.crc32(header, zlib.crc32(_SIZES.pack(*sizes)))
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; do not wait for the writer of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read_page(path: Path, digest: str, *, contents: bool) -> tuple[StoredPage, bytes]:
     """Return a page and its content (empty unless ``contents``).
 
-    Raises PrefixStoreDamaged with the reason, and FileNotFoundError.
+    Raises PrefixStoreDamaged with the reason, FileNotFoundError, and PrefixStoreError for a page
+    that may be intact.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
                 raise PrefixStoreDamaged("it is not a file", path)
@@ -250,6 +267,8 @@ def _read_page(path: Path, digest: str, *, contents: bool) -> tuple[StoredPage, 
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise _failed(path, error) from error
         raise PrefixStoreDamaged(f"it cannot be read: {error.strerror or error}", path) from error
     if _header_checksum((n_header, n_content, content_checksum), header) != checksum:
         raise PrefixStoreDamaged("the checksum of its header does not match", path)
@@ -294,6 +313,7 @@ class PrefixStore:
         budget: int | None = None,
     ) -> None:
         self.folder = folder = arguments.path("store", path).absolute()
+        self._process = os.getpid()
         self.budget = arguments.whole_or_none("budget", budget, 0)
         wanted = None if identity is None else tuple(identity.items())
         self._prepare(new=wanted is not None)
@@ -322,10 +342,14 @@ class PrefixStore:
         for page in found.pages.values():
             self._index(page)
         self._clock = max((page.used for page in self.pages.values()), default=0)
+        #: The error of the first file that could not be removed.
+        self.stuck: PrefixStoreError | None = None
         #: Unusable files that were removed, with the reasons.
-        self.removed = {path: why for path, why in found.unusable.items() if path.suffix == SUFFIX}
-        for path in found.unusable:
-            self._unlink(path)
+        self.removed = {
+            path: why
+            for path, why in found.unusable.items()
+            if self._unlink(path) and path.suffix == SUFFIX
+        }
         self._evict(0, ())
 
     def _prepare(self, *, new: bool) -> None:
@@ -333,7 +357,9 @@ class PrefixStore:
         try:
             if new:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            names = {path.name for path in self.folder.iterdir() if path.suffix != PART}
+            # A crash may leave the unfinished `store.json` of a new store.
+            unfinished = Path(_STORE).with_suffix(PART).name
+            names = {path.name for path in self.folder.iterdir()} - {unfinished}
         except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
             msg = f"{self.folder} is not a directory; name a new one, or a prefix store"
             raise PrefixStoreForeign(msg, self.folder) from error
@@ -344,7 +370,7 @@ class PrefixStore:
             raise PrefixStoreForeign(msg, self.folder)
 
     def _check_identity(self, wanted: Identity | None) -> Identity:
-        if wanted is not None and not (self.folder / _STORE).exists():
+        if wanted is not None and not os.path.lexists(self.folder / _STORE):
             facts = {
                 "format": _FORMAT,
                 "version": VERSION,
@@ -416,7 +442,10 @@ class PrefixStore:
         return best
 
     def read(self, page: StoredPage) -> bytes:
-        """Return the content of a page. Raises PrefixStoreDamaged."""
+        """Return the content of a page.
+
+        Raises PrefixStoreDamaged, or PrefixStoreError if it may be intact.
+        """
         path = self.path(page)
         try:
             found, content = _read_page(path, self._digest, contents=True)
@@ -511,9 +540,24 @@ class PrefixStore:
             raise _failed(self.folder, error) from error
         self._unsynced = False
 
+    @property
+    def owned(self) -> bool:
+        """Return whether this process has the lock, and not the one that it was forked from."""
+        return os.getpid() == self._process
+
+    def check_owned(self) -> None:
+        """Raise PrefixStoreBusy in a forked process."""
+        if not self.owned:
+            msg = (
+                f"{self.folder} is in use by process {self._process}, from which this one was "
+                "forked; create a cache here, with another path"
+            )
+            raise PrefixStoreBusy(msg, self.folder)
+
     def close(self) -> None:
         """Release the lock. A second call does nothing."""
-        self._lock.release()
+        if self.owned:
+            self._lock.release()
 
     def path(self, page: StoredPage) -> Path:
         """Return the file of a page."""
@@ -569,10 +613,14 @@ class PrefixStore:
             )
             self._remove(min(ends, key=lambda page: (page.used, -page.end)))
 
-    def _unlink(self, path: Path) -> None:
-        # A file that cannot be removed is found again by the next scan.
-        with suppress(OSError):
+    def _unlink(self, path: Path) -> bool:
+        """Remove a file, and return whether that succeeded; the next scan finds it otherwise."""
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:
+            self.stuck = self.stuck or _failed(path, error)
+            return False
+        return True
 
     def _write(self, path: Path, *pieces: bytes) -> None:
         """Write a file under a temporary name, to the disk, and rename it."""
@@ -605,7 +653,7 @@ class PruneResult:
 def prune(path: Path, budget: int | None = None) -> PruneResult:
     """Remove pages that cannot be used, and those used least recently beyond a budget in bytes.
 
-    Raises the errors of `PrefixStore`.
+    Raises the errors of `PrefixStore`, and PrefixStoreError if a file cannot be read or removed.
     """
     store = PrefixStore(path, None)
     try:
@@ -617,6 +665,8 @@ def prune(path: Path, budget: int | None = None) -> PruneResult:
             except PrefixStoreDamaged:
                 store.discard(page)
         store.set_budget(budget)
+        if store.stuck is not None:
+            raise store.stuck
         return PruneResult(before - len(store.pages), len(store.pages), store.size)
     finally:
         store.close()

@@ -20,8 +20,10 @@ from pyllamakv.errors import (
     BudgetTooSmall,
     NativeError,
     PartialRemovalRefused,
+    PrefixStoreBusy,
     PrefixStoreDamaged,
     PrefixStoreError,
+    PrefixStoreFull,
     StateError,
     Unsupported,
     UsageError,
@@ -75,6 +77,8 @@ class StoredBranches:
         self.store = PrefixStore(path, identity(context), budget=budget)
         for file, why in self.store.removed.items():
             LOG.warning("%s was removed: %s", file, why)
+        if self.store.stuck is not None:
+            LOG.warning("an unusable file remains: %s", self.store.stuck)
         #: Whether states are cut into pages; False once a state has more than one cache.
         self.cuts = context.info.memory is MemoryType.ATTENTION
 
@@ -83,15 +87,18 @@ class StoredBranches:
     def flush(self, cache: PrefixCache) -> int:
         """Write all decoded tokens that are not stored; return their number.
 
-        The branch used last is written last. A branch that exceeds the budget alone raises
-        BudgetTooSmall after the others were written.
+        The branch used last is written last. If a branch exceeds the budget alone, or one of its
+        files cannot be written, the error is raised after the others were written; that of a full
+        disk is raised at once.
         """
-        late: BudgetTooSmall | None = None
+        late: BudgetTooSmall | PrefixStoreError | None = None
         count = 0
         for node, sequence in sorted(_sequences(cache), key=lambda found: found[0].last_used):
             try:
                 count += self.write(node.key, sequence)
-            except BudgetTooSmall as error:
+            except (PrefixStoreFull, PrefixStoreBusy):
+                raise
+            except (BudgetTooSmall, PrefixStoreError) as error:
                 late = late or error
         self.store.sync()
         if late is not None:
@@ -113,6 +120,7 @@ class StoredBranches:
 
     def write(self, key: bytes, sequence: runtime.Sequence) -> int:
         """Write the tokens of a sequence that are not stored; return their number."""
+        self.store.check_owned()
         length = len(key) // TOKEN_BYTES
         # A window that passed a position cannot return to it, also in a cache of full size.
         trims = self.context.info.memory is MemoryType.ATTENTION
@@ -165,8 +173,10 @@ class StoredBranches:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
         Return the number of loaded tokens. A damaged page is removed, and the prefix ends before
-        it. Without room for the prefix, or if it cannot be restored, the cache is unchanged.
+        it. Without room for the prefix, or if it cannot be read or restored, nothing changes.
         """
+        if not self.store.owned:
+            return 0
         exact = not can_trim(self.context)
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
@@ -191,7 +201,9 @@ class StoredBranches:
             except PartialRemovalRefused as error:
                 LOG.info("a stored sequence is not used in part: %s", error)
                 exact = True
-            except (NativeError, Unsupported, UsageError, MemoryError) as error:
+            except (
+                NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError,
+            ) as error:  # fmt: skip
                 LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
                 return 0
 

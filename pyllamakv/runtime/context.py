@@ -39,6 +39,7 @@ from pyllamakv.runtime.batch import Batch, BatchArrays, Feed, as_int32, check_ba
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
+from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
 from pyllamakv.runtime.logits import Logits, LogitsRows
@@ -282,6 +283,7 @@ class Context(ClosedOnExit):
         self._marks += n
         return self._marks - n
 
+    @Uninterrupted()
     def clear(self) -> None:
         """Remove all tokens of all sequences."""
         with self.lock:

@@ -21,6 +21,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import embedding, state, swa
 from pyllamakv.runtime.batch import Feed, as_int32
+from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:
@@ -131,12 +132,14 @@ class Sequence(ClosedOnExit):
         length = _length(length)
         other = self.context.sequence()
         try:
-            _share_prefix(self, other, length)
+            with Uninterrupted():
+                _share_prefix(self, other, length)
         except BaseException:
             other.close()
             raise
         return other
 
+    @Uninterrupted()
     def share(self, other: Sequence, p0: int | None = None, p1: int | None = None) -> int:
         """Share the cells of another sequence at p0 <= p < p1; return their number.
 
@@ -146,6 +149,7 @@ class Sequence(ClosedOnExit):
         _check_range(p0, p1)
         return _share_span(self, checked(other, "other"), p0, p1)
 
+    @Uninterrupted()
     def copy_to(self, other: Sequence, length: int | None = None) -> int:
         """Replace ``other`` by the first ``length`` tokens of this sequence; return the number.
 
@@ -175,6 +179,7 @@ class Sequence(ClosedOnExit):
             return 0
         return self.remove(self.ledger.positions[length] if length else None, None)
 
+    @Uninterrupted()
     def remove(self, p0: int | None = None, p1: int | None = None) -> int:
         """Remove the tokens at p0 <= p < p1; return their number. Other positions do not change.
 
@@ -193,6 +198,7 @@ class Sequence(ClosedOnExit):
             context.defrag_policy.freed()
             return self.ledger.remove(p0, p1)
 
+    @Uninterrupted()
     def shift(
         self, p0: int | None, p1: int | None, delta: int, *, allow_shared: bool = False
     ) -> None:
@@ -217,6 +223,7 @@ class Sequence(ClosedOnExit):
             context.native.seq_add(context.handle, self.id, first, end, delta)
             self._move(p0, p1, lambda p: p + delta)
 
+    @Uninterrupted()
     def divide(
         self, p0: int | None, p1: int | None, divisor: int, *, allow_shared: bool = False
     ) -> None:
@@ -252,6 +259,7 @@ class Sequence(ClosedOnExit):
             raise arguments.wrong_type("saved", saved, "the bytes that Sequence.save() returned")
         state.restore(self, bytes(saved))
 
+    @Uninterrupted()
     def close(self) -> None:
         """Remove the tokens and free the id. Further use raises Closed."""
         if not self.open:

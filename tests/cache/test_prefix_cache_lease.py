@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
+import prefix_kit
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
@@ -12,7 +14,7 @@ from prefix_kit import serve
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
-from pyllamakv.errors import KVCacheFull, StateError, Unsupported
+from pyllamakv.errors import Busy, KVCacheFull, StateError, Unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,3 +171,56 @@ def test_nobody_makes_way_for_a_state(tmp_path: Path) -> None:
     serve(cache, [*range(10, 30)])
     assert cache.stats().evictions == 0
     assert [serve(cache, [number, 9]) for number in (5, 6)] == [1, 1]
+
+
+@pytest.mark.regression(
+    "two threads in one prefix cache left a tree that failed with AttributeError from then on",
+    by="hostile input",
+    of="Python",
+)
+def test_a_second_thread_is_refused_during_an_operation(tmp_path: Path) -> None:
+    """While a branch is paged out, other threads get Busy, and nothing changes."""
+    cache = prefix_kit.make(tmp_path, paging="memory", n_seq_max=3)
+    first, second = [1] * 20, [2] * 20
+    prefix_kit.serve(cache, first)
+    prefix_kit.serve(cache, second)
+    lease = cache.acquire([3] * 20)
+    lease.prefill()
+    native, entered, leave = cache.context.native, threading.Event(), threading.Event()
+    real = native.state_save
+
+    def save(*arguments: Any) -> bytes:
+        if threading.current_thread() is thread:
+            entered.set()
+            leave.wait()
+        return real(*arguments)
+
+    native.state_save = save
+    thread = threading.Thread(target=cache.page_out, args=(first,))
+    thread.start()
+    entered.wait()
+    try:
+        before = [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()]
+        for act in (
+            lambda: cache.acquire([*second, 4]),
+            lambda: cache.pin("second", second),
+            lambda: cache.page_out(second),
+            cache.evict,
+            cache.sync,
+            cache.relieve,
+            lambda: lease.make_room(100),
+            lease.park,
+            lease.release,
+            cache.close,
+        ):
+            with pytest.raises(Busy):
+                act()
+        assert [(node.key, node.entry, node.page) for node in cache.branches.tree.walk()] == before
+    finally:
+        leave.set()
+        thread.join()
+    lease.release()
+    cache.check()
+    assert (cache.stats().paged, cache.stats().leased, cache.pins) == (1, 0, {})
+    for prompt in (first, second, [3] * 20):
+        assert prefix_kit.serve(cache, [*prompt, 4]) == 20

@@ -458,6 +458,31 @@ def test_a_lease_is_forked_where_it_is(tmp_path: Path) -> None:
     cache.check()
 
 
+@pytest.mark.regression(
+    "a prompt failed if it had to evict a state that exceeded the budget of checkpoints, in a "
+    "cache with paging",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.parametrize("budget", [0, 10])
+def test_a_budget_below_a_state_costs_time_only(tmp_path: Path, budget: int) -> None:
+    """Branches are dropped instead of paged out; a pinned one stays, and refuses the prompt."""
+    cache = PrefixCache(
+        recurrent(tmp_path, n_seq_max=1),
+        paging="memory",
+        checkpoints=CheckpointSchedule(budget=budget),
+    )
+    for number in range(4):
+        prefix_kit.serve(cache, [number] * 40)
+    assert cache.stats().paged == 0
+    cache.pin("last", [3] * 40)
+    with pytest.raises(PagingError, match="budget of checkpoints"):
+        cache.acquire([4] * 40)
+    cache.check()
+    cache.unpin("last")
+    assert prefix_kit.serve(cache, [3] * 41) == 40
+
+
 def test_an_interruption_while_a_state_is_saved_changes_nothing(tmp_path: Path) -> None:
     """Ctrl-C ends a save: the branches before it are there, and the prompt can be repeated."""
     ctx = recurrent(tmp_path)

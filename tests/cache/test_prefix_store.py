@@ -263,6 +263,32 @@ def test_unusable_files_are_removed_when_a_store_is_opened(
     assert set(files(folder)) == {"store.json", one.name + SUFFIX}
 
 
+@pytest.mark.regression(
+    "`cache verify` reported damage if a writer evicted pages meanwhile",
+    by="hostile input",
+    of="Python",
+)
+def test_pages_that_are_evicted_during_a_scan_are_no_damage(
+    store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last page is read, and evicted with those before it."""
+    one, two, three = fill(store)
+    real = prefix_store._read_page
+
+    def read(path: Path, *arguments: Any, **options: Any) -> tuple[StoredPage, bytes]:
+        found = real(path, *arguments, **options)
+        if path == store.path(three):
+            store.discard(one)
+        return found
+
+    last_first = [store.path(page) for page in (three, two, one)]
+    monkeypatch.setattr(prefix_store, "_read_page", read)
+    monkeypatch.setattr(prefix_store, "sorted", lambda found, **_: list(found), raising=False)
+    monkeypatch.setattr(prefix_store, "_entries", lambda _: last_first)
+    found = scan(folder, contents=True)
+    assert (found.pages, found.unusable) == ({}, {})
+
+
 def test_a_missing_page_is_damage(store: PrefixStore) -> None:
     """Discard a page that cannot be read, with all that follow it."""
     one, two, _ = fill(store)
@@ -356,3 +382,151 @@ def test_a_directory_without_permission(folder: Path, monkeypatch: pytest.Monkey
         with pytest.raises(errors.PrefixStoreError, match="lock"):
             PrefixStore(folder, IDENTITY)
     PrefixStore(folder, IDENTITY).close()
+
+
+def refuse_pages(patch: pytest.MonkeyPatch, code: int) -> None:
+    """Let the opening of pages fail."""
+    real = os.open
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(SUFFIX):
+            raise OSError(code, os.strerror(code))
+        return real(path, *arguments, **options)
+
+    patch.setattr(os, "open", fail)
+
+
+@pytest.mark.regression(
+    "a prefix store deleted its pages when they could not be opened for a moment, for example with "
+    "too many open files",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.EMFILE, "ulimit"), (errno.EACCES, "can be read"), (errno.ESTALE, "can be read")],
+)
+def test_pages_that_cannot_be_opened_now_are_kept(
+    store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
+) -> None:
+    """The file may be intact: reading, opening and pruning fail, and nothing is removed."""
+    one, *_ = fill(store)
+    before = files(folder)
+    with monkeypatch.context() as patch:
+        refuse_pages(patch, code)
+        with pytest.raises(errors.PrefixStoreError, match=remedy) as caught:
+            store.read(one)
+        assert type(caught.value) is errors.PrefixStoreError
+        store.close()
+        for act in (lambda: PrefixStore(folder, IDENTITY), lambda: prefix_store.prune(folder)):
+            with pytest.raises(errors.PrefixStoreError, match=remedy):
+                act()
+    assert files(folder) == before
+    assert prefix_store.prune(folder).pages == 3
+    with monkeypatch.context() as patch:
+        refuse_pages(patch, errno.EIO)
+        assert len(scan(folder).unusable) == 3
+
+
+@pytest.mark.regression(
+    "a directory that only had files *.part was taken for an unfinished store, and they were "
+    "deleted",
+    by="hostile input",
+    of="Python",
+)
+def test_unfinished_files_of_others_are_not_removed(folder: Path) -> None:
+    """Only an unfinished `store.json` may be in the directory of a new store."""
+    folder.mkdir()
+    (folder / f"film{PART}").write_text("mine")
+    with pytest.raises(errors.PrefixStoreForeign, match="has files"):
+        PrefixStore(folder, IDENTITY)
+    assert (folder / f"film{PART}").read_text() == "mine"
+    (folder / f"film{PART}").unlink()
+    (folder / f"store{PART}").write_text("half")
+    PrefixStore(folder, IDENTITY).close()
+    assert set(files(folder)) == {"store.json"}
+
+
+@pytest.mark.regression(
+    "a store whose store.json was a link to a missing file got another identity, and lost its "
+    "pages",
+    by="hostile input",
+    of="Python",
+)
+def test_a_link_to_a_missing_identity(store: PrefixStore, folder: Path) -> None:
+    """The file may be on a disk that is not mounted."""
+    fill(store)
+    store.close()
+    (folder / "store.json").rename(folder.parent / "elsewhere")
+    with pytest.raises(errors.PrefixStoreForeign, match="has files"):
+        PrefixStore(folder, IDENTITY)
+    (folder / "store.json").symlink_to(folder.parent / "nothing")
+    with pytest.raises(errors.PrefixStoreForeign, match=r"has no store\.json"):
+        PrefixStore(folder, {**IDENTITY, "model": "n"})
+    (folder.parent / "elsewhere").rename(folder.parent / "nothing")
+    again = PrefixStore(folder, IDENTITY)
+    assert len(again.pages) == 3
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+@pytest.mark.regression(
+    "`cache prune` counted pages as removed that could not be removed, and waited for a pipe",
+    by="hostile input",
+    of="Python",
+)
+def test_something_else_in_the_place_of_a_page(
+    store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It is unusable, and an error if it cannot be removed."""
+    one, *_ = fill(store)
+    store.close()
+    path = store.path(one)
+    path.unlink()
+    path.mkdir() if kind == "directory" else os.mkfifo(path)
+    assert scan(folder, contents=True).pages == {}
+    if kind == "directory":
+        again = PrefixStore(folder, IDENTITY)
+        assert (list(again.pages), path in again.removed) == ([], False)
+        with pytest.raises(errors.PrefixStoreError, match="move it away"):
+            again.add("cells", None, 0, A[:16], b"one")
+        again.close()
+        with pytest.raises(errors.PrefixStoreError, match="move it away"):
+            prefix_store.prune(folder)
+    else:
+        assert prefix_store.prune(folder).removed == 3
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    path.rmdir() if kind == "directory" else None
+    other = PrefixStore(folder, IDENTITY)
+    other.add("cells", None, 0, A[:16], b"one" * 10)
+    other.close()
+    with pytest.raises(errors.PrefixStoreError, match="Permission denied"):
+        prefix_store.prune(folder, 0)
+
+
+@pytest.mark.regression(
+    "a forked process wrote to the store of its parent, without a lock",
+    by="hostile input",
+    of="Python",
+)
+def test_a_forked_process_is_no_writer(store: PrefixStore, folder: Path) -> None:
+    """It is refused, and the lock of the parent stays when it closes the store."""
+    fill(store)
+    store.check_owned()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            store.check_owned()
+        except errors.PrefixStoreBusy:
+            store.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(errors.PrefixStoreBusy):
+        PrefixStore(folder, IDENTITY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import prefix_kit
@@ -97,6 +98,37 @@ def test_close_flushes(start: Callable[..., PrefixCache]) -> None:
         cache.context.close()
     with start() as cache:  # nothing was written without a context, and the lock is free
         assert serve(cache, [*SYSTEM, 1, 2, 3]) == 21
+
+
+@pytest.mark.regression(
+    "a prefix cache that was closed while another thread used the context lost what was not "
+    "flushed, and kept the lock of its store",
+    by="hostile input",
+    of="Python",
+)
+def test_a_cache_is_not_closed_while_another_thread_uses_the_context(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """Busy changes nothing, and the next call flushes and closes."""
+    cache = start()
+    serve(cache, [*SYSTEM, 1])
+    used, done = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with cache.context.lock:
+            used.set()
+            done.wait()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    used.wait()
+    with pytest.raises(errors.Busy):
+        cache.close()
+    done.set()
+    thread.join()
+    assert not cache.closed
+    cache.close()
+    assert serve(start(), [*SYSTEM, 1, 2]) == 21
 
 
 def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) -> None:
@@ -312,6 +344,71 @@ def test_a_full_disk(
     cache = start()
     assert serve(cache, [4] * 11) == 10
     assert serve(cache, [5] * 11) == 0
+
+
+def test_pages_that_cannot_be_opened_now_are_kept(
+    start: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """With too many open files, the prompt is decoded; later, the pages are loaded."""
+    with start() as cache:
+        serve(cache, [*SYSTEM, 1])
+    cache = start()
+    real = os.open
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(prefix_store.SUFFIX):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert serve(cache, [*SYSTEM, 2]) == 0
+    assert "a stored prefix of 20 tokens is not used: " in caplog.text
+    assert cache.stats().damaged == 0
+    assert serve(cache, [*SYSTEM, 1, 3]) == 21
+
+
+@pytest.mark.regression(
+    "one page that could not be written kept a prefix cache from storing the other branches",
+    by="hostile input",
+    of="Python",
+)
+def test_a_page_that_cannot_be_written(start: Callable[..., PrefixCache]) -> None:
+    """The other branches are written before the error is raised."""
+    with start() as cache:
+        serve(cache, [3] * 30)
+    (page,) = cache.stored.store.pages.values()
+    path = cache.stored.store.path(page)
+    path.unlink()
+    path.mkdir()
+    cache = start()
+    serve(cache, [3] * 30)
+    serve(cache, [4] * 30)
+    with pytest.raises(errors.PrefixStoreError, match="move it away"):
+        cache.flush()
+    path.rmdir()
+    cache.context.close()
+    cache.close()
+    cache = start()
+    assert serve(cache, [4] * 31) == 30
+    assert serve(cache, [3] * 31) == 0
+
+
+def test_a_forked_process_decodes_and_stores_nothing(
+    start: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are served, flushes are refused; a damaged page is left to the parent."""
+    with start() as cache:
+        serve(cache, [*SYSTEM, 1])
+    cache = start()
+    before = sorted(cache.stored.store.folder.iterdir())
+    monkeypatch.setattr(cache.stored.store, "_process", os.getpid() + 1)
+    assert serve(cache, [*SYSTEM, 2]) == 0
+    with pytest.raises(errors.PrefixStoreBusy, match="forked"):
+        cache.flush()
+    with pytest.raises(errors.PrefixStoreBusy, match="forked"):
+        cache.close()
+    assert sorted(cache.stored.store.folder.iterdir()) == before
 
 
 def test_a_budget_below_a_prompt(start: Callable[..., PrefixCache]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from fakes.simulated import SimulatedNative
 from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.open_variant import OpenLibrary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 
@@ -29,3 +34,27 @@ def context(folder: Path, native: dict[str, Any] | None = None, **options: Any) 
     """Return a context, by default of 64 cells and 4 sequences."""
     wanted = {"n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 4, **options}
     return model(folder, **(native or {})).context(**wanted)
+
+
+@contextmanager
+def interrupted(owner: Any, names: Iterable[str], number: int) -> Iterator[list[str]]:
+    """Send Ctrl-C when the call of this number returns; count the calls of methods from 1.
+
+    Yields the names of the calls so far.
+    """
+    calls: list[str] = []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            calls.append(name)
+            if len(calls) == number:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, wrap(name, getattr(owner, name)))
+        yield calls
