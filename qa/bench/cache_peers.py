@@ -104,7 +104,7 @@ class Ours(ExitStack):
             self._model.context(
                 n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_BATCH, n_seq_max=SEQUENCES,
                 n_threads=THREADS, n_threads_batch=THREADS,
-                flash_attn=None,  # decided by llama.cpp, which is the default of llama-server
+                flash_attn=True,  # as llama-server decides by default
             )
         )  # fmt: skip
         cache = self.enter_context(PrefixCache(context, store=self._folder / "store"))
