@@ -6,8 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-import platformdirs
-
 #: The distribution that contains prebuilt variants, and its module.
 PREBUILT = "pyllamakv-prebuilt"
 PREBUILT_MODULE = "pyllamakv_prebuilt"
@@ -33,6 +31,8 @@ def home() -> Path:
     root = checkout()
     if root is not None and os.access(root / "vendor", os.W_OK):
         return root / "vendor"
+    import platformdirs  # most programs name a variant or are run in a checkout
+
     return Path(platformdirs.user_cache_dir("pyllamakv"))
 
 

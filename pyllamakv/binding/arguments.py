@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 #: Largest values of an int32_t and of a float in C.
 INT32: Final = 2**31 - 1
-FLOAT32: Final = float(np.finfo(np.float32).max)
+FLOAT32: Final = (2 - 2**-23) * 2.0**127
 
 #: Maximum number of items of a list argument.
 MAX_ITEMS: Final = 1 << 27

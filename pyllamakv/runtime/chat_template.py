@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pyllamakv.binding import arguments
 from pyllamakv.errors import Unsupported, UsageError
-from pyllamakv.runtime import template_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,6 +73,8 @@ def render(
     }
     for name, value in values.items():
         _check_json(name, value)
+    from pyllamakv.runtime import template_process
+
     return template_process.shared().render(template, values)
 
 

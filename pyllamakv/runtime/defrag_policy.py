@@ -11,10 +11,11 @@ a decode of one token, and moving a cell. `measure_defrag_costs` measures them.
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import LoadedModel
@@ -202,8 +203,8 @@ def measure_defrag_costs(
             far.append(_seconds(context, live))
             moved.append(context.kv.defrag(fallback=False).seconds)
             near.append(_seconds(context, live))
-    lost = statistics.median(a - b for a, b in zip(far, near, strict=True))
-    return DefragCosts(max(lost, 0.0) / max(1, excess), statistics.median(moved) / max(1, moving))
+    lost = float(np.median([a - b for a, b in zip(far, near, strict=True)]))
+    return DefragCosts(max(lost, 0.0) / max(1, excess), float(np.median(moved)) / max(1, moving))
 
 
 def _seconds(context: Context, sequence: Sequence) -> float:
@@ -212,4 +213,4 @@ def _seconds(context: Context, sequence: Sequence) -> float:
         begin = time.perf_counter()
         context.step(sequence, 1)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return float(np.median(times))

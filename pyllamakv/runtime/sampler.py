@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import weakref
 from dataclasses import dataclass
@@ -64,6 +63,8 @@ def params_from_options(options: Mapping[str, Any]) -> SamplerParams:
     for name in options:
         meant = sampler_option(name)
         if meant != name:
+            import difflib
+
             close = [meant] if meant else difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             raise UsageError(f"a sampler has no option {name}; {hint}")
