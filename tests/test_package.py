@@ -35,7 +35,8 @@ def test_decoding_needs_numpy_and_cffi_alone() -> None:
         "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context, pyllamakv.Batcher;"
         "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.scenarios',"
         "'pyllamakv.traces', 'pyllamakv.verification', 'llguidance',"
-        "'pyllamakv.runtime.template_worker'};"
+        "'pyllamakv.runtime.template_worker', 'pyllamakv.runtime.template_process', 'platformdirs',"
+        "'pyllamakv.binding.remote', 'pyllamakv.binding.rpc_server', 'statistics'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
-#: Largest values of an int32_t and of a float in C.
+#: Largest values of an int32_t and of a float in C; numpy.finfo takes 5 ms for the latter.
 INT32: Final = 2**31 - 1
 FLOAT32: Final = (2 - 2**-23) * 2.0**127
 
