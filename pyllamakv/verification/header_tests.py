@@ -95,7 +95,13 @@ HEADERS = (
         "src/llama-kv-compact-impl.h",
         "kv_compact",
         needs_directory=True,
-        needs=("src/llama-kv-compact.h", _DEFRAG, _DEFRAG_GGML, _SETTINGS),
+        needs=(
+            "src/llama-kv-compact.h",
+            "src/llama-kv-compact-cells.h",
+            _DEFRAG,
+            _DEFRAG_GGML,
+            _SETTINGS,
+        ),
     ),
 )
 

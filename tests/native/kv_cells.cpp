@@ -2,6 +2,11 @@
 #undef NDEBUG
 #include "llama-kv-cells.h"
 
+#if __has_include("llama-kv-compact-cells.h")
+#include "llama-kv-compact-cells.h"
+#define WITH_CELL_MOVES
+#endif
+
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -88,6 +93,60 @@ void compare(const llama_kv_cells &cells, const std::vector<Cell> &model, int st
     }
 }
 
+#ifdef WITH_CELL_MOVES
+
+// Start the moves of a plan, and let the data of the first n cells move. Only a part allocates memory afterwards.
+size_t move_cells(llama_kv_cells &cells, const std::vector<llama_kv_defrag::move> &moves, uint32_t n) {
+    llama_kv_defrag::plan plan;
+    plan.moves = moves;
+    for (const auto &each : moves) {
+        plan.n_cells += each.len;
+    }
+    llama_kv_compaction::cell_moves<llama_kv_cells> todo(cells, plan);
+    const size_t before = n_allocated;
+    todo.commit(n);
+    return n == plan.n_cells || n == 0 ? n_allocated - before : 0;
+}
+
+void move_cell(llama_kv_cells &cells, uint32_t src, uint32_t dst, int step) {
+    EXPECT(move_cells(cells, {{src, dst, 1}}, 0) == 0);
+    EXPECT(!cells.is_empty(src) && cells.is_empty(dst));
+    EXPECT(move_cells(cells, {{src, dst, 1}}, 1) == 0);
+}
+
+// Move all cells to the start in their order, where sources are destinations of later cells, but only the first ones.
+int compact(llama_kv_cells &cells, std::vector<Cell> &model, uint32_t n, int step) {
+    std::vector<llama_kv_defrag::move> moves;
+    uint32_t end = 0;
+    for (uint32_t i = 0; i < n_cells; ++i) {
+        if (model[i].pos >= 0) {
+            if (i != end) {
+                moves.push_back({i, end, 1});
+            }
+            ++end;
+        }
+    }
+    n = std::min<uint32_t>(n, moves.size());
+    EXPECT(move_cells(cells, moves, n) == 0);
+    for (uint32_t k = 0; k < n; ++k) {
+        model[moves[k].dst] = model[moves[k].src];
+        model[moves[k].src] = Cell();
+    }
+    return static_cast<int>(n);
+}
+
+#else
+
+void move_cell(llama_kv_cells &cells, uint32_t src, uint32_t dst, int step) {
+    const size_t before = n_allocated;
+    cells.mv(src, dst);
+    EXPECT(n_allocated == before);
+}
+
+int compact(llama_kv_cells &, std::vector<Cell> &, uint32_t, int) { return 0; }
+
+#endif
+
 } // namespace
 
 int main() {
@@ -140,13 +199,18 @@ int main() {
                 for (auto &each : model) {
                     each.shift = 0;
                 }
-                const size_t before = n_allocated;
-                cells.mv(i, j);
-                EXPECT(n_allocated == before);
+                move_cell(cells, i, j, step);
                 model[j] = model[i];
                 model[i] = Cell();
                 moved += 1;
             }
+        }
+        if (step % 50 == 0) {
+            cells.reset_shift();
+            for (auto &each : model) {
+                each.shift = 0;
+            }
+            moved += compact(cells, model, draw(3) ? n_cells : draw(n_cells), step);
         }
         // A cell without a sequence is free, as far as the cache is concerned.
         if (model[i].pos >= 0 && model[i].seqs.empty()) {

@@ -71,11 +71,6 @@ static std::vector<target> & known() {
     return all;
 }
 
-static int & n_prepared() {
-    static int n = 0;
-    return n;
-}
-
 bool llama_kv_compaction::get_targets(const llama_memory_i * memory, std::vector<target> & res) {
     if (as<llama_kv_cache>(memory) || !as<cache>(memory)) {
         return false;
@@ -84,19 +79,14 @@ bool llama_kv_compaction::get_targets(const llama_memory_i * memory, std::vector
     return true;
 }
 
-void llama_kv_compaction::prepare(llama_context *) {
-    n_prepared()++;
-}
-
 struct context : llama_context {
     std::vector<bool> requests; // of the updates, in their order
     bool fails = false;
 
     explicit context(std::vector<target> all) {
-        known()      = std::move(all);
-        n_prepared() = 0;
-        memory       = known().front().kv;
-        update       = [this] {
+        known() = std::move(all);
+        memory  = known().front().kv;
+        update  = [this] {
             requests.push_back(compact_requested);
             for (const auto & t : known()) {
                 t.kv->do_compact = !fails && is_due(this, t.kv);
@@ -221,7 +211,7 @@ static void moves() {
     cache kv(9, 3, 64), mirror(9, 3, 64), next(5, 1, 64);
     next.use(1, 40, 77, { 1, 2 });
     context ctx({ { &kv, &mirror }, { &next, nullptr } });
-    CHECK(llama_kv_compact(&ctx) == 0 && n_prepared() == 1);
+    CHECK(llama_kv_compact(&ctx) == 0 && ctx.n_reserved == 1);
     // what is pending first
     CHECK(ctx.requests == (std::vector<bool>{ false, true }) && !ctx.compact_requested);
     for (uint32_t s = 0; s < 2; ++s) {
@@ -253,9 +243,33 @@ static void failed_graph() {
     CHECK(kv.defrag_stats.n_graphs == 1 && kv.defrag_stats.n_defrags == 0);
 }
 
+// the cells of the graphs that were computed have moved in both caches, the others have not
+static void some_graphs() {
+    for (const auto order : { llama_kv_defrag::ORDER_FEWEST, llama_kv_defrag::ORDER_KEPT }) {
+        cache kv(9, 3, 64), mirror(9, 3, 64);
+        const auto before = kv.cells[0];
+        context ctx({ target{ &kv, &mirror } });
+        ggml_backend processor = { "processor", { ggml_backend_cpu_buffer_type() }, [](const ggml_tensor *) { return true; } };
+        ctx.sched.backends     = { &processor };
+        ctx.sched.n_until_full = 1;
+        ctx.reserved.max_nodes = 12;
+        llama_kv_defrag::current().mover = llama_kv_defrag::MOVER_GRAPH;
+        llama_kv_defrag::current().order = order;
+        CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv));
+        CHECK(kv.cells[0].get_used() == 9 && !has_same_cells(kv.cells[0], before));
+        CHECK(has_same_cells(kv.cells[0], mirror.cells[0]));
+        for (uint32_t i = 0; i < kv.cells_; ++i) {
+            if (!kv.cells[0].is_empty(i)) {
+                CHECK(kv.value(0, i) == kv.cells[0].pos_get(i) && mirror.value(0, i) == kv.value(0, i));
+            }
+        }
+        CHECK(kv.cells[1].get_used() == 9 && kv.cells[1].used_max_p1() == 25);
+    }
+}
+
 int main(int argc, char ** argv) {
     return run_group(argc, argv, {
         { "due", due }, { "failed", failed }, { "failed-graph", failed_graph }, { "moves", moves }, { "refused", refused }, { "same", same },
-        { "sparse", sparse }, { "thold", thold },
+        { "some-graphs", some_graphs }, { "sparse", sparse }, { "thold", thold },
     });
 }

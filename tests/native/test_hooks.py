@@ -36,6 +36,7 @@ COMPACT = Header(
     places=True,
     needs=(
         "llama-kv-compact.h",
+        "llama-kv-compact-cells.h",
         "llama-kv-defrag.h",
         "llama-kv-defrag-ggml.h",
         "llama-kv-settings.h",
@@ -59,7 +60,7 @@ GROUPS = {
     ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
-    COMPACT: ("due", "failed", "failed-graph", "moves", "refused", "same", "sparse", "thold"),
+    COMPACT: ("due", "failed", "failed-graph", "moves", "refused", "same", "some-graphs", "sparse", "thold"),
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
@@ -152,6 +153,7 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
                 "moves": ("t.mirror->get_compact_tensors(strm, tensors);", ""),
                 "refused": ("if (t.kv->get_has_shared_cells()) {", "if (false) {"),
                 "same": ("left.pos_get(i) != right.pos_get(i) ||", ""),
+                "some-graphs": ("each.commit(n_moved);", "each.commit(plan.n_cells);"),
                 "sparse": ("n_kv >= llama_kv_settings", "n_kv > llama_kv_settings"),
                 "thold": ("{ ctx->defrag_thold, ", "{ "),
             },

@@ -8,19 +8,21 @@ import pytest
 from cpp_kit import ROOT, compiled, run, sanitizers
 
 from pyllamakv.errors import UnknownRelease
-from pyllamakv.patching import apply, series
+from pyllamakv.patching import apply
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 
 SOURCE = ROOT / "tests" / "native" / "kv_cells.cpp"
-BASES = [text.base for text in series.load().definition("compaction").ports]
+# Releases whose cells differ in their members, moved by upstream's cp(), rm() and set().
+ROWS = ("b6845", "0.3.25", "0.3.36", "b11549")
 # Releases whose cells have a class of their own, and move by upstream's code with one change.
 UNIFIED = ("0.3.10", "0.3.12", "0.3.16")
+ADDED = ("src/llama-kv-compact-cells.h", "src/llama-kv-defrag.h")
 HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ROWS)
 def test_cells_move_whole(base: str, tmp_path: Path) -> None:
     """Positions, sequences, shifts, extras and the indexes over them follow the cell."""
     check(base, "compaction", tmp_path)
@@ -43,7 +45,8 @@ def check(base: str, patch: str, tmp_path: Path, *flags: str) -> None:
     if not store.has(release):
         pytest.skip(f"{base} was not fetched: pyllamakv upstream fetch {base}")
     tree = apply.apply(release, [patch], store=store).tree
-    names = [*HEADERS, *(e for e in store.ls(tree, "ggml/include") if e.endswith(".h"))]
+    added = (name for name in ADDED if store.read(tree, name))
+    names = [*HEADERS, *added, *(e for e in store.ls(tree, "ggml/include") if e.endswith(".h"))]
     for name in names:
         data = store.read(tree, name)
         assert data is not None

@@ -1,15 +1,15 @@
 #ifndef LLAMA_KV_COMPACT_IMPL_H
 #define LLAMA_KV_COMPACT_IMPL_H
 
-// Implementation of llama-kv-compact.h, included only by llama-kv-cache.cpp. It accesses a cache through the public
-// members that the patch adds to llama_kv_cache. llama-kv-cache.cpp defines the functions that depend on the release's
-// classes: get_targets() and prepare().
+// Implementation of llama-kv-compact.h. It accesses a cache through the public members that the patch adds to
+// llama_kv_cache. llama-kv-compact-targets.h defines what depends on the release's classes of memory.
 
 #include "llama-kv-compact.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-compact-cells.h"
 #include "llama-kv-defrag-ggml.h"
 
 #include <algorithm>
@@ -31,8 +31,14 @@ struct target {
 // Return false for a memory that may keep cell indexes outside of its caches.
 static bool get_targets(const llama_memory_i * memory, std::vector<target> & res);
 
-// Create the context's scheduler if the context has not computed anything yet.
-static void prepare(llama_context * ctx);
+// Create the context's scheduler if the release does so only before the first computation.
+template <typename Context>
+auto prepare(Context * ctx, int) -> decltype(ctx->sched_reserve()) {
+    ctx->sched_reserve();
+}
+
+template <typename Context>
+void prepare(Context *, long) {}
 
 // Return the memory as a T; nullptr if its class is any other, including classes derived from T.
 template <typename T>
@@ -203,20 +209,27 @@ static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm)
         [ctx](ggml_cgraph * gf) { return ctx->graph_compute(gf, false) == GGML_STATUS_SUCCESS; },
     };
 
-    const auto moved = [&](const llama_kv_defrag::move * moves, size_t n_moves) {
-        // the data has moved: move the metadata
-        for (size_t i = 0; i < n_moves; ++i) {
-            for (uint32_t k = 0; k < moves[i].len; ++k) {
-                cells.mv(moves[i].src + k, moves[i].dst + k);
+    std::vector<cell_moves<llama_kv_cells>> metadata;
 
-                if (t.mirror) {
-                    t.mirror->get_compact_cells()[strm].mv(moves[i].src + k, moves[i].dst + k);
-                }
-            }
+    metadata.emplace_back(cells, plan);
+
+    if (t.mirror) {
+        metadata.emplace_back(t.mirror->get_compact_cells()[strm], plan);
+    }
+
+    size_t n_moved = 0;
+
+    const auto moved = [&](const llama_kv_defrag::move * moves, size_t n_moves) {
+        for (size_t i = 0; i < n_moves; ++i) {
+            n_moved += moves[i].len;
         }
     };
 
     const auto res = llama_kv_defrag::carry_out(plan, options, tensors, &graphs, ctx->get_cparams().n_threads, stats, moved);
+
+    for (auto & each : metadata) {
+        each.commit(n_moved);
+    }
 
     const bool done = res != llama_kv_defrag::RESULT_FAILED;
 
@@ -282,7 +295,7 @@ int32_t llama_kv_compact(llama_context * ctx) {
         return -1;
     }
 
-    llama_kv_compaction::prepare(ctx);
+    llama_kv_compaction::prepare(ctx, 0);
 
     ctx->memory_update(false);
 

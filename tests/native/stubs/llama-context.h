@@ -15,7 +15,9 @@ struct llama_cparams {
 };
 
 struct llm_graph_result {
-    int64_t get_max_nodes() const { return 4096; }
+    int64_t max_nodes = 4096;
+
+    int64_t get_max_nodes() const { return max_nodes; }
 };
 
 struct llama_context {
@@ -28,6 +30,7 @@ struct llama_context {
     llama_cparams         cparams;
     llm_graph_result      reserved;
     ggml_backend_sched    sched;
+    int                   n_reserved = 0;
 
     ~llama_context() { schedulers().erase(&sched); }
 
@@ -39,6 +42,7 @@ struct llama_context {
     ggml_status graph_compute(ggml_cgraph * gf, bool) { return sched.compute(gf) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED; }
 
     void memory_update(bool) { update(); }
+    void sched_reserve()     { n_reserved++; }
 };
 
 #else

@@ -58,10 +58,25 @@ struct llama_kv_cells {
         return res;
     }
 
-    void mv(uint32_t isrc, uint32_t idst) {
-        GGML_ASSERT(!is_empty(isrc) && is_empty(idst));
-        all[idst] = at(isrc);
-        all[isrc] = {};
+    llama_kv_cells cp(const std::vector<uint32_t> & cells) const {
+        llama_kv_cells res;
+        for (const uint32_t i : cells) {
+            res.all.push_back(at(i));
+        }
+        return res;
+    }
+
+    void rm(uint32_t i) {
+        GGML_ASSERT(!is_empty(i));
+        all[i] = {};
+    }
+
+    void set(const std::vector<uint32_t> & cells, const llama_kv_cells & other) {
+        GGML_ASSERT(cells.size() == other.all.size());
+        for (size_t i = 0; i < cells.size(); ++i) {
+            GGML_ASSERT(is_empty(cells[i]));
+            all[cells[i]] = other.all[i];
+        }
     }
 };
 
