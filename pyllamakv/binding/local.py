@@ -662,6 +662,27 @@ class Local:
             raise self._error(code, f"decode token {token} at {pos} of sequence {seq_id}", "decode")
         return code
 
+    def decode_embd(
+        self,
+        context: ContextHandle,
+        embd: NDArray[np.float32],
+        pos: NDArray[np.int32],
+        seq_id: int,
+    ) -> int:
+        """Run embeddings of one sequence, with logits of the last one."""
+        raw = self._context(context)
+        n_tokens, n_embd = embd.shape
+        n_pos, places = pos.shape
+        what = f"decode {n_tokens} embeddings"
+        if places != n_tokens:
+            raise self._error(Code.EINVAL, f"{what}: the arrays differ in length", "decode")
+        values = ffi.from_buffer("float[]", _flat(embd.ravel(), _FLOAT32))
+        flat = ffi.from_buffer("int32_t[]", _flat(pos.ravel(), _INT32))
+        code: int = self._lib.plk_decode_embd(raw, n_tokens, n_embd, n_pos, values, flat, seq_id)
+        if code < OWN:
+            raise self._error(code, what, "decode")
+        return code
+
     def decode_each(
         self,
         context: ContextHandle,

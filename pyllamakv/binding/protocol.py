@@ -796,6 +796,19 @@ class Native(Protocol):
     def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
         """Run one token of one sequence with logits: `decode` without arrays."""
 
+    def decode_embd(
+        self,
+        context: ContextHandle,
+        embd: NDArray[np.float32],
+        pos: NDArray[np.int32],
+        seq_id: int,
+    ) -> int:
+        """Run embeddings (n, n_embd) of one sequence, with logits of the last one; see `decode`.
+
+        ``pos`` (4, n) has the time, row, column and 0 of each embedding for a model with M-RoPE;
+        other models have one row. A guarded context raises `Unsupported`.
+        """
+
     def decode_each(
         self,
         context: ContextHandle,

@@ -47,6 +47,39 @@ class BatchRows:
         }
 
 
+@dataclass(frozen=True)
+class ImageRows(BatchRows):
+    """A batch of embeddings at one position, each with a row and a column: a part of an image.
+
+    ``places`` (4, n) has the position, the row, the column and 0 of each embedding.
+    """
+
+    embd: NDArray[np.float32]
+    places: NDArray[np.int32]
+
+    def run(self, native: Native, context: ContextHandle) -> int:
+        """Decode the embeddings and return llama.cpp's own status."""
+        return native.decode_embd(context, self.embd, self.places, self.owners[0][0])
+
+
+def image_rows(seq: int, pos: int, rows: Sequence[int], columns: int, n_embd: int) -> ImageRows:
+    """Return some rows of an image of generated embeddings at a position of a sequence.
+
+    Rows and columns of M-RoPE count from the position.
+    """
+    places = np.array([(pos, pos + y, pos + x, 0) for y in rows for x in range(columns)], np.int32)
+    n = len(places)
+    embd = np.random.default_rng([seq, pos, *rows]).standard_normal((n, n_embd), np.float32)
+    return ImageRows(
+        np.full(n, -1, np.int32),
+        np.full(n, pos, np.int32),
+        ((seq,),) * n,
+        np.array([0] * (n - 1) + [1], np.int8),
+        embd,
+        np.ascontiguousarray(places.T),
+    )
+
+
 def compose(
     ledger: CellLedger, feeds: Feeds, n_vocab: int, *, interleave: bool = False
 ) -> BatchRows:

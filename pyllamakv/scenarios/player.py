@@ -6,7 +6,7 @@ Scenarios, scripts and replays use players.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,7 @@ from pyllamakv.binding.protocol import (
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.batch_composition import BatchRows, Feeds, compose
+from pyllamakv.scenarios.batch_composition import BatchRows, Feeds, compose, image_rows
 from pyllamakv.scenarios.ledger import CellLedger, Content, cell_differences, window_errors
 
 if TYPE_CHECKING:
@@ -107,6 +107,12 @@ class Player:
             )
             raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
         return status
+
+    def decode_image(self, seq: int, rows: Sequence[int], columns: int, *, pos: int = -1) -> None:
+        """Decode some rows of an image, whose embeddings share the next position, or ``pos``."""
+        at = self.ledger.next(seq) if pos < 0 else pos
+        width = self.native.model_info(self.model).n_embd
+        self.decode(image_rows(seq, at, rows, columns, width))
 
     def fill(self, counts: Mapping[Any, int], *, interleave: bool = False) -> None:
         """Decode generated tokens for each sequence, in batches of at most ``n_batch``."""

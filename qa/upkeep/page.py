@@ -231,7 +231,18 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
             *(f"{one.seconds[step]:.0f} s" if step in one.seconds else "" for step in STEPS),
         )
         lines.append(f"| {' | '.join(facts)} |")
-    return lines
+    broken = [one for one in verified if one.verdict == "broken-carry"]
+    return [*lines, *([""] if broken else []), *map(_broken, broken)]
+
+
+def _broken(one: Verified) -> str:
+    """Return why a carried tree is broken, and what the ports of today have for the state."""
+    lacks = "; ".join(
+        f"{id_} in {', '.join(f'`{place}`' for place in places)}"
+        for id_, places in one.lacks.items()
+    )
+    known = f"The ports of today for this state have more: {lacks}." if lacks else ""
+    return f"- {one.release}, {_HEADINGS[one.mode]}: {one.reason}. {known}".rstrip()
 
 
 def _in_era(era: str) -> Callable[[Measured], bool]:

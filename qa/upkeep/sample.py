@@ -20,12 +20,12 @@ from pyllamakv.building import variant
 from pyllamakv.building.build import build, build_patched
 from pyllamakv.errors import BuildError, HarnessError, SourceError, UsageError
 from pyllamakv.home import home
-from pyllamakv.patching import apply, shared_files, trees
+from pyllamakv.patching import apply, port_comparison, shared_files, trees
 from pyllamakv.patching.definition import file_of
 from pyllamakv.source import fetch
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification import check
-from qa.upkeep.measurement import CARRY_FIRST, FORWARD, RECENT
+from qa.upkeep.measurement import CARRY_FIRST, FORWARD, RECENT, TODAY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Verified:
     ``carried`` has the base of the merged port by patch, ``verified`` the day of the verification.
     ``seconds`` has the duration of each of `STEPS`: a download into an empty data directory and its
     import, the merges, the builds of stock and patched, and all runs. A step that was not made
-    (no network, or a build that existed) is missing.
+    (no network, or a build that existed) is missing. ``lacks`` is the result of `lacking`.
     """
 
     release: str
@@ -62,6 +62,7 @@ class Verified:
     reason: str
     verified: str
     seconds: dict[str, float] = field(default_factory=dict)
+    lacks: dict[str, list[str]] = field(default_factory=dict)
 
 
 def named(found: Sequence[Measured], names: Sequence[str]) -> list[Measured]:
@@ -194,9 +195,31 @@ def _verified(
     # The ports in the directory are strict there, so the check cannot know that they were carried.
     verdict = "broken-carry" if found.exit_code == 1 else str(found.verdict)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Verified(
-        release.name, release.date, one.mode, carried, tree, verdict, found.reason, today, seconds
-    )
+    lacks = lacking(made.ports, measurement.apply(release, TODAY, fits).ports)
+    facts = (carried, tree, verdict, found.reason, today, seconds, lacks)
+    return Verified(release.name, release.date, one.mode, *facts)
+
+
+def lacking(made: Sequence[Port], today: Sequence[Port]) -> dict[str, list[str]]:
+    """Return the places of the hunks and lines that carried ports lack, by patch.
+
+    ``made`` and ``today`` are the ports of a mode and those of today for the same state. A patch of
+    which nothing is missing is omitted.
+    """
+    carried = {port.id: port for port in made if port.carried_from}
+    found = {}
+    for port in today:
+        if port.id in carried:
+            difference = port_comparison.compare(port, carried[port.id])
+            parts = [*difference.missing, *difference.changed]
+            places = [
+                (each.function or each.file or each.name).split(" ")[-1].split("::")[-1]
+                for each in parts
+                if each.what in ("file", "hunk") or any(line[:1] == "-" for line in each.lines)
+            ]
+            if places:
+                found[port.id] = list(dict.fromkeys(places))
+    return found
 
 
 def _fetch_again(release: Release, seconds: dict[str, float], progress: Progress) -> None:

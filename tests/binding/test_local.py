@@ -148,6 +148,24 @@ def test_close_frees_everything() -> None:
     again.close()
 
 
+def test_embeddings_as_input(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+    """Embeddings and their positions reach C row by row; a guarded context refuses them."""
+    # Neither array is contiguous: C must get a copy.
+    embd = np.asfortranarray([[7.0, 8.0, 97.0]], np.float32)[:, ::-1][:, ::-1]
+    pos = np.array([[3, 0], [4, 0], [5, 0], [6, 0]], np.int32)[:, :1]
+    with pytest.raises(Unsupported, match="guarded"):
+        native.decode_embd(context, embd, pos, 0)
+    free = native.context_new(model, ContextParams(n_ctx=16, n_batch=8, guard=False))
+    assert native.decode_embd(free, embd, pos, 1) == 0
+    found = native.cells(free, 0)
+    assert [int(each) for each in found.pos if each >= 0] == [3 + 6]
+    assert int(native.logits(free, 0, 512).argmax()) == (97 + 9 + 1) % 256
+    with pytest.raises(NativeError, match="differ in length"):
+        native.decode_embd(free, embd, pos.repeat(2, 1), 1)
+    with pytest.raises(NativeError, match="wrong shape"):
+        native.decode_embd(free, embd, pos[:1], 1)
+
+
 def test_logs(native: Native, context: ContextHandle, caplog: pytest.LogCaptureFixture) -> None:
     """Log lines reach `logging` by level, and each reader once."""
     caplog.set_level(logging.DEBUG, "pyllamakv.native")

@@ -327,6 +327,37 @@ static void check_embeddings(plk_model *model, plk_context_params p) {
     plk_context_free(c);
 }
 
+/* Embeddings as input: of unguarded contexts only, one row of positions, logits of the last. */
+static void check_embedding_input(plk_model *model, plk_context_params p) {
+    plk_model_info info = {.size = sizeof info};
+    CHECK(plk_model_read(model, &info) == PLK_OK);
+    const int32_t n = info.n_embd, pos[] = {0, 1, 2}, far[] = {0, 1, 1 << 30};
+    float *embd = calloc(3 * (size_t) n, sizeof *embd);
+    for (int32_t i = 0; i < 3 * n; i++) {
+        embd[i] = (float) (i % 7) - 3.0f;
+    }
+    plk_context *c = NULL;
+    p.guard = 1;
+    CHECK(plk_context_new(model, &p, &c) == PLK_OK);
+    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 1) == PLK_EUNSUPPORTED);
+    plk_context_free(c);
+    p.guard = 0;
+    CHECK(plk_context_new(model, &p, &c) == PLK_OK);
+    CHECK(plk_decode_embd(NULL, 3, n, 1, embd, pos, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 0, n, 1, embd, pos, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n + 1, 1, embd, pos, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 4, embd, pos, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 1, NULL, pos, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 1, embd, NULL, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 1, embd, far, 1) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 8) == PLK_EINVAL);
+    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 1) == PLK_OK);
+    CHECK(plk_seq_pos_max(c, 1) == 2 && plk_seq_pos_max(c, 0) == -1);
+    CHECK(plk_logits(c, 2) != NULL && plk_logits(c, 0) == NULL);
+    plk_context_free(c);
+    free(embd);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 2 || argc == 5);
     check_identity();
@@ -342,6 +373,7 @@ int main(int argc, char **argv) {
     check_refusals(model, c);
     check_adapters(model, c);
     check_embeddings(model, p);
+    check_embedding_input(model, p);
     if (plk_capabilities() & PLK_CAP_CELLS) {
         check_defrag(c, &info);
         check_states(c);

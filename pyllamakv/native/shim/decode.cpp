@@ -90,6 +90,15 @@ bool in_order(const llama_batch &batch) {
                        [&](const auto &each) { return each.second == counts[0].second; });
 }
 
+// Return the number of values of an embedding that the model reads; with deepstack, more than n_embd.
+template <typename Model>
+auto input_width(const Model *model, int32_t, int) -> decltype(llama_model_n_embd_inp(model)) {
+    return llama_model_n_embd_inp(model);
+}
+template <typename Model> int32_t input_width(const Model *, int32_t n_embd, long) {
+    return n_embd;
+}
+
 struct Armed {
     plk_context &c;
     explicit Armed(plk_context &context) : c(context) {
@@ -239,6 +248,49 @@ int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq
         theirs.n_seq_id = &count;
         theirs.seq_id = rows;
         theirs.logits = &flag;
+        return decode(c, theirs);
+    });
+}
+
+int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
+                    const float *embd, const int32_t *pos, int32_t seq_id) {
+    return plk::guarded([&]() -> int {
+        if (plk::need(context) != PLK_OK) {
+            return PLK_EINVAL;
+        }
+        plk_context &c = *context;
+        if (c.guard) {
+            return plk::refuse(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
+        }
+        const int32_t width = input_width(static_cast<const llama_model *>(c.model->model),
+                                          c.model->info.n_embd, 0);
+        const int32_t rows = plk::load::many_positions(c.model->model) ? 4 : 1;
+        if (n_embd != width || n_pos != rows) {
+            return plk::refuse(PLK_EINVAL,
+                               "embeddings of %d values with %d positions, expected %d and %d",
+                               n_embd, n_pos, width, rows);
+        }
+        if (n_tokens < 1 || static_cast<uint32_t>(n_tokens) > c.n_batch || embd == nullptr ||
+            pos == nullptr || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
+            return plk::refuse(PLK_EINVAL, "invalid batch of %d embeddings of sequence %d", n_tokens,
+                               seq_id);
+        }
+        const auto valid = [](int32_t each) { return each >= 0 && each < plk::far_away; };
+        if (!std::all_of(pos, pos + static_cast<size_t>(n_tokens) * rows, valid)) {
+            return plk::refuse(PLK_EINVAL, "a position is not 0 to 2^30 - 1");
+        }
+        c.counts.assign(n_tokens, 1);
+        c.rows.assign(n_tokens + 1, &seq_id);
+        c.rows[n_tokens] = nullptr;
+        c.flags.assign(n_tokens, c.asked.embeddings);
+        c.flags.back() = 1;
+        llama_batch theirs{};
+        theirs.n_tokens = n_tokens;
+        theirs.embd = const_cast<float *>(embd);
+        theirs.pos = const_cast<int32_t *>(pos);
+        theirs.n_seq_id = c.counts.data();
+        theirs.seq_id = c.rows.data();
+        theirs.logits = c.flags.data();
         return decode(c, theirs);
     });
 }

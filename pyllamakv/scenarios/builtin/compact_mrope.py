@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Compact, and save a sequence before and after. Its state must not change."""
+    """Compact, and continue an image before and after its state was saved and restored.
+
+    A cell is masked if it has the position of the decoded embedding and follows it in the image.
+    Therefore the lower rows are decoded first, and lost rows and columns change the logits.
+    """
     if lab.native.about.probes.get("defrag") != "compact":
         # The first releases with such models read text batches out of bounds.
         msg = "this library does not support compaction"
@@ -21,12 +25,20 @@ def run(lab: Lab) -> None:
     defrag_sparse_tail(lab, rows=False)
     player = lab.player(256)
     player.fill({0: 100})
-    player.fill({1: 40})
+    player.fill({1: 8})
+    pos = player.ledger.next(1)
+    player.decode_image(1, (4, 5), 8, pos=pos)
     player.remove(0)
     before = player.native.state_save(player.context, 1)
     defrag(lab, player, rows=False)
     after = player.native.state_save(player.context, 1)
+    player.decode_image(1, (2, 3), 8, pos=pos)
+    lab.verify(player)
     lab.expect(before == after, "the saved state of a sequence changed when its cells moved")
+    player.save(1, "image")
+    player.restore(1, "image")
+    player.decode_image(1, (0, 1), 8, pos=pos)
+    player.fill({1: 20})
     lab.verify(player)
 
 

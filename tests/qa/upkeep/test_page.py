@@ -91,3 +91,13 @@ def test_the_sample() -> None:
     assert row in page(FOUND, verified=[one])
     timed = replace(one, seconds={"carry": 1.6, "build": 300.0, "verify": 60.0})
     assert "| 2026-11-26 |  | 2 s | 300 s | 60 s |" in page(FOUND, verified=[timed])
+
+
+def test_a_broken_tree_of_the_sample() -> None:
+    """The reason is under the table, with what the ports of today have for the state."""
+    facts = ("0.3.2", "2026-07-02", CARRY_FIRST, {"fix": "0.3.1"}, "0" * 40)
+    one = Verified(*facts, verdict="broken-carry", reason="x fails", verified="2026-11-26")
+    assert page(FOUND, verified=[one]).endswith(" |\n\n- 0.3.2, forward, carry first: x fails.\n")
+    one = replace(one, lacks={"fix": ["first", "src/b.cpp"], "other": ["f"]})
+    more = "The ports of today for this state have more: fix in `first`, `src/b.cpp`; other in `f`."
+    assert page(FOUND, verified=[one]).endswith(f": x fails. {more}\n")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from upkeep_kit import sandbox
+from patching_kit import code
+from upkeep_kit import ONE, PATCHED, TWO, sandbox
 
 from pyllamakv.errors import BuildError, FetchError, HarnessError, UsageError
 from pyllamakv.home import home
 from pyllamakv.patching import apply, series
 from qa.upkeep import sample
-from qa.upkeep.measurement import CARRY_FIRST, FORWARD, Measured, Measurement
+from qa.upkeep.measurement import CARRY_FIRST, FORWARD, TODAY, Measured, Measurement
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +157,26 @@ def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.Monke
     monkeypatch.setattr(sample, "kept", lambda: [replace(found, tree="0" * 40, verdict="x")])
     (again,) = sample.verify(chosen, measured, lambda *_: None)
     assert replace(again, seconds={}) == replace(found, seconds={})
+
+
+@pytest.mark.long
+def test_what_a_carried_tree_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port for the state has another hunk, and another line in the hunk of both ports."""
+    bench = sandbox(tmp_path, monkeypatch)
+    guarded = TWO | {
+        "src/a.cpp": code("first", "fix(a);", "guard(a);").replace(b"first_7();", b"first_7(a);")
+        + code("second", "guard(b);")
+    }
+    ports = {"0.3.1": (ONE, PATCHED), "0.3.2": (TWO, guarded)}
+    shutil.rmtree(bench.folder / "fix")
+    bench.order.clear()
+    bench.add_patch("fix", ports, marker=("src/a.cpp", "first_8"))
+    measurement = Measurement(bench.store, series.load(), lambda *_: None)
+    fits, release = measurement.fits(), bench.releases["0.3.2"]
+    made = [measurement.apply(release, mode, fits).ports for mode in (CARRY_FIRST, TODAY)]
+    assert [[port.carried_from for port in ports] for ports in made] == [["0.3.1"], [""]]
+    assert sample.lacking(*made) == {"fix": ["second", "first"]}
+    assert sample.lacking(made[0], made[0]) == {} == sample.lacking(made[1], made[0])
 
 
 @pytest.mark.long

@@ -1,0 +1,27 @@
+"""Parts of an image share one position, and differ in row and column."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from pyllamakv.scenarios.batch_composition import image_rows
+
+
+def test_rows_of_an_image() -> None:
+    """Rows and columns count from the position; the last embedding asks for logits."""
+    part = image_rows(1, 7, (2, 3), 3, 16)
+    assert part.places.tolist() == [
+        [7] * 6,
+        [9, 9, 9, 10, 10, 10],
+        [7, 8, 9, 7, 8, 9],
+        [0] * 6,
+    ]
+    assert (part.pos == 7).all() and part.owners == ((1,),) * 6
+    assert part.logits.tolist() == [0, 0, 0, 0, 0, 1]
+    assert part.embd.shape == (6, 16) and part.embd.dtype == np.float32
+    assert (part.embd == image_rows(1, 7, (2, 3), 3, 16).embd).all()
+    assert (part.embd != image_rows(1, 7, (0, 1), 3, 16).embd).any()
+    native = SimpleNamespace(decode_embd=lambda *arguments: arguments)
+    assert part.run(native, "context") == ("context", part.embd, part.places, 1)
