@@ -304,6 +304,7 @@ def _too_long(lab: ServerLab) -> None:
 
         found = in_parallel(server.url, [fits, large] * 6, CLIENTS, ask)
         lab.note(requests=len(found), refused=sum(isinstance(e, PromptTooLong) for e in found))
+        lab.note(retries=server.retries)
         for index, result in enumerate(found):
             if index % 2 and not isinstance(result, PromptTooLong):
                 raise ScenarioFailed(f"a request longer than its slot was not refused: {result!r}")
@@ -333,7 +334,7 @@ def _slot_files(lab: ServerLab) -> None:
         client.post("/slots/1?action=erase", {})
         client.post("/slots/1?action=restore", {"filename": "slot"})
         found = complete(client, prompts[0], 32, id_slot=1)
-        lab.note(requests=2 + 3 * CLIENTS, restored=found.reused)
+        lab.note(requests=2 + 3 * CLIENTS, restored=found.reused, retries=server.retries)
         if found.reused < len(prompts[0]) - 1:
             raise ScenarioFailed(f"a restored slot reused {found.reused} tokens", failure="lost")
         if first_difference(expected, found) is not None:

@@ -69,3 +69,25 @@ def test_ratios() -> None:
     assert (token.value, token.met) == ("1.00 [1.00, 1.00]", True)
     assert len(load_figures.figures(results(load_figures.PAIRS - 1))) == 2
     assert len(load_figures.figures(results(load_figures.PAIRS, lost=True))) == 2
+
+
+def test_ratios_of_the_batcher() -> None:
+    """More tokens per second are better, fewer CPU seconds are."""
+    plan = LoadPlan(
+        ("0.3.9",), ("fits",), (4,), ("patched", "batcher"), rounds=load_figures.PAIRS,
+        model=__file__,
+    )  # fmt: skip
+    seconds = {"patched": 1.0, "batcher": 2.0}
+    runs = {
+        cell: LoadResult(
+            (RequestTiming(0.0, 0.5, seconds[cell.system], 10),),
+            cpu_seconds=1.0 / seconds[cell.system],
+        )
+        for cell in plan.cells()
+    }
+    *_, cpu, speed = load_figures.figures(runs)
+    assert cpu.name == "CPU per token, batcher over patched, 4 clients"
+    assert (cpu.value, cpu.met) == ("0.50 [0.50, 0.50]", True)
+    assert speed.name == "tokens per second, batcher over patched, 4 clients"
+    assert (speed.value, speed.met) == ("0.50 [0.50, 0.50]", False)
+    assert speed.target == "interval not entirely below 1.0"
