@@ -354,7 +354,7 @@ class PrefixCache(ClosedOnExit):
         if self.branches.pager is None:
             msg = "this cache has no paging; create it with paging='memory' or a folder"
             raise UsageError(msg)
-        if node.page is None:
+        if node.page is None or node.entry is not None:
             if not self.branches.removable(node, frees_id=True):
                 msg = f"{node} cannot be paged out: it is leased, or has children"
                 raise UsageError(msg)
@@ -365,7 +365,8 @@ class PrefixCache(ClosedOnExit):
     def page_in(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
         node = self._branch(tokens)
-        if node.page is not None:
+        # A branch of a memory that cannot be trimmed may have both.
+        if node.page is not None and node.entry is None:
             if not eviction.make_page_room(self, node):
                 msg = (
                     f"no free cells for a branch of {node.end} tokens: release leases or unpin "
