@@ -132,10 +132,11 @@ def run_cases(
                 hand = CaseProcess(folder, combination.environment, make)
                 hands[combination.slots] = stack.enter_context(hand)
             hand = hands[combination.slots]
+            seed = effort.seed * SEEDS + number
             operations = operation_cases.generate_operations(
-                effort.seed * SEEDS + number, combination.length, combination.manager
+                seed, combination.length, combination.manager
             )
-            task = CaseTask(combination, operations, watched=WATCHED)
+            task = CaseTask(combination, operations, watched=WATCHED, seed=seed)
             played = hand.play(task)
             if played.failed is not None and played.failed.failure == "hang":
                 # A loaded or suspended machine looks the same; a real hang repeats.
