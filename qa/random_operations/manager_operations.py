@@ -304,7 +304,7 @@ class ManagerOperations:
             if one.finish_reason == "cancelled" and one is cancelled:
                 continue
             limited = isinstance(one.error, Unsupported) and one.error.reason in self.limits
-            pinned = isinstance(one.error, NoSlotAvailable) and self._pins_block and self._pins
+            pinned = isinstance(one.error, NoSlotAvailable) and self._pins_fill
             if limited or pinned:
                 self.ended["refused"] += 1
                 continue
@@ -442,6 +442,13 @@ class ManagerOperations:
                 "data",
             )
         self.checks.logits += 1
+
+    @property
+    def _pins_fill(self) -> bool:
+        """Return whether pinned prefixes may leave no sequence to others."""
+        if not self._pins or not isinstance(self._manager, PrefixCache):
+            return False
+        return self._pins_block or len(self._pins) >= self._manager.branches.limit
 
     @property
     def _pins(self) -> list[str]:
