@@ -133,6 +133,8 @@ class PrefixCache(ClosedOnExit):
                 self.branches.pager.close()
             raise
         self.stored = None if store is None else StoredBranches(context, store, budget)
+        if self.stored is not None:
+            self.counts.add("damaged", len(self.stored.store.removed))
         context.keepers.add(self)
 
     # Prompts...
@@ -354,7 +356,7 @@ class PrefixCache(ClosedOnExit):
         if self.branches.pager is None:
             msg = "this cache has no paging; create it with paging='memory' or a folder"
             raise UsageError(msg)
-        if node.page is None:
+        if node.page is None or node.entry is not None:
             if not self.branches.removable(node, frees_id=True):
                 msg = f"{node} cannot be paged out: it is leased, or has children"
                 raise UsageError(msg)
@@ -365,7 +367,8 @@ class PrefixCache(ClosedOnExit):
     def page_in(self, tokens: Iterable[int]) -> None:
         """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
         node = self._branch(tokens)
-        if node.page is not None:
+        # A branch of a memory that cannot be trimmed may have both.
+        if node.page is not None and node.entry is None:
             if not eviction.make_page_room(self, node):
                 msg = (
                     f"no free cells for a branch of {node.end} tokens: release leases or unpin "
@@ -821,10 +824,11 @@ class PrefixStats:
     ``leased`` sequences are in use. ``tokens`` are in the tree, and ``cells`` of them in the cache,
     each counted once. ``reused_tokens`` of all ``prompt_tokens`` were cached; ``evaluated_tokens``
     of prompts and text were decoded. ``evictions`` counts dropped branches, and ``damaged`` pages
-    that could not be read. ``stored_tokens`` were written to the store and ``loaded_tokens`` read
-    from it; it has ``stored_pages`` of ``stored_bytes``. Leases were parked ``parks`` times.
+    that could not be read, or were removed when the store was opened. ``stored_tokens`` were
+    written to the store and ``loaded_tokens`` read from it; it has ``stored_pages`` of
+    ``stored_bytes``. Leases were parked ``parks`` times.
     ``hits_by_depth`` counts prompts by the number of their cached tokens (see `DepthCounts`),
-    ``bytes_by_tier`` the bytes in cells and states, in host memory and in files.
+    ``bytes_by_tier`` the bytes in cells and states, in host memory and in files, also of the store.
     """
 
     resident: int
@@ -876,6 +880,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
     for lease in cache.leases:
         counts.add("evaluated_tokens", lease.evaluated)
     tier = "files" if isinstance(branches.pager, FilePager) else "memory"
+    stored = cache.stored.store.size if cache.stored else 0
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
         paged=branches.paged,
@@ -889,12 +894,12 @@ def measure(cache: PrefixCache) -> PrefixStats:
         bytes=resident + paged,
         budget=cache.budget,
         stored_pages=len(cache.stored.store.pages) if cache.stored else 0,
-        stored_bytes=cache.stored.store.size if cache.stored else 0,
+        stored_bytes=stored,
         evicted_tokens=branches.evicted_tokens,
         paged_out_tokens=branches.paged_out_tokens,
         paged_in_tokens=branches.paged_in_tokens,
         hits_by_depth=dict(cache.depths),
-        bytes_by_tier={"cells": resident, "memory": 0, "files": 0, tier: paged},
+        bytes_by_tier={"cells": resident, "memory": 0, "files": stored, tier: paged},
         **counts,
     )
 

@@ -43,6 +43,8 @@ def fork_longest_prefix(
             if exact:
                 raise
             exact = True
+            if cache.stored is not None and resumed is None:
+                cache.counts.add("loaded_tokens", cache.stored.load(cache, key, exact=True))
 
 
 def _find(

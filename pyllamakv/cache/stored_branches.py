@@ -169,15 +169,16 @@ class StoredBranches:
 
     # Reading...
 
-    def load(self, cache: PrefixCache, key: bytes) -> int:
+    def load(self, cache: PrefixCache, key: bytes, *, exact: bool = False) -> int:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
-        Return the number of loaded tokens. A damaged page is removed, and the prefix ends before
-        it. Without room for the prefix, or if it cannot be read or restored, nothing changes.
+        ``exact``: only whole sequences are used, of the store and of the cache. Return the number
+        of loaded tokens. A damaged page is removed, and the prefix ends before it. Without room for
+        the prefix, or if it cannot be read or restored, nothing changes.
         """
         if not self.store.owned:
             return 0
-        exact = not can_trim(self.context)
+        exact = exact or not can_trim(self.context)
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
             found = self.store.find(key, limit, exact=exact)

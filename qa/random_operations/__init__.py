@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 #: The share of operations around which bytes are compared.
 WATCHED = 0.2
+#: End of the name of an entry whose cases all operate a cache manager.
+MANAGERS = " managers"
 #: From this time limit in seconds, one release per era is tested, not the default one alone.
 LONG = 1800.0
 #: Distance of the seeds of two runs, so that they have no case in common.
@@ -55,8 +57,9 @@ FIRST = (operation_cases.Operation("prefill", 1),)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all releases."""
-    return tuple(lockfile.known())
+    """Return the names of all releases, and those of their cache managers alone."""
+    releases = tuple(lockfile.known())
+    return (*releases, *(name + MANAGERS for name in releases))
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
@@ -65,8 +68,9 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     Raises NotBuilt before the first case.
     """
     wanted = effort.only or tuple(_releases(effort.seconds))
-    found = {name: variant.find(f"{name}+patched") for name in wanted}
-    missing = [name for name, each in found.items() if each is None]
+    releases = {name: name.removesuffix(MANAGERS) for name in wanted}
+    found = {name: variant.find(f"{release}+patched") for name, release in releases.items()}
+    missing = list(dict.fromkeys(releases[name] for name in wanted if found[name] is None))
     if missing:
         build = " && ".join(f"pyllamakv build {name}" for name in missing)
         msg = f"random operations need a patched build of {', '.join(missing)}: {build}"
@@ -80,7 +84,8 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
             tick,
             undoes=each.manifest.probes.get("rollback") in ROLLING_BACK,
             can=_can(each),
-            stock=variant.find(f"{name}+stock"),
+            stock=variant.find(f"{releases[name]}+stock"),
+            managers=name != releases[name],
         )
         for name, each in found.items()
         if each is not None
@@ -107,17 +112,19 @@ def run_cases(
     name: str, folder: Path, effort: StressOptions, tick: Tick, make: Make = CaseSession,
     most: int = 0, *,
     undoes: bool = True, can: Sequence[str] = (), stock: Variant | None = None,
+    managers: bool = False,
 ) -> Entry:  # fmt: skip
     """Run cases on the variant in a directory, for the given seconds and operations.
 
     At most ``most`` cases run, if it is not 0, without a time limit. Each backing and device that
     the build ``can`` use must have been used, and streams; a device that fails at a first batch, or
-    an absent cache, must do so with ``stock`` as well.
+    an absent cache, must do so with ``stock`` as well. With ``managers``, every case has a cache
+    manager.
     """
     tally, began = CaseCounts(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, CaseProcess] = {}
-        walked = walk(effort.seed, undoes=undoes, separate="separate" in can)
+        walked = walk(effort.seed, undoes=undoes, separate="separate" in can, managers=managers)
         for number, combination in enumerate(walked):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations
@@ -132,10 +139,11 @@ def run_cases(
                 hand = CaseProcess(folder, combination.environment, make)
                 hands[combination.slots] = stack.enter_context(hand)
             hand = hands[combination.slots]
+            seed = effort.seed * SEEDS + number
             operations = operation_cases.generate_operations(
-                effort.seed * SEEDS + number, combination.length, combination.manager
+                seed, combination.length, combination.manager
             )
-            task = CaseTask(combination, operations, watched=WATCHED)
+            task = CaseTask(combination, operations, watched=WATCHED, seed=seed)
             played = hand.play(task)
             if played.failed is not None and played.failed.failure == "hang":
                 # A loaded or suspended machine looks the same; a real hang repeats.

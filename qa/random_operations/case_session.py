@@ -115,6 +115,7 @@ class CaseSession:
             again,
             watched=task.watched,
             manager=task.combination.manager,
+            seed=task.seed,
         )
 
     def _model(self, key: tuple[str, bool], combination: Combination) -> Model:

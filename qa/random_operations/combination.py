@@ -157,13 +157,18 @@ def normalize(drawn: Combination, *, undoes: bool = True, separate: bool = True)
     return drawn
 
 
-def walk(seed: int, *, undoes: bool = True, separate: bool = True) -> Iterator[Combination]:
-    """Yield combinations endlessly, equal for equal seeds.
+def walk(
+    seed: int, *, undoes: bool = True, separate: bool = True, managers: bool = False
+) -> Iterator[Combination]:
+    """Yield combinations endlessly, equal for equal seeds; with ``managers`` none without one.
 
     Every dimension is a shuffled list of its values, reshuffled at its end: all values come soon,
     also in a run of a minute.
     """
-    decks = {name: _deal(values, Random(f"{seed} {name}")) for name, values in VALUES.items()}
+    values = dict(VALUES)
+    if managers:
+        values["manager"] = [each for each in VALUES["manager"] if each != "none"]
+    decks = {name: _deal(dealt, Random(f"{seed} {name}")) for name, dealt in values.items()}
     while True:
         drawn = Combination(**{name: next(deck) for name, deck in decks.items()})
         yield normalize(drawn, undoes=undoes, separate=separate)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
 
-from pyllamakv.cache import defrag_retry
+from pyllamakv.cache import defrag_retry, slot_choice
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.eviction import LOST_STATE
@@ -104,10 +104,11 @@ def limits_of(context: Context) -> frozenset[str]:
 class ManagerOperations:
     """Operate a manager on ``context``; ``other`` is a similar one for fresh evaluations.
 
-    ``kind`` is "prefix cache", "paged prefix cache", "prefix store" or "slot cache".
+    ``kind`` is "prefix cache", "paged prefix cache", "prefix store" or "slot cache". ``seed``
+    selects the options of the manager.
     """
 
-    def __init__(self, context: Context, other: Context, kind: str) -> None:
+    def __init__(self, context: Context, other: Context, kind: str, seed: int = 0) -> None:
         self.context, self.other, self.kind = context, other, kind
         self.bound = bound_of(context)
         #: Reasons with which this release may refuse a decode. A prefix cache pages branches out.
@@ -120,7 +121,7 @@ class ManagerOperations:
         self.ended: Counter[str] = Counter()
         self.checks = CheckCounts()
         self._acted = False
-        self._chance = Random()
+        self._chance = Random(seed)
         self._files = tempfile.TemporaryDirectory(prefix="pyllamakv-managers-")
         self._past: list[list[int]] = [[3, 4, 5]]
         self._held: list[HeldLease] = []
@@ -162,10 +163,12 @@ class ManagerOperations:
         schedule = CheckpointSchedule(
             size=self._chance.choice((4, 16, 64)), interval=self._chance.choice((8, 24)), first=4
         )
+        few = self._chance.choice((None, None, 1, 3))
         if self.kind == "slot cache":
             size = self.context.info.n_ctx // self.context.partitions
-            return SlotCache(self.context, size=size, checkpoints=schedule)
-        options: dict[str, Any] = {}
+            choice = self._chance.choice(get_args(slot_choice.Policy))
+            return SlotCache(self.context, few, choice, size=size, checkpoints=schedule)
+        options: dict[str, Any] = {"entries": few}
         if self.kind == "paged prefix cache":
             options = {"paging": Path(self._files.name) / "pages"}
         elif self.kind == "prefix store":
@@ -180,7 +183,10 @@ class ManagerOperations:
         prompt = self._prompt(self._longest)
         self._say("start", prompt=prompt)
         named = [self._chance.randrange(len(prompt))] if self._chance.random() < 0.3 else ()
-        lease = self._manager.acquire(prompt, checkpoints=named)
+        groups = self._groups(len(prompt))
+        lease = self._manager.acquire(prompt, groups=groups, checkpoints=named)
+        if any(first < lease.cached < end for first, end in groups):
+            self._fail(f"{lease.cached} reused tokens end inside of a group of {groups}")
         self._evaluate(HeldLease(lease, prompt))
 
     def _evaluate(self, held: HeldLease) -> None:
@@ -283,7 +289,10 @@ class ManagerOperations:
         prompts = [self._prompt(self._longest - text) for _ in range(count)]
         self._say("batch", prompts=prompts, text=text)
         with Batcher(self._manager, max_wait=self._chance.choice((2, 8, 1000))) as batcher:
-            going = [batcher.submit(each, text, stop_at_end=False) for each in prompts]
+            going = [
+                batcher.submit(each, text, groups=self._groups(len(each)), stop_at_end=False)
+                for each in prompts
+            ]
             cancelled = self._chance.choice(going) if self._chance.random() < 0.2 else None
             for _ in range(self._chance.randint(0, 20)):
                 batcher.step()
@@ -295,7 +304,7 @@ class ManagerOperations:
             if one.finish_reason == "cancelled" and one is cancelled:
                 continue
             limited = isinstance(one.error, Unsupported) and one.error.reason in self.limits
-            pinned = isinstance(one.error, NoSlotAvailable) and self._pins_block and self._pins
+            pinned = isinstance(one.error, NoSlotAvailable) and self._pins_fill
             if limited or pinned:
                 self.ended["refused"] += 1
                 continue
@@ -435,6 +444,13 @@ class ManagerOperations:
         self.checks.logits += 1
 
     @property
+    def _pins_fill(self) -> bool:
+        """Return whether pinned prefixes may leave no sequence to others."""
+        if not self._pins or not isinstance(self._manager, PrefixCache):
+            return False
+        return self._pins_block or len(self._pins) >= self._manager.branches.limit
+
+    @property
     def _pins(self) -> list[str]:
         return sorted(self._manager.pins) if isinstance(self._manager, PrefixCache) else []
 
@@ -462,6 +478,13 @@ class ManagerOperations:
         kept = base[: self._chance.randint(0, len(base))] if self._chance.random() < 0.6 else base
         kept = kept[: most - 1]
         return [*kept, *self._tokens(self._chance.randint(1, min(48, most - len(kept))))]
+
+    def _groups(self, n: int) -> list[tuple[int, int]]:
+        """Return ranges of a prompt that belong together, mostly none."""
+        if n < 4 or self._chance.random() < 0.8:
+            return []
+        ends = sorted(self._chance.sample(range(n + 1), 4))
+        return [(ends[0], ends[1]), (ends[2], ends[3])]
 
     def _tokens(self, n: int) -> list[int]:
         return [self._chance.randrange(3, 60) for _ in range(n)]

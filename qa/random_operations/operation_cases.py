@@ -46,7 +46,8 @@ class CaseRunner:
     ``other`` opens the context that states are restored into, if it must differ from the first one;
     ``again`` opens the first one with the content of its file. ``heals``: every decode must succeed
     if enough cells are free; ``watched`` is the share of operations around which K and V are
-    compared. With a ``manager``, the operations are those of `manager_operations`.
+    compared. With a ``manager``, the operations are those of `manager_operations`; ``seed``
+    selects its options.
     """
 
     opener: Opener
@@ -55,6 +56,7 @@ class CaseRunner:
     defrags_on_failure: bool = True
     watched: float = 1.0
     manager: str = "none"
+    seed: int = 0
 
     def play(
         self,
@@ -74,7 +76,7 @@ class CaseRunner:
             other.native.state_save(other.handle, 0)
             work: Operations | ManagerOperations
             if self.manager != "none":
-                work = ManagerOperations(context, other, self.manager)
+                work = ManagerOperations(context, other, self.manager, self.seed)
             else:
                 work = Operations(
                     context,

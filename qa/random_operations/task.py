@@ -28,12 +28,16 @@ class CheckCounts:
 
 @dataclass(frozen=True)
 class CaseTask:
-    """A case and its combination; with ``trace`` it is recorded into that file."""
+    """A case and its combination; with ``trace`` it is recorded into that file.
+
+    ``seed`` selects the options of a manager, which remain when operations are left out.
+    """
 
     combination: Combination
     operations: tuple[Operation, ...]
     watched: float = 1.0
     trace: Path | None = None
+    seed: int = 0
 
 
 @dataclass

@@ -343,6 +343,30 @@ def test_pages_of_states_stay_within_the_schedule(tmp_path: Path) -> None:
     cache.check()
 
 
+@pytest.mark.regression(
+    "a state that was paged in twice took a second sequence, and the first one was lost",
+    by="random_operations",
+    of="Python",
+)
+def test_a_branch_with_a_sequence_and_a_page_is_paged_once(tmp_path: Path) -> None:
+    """The page of a state remains in memory when the branch gets a sequence again."""
+    prompt = list(range(1, 41))
+    with recurrent(tmp_path) as ctx, PrefixCache(ctx, paging="memory") as cache:
+        prefix_kit.serve(cache, prompt)
+        resident = cache.stats().resident
+        for _ in range(2):
+            cache.page_out(prompt)
+            cache.check()
+            assert cache.stats().resident == resident - 1
+        for _ in range(2):
+            cache.page_in(prompt)
+            cache.check()
+            assert cache.stats().resident == resident
+        cache.page_out(prompt)
+        cache.check()
+        assert cache.stats().resident == resident - 1
+
+
 def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
     """A chat continues after its last text although another one had its slot."""
     cache = SlotCache(recurrent(tmp_path), n_slots=1)

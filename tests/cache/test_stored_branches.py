@@ -84,7 +84,7 @@ def test_flushed_tokens_outlive_the_process(
     stats = cache.stats()
     # The second prompt shares the cells that the first one has loaded.
     assert (stats.loaded_tokens, stats.stored_tokens, stats.damaged) == (603, 0, 0)
-    assert stats.stored_bytes == cache.stored.store.size > 0
+    assert stats.stored_bytes == cache.stored.store.size == stats.bytes_by_tier["files"] > 0
     assert stats.stored_pages == 4
 
 
@@ -250,6 +250,27 @@ def test_whole_states(start: Callable[..., PrefixCache], whole: None) -> None:
 
 
 # Bad input...
+
+
+@pytest.mark.parametrize("damage", ["header", "truncated", "missing"])
+def test_pages_that_are_removed_when_a_store_is_opened_are_counted(
+    start: Callable[..., PrefixCache], damage: str
+) -> None:
+    """A page and the one that follows it; a missing one is not counted."""
+    with start() as cache:
+        serve(cache, LONG)
+        cache.flush()
+        store = cache.stored.store
+        path = store.path(next(page for page in store.pages.values() if page.start == 256))
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(data if damage == "header" else data[:-1])
+    with start() as cache:
+        assert cache.stats().damaged == (1 if damage == "missing" else 2)
+        assert serve(cache, [*LONG, 1]) == 256
+        assert cache.stats().damaged == (1 if damage == "missing" else 2)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])

@@ -110,6 +110,34 @@ def test_every_memory_survives_a_restart(
             assert kinds == {"cells" if name in ("tiny", "latent") else "state"}
 
 
+@pytest.mark.regression(
+    "a prefix store was not asked for a prefix whose window a longer branch had lost",
+    by="random_operations",
+    of="Python",
+)
+def test_a_branch_without_its_window_does_not_hide_a_stored_prefix(
+    late: kv.OpenLibrary, tmp_path: Path
+) -> None:
+    """A restored state of a full-size window has no cells to return to its beginning."""
+    short, long = SYSTEM[:20], SYSTEM[:200]
+    options = {"swa_full": True}
+    with late.load_model(synthetic_models.model("sliding")) as model:
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for prompt in (short, long):
+                serve(cache, prompt)
+                cache.flush()
+        with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for prompt in (long, short):
+                with cache.acquire([*prompt, 7]) as lease:
+                    assert lease.cached == len(prompt)
+                    lease.prefill()
+                    mine = ctx.logits().copy()
+                expected = next_logits(model, [*prompt, 7], **options)
+                assert np.abs(mine - expected).max() < TOLERANCE
+            cache.check()
+            assert cache.stats().loaded_tokens == len(short) + len(long)
+
+
 @pytest.mark.parametrize("name", ["recurrent", "hybrid"])
 def test_states_are_stored_without_a_sequence_for_them(
     late: kv.OpenLibrary, name: str, tmp_path: Path

@@ -49,7 +49,7 @@ def run(folder: Path, kind: str, seeds: range) -> tuple[Played, ScenarioFailed |
             return kit.context(folder, native, **OPTIONS)
 
         works: list[Any] = []
-        runner = CaseRunner(opener, manager=kind)
+        runner = CaseRunner(opener, manager=kind, seed=seed)
         failed = runner.play(generate_operations(seed, MANAGED, kind), works.append)
         total.add(Played.of(works[0], failed))
         if failed is not None:
@@ -69,6 +69,28 @@ def test_a_right_manager_passes(tmp_path: Path, kind: str) -> None:
     assert total.ended["reused"] > 100
     assert total.ended["parked"] > 0
     assert total.logits > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_selects_the_options_of_a_manager(tmp_path: Path, kind: str) -> None:
+    """A case can be repeated, and others have other options."""
+
+    def options(seed: int) -> tuple[object, ...]:
+        contexts = [kit.context(tmp_path, **OPTIONS) for _ in range(2)]
+        work = ManagerOperations(*contexts, kind, seed)
+        manager: Any = work._manager
+        try:
+            if isinstance(manager, SlotCache):
+                return manager.policy, len(manager._slots)
+            branches = manager.branches
+            return manager.policy, branches.limit, branches.schedule
+        finally:
+            work.close()
+            contexts[1].close()
+
+    found = [options(seed) for seed in range(8)]
+    assert found == [options(seed) for seed in range(8)]
+    assert len(set(found)) > 2
 
 
 def test_other_tokens_in_the_cache_are_found(

@@ -76,6 +76,22 @@ def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
     assert entry.passed
 
 
+def test_an_entry_may_operate_managers_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name has the release first; every case has a manager, in each memory."""
+    assert "0.3.9 managers" in trial.names()
+    with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.36$"):
+        trial.entries(StressOptions(only=("0.3.36", "0.3.36 managers")), print)
+    entry = trial.run_cases(
+        "simulated", folder, StressOptions(0.0, operations=200), print, Simulated, managers=True
+    )
+    assert entry.passed
+    values = entry.data["values"]
+    assert "none" not in values["manager"]
+    assert len(values["manager"]) > 2
+    found = {each.manager for each in itertools.islice(walk(1, managers=True), 40)}
+    assert found == {each for each in VALUES["manager"] if each != "none"}
+
+
 def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
     """As many combinations as the largest deck has cards have every value; a seed decides."""
     size = max(map(len, VALUES.values()))
