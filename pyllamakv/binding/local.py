@@ -602,7 +602,7 @@ class Local:
         self._done(length, f"save sequence {seq}", "state", capability=Capability.STATES)
         return data[:length].tobytes()
 
-    def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
+    def state_load(self, context: ContextHandle, seq: int, state: bytes | memoryview) -> int:
         """Restore a sequence; return the bytes read, 0 when the library refused."""
         place = ffi.from_buffer("uint8_t[]", state)
         length: int = self._lib.plk_state_load(self._context(context), seq, place, len(state))

@@ -775,7 +775,7 @@ class Native(Protocol):
     def state_save(self, context: ContextHandle, seq: int) -> bytes:
         """Return the state of a sequence."""
 
-    def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
+    def state_load(self, context: ContextHandle, seq: int, state: bytes | memoryview) -> int:
         """Restore a sequence; return the bytes read, 0 when the library refused."""
 
     # decoding

@@ -15,7 +15,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache import prefix_states
-from pyllamakv.cache.checkpoints import leaves_states
+from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
 from pyllamakv.errors import (
@@ -75,10 +75,7 @@ class Branches:
         self._parking = MemoryPager()
         self.sharing = memory is MemoryType.ATTENTION and not context.stream_per_sequence
         #: Whether this release starts no recurrent sequence in place of a removed one.
-        self._leaves = False
-        if memory is MemoryType.RECURRENT and len(context.vacant) == context.info.n_seq_max:
-            with context.sequence() as sequence:
-                self._leaves = leaves_states(sequence)
+        self._leaves = starts_after_clear(context)
         self._left = False
         self.tree = PrefixTree(whole_pages=not self.sharing, policy=policy)
         self.taken = 0

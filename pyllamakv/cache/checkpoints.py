@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.defrag_retry import restore_full_error
 from pyllamakv.errors import NativeError, PartialRemovalRefused, StateError, Unsupported
 from pyllamakv.runtime import state, swa
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as Many
 
+    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
 
 #: Defaults: checkpoints per sequence, positions between two of them, and the first position.
@@ -146,6 +147,18 @@ def leaves_states(sequence: Sequence) -> bool:
     finally:
         context.clear()
     return False
+
+
+def starts_after_clear(context: Context) -> bool:
+    """Return whether a recurrent sequence cannot start in place of a removed one before a clear.
+
+    False if the context is not empty, because it cannot be tried out.
+    """
+    unused = len(context.vacant) == context.info.n_seq_max
+    if context.info.memory is not MemoryType.RECURRENT or not unused:
+        return False
+    with context.sequence() as sequence:
+        return leaves_states(sequence)
 
 
 def why_no_rewind(sequence: Sequence, position: int) -> str | None:

@@ -18,6 +18,7 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, prefix_states, slot_choice
 from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.prefix_states import StatePoints, StateStore
@@ -106,6 +107,11 @@ class SlotCache(ClosedOnExit):
         needed = schedule.size > 0 and not prefix_states.rewinds(context)
         if needed and prefix_states.saves(context):
             self.states = StateStore(schedule)
+        #: Whether this release starts no recurrent sequence in place of a removed one before a
+        #: clear, and whether one was removed since.
+        self._leaves = starts_after_clear(context)
+        self._left = False
+        self._emptied = context.emptied
         self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
@@ -164,12 +170,16 @@ class SlotCache(ClosedOnExit):
                 raise NoSlotAvailable(msg, slots=len(self._slots))
             slot = self._slots[found.slot]
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
+            if not wanted and not self._state_of(prompt[:-1], together)[0]:
+                self._check_start(slot)
             if found.evicts:
                 self.keep_state(slot)
                 kept_tokens = found.common if found.source is None else 0
                 self._counts.evict(slot, kept_tokens)
             cached = self._bring(slot, found.source, wanted)
             cached = self._restore_state(slot, prompt[:-1], cached, together)
+            if not cached:
+                self._make_start(slot)
             self._counts.take(cached, len(prompt))
             slot.groups = together
             points = None
@@ -200,10 +210,9 @@ class SlotCache(ClosedOnExit):
             return
         for slot in self._slots:
             self._counts.evict(slot)
-            slot.trim(0)
+            self._trim(slot, 0)
         if self.states is not None:
             self.states.clear()
-        self._begin_again()
 
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
@@ -219,7 +228,7 @@ class SlotCache(ClosedOnExit):
             oldest = min(free, key=lambda each: each.last_used)
             self.keep_state(oldest)
             self._counts.evict(oldest)
-            oldest.trim(0)
+            self._trim(oldest, 0)
             return True
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
@@ -300,11 +309,13 @@ class SlotCache(ClosedOnExit):
 
     def _unpark(self, slot: Slot, parked: ParkedSlot) -> None:
         """Replace the history of a free slot by a parked one, or empty it if there is none."""
+        if not parked.saved:
+            self._check_start(slot)
         if self.overcommits:
             self.reserve(len(parked.tokens) + 1, None)
         self._counts.evict(slot)
         self.keep_state(slot)
-        slot.trim(0)
+        self._trim(slot, 0)
         if parked.saved:
             try:
                 slot.sequence.restore(parked.saved)
@@ -314,7 +325,7 @@ class SlotCache(ClosedOnExit):
                 wanted = len(parked.tokens)
                 raise CellUsage(self._cells, have).full(msg, wanted) from error
         else:
-            self._begin_again()
+            self._make_start(slot)
 
     # The interface for leases.
 
@@ -329,9 +340,10 @@ class SlotCache(ClosedOnExit):
             return
         if not slot.sequence.open:
             slot.sequence = self.context.sequence()
+            self._left = True
         elif slot.sequence.next_pos != len(slot.sequence):
             # Tokens were removed from the middle, so the rest is not a prefix of a prompt.
-            slot.sequence.remove()
+            self._trim(slot, 0)
         _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
 
     def discard(self, slot: Slot, keep: int, n: int) -> None:
@@ -356,9 +368,9 @@ class SlotCache(ClosedOnExit):
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
                     return
             tokens = slot.tokens[:keep] + slot.tokens[end:]
-            left = self._restore_state(slot, tokens[:keep], slot.trim(keep))
+            left = self._restore_state(slot, tokens[:keep], self._trim(slot, keep))
             if not left:
-                self._begin_again()
+                self._make_start(slot)
             slot.groups = grouping.without(slot.groups, keep, end)
             self._counts.reprocessed += len(tokens) - left
             self._discarded(slot, before)
@@ -398,7 +410,7 @@ class SlotCache(ClosedOnExit):
                 _log.debug("sequence %d is evicted", each.sequence.id)
                 self.keep_state(each)
                 self._counts.evict(each)
-                each.trim(0)
+                self._trim(each, 0)
 
     def keep_state(self, slot: Slot) -> None:
         """Save the state of a slot's tokens, if the memory needs states. Never raises for it."""
@@ -433,6 +445,12 @@ class SlotCache(ClosedOnExit):
                 found.add(ahead)
         return found
 
+    def _state_of(self, tokens: list[int], groups: tuple[Group, ...]) -> tuple[int, bytes]:
+        """Return the length of the longest state of a prefix, or 0, and the state."""
+        if self.states is None:
+            return 0, b""
+        return self.states.best(tokens_to_key(tokens), groups)
+
     def _restore_state(
         self, slot: Slot, tokens: list[int], have: int, groups: tuple[Group, ...] = ()
     ) -> int:
@@ -440,14 +458,13 @@ class SlotCache(ClosedOnExit):
 
         Returns the number of tokens in the slot, which are unchanged if no cells are free.
         """
-        if self.states is None:
-            return have
-        length, saved = self.states.best(tokens_to_key(tokens), groups)
+        length, saved = self._state_of(tokens, groups)
         if length <= have:
             return have
         try:
             if self.overcommits:
                 self.reserve(length, slot)
+            self._left |= len(slot.sequence) > 0
             slot.sequence.restore(saved)
         except (KVCacheFull, StateError) as error:
             _log.info("the state of %d tokens is not restored: %s", length, error)
@@ -474,11 +491,9 @@ class SlotCache(ClosedOnExit):
     def _bring(self, slot: Slot, source: int | None, wanted: int) -> int:
         """Truncate or copy the first ``wanted`` tokens into a slot; return their number."""
         if source is None or not wanted:
-            left = slot.trim(wanted)
-            if not left:
-                self._begin_again()
-            return left
+            return self._trim(slot, wanted)
         other = self._slots[source].sequence
+        self._left |= len(slot.sequence) > 0
         slot.sequence.close()
         try:
             slot.sequence = other.fork(None if wanted == len(other) else wanted)
@@ -495,11 +510,48 @@ class SlotCache(ClosedOnExit):
             return False
         return not slot.sequence.ledger.shared_with(enumerate(self.context.ledgers), end, None)
 
-    def _begin_again(self) -> None:
-        """Clear an empty context of states: some releases start no state next to a removed one."""
+    def _trim(self, slot: Slot, length: int) -> int:
+        """Trim a slot like `Slot.trim`, and record that it may have left a state."""
+        before = len(slot.tokens)
+        left = slot.trim(length)
+        self._left |= left < before
+        return left
+
+    def _must_clear(self) -> bool:
+        """Return whether this release starts no sequence before a clear."""
+        if self.context.emptied is not self._emptied:
+            self._emptied = self.context.emptied
+            self._left |= bool(self._emptied)
+        return self._leaves and self._left
+
+    def _blocked(self, slot: Slot) -> bool:
+        """Return whether a clear would remove sequences in use, other than that of a slot."""
+        free = {each.sequence.id for each in self._slots if each.lease is None or each is slot}
+        return any(len(own) for i, own in enumerate(self.context.ledgers) if i not in free)
+
+    def _check_start(self, slot: Slot) -> None:
+        """Raise NoSlotAvailable if an empty slot could not start in place of this one's history."""
+        if (self._must_clear() or (self._leaves and slot.tokens)) and self._blocked(slot):
+            self._counts.refused += 1
+            msg = (
+                "this release starts no recurrent sequence in place of a removed one while others "
+                "are in use: release their slots, or use a later release"
+            )
+            raise NoSlotAvailable(msg, slots=len(self._slots))
+
+    def _make_start(self, slot: Slot) -> None:
+        """Let an empty slot start: if necessary and possible, evict free slots and clear."""
+        if self._must_clear() and not self._blocked(slot):
+            for each in self._slots:
+                if each is not slot and each.tokens:
+                    _log.debug("sequence %d is evicted", each.sequence.id)
+                    self.keep_state(each)
+                    self._counts.evict(each)
+                    each.trim(0)
         context = self.context
         if context.info.memory.keeps_states and not any(len(each) for each in context.ledgers):
             context.clear()
+            self._left = False
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -33,14 +37,20 @@ from pyllamakv.runtime import backing, state, state_slices
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.prefix_store import StoredPage
     from pyllamakv.cache.prefix_tree import Node
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
 
 LOG = logging.getLogger("pyllamakv.cache")
+
+A = TypeVar("A")
+B = TypeVar("B")
+#: Number of threads that read pages.
+READERS: Final = 2
 
 
 def identity(context: Context) -> dict[str, str]:
@@ -211,20 +221,13 @@ class StoredBranches:
     def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix, covered: int) -> int:
         """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
         branches, length = cache.branches, found.length
-        first = next(i for i, page in enumerate(found.pages) if found.used_range(i)[1] > covered)
-        raw = self._content(found, first, covered)
-        page = found.pages[0]
-        tokens = np.frombuffer(
-            page.tokens if page.kind == "state" else key[: length * TOKEN_BYTES], np.int32
-        )
-        positions = np.arange(covered, len(tokens), dtype=np.int32)
-        saved = state.SavedSequence(
-            state.compatibility(self.context), tokens[covered:], positions, raw
-        )
         sequence = branches.new()
         try:
-            state.load(sequence, saved)
-            sequence.trim(length - covered)
+            if found.pages[0].kind == "state":
+                self._restore_state(sequence, found.pages[0])
+                sequence.trim(length)
+            else:
+                self._restore_cells(sequence, key, found, covered)
             node = _resident(cache, key[: covered * TOKEN_BYTES])[0]
             if covered:
                 sequence.share(branches.provider(node), 0, covered)
@@ -239,22 +242,49 @@ class StoredBranches:
         self.store.touch(found.pages)
         return length - covered
 
-    def _content(self, found: StoredPrefix, first: int, covered: int) -> bytes:
-        """Return the library's state of the positions from ``covered``, in pages from ``first``."""
-        if found.pages[0].kind == "state":
-            return self.store.read(found.pages[0])
-        parts = []
-        for index in range(first, len(found.pages)):
-            page = found.pages[index]
-            content = self.store.read(page)
-            begin, end = found.used_range(index)
-            try:
-                cells = state_slices.read(content)
-            except StateError as error:
-                msg = f"the page {page.name} has no state of cells: {error}"
-                raise PrefixStoreDamaged(msg, self.store.path(page)) from error
-            parts.append(cells.cut(slice(max(begin, covered) - page.start, end - page.start)))
-        return state_slices.join(parts)
+    def _restore_state(self, sequence: runtime.Sequence, page: StoredPage) -> None:
+        """Restore a whole sequence."""
+        raw = self.store.read(page)
+        state.load(sequence, self._saved(page.tokens, 0, raw))
+
+    def _restore_cells(
+        self, sequence: runtime.Sequence, key: bytes, found: StoredPrefix, covered: int
+    ) -> None:
+        """Restore the positions from ``covered`` on. The next pages are read meanwhile."""
+        ranges = (found.used_range(index) for index in range(len(found.pages)))
+        wanted = [
+            (page, slice(max(begin, covered) - page.start, end - page.start))
+            for page, (begin, end) in zip(found.pages, ranges, strict=True)
+            if end > covered
+        ]
+        context, tokens = self.context, key[covered * TOKEN_BYTES : found.length * TOKEN_BYTES]
+        if len(wanted) == 1 or not context.vacant or context.stream_per_sequence:
+            raw = state_slices.join(list(read_ahead(self._read_cells, wanted)))
+            state.load(sequence, self._saved(tokens, covered, raw))
+            return
+        # Nothing is joined, and only the next pages are in memory.
+        with (
+            context.sequence() as spare,
+            closing(read_ahead(lambda each: self._read_cells(each).to_bytes(), wanted)) as parts,
+        ):
+            state.load_parts(sequence, spare, self._saved(tokens, covered), parts)
+
+    def _saved(
+        self, tokens: bytes, start: int, raw: bytes | memoryview = b""
+    ) -> state.SavedSequence:
+        numbers = np.frombuffer(tokens, np.int32)
+        positions = np.arange(start, start + len(numbers), dtype=np.int32)
+        return state.SavedSequence(state.compatibility(self.context), numbers, positions, raw)
+
+    def _read_cells(self, wanted: tuple[StoredPage, slice]) -> state_slices.CellState:
+        """Return some cells of a page."""
+        page, cells = wanted
+        content = self.store.read(page)
+        try:
+            return state_slices.read(content).cut(cells)
+        except StateError as error:
+            msg = f"the page {page.name} has no state of cells: {error}"
+            raise PrefixStoreDamaged(msg, self.store.path(page)) from error
 
     def _make_room(self, cache: PrefixCache, key: bytes, found: StoredPrefix) -> int | None:
         """Free a sequence and cells; return how many tokens the cache has then, None without room.
@@ -316,3 +346,21 @@ def _known(cache: PrefixCache, key: bytes, limit: int, *, exact: bool) -> int:
         return min(length, limit)
     ends = (each.end for each in node.path if each.entry is not None or each.leases)
     return max((end for end in ends if end <= min(length, limit)), default=0)
+
+
+def read_ahead(read: Callable[[A], B], items: Sequence[A]) -> Generator[B]:
+    """Yield ``read(item)`` for each item. Threads read the next `READERS` items meanwhile."""
+    if len(items) < 2:
+        yield from map(read, items)
+        return
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting: deque[Callable[[], B]] = deque()
+        for item in items:
+            try:
+                waiting.append(pool.submit(read, item).result)
+            except RuntimeError:  # no thread can be started
+                waiting.append(partial(read, item))
+            if len(waiting) > READERS:
+                yield waiting.popleft()()
+        while waiting:
+            yield waiting.popleft()()

@@ -17,6 +17,8 @@ from pyllamakv.runtime import state_parser, state_slices
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.context import Context
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 _MAGIC = b"PLKSEQ1\n"
 _HEAD = struct.Struct("<8sII")
+_REFUSED = (
+    "the library refused the state: it may belong to another release, be damaged, or the cache has "
+    "no hole large enough; nothing was changed"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +43,7 @@ class SavedSequence:
     fits: dict[str, Any]
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
-    raw: bytes
+    raw: bytes | memoryview
     exact: int | None = None
 
 
@@ -119,14 +125,7 @@ def load(sequence: Sequence, content: SavedSequence) -> None:
         elif not context.native.seq_rm(context.handle, sequence.id, -1, -1):
             msg = "the memory refuses to remove the sequence; nothing was changed"
             raise StateError(msg)
-        context.defrag_policy.freed()
-        first = context.new_marks(len(content.tokens))
-        sequence.ledger.replace(
-            content.tokens.tolist(),
-            content.positions.tolist(),
-            range(first, first + len(content.tokens)),
-            content.exact,
-        )
+        _record(sequence, content)
 
 
 def _load(sequence: Sequence, content: SavedSequence) -> None:
@@ -168,12 +167,50 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
         raise StateError(msg)
     if not backup:
         native.seq_rm(context.handle, sequence.id, -1, -1)
-    msg = (
-        "the library refused the state: it may belong to another release, be damaged, or the "
-        "cache has "
-        "no hole large enough; nothing was changed"
+    raise StateError(_REFUSED)
+
+
+def load_parts(
+    sequence: Sequence, spare: Sequence, content: SavedSequence, parts: Iterable[memoryview]
+) -> None:
+    """Fill an empty sequence with the states of its tokens in several parts, one after the other.
+
+    The tokens and positions are those of ``content``; its ``raw`` is not used. Each part is loaded
+    into ``spare``, another empty sequence, which then shares its cells. Raises StateError, or what
+    the iteration over ``parts`` raises, with both sequences empty.
+    """
+    context, native = sequence.context, sequence.context.native
+    with context.lock:
+        sequence.check(context)
+        spare.check(context)
+        try:
+            for raw in parts:
+                if not _place(spare, raw, together=True):
+                    raise StateError(_REFUSED)
+                native.seq_cp(context.handle, spare.id, sequence.id, -1, -1)
+                native.seq_rm(context.handle, spare.id, -1, -1)
+            if _positions(context, sequence.id) != content.positions.tolist():
+                raise StateError(_REFUSED)
+        except WorkerDied:
+            raise
+        except BaseException:
+            for each in (spare, sequence):
+                native.seq_rm(context.handle, each.id, -1, -1)
+            raise
+        _record(sequence, content)
+
+
+def _record(sequence: Sequence, content: SavedSequence) -> None:
+    """Write a restored sequence to the ledger."""
+    context = sequence.context
+    context.defrag_policy.freed()
+    first = context.new_marks(len(content.tokens))
+    sequence.ledger.replace(
+        content.tokens.tolist(),
+        content.positions.tolist(),
+        range(first, first + len(content.tokens)),
+        content.exact,
     )
-    raise StateError(msg)
 
 
 def _put_back(sequence: Sequence, backup: bytes) -> bool:
@@ -184,7 +221,7 @@ def _put_back(sequence: Sequence, backup: bytes) -> bool:
     return True
 
 
-def _place(sequence: Sequence, raw: bytes, *, together: bool) -> bool:
+def _place(sequence: Sequence, raw: bytes | memoryview, *, together: bool) -> bool:
     """Load a state; False when the library refuses it. ``together``: there is a hole for it."""
     context = sequence.context
     # Most releases restore a state into one hole: defragment if no hole is large enough.
@@ -208,7 +245,7 @@ def _need_defrag(context: Context, needed: int, hole: int) -> None:
         raise StateError(msg)
 
 
-def _try(sequence: Sequence, raw: bytes) -> bool:
+def _try(sequence: Sequence, raw: bytes | memoryview) -> bool:
     context = sequence.context
     try:
         return context.native.state_load(context.handle, sequence.id, raw) == len(raw)

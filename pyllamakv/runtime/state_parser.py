@@ -113,7 +113,12 @@ class Reader:
 
     def number(self, form: str) -> int:
         """Return the next number, in a format of `struct`."""
-        return int(struct.unpack(form, self.take(struct.calcsize(form)).tobytes())[0])
+        try:
+            (found,) = struct.unpack_from(form, self.data.data, self.at)
+        except struct.error:
+            raise WrongLayout from None
+        self.at += struct.calcsize(form)
+        return int(found)
 
 
 class WrongLayout(Exception):

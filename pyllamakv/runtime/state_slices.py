@@ -8,6 +8,7 @@ window of a sliding-window cache, and the states of recurrent layers, belong to 
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class CellArray:
     def cell_bytes(self) -> int:
         """Return the bytes of one cell."""
         shape = self.values.shape
-        return int(np.prod([size for axis, size in enumerate(shape) if axis != self.axis]))
+        return math.prod(shape[: self.axis] + shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +60,14 @@ class CellState:
     """The state of one sequence in one attention cache.
 
     ``start`` precedes the number of cells, and ``end`` follows the last array. The first array is
-    the table of cells.
+    the table of cells. ``data`` is all of it, if it was read and not cut.
     """
 
     layout: str
     start: bytes
     arrays: tuple[CellArray, ...]
     end: bytes
+    data: memoryview | None = None
 
     @property
     def positions(self) -> NDArray[np.int32]:
@@ -74,6 +76,8 @@ class CellState:
 
     def cut(self, cells: Any) -> CellState:
         """Return the state of some cells: a slice, or their indexes in the wanted order."""
+        if isinstance(cells, slice) and cells == slice(0, len(self.arrays[0].values)):
+            return self
         arrays = tuple(each.cut(cells) for each in self.arrays)
         return CellState(self.layout, self.start, arrays, self.end)
 
@@ -82,9 +86,9 @@ class CellState:
         fixed = len(self.start) + 4 + len(self.end) + sum(len(each.head) for each in self.arrays)
         return fixed + cells * sum(each.cell_bytes for each in self.arrays)
 
-    def to_bytes(self) -> bytes:
-        """Return the state as the library reads it."""
-        return join([self])
+    def to_bytes(self) -> memoryview:
+        """Return the state as the library reads it, without a copy if it was not cut."""
+        return self.data or join([self])
 
 
 def read(data: bytes | memoryview) -> CellState:
@@ -112,7 +116,8 @@ def _read(reader: Reader, layout: Layout) -> CellState:
     if len(found) != 1 or reader.at != len(reader.data):
         raise WrongLayout
     # The library reads the cells of any stream into that of the sequence: the others are empty.
-    return CellState(layout.name, start, found[0], struct.pack("<I", 0) * (streams - 1))
+    end = struct.pack("<I", 0) * (streams - 1)
+    return CellState(layout.name, start, found[0], end, reader.data.data)
 
 
 def _arrays(reader: Reader, layout: Layout, cells: int) -> tuple[CellArray, ...]:
@@ -137,32 +142,43 @@ def _arrays(reader: Reader, layout: Layout, cells: int) -> tuple[CellArray, ...]
                 raise WrongLayout
             shape, axis = (cells, width), 0
         head = reader.data[begin : reader.at].tobytes()
-        values = reader.take(int(np.prod(shape, dtype=object))).reshape(shape)
+        values = reader.take(math.prod(shape)).reshape(shape)
         found.append(CellArray(head, values, axis))
         begin = reader.at
     return tuple(found)
 
 
-def join(parts: Sequence[CellState]) -> bytes:
+def join(parts: Sequence[CellState]) -> memoryview:
     """Return one state with the cells of all parts, in order.
 
     Raises StateError if the parts differ in layout, layers or types.
     """
     first = parts[0]
     shape = _shape(first)
-    if any(_shape(each) != shape for each in parts):
+    if any(_shape(each) != shape for each in parts[1:]):
         msg = "the parts of a state belong to caches of different shapes"
         raise StateError(msg)
-    counts = [len(each.arrays[0].values) for each in parts]
-    total = sum(counts)
-    made: list[bytes | memoryview] = [first.start, struct.pack("<I", total)]
+    total = sum(len(part.arrays[0].values) for part in parts)
+    # NumPy asks for huge pages: the page faults of many megabytes take longer than their copy.
+    made = np.empty(first.size(total), np.uint8)
+    at = 0
+
+    def add(piece: bytes) -> None:
+        nonlocal at
+        made[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+
+    add(first.start + struct.pack("<I", total))
     for number, array in enumerate(first.arrays):
+        add(array.head)
         values = [part.arrays[number].values for part in parts]
-        if array.axis > 0 and len(values) > 1:
-            values = [np.concatenate(values, axis=array.axis)]
-        # Rows follow one another: the last join is their only copy, of many megabytes.
-        made += [array.head, *(np.ascontiguousarray(each).data for each in values)]
-    return b"".join([*made, first.end])
+        sizes = list(array.values.shape)
+        sizes[array.axis] = total
+        end = at + math.prod(sizes)
+        np.concatenate(values, axis=array.axis, out=made[at:end].reshape(sizes))
+        at = end
+    add(first.end)
+    return made.data
 
 
 def _shape(state: CellState) -> tuple[Any, ...]:

@@ -328,7 +328,7 @@ class RecordingNative(CallRecorder):
         self._known[_digest(state)] = name
         return state
 
-    def state_load(self, context: ContextHandle, seq: int, state: bytes) -> int:
+    def state_load(self, context: ContextHandle, seq: int, state: bytes | memoryview) -> int:
         """Restore a sequence."""
         if context != self.handle:
             return self.inner.state_load(context, seq, state)
@@ -337,7 +337,7 @@ class RecordingNative(CallRecorder):
         if name is None:
             # The state was saved before the recording, or in another context: the trace contains
             # all of it.
-            name, foreign = self._name(), state
+            name, foreign = self._name(), bytes(state)
             self._known[key] = name
         what = (seq, name, foreign)
         done: int = self.change("restore", what, context, self.inner.state_load, seq, state)
@@ -348,5 +348,5 @@ class RecordingNative(CallRecorder):
         return f"state {self._states}"
 
 
-def _digest(state: bytes) -> bytes:
+def _digest(state: bytes | memoryview) -> bytes:
     return hashlib.blake2b(state, digest_size=16).digest()

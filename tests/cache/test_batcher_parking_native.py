@@ -134,9 +134,18 @@ def test_recurrent_prompts_start_beside_others_on_early_releases(spec: str) -> N
             assert [one.tokens for one in going] == expected
 
 
+@pytest.mark.regression(
+    "a slot cache failed recurrent generations on early releases once a slot had been emptied",
+    by="random_operations",
+    of="Python",
+)
+@pytest.mark.parametrize("manager", [kv.PrefixCache, kv.SlotCache])
+@pytest.mark.parametrize("budget", [0, 1 << 30])
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.8+patched"])
-def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(spec: str) -> None:
-    """A sequence starts in place of a removed one after the others were paged out."""
+def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(
+    spec: str, budget: int, manager: Any
+) -> None:
+    """A sequence starts in place of a removed one after the others were saved or dropped."""
     prompts = [[3 + first] * 30 for first in range(7)]
     with (
         kv.open(built(spec).folder) as library,
@@ -145,12 +154,39 @@ def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(spec: 
         expected = alone(model, prompts)
         with (
             model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=3) as ctx,
-            kv.PrefixCache(ctx) as cache,
+            manager(ctx, checkpoints=kv.CheckpointSchedule(budget=budget)) as cache,
             kv.Batcher(cache, max_wait=8) as batcher,
         ):
             going = [batcher.submit(each, TEXT, stop_at_end=False) for each in prompts]
             batcher.run()
             assert [one.tokens for one in going] == expected
+
+
+def test_a_recurrent_slot_is_not_emptied_for_a_prompt_that_cannot_start() -> None:
+    """It is refused with nothing changed while another one is in use, and served afterwards."""
+    with (
+        kv.open(built("0.3.9+patched").folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+        model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=3) as ctx,
+        kv.SlotCache(ctx) as cache,
+    ):
+        held = cache.acquire([3] * 9)
+        held.decode()
+        for first in (4, 5):
+            with cache.acquire([first] * 9) as lease:
+                lease.decode()
+        before = cache.dump()
+        with pytest.raises(kv.NoSlotAvailable, match="in place of a removed one"):
+            cache.acquire([6] * 9)
+        assert cache.dump() == before
+        with cache.acquire([4] * 10) as lease:
+            assert lease.cached == 9
+            lease.decode()
+        held.decode([7])
+        held.release()
+        with cache.acquire([6] * 9) as lease:
+            lease.decode()
+        cache.check()
 
 
 @pytest.mark.regression(

@@ -304,6 +304,82 @@ def test_a_damaged_page_ends_the_prefix_before_it(
     assert serve(start(), [*LONG, 1, 2]) == len(LONG) + 1
 
 
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+def test_a_damaged_last_page_leaves_no_cells(
+    start: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch, n_seq_max: int
+) -> None:
+    """The pages before it were restored already, or with one sequence, joined."""
+    with start() as cache:
+        serve(cache, LONG)
+    cache = start(n_seq_max=n_seq_max)
+    store, context = cache.stored.store, cache.context
+    page = next(page for page in store.pages.values() if page.start == 512)
+    path = store.path(page)
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    found = []
+
+    def discard(page: prefix_store.StoredPage) -> None:
+        left = (prefix_kit.used(cache), len(context.vacant), cache.branches.taken)
+        found.append((page.start, *left))
+        real(page)
+
+    real = store.discard
+    monkeypatch.setattr(store, "discard", discard)
+    assert serve(cache, [*LONG, 1]) == 512
+    assert found == [(512, 0, n_seq_max, 0)]
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+def test_pages_are_loaded_with_and_without_a_second_sequence(
+    start: Callable[..., PrefixCache], tmp_path: Path, n_seq_max: int
+) -> None:
+    """A second sequence is used for a moment, also beyond ``entries``; the result is the same."""
+    with start() as cache:
+        serve(cache, LONG)
+    cache = start(n_seq_max=n_seq_max, entries=1)
+    with cache.acquire([*LONG, 1]) as lease:
+        assert lease.cached == len(LONG)
+        assert len(cache.context.vacant) == n_seq_max - 1
+        prefix_kit.feed(lease)
+        mine = lease.sequence.logits().copy()
+        with prefix_kit.kit.context(tmp_path, n_ctx=1024) as fresh:
+            sequence = fresh.sequence()
+            fresh.prefill(sequence, [*LONG, 1])
+            assert (sequence.logits() == mine).all()
+    cache.check()
+
+
+def test_pages_are_read_in_order_and_few_ahead() -> None:
+    """An error comes when its item is due; without threads, items are read one by one."""
+    begun: list[int] = []
+
+    def read(item: int) -> int:
+        begun.append(item)
+        if item == 5:
+            raise ValueError(item)
+        return -item
+
+    found = []
+    with pytest.raises(ValueError, match="5"):
+        for each in stored_branches.read_ahead(read, range(9)):
+            found.append(each)
+            assert len(begun) <= len(found) + stored_branches.READERS
+    assert found == [0, -1, -2, -3, -4]
+    assert list(stored_branches.read_ahead(read, [])) == []
+
+
+def test_pages_are_read_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of threads may be reached."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert list(stored_branches.read_ahead(lambda item: -item, range(6))) == [0, -1, -2, -3, -4, -5]
+
+
 @pytest.mark.parametrize("content", [b"", b"no state of cells"])
 def test_a_page_with_another_content_is_damaged(
     start: Callable[..., PrefixCache], content: bytes

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import StateError, Unsupported
-from pyllamakv.runtime import state
+from pyllamakv.runtime import state, state_slices
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pyllamakv.runtime.context import Context
@@ -175,6 +176,37 @@ def test_a_sequence_that_cannot_be_put_back_is_said_to_be_empty(tmp_path: Path) 
     with pytest.raises(StateError, match="is empty now"):
         a.restore(saved)
     assert (a.tokens, a.pos_max) == ([], -1)
+
+
+@pytest.mark.parametrize("fails", [None, "refused", "misplaced", "interrupted"])
+def test_parts_are_loaded_together_or_not_at_all(tmp_path: Path, fails: str | None) -> None:
+    """Load three parts of a sequence through another one; the last may fail."""
+    ctx = kit.context(tmp_path)
+    a = filled(ctx, 9)
+    content = state.unpack(a.save())
+    whole = state_slices.read(content.raw)
+    parts = [whole.cut(slice(i, i + 3)).to_bytes() for i in (0, 3, 6)]
+    b, spare = ctx.sequence(), ctx.sequence()
+    before = ctx.kv.stats.used
+
+    def given() -> Iterator[memoryview]:
+        yield from parts[:2]
+        if fails == "interrupted":
+            raise KeyboardInterrupt
+        yield {"refused": memoryview(b"no state"), "misplaced": parts[1]}.get(fails, parts[2])
+
+    if fails is None:
+        state.load_parts(b, spare, content, given())
+        assert (b.tokens, b.positions, b.pos_max) == (a.tokens, a.positions, 8)
+        assert (ctx.kv.rows(0, a).k == ctx.kv.rows(0, b).k).all()
+        assert ctx.kv.stats.shared == 0
+        assert ctx.kv.stats.used == before + 9
+        assert "".join(ctx.generate(a, 5)) == "".join(ctx.generate(b, 5))
+    else:
+        with pytest.raises(KeyboardInterrupt if fails == "interrupted" else StateError):
+            state.load_parts(b, spare, content, given())
+        assert (len(b), b.pos_max, ctx.kv.stats.used) == (0, -1, before)
+    assert (len(spare), spare.pos_max) == (0, -1)
 
 
 @pytest.mark.parametrize("wrong", [b"", b"short", b"PLKSEQ1\n" + bytes(20), bytes(100)])

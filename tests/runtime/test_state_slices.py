@@ -34,6 +34,7 @@ def test_parts_join_to_the_whole(layout: str, trans: bool) -> None:
     found = state_slices.read(whole)
     assert found.layout == layout
     assert found.to_bytes() == whole
+    assert np.shares_memory(found.cut(slice(0, 10)).to_bytes(), np.frombuffer(whole, np.uint8))
     parts = [found.cut(slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 10))]
     assert state_slices.join(parts) == whole
     for part, pos in zip(parts, ([0, 1, 2], [3], [4, 5, 6, 7, 8, 9]), strict=True):
