@@ -60,7 +60,17 @@ GROUPS = {
     ),
     GGML: ("alloc", "cells", "clear", "describe", "devices", "sets"),
     API: ("flush", "get", "gone", "trim"),
-    COMPACT: ("due", "failed", "failed-graph", "moves", "refused", "same", "some-graphs", "sparse", "thold"),
+    COMPACT: (
+        "due",
+        "failed",
+        "failed-graph",
+        "moves",
+        "refused",
+        "same",
+        "some-graphs",
+        "sparse",
+        "thold",
+    ),
 }
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files need Linux")
