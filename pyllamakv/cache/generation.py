@@ -59,10 +59,11 @@ class Generation:
         self._batcher = batcher
         self._owned = asked.owned
         model = batcher.context.model
-        self._piece = model.piece if model.info.has_vocab else None
-        self._is_eog = model.is_eog if model.info.has_vocab and asked.stop_at_end else None
+        #: The model, if it can turn tokens into text.
+        self._vocab = model if model.info.has_vocab else None
+        self._stop_at_end = asked.stop_at_end
         self._text = IncrementalDetokenizer()
-        #: Text of tokens that are ASCII and do not end a generation.
+        #: Text of tokens that are ASCII and not end-of-generation tokens.
         self._known = batcher.known
         self._stops = StopStrings(asked.stop) if asked.stop else None
         self._parts: list[str] = []
@@ -174,17 +175,17 @@ class Generation:
         """Continue with a sampled token, or end. Returns False if the generation has ended."""
         text = self._known.get(token)
         if text is None or self._text.held:
-            if self._is_eog is not None and self._is_eog(token):
+            if self._stop_at_end and self._vocab is not None and self._vocab.is_eog(token):
                 self.end("end")
                 return False
             text = self._read(token)
-        tokens = self.tokens
+        tokens, stops = self.tokens, self._stops
         tokens.append(token)
-        if self._stops is not None:
-            text = self._stops.feed(text)
+        if stops is not None:
+            text = stops.feed(text)
         if text:
             self._parts.append(text)
-        if self._stops is not None and self._stops.found is not None:
+        if stops is not None and stops.found is not None:
             self.end("stop")
         elif len(tokens) == self.max_tokens:
             self.end("length")
@@ -194,12 +195,11 @@ class Generation:
         return False
 
     def _read(self, token: int) -> str:
-        if self._piece is None:
+        if self._vocab is None:
             return ""
-        piece = self._piece(token)
-        if piece.isascii() and self._is_eog is not None:
-            # Cache the text: the token does not end a generation, and its bytes are complete
-            # characters.
+        piece = self._vocab.piece(token)
+        if piece.isascii() and not self._vocab.is_eog(token):
+            # Cache the text: the token ends no generation, and its bytes are complete characters.
             self._known[token] = piece.decode("ascii")
         return self._text.feed(piece)
 

@@ -553,7 +553,7 @@ class PrefixCache(ClosedOnExit):
         return f"<PrefixCache {'closed' if self.closed else self.stats()}>"
 
 
-#: Number of tokens for which cells are reserved at a time if that evicts nothing.
+#: Maximum number of tokens for which cells are reserved in advance; that evicts nothing.
 LOOKAHEAD_TOKENS = 64
 
 
@@ -671,15 +671,13 @@ class PrefixLease:
         cache = self.cache
         cache.sync()
         self.checkpoint()
-        here = len(self.ledger)
-        ahead = n + LOOKAHEAD_TOKENS
-        longest = cache.max_sequence_tokens
-        near = longest is not None and here + ahead > longest
-        roomy = not near and (
-            eviction.certainly_fits(cache, ahead, self)
-            or eviction.shortage(cache, ahead, self) <= 0
-        )
-        wanted = ahead if roomy else n
+        here, longest = len(self.ledger), cache.max_sequence_tokens
+        wanted = n + LOOKAHEAD_TOKENS
+        if longest is not None:
+            wanted = max(n, min(wanted, longest - here))
+        if not eviction.certainly_fits(cache, wanted, self):
+            # Reading the cells is slow, so a read grants as many as are free.
+            wanted = max(n, wanted - max(0, eviction.shortage(cache, wanted, self)))
         eviction.make_cells(cache, wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)

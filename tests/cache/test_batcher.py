@@ -114,6 +114,13 @@ def test_an_end_is_said_when_it_shall_be(ctx: Context) -> None:
     assert (other.text, other.tokens, other.finish_reason) == ("C", [70], "end")
 
 
+def test_the_text_of_a_token_is_kept_whether_ends_stop_or_not(ctx: Context) -> None:
+    """End-of-generation tokens are looked up each time, for generations that they stop."""
+    batcher = Batcher(SlotCache(ctx))
+    one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 70]), stop_at_end=False)
+    assert (one.result(), batcher.known) == ("CDC", {70: "C", 71: "D"})
+
+
 def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
     """A prompt may be decoded for those that come later."""
     cache = SlotCache(ctx)

@@ -38,6 +38,24 @@ def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) ->
     cache.check()
 
 
+@pytest.mark.parametrize("cached", [0, 40])
+def test_the_last_free_cells_are_granted_at_once(tmp_path: Path, cached: int) -> None:
+    """Near the end of the cache, a lease gets what is free, and no branch is evicted for more."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
+    if cached:
+        serve(cache, [9] * cached)
+    with cache.acquire([4] * 200) as lease:
+        lease.prefill()
+        lease.make_room(1)
+        assert lease.granted == 256 - cached
+        assert cache.stats().resident == (cached > 0)
+        for _ in range(56 - cached):
+            lease.make_room(1)
+            cache.context.step(lease.sequence, 5)
+        assert cache.stats().resident == (cached > 0)
+    cache.check()
+
+
 def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
     """Take what another lease never asked for, and nothing that it did."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
