@@ -16,7 +16,13 @@ from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import KVCacheFull, NoSlotAvailable, PagingError, StateError, UsageError
+from pyllamakv.errors import (
+    KVCacheFull,
+    NoSlotAvailable,
+    PagingError,
+    StateError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +34,14 @@ CELLS = 96
 
 
 def context(folder: Path, memory: MemoryType = MemoryType.ATTENTION, **options: Any) -> Context:
-    """Return a context of 96 cells; with states, one whose sequences cannot be cut."""
+    """Return a context of 96 cells; with states, one whose sequences cannot be cut.
+
+    A recurrent memory starts no sequence in place of a removed one before a clear.
+    """
     partial = memory is MemoryType.ATTENTION
+    restarts = memory is not MemoryType.RECURRENT
     options = {"n_ctx": CELLS, "n_seq_max": 4, **options}
-    ctx = kit.context(folder, {"partial": partial}, **options)
+    ctx = kit.context(folder, {"partial": partial, "restarts": restarts}, **options)
     object.__setattr__(ctx.info, "memory", memory)
     return ctx
 
@@ -539,3 +549,68 @@ def test_a_flush_includes_parked_branches(tmp_path: Path) -> None:
     cache.close()
     later = MANAGERS["prefixes with a store"](tmp_path)
     assert later.acquire(range(10, 51)).cached == 40
+
+
+@pytest.mark.regression(
+    "recurrent generations failed on early releases if an idle branch was evicted before the "
+    "first of them was decoded",
+    by="random_operations",
+    of="Python",
+)
+def test_recurrent_generations_start_although_a_prefix_was_loaded(tmp_path: Path) -> None:
+    """The prompts' stored prefixes are loaded, but not used: they end inside of a group."""
+    ctx = context(tmp_path, MemoryType.RECURRENT, n_seq_max=2)
+    cache = PrefixCache(ctx, store=tmp_path / "store")
+    prompts = [[*([first] * 20), 7, 7] for first in (10, 11)]
+    with Batcher(cache) as batcher:
+        for prompt in prompts:
+            batcher.submit(prompt[:20], 1).result()
+        cache.clear()
+        going = [batcher.submit(each, 4, groups=[(18, 22)]) for each in prompts]
+        batcher.run()
+        for prompt, one in zip(prompts, going, strict=True):
+            assert (one.finish_reason, one.error) == ("length", None)
+            assert one.text == alone(tmp_path, prompt, 4)
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.regression(
+    "recurrent generations failed on early releases if an idle branch was evicted before the "
+    "first of them was decoded",
+    by="random_operations",
+    of="Python",
+)
+@pytest.mark.parametrize("options", [{}, {"checkpoints": CheckpointSchedule(size=0)}])
+def test_no_branch_is_evicted_before_a_leased_prompt_starts(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """It cannot start in place of another one; afterwards, branches are evicted as usual."""
+    with PrefixCache(context(tmp_path, MemoryType.RECURRENT), **options) as cache:
+        with cache.acquire([10] * 20) as lease:
+            lease.prefill()
+        with cache.acquire([11] * 20) as lease:
+            before = cache.stats().resident
+            assert not cache.relieve()
+            assert not cache.evict()
+            assert cache.stats().resident == before > 0
+            lease.prefill()
+            assert cache.relieve()
+            assert cache.stats().resident == before
+        cache.check()
+
+
+def test_the_budget_is_exceeded_until_a_leased_prompt_starts(tmp_path: Path) -> None:
+    """The lease evicts the other branch when it is released."""
+    ctx = context(tmp_path, MemoryType.RECURRENT)
+    with PrefixCache(ctx) as cache, cache.acquire([10] * 10) as lease:
+        lease.prefill()
+        lease.release()
+        size = cache.size
+    with PrefixCache(ctx, budget=size * 3 // 2) as cache:
+        for first in (10, 11):
+            with cache.acquire([first] * 10) as lease:
+                lease.prefill()
+            assert cache.size == size
+        assert cache.stats().evictions == 1
+        cache.check()
