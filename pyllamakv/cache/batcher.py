@@ -360,14 +360,12 @@ class Batcher(ClosedOnExit):
                 )
                 self._no_room(one, full)
         elif (
-            isinstance(error, Unsupported)
-            and not len(portions[0][0].ledger)
-            and len(self._queue.active) > 1
+            not isinstance(error, Unsupported)
+            or len(portions[0][0].ledger)
+            # If a sequence was removed after this one had been opened, some releases start none in
+            # its place.
+            or not self._queue.postpone(portions[0][0], self._steps)
         ):
-            # A sequence was removed after this one had been opened, and this release starts none in
-            # its place: it starts when the others have ended.
-            self._queue.park(portions[0][0], self._steps)
-        else:
             self._queue.end(portions[0][0], "failed", error)
 
     def _choose(self, fed: list[Generation]) -> None:
@@ -503,6 +501,8 @@ class GenerationQueue:
         )
         #: No generation is admitted until fewer than this number are active.
         self._crowded: int | None = None
+        #: Whether only one generation is admitted while none is active.
+        self._singly = False
         self._turns = count()
         #: Totals: generations that were parked, and that were resumed.
         self.parks = self.resumes = 0
@@ -524,7 +524,8 @@ class GenerationQueue:
         A generation fails if the manager refuses it permanently, or if it finds no cells and no
         active generation could free any.
         """
-        while self.waiting and not self.full:
+        self._singly = self._singly and not self.active
+        while self.waiting and not self.full and not (self._singly and self.active):
             self._crowded = None
             first = self.waiting[0]
             resumes = first.parked is not None
@@ -556,6 +557,19 @@ class GenerationQueue:
         self._crowded = len(self.active)
         self.parks += 1
         one.park(steps)
+
+    def postpone(self, one: Generation, steps: int) -> bool:
+        """Park a generation that cannot start until others have ended.
+
+        If it is the last one, the next step admits the first of all without the others, so that the
+        manager can clear the context. Returns False if this one was admitted so.
+        """
+        last = len(self.active) == 1
+        if last and self._singly:
+            return False
+        self._singly = last
+        self.park(one, steps)
+        return True
 
     def rotate(self, steps: int) -> None:
         """Park a generation for one that has waited for ``max_wait`` steps.

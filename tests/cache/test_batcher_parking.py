@@ -21,6 +21,7 @@ from pyllamakv.errors import (
     NoSlotAvailable,
     PagingError,
     StateError,
+    Unsupported,
     UsageError,
 )
 
@@ -70,6 +71,15 @@ MANAGERS = {
     ),
 }
 
+#: Managers whose memory starts no sequence in place of a removed one.
+RECURRENT = {
+    "recurrent": lambda folder: PrefixCache(context(folder, MemoryType.RECURRENT)),
+    "recurrent store": lambda folder: PrefixCache(
+        context(folder, MemoryType.RECURRENT), store=folder / "store"
+    ),
+    "recurrent slots": lambda folder: SlotCache(context(folder, MemoryType.RECURRENT), size=CELLS),
+}
+
 
 def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
     """Submit requests that fit alone, some with a common prefix."""
@@ -82,12 +92,12 @@ def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
 
 
 @pytest.mark.parametrize(("n", "n_batch"), [(4, 32), (8, 3), (16, 32)])
-@pytest.mark.parametrize("name", MANAGERS)
+@pytest.mark.parametrize("name", MANAGERS | RECURRENT)
 def test_all_requests_that_fit_alone_complete(
     tmp_path: Path, name: str, n: int, n_batch: int
 ) -> None:
     """Their cells are 2, 4 and 8 times those of the cache; text is as alone."""
-    cache = MANAGERS[name](tmp_path)
+    cache = (MANAGERS | RECURRENT)[name](tmp_path)
     with Batcher(cache, n_batch=n_batch) as batcher:
         going = submit(batcher, n)
         while batcher.step():
@@ -613,4 +623,31 @@ def test_the_budget_is_exceeded_until_a_leased_prompt_starts(tmp_path: Path) -> 
                 lease.prefill()
             assert cache.size == size
         assert cache.stats().evictions == 1
+        cache.check()
+
+
+@pytest.mark.parametrize("make", [PrefixCache, lambda ctx: SlotCache(ctx, 2)])
+@pytest.mark.parametrize("removals", [1, 2])
+def test_a_generation_that_cannot_start_is_tried_again_once(
+    tmp_path: Path, make: Any, removals: int
+) -> None:
+    """A sequence of another owner is removed before its first decodes."""
+    ctx = context(tmp_path, MemoryType.RECURRENT)
+    with make(ctx) as cache, Batcher(cache) as batcher:
+        batcher.submit([9] * 20, 1).result()
+        one = batcher.submit([10] * 20, 4)
+        decode, left = ctx.decode, removals
+
+        def remove_before(work: Any) -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                with ctx.sequence() as other:
+                    decode(other.feed([5, 6]))
+            decode(work)
+
+        ctx.decode = remove_before  # type: ignore[method-assign]
+        batcher.run()
+        assert one.finish_reason == ("length" if removals == 1 else "failed")
+        assert isinstance(one.error, Unsupported) == (removals > 1)
         cache.check()
