@@ -235,7 +235,11 @@ class Batcher(ClosedOnExit):
             return
         if queue.waiting and not queue.full:
             return
-        if any(len(one.all_tokens) - len(one.ledger.tokens) != 1 for one in queue.active):
+        # A prompt's only token may be unable to start, and one without text ends after its last.
+        if not all(
+            0 < len(one.ledger.tokens) == len(one.all_tokens) - 1 and one.max_tokens != 0
+            for one in queue.active
+        ):
             return
         cancels = self._interrupts + self._cancels
         most = queue.patience(self._steps)
@@ -442,7 +446,10 @@ def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
     """Decode one batch. A generation whose tokens are all decoded has logits."""
-    if all(n == 1 == len(one.all_tokens) - len(one.ledger.tokens) for one, n in portions):
+    if all(
+        n == 1 == len(one.all_tokens) - len(one.ledger.tokens) and one.max_tokens != 0
+        for one, n in portions
+    ):
         if len(portions) == 1:
             one = portions[0][0]
             context.step(one.sequence, one.all_tokens[-1])

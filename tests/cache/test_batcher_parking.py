@@ -651,3 +651,16 @@ def test_a_generation_that_cannot_start_is_tried_again_once(
         assert one.finish_reason == ("length" if removals == 1 else "failed")
         assert isinstance(one.error, Unsupported) == (removals > 1)
         cache.check()
+
+
+def test_a_prompt_of_one_token_may_be_unable_to_start(tmp_path: Path) -> None:
+    """The generation before it releases a sequence whose tokens another one has."""
+    with (
+        PrefixCache(context(tmp_path, MemoryType.RECURRENT)) as cache,
+        Batcher(cache, n_batch=1) as batcher,
+    ):
+        batcher.submit([9], 1).result()
+        going = [batcher.submit([first], length) for first, length in ((9, 1), (10, 3))]
+        batcher.run()
+        assert [(one.finish_reason, one.error) for one in going] == [("length", None)] * 2
+        assert going[1].text == alone(tmp_path, [10], 3)
