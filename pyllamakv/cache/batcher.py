@@ -235,7 +235,11 @@ class Batcher(ClosedOnExit):
             return
         if queue.waiting and not queue.full:
             return
-        if any(len(one.all_tokens) - len(one.ledger.tokens) != 1 for one in queue.active):
+        # A prompt's only token may be unable to start, and one without text ends after its last.
+        if not all(
+            0 < len(one.ledger.tokens) == len(one.all_tokens) - 1 and one.max_tokens != 0
+            for one in queue.active
+        ):
             return
         cancels = self._interrupts + self._cancels
         most = queue.patience(self._steps)
@@ -360,14 +364,12 @@ class Batcher(ClosedOnExit):
                 )
                 self._no_room(one, full)
         elif (
-            isinstance(error, Unsupported)
-            and not len(portions[0][0].ledger)
-            and len(self._queue.active) > 1
+            not isinstance(error, Unsupported)
+            or len(portions[0][0].ledger)
+            # If a sequence was removed after this one had been opened, some releases start none in
+            # its place.
+            or not self._queue.postpone(portions[0][0], self._steps)
         ):
-            # A sequence was removed after this one had been opened, and this release starts none in
-            # its place: it starts when the others have ended.
-            self._queue.park(portions[0][0], self._steps)
-        else:
             self._queue.end(portions[0][0], "failed", error)
 
     def _choose(self, fed: list[Generation]) -> None:
@@ -444,7 +446,10 @@ def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
     """Decode one batch. A generation whose tokens are all decoded has logits."""
-    if all(n == 1 == len(one.all_tokens) - len(one.ledger.tokens) for one, n in portions):
+    if all(
+        n == 1 == len(one.all_tokens) - len(one.ledger.tokens) and one.max_tokens != 0
+        for one, n in portions
+    ):
         if len(portions) == 1:
             one = portions[0][0]
             context.step(one.sequence, one.all_tokens[-1])
@@ -503,6 +508,8 @@ class GenerationQueue:
         )
         #: No generation is admitted until fewer than this number are active.
         self._crowded: int | None = None
+        #: Whether only one generation is admitted while none is active.
+        self._singly = False
         self._turns = count()
         #: Totals: generations that were parked, and that were resumed.
         self.parks = self.resumes = 0
@@ -524,7 +531,8 @@ class GenerationQueue:
         A generation fails if the manager refuses it permanently, or if it finds no cells and no
         active generation could free any.
         """
-        while self.waiting and not self.full:
+        self._singly = self._singly and not self.active
+        while self.waiting and not self.full and not (self._singly and self.active):
             self._crowded = None
             first = self.waiting[0]
             resumes = first.parked is not None
@@ -556,6 +564,19 @@ class GenerationQueue:
         self._crowded = len(self.active)
         self.parks += 1
         one.park(steps)
+
+    def postpone(self, one: Generation, steps: int) -> bool:
+        """Park a generation that cannot start until others have ended.
+
+        If it is the last one, the next step admits the first of all without the others, so that the
+        manager can clear the context. Returns False if this one was admitted so.
+        """
+        last = len(self.active) == 1
+        if last and self._singly:
+            return False
+        self._singly = last
+        self.park(one, steps)
+        return True
 
     def rotate(self, steps: int) -> None:
         """Park a generation for one that has waited for ``max_wait`` steps.

@@ -112,6 +112,11 @@ class Branches:
         empty = len(self.context.vacant) == self.context.info.n_seq_max
         return empty or not self._leaves or (self.vacant > 0 and not self._left)
 
+    @property
+    def starting(self) -> bool:
+        """Return whether a leased sequence could not start any more if another one was removed."""
+        return self._leaves and any(not len(lease.ledger) for lease in self.tree.root.leases)
+
     def new(self) -> Sequence:
         """Open an empty sequence."""
         if not self.may_trim and len(self.context.vacant) == self.context.info.n_seq_max:
@@ -252,6 +257,8 @@ class Branches:
     def removable(self, node: Node, *, frees_id: bool) -> bool:
         """Return whether a node's sequence can be paged out, or dropped if there are no pages."""
         if node.entry is None or (self.can_trim and (node.leases or node.ref_count != 1)):
+            return False
+        if self.starting:
             return False
         if self.storage(node) is not None:
             return True

@@ -106,6 +106,8 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
 def droppable(cache: PrefixCache) -> Node | None:
     """Return the next branch to evict, resident or paged; None if all must stay."""
     branches = cache.branches
+    if branches.starting:
+        return None
     protected = _leased(cache)
     most = 0 if branches.sharing else 1
     least = branches.tree.evict_first

@@ -344,6 +344,8 @@ class SlotCache(ClosedOnExit):
         elif slot.sequence.next_pos != len(slot.sequence):
             # Tokens were removed from the middle, so the rest is not a prefix of a prompt.
             self._trim(slot, 0)
+        # It may not have started because others removed a sequence.
+        self._left |= not len(slot.sequence)
         _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
 
     def discard(self, slot: Slot, keep: int, n: int) -> None:

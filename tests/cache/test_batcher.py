@@ -132,6 +132,21 @@ def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
     assert cache.stats().reused_tokens == 61
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_prompt_without_text_may_end_with_a_batch_of_one_token(
+    tmp_path: Path, ctx: Context, others: int
+) -> None:
+    """It ends after that token, and the others get their own."""
+    with Batcher(PrefixCache(ctx), n_batch=7 + others) as batcher:
+        going = [batcher.submit(letter, 90) for letter in "ab"[:others]]
+        batcher.step()
+        one = batcher.submit([9] * 78, 0)
+        batcher.run()
+        assert (one.finish_reason, one.tokens) == ("length", [])
+        for each, letter in zip(going, "ab", strict=False):
+            assert each.text == alone(tmp_path, letter, 90)
+
+
 def test_bad_requests_are_refused(ctx: Context) -> None:
     """Nothing is submitted then."""
     batcher = Batcher(SlotCache(ctx))

@@ -16,7 +16,14 @@ from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import KVCacheFull, NoSlotAvailable, PagingError, StateError, UsageError
+from pyllamakv.errors import (
+    KVCacheFull,
+    NoSlotAvailable,
+    PagingError,
+    StateError,
+    Unsupported,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +35,14 @@ CELLS = 96
 
 
 def context(folder: Path, memory: MemoryType = MemoryType.ATTENTION, **options: Any) -> Context:
-    """Return a context of 96 cells; with states, one whose sequences cannot be cut."""
+    """Return a context of 96 cells; with states, one whose sequences cannot be cut.
+
+    A recurrent memory starts no sequence in place of a removed one before a clear.
+    """
     partial = memory is MemoryType.ATTENTION
+    restarts = memory is not MemoryType.RECURRENT
     options = {"n_ctx": CELLS, "n_seq_max": 4, **options}
-    ctx = kit.context(folder, {"partial": partial}, **options)
+    ctx = kit.context(folder, {"partial": partial, "restarts": restarts}, **options)
     object.__setattr__(ctx.info, "memory", memory)
     return ctx
 
@@ -60,6 +71,15 @@ MANAGERS = {
     ),
 }
 
+#: Managers whose memory starts no sequence in place of a removed one.
+RECURRENT = {
+    "recurrent": lambda folder: PrefixCache(context(folder, MemoryType.RECURRENT)),
+    "recurrent store": lambda folder: PrefixCache(
+        context(folder, MemoryType.RECURRENT), store=folder / "store"
+    ),
+    "recurrent slots": lambda folder: SlotCache(context(folder, MemoryType.RECURRENT), size=CELLS),
+}
+
 
 def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
     """Submit requests that fit alone, some with a common prefix."""
@@ -72,12 +92,12 @@ def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
 
 
 @pytest.mark.parametrize(("n", "n_batch"), [(4, 32), (8, 3), (16, 32)])
-@pytest.mark.parametrize("name", MANAGERS)
+@pytest.mark.parametrize("name", MANAGERS | RECURRENT)
 def test_all_requests_that_fit_alone_complete(
     tmp_path: Path, name: str, n: int, n_batch: int
 ) -> None:
     """Their cells are 2, 4 and 8 times those of the cache; text is as alone."""
-    cache = MANAGERS[name](tmp_path)
+    cache = (MANAGERS | RECURRENT)[name](tmp_path)
     with Batcher(cache, n_batch=n_batch) as batcher:
         going = submit(batcher, n)
         while batcher.step():
@@ -539,3 +559,108 @@ def test_a_flush_includes_parked_branches(tmp_path: Path) -> None:
     cache.close()
     later = MANAGERS["prefixes with a store"](tmp_path)
     assert later.acquire(range(10, 51)).cached == 40
+
+
+@pytest.mark.regression(
+    "recurrent generations failed on early releases if an idle branch was evicted before the "
+    "first of them was decoded",
+    by="random_operations",
+    of="Python",
+)
+def test_recurrent_generations_start_although_a_prefix_was_loaded(tmp_path: Path) -> None:
+    """The prompts' stored prefixes are loaded, but not used: they end inside of a group."""
+    ctx = context(tmp_path, MemoryType.RECURRENT, n_seq_max=2)
+    cache = PrefixCache(ctx, store=tmp_path / "store")
+    prompts = [[*([first] * 20), 7, 7] for first in (10, 11)]
+    with Batcher(cache) as batcher:
+        for prompt in prompts:
+            batcher.submit(prompt[:20], 1).result()
+        cache.clear()
+        going = [batcher.submit(each, 4, groups=[(18, 22)]) for each in prompts]
+        batcher.run()
+        for prompt, one in zip(prompts, going, strict=True):
+            assert (one.finish_reason, one.error) == ("length", None)
+            assert one.text == alone(tmp_path, prompt, 4)
+    cache.check()
+    settled(cache)
+
+
+@pytest.mark.regression(
+    "recurrent generations failed on early releases if an idle branch was evicted before the "
+    "first of them was decoded",
+    by="random_operations",
+    of="Python",
+)
+@pytest.mark.parametrize("options", [{}, {"checkpoints": CheckpointSchedule(size=0)}])
+def test_no_branch_is_evicted_before_a_leased_prompt_starts(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """It cannot start in place of another one; afterwards, branches are evicted as usual."""
+    with PrefixCache(context(tmp_path, MemoryType.RECURRENT), **options) as cache:
+        with cache.acquire([10] * 20) as lease:
+            lease.prefill()
+        with cache.acquire([11] * 20) as lease:
+            before = cache.stats().resident
+            assert not cache.relieve()
+            assert not cache.evict()
+            assert cache.stats().resident == before > 0
+            lease.prefill()
+            assert cache.relieve()
+            assert cache.stats().resident == before
+        cache.check()
+
+
+def test_the_budget_is_exceeded_until_a_leased_prompt_starts(tmp_path: Path) -> None:
+    """The lease evicts the other branch when it is released."""
+    ctx = context(tmp_path, MemoryType.RECURRENT)
+    with PrefixCache(ctx) as cache, cache.acquire([10] * 10) as lease:
+        lease.prefill()
+        lease.release()
+        size = cache.size
+    with PrefixCache(ctx, budget=size * 3 // 2) as cache:
+        for first in (10, 11):
+            with cache.acquire([first] * 10) as lease:
+                lease.prefill()
+            assert cache.size == size
+        assert cache.stats().evictions == 1
+        cache.check()
+
+
+@pytest.mark.parametrize("make", [PrefixCache, lambda ctx: SlotCache(ctx, 2)])
+@pytest.mark.parametrize("removals", [1, 2])
+def test_a_generation_that_cannot_start_is_tried_again_once(
+    tmp_path: Path, make: Any, removals: int
+) -> None:
+    """A sequence of another owner is removed before its first decodes."""
+    ctx = context(tmp_path, MemoryType.RECURRENT)
+    with make(ctx) as cache, Batcher(cache) as batcher:
+        batcher.submit([9] * 20, 1).result()
+        one = batcher.submit([10] * 20, 4)
+        decode, left = ctx.decode, removals
+
+        def remove_before(work: Any) -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                with ctx.sequence() as other:
+                    decode(other.feed([5, 6]))
+            decode(work)
+
+        ctx.decode = remove_before  # type: ignore[method-assign]
+        batcher.run()
+        assert one.finish_reason == ("length" if removals == 1 else "failed")
+        assert isinstance(one.error, Unsupported) == (removals > 1)
+        cache.check()
+
+
+def test_a_prompt_of_one_token_may_be_unable_to_start(tmp_path: Path) -> None:
+    """The generation before it releases a sequence whose tokens another one has."""
+    with (
+        PrefixCache(context(tmp_path, MemoryType.RECURRENT)) as cache,
+        Batcher(cache, n_batch=1) as batcher,
+    ):
+        batcher.submit([9], 1).result()
+        going = [batcher.submit([first], length) for first, length in ((9, 1), (10, 3))]
+        batcher.run()
+        assert [(one.finish_reason, one.error) for one in going] == [("length", None)] * 2
+        assert going[1].text == alone(tmp_path, [10], 3)

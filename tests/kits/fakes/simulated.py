@@ -48,12 +48,16 @@ class _Context:
     cancel_at: int = -1
     polls: int = 0
     counters: dict = field(default_factory=lambda: dict.fromkeys(Counters.__slots__, 0))
+    #: Whether a sequence was removed since the last clear.
+    removed: bool = False
 
 
 class SimulatedNative(SimulatedModels):
     """Simulate one library; ``heals`` defragments inside a failing decode, as the patch does.
 
-    ``unifies`` makes a unified cache whatever was asked for, as LLAMA_SET_ROWS=0 does.
+    ``unifies`` makes a unified cache whatever was asked for, as LLAMA_SET_ROWS=0 does. Unless
+    ``restarts``, no sequence starts in place of a removed one before a clear, as recurrent ones
+    through b5415.
     """
 
     def __init__(
@@ -65,13 +69,14 @@ class SimulatedNative(SimulatedModels):
         partial: bool = True,
         can_shift: bool = True,
         unifies: bool = False,
+        restarts: bool = True,
         meta: dict[str, str] | None = None,
     ) -> None:
         self.about = LibraryInfo(1, "simulated", capabilities)
         self.environment: dict[str, str] = {}
         self.heals, self.contiguous = heals, contiguous
         self.partial, self.can_shift = partial, can_shift
-        self.unifies = unifies
+        self.unifies, self.restarts = unifies, restarts
         self.meta = {"general.name": "simulated", **(meta or {})}
         self.created: list[str] = []
         self.freed: list[str] = []
@@ -165,6 +170,8 @@ class SimulatedNative(SimulatedModels):
             if isinstance(what, Exception):
                 raise what
             return what
+        if c.removed and not self.restarts and (np.asarray(pos) == 0).any():
+            raise Unsupported("a sequence was removed", reason="a sequence was removed")
         counts = [1] * len(token) if seq_count is None else seq_count.tolist()
         ends = np.cumsum(counts)
         ids = [seq_id[e - n : e].tolist() for e, n in zip(ends, counts, strict=True)]
@@ -235,8 +242,9 @@ class SimulatedNative(SimulatedModels):
     # sequences
 
     def clear(self, context: int, data: bool) -> None:
-        cache = self._get(context).cache
-        cache.drop(cache.has(-1), -1)
+        c = self._get(context)
+        c.cache.drop(c.cache.has(-1), -1)
+        c.removed = False
 
     def seq_rm(self, context: int, seq: int, p0: int, p1: int) -> bool:
         cache = self._get(context).cache
@@ -244,6 +252,7 @@ class SimulatedNative(SimulatedModels):
         if not self.partial and chosen.any() and not (chosen == cache.has(seq)).all():
             return False
         cache.drop(chosen, seq)
+        self._get(context).removed |= bool(chosen.any())
         return True
 
     def seq_cp(self, context: int, src: int, dst: int, p0: int, p1: int) -> None:
