@@ -258,7 +258,8 @@ def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> boo
     # Leases may have separate cells for tokens that others have decoded too.
     most = branches.tree.held_tokens + n
     for each in cache.leases:
-        most += len(each.ledger.tokens) + (each.promised if each is not lease else 0)
+        own = sum(len(node) for node in each.node.path if node.ref_count == 1)
+        most += len(each.ledger.tokens) - own + (each.promised if each is not lease else 0)
     if most > cache.max_sequence_tokens:
         return False
     return branches.alone or most + branches.foreign() <= cache.max_sequence_tokens

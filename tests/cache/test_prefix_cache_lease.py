@@ -12,6 +12,7 @@ from fakes.simulated import ALL
 from prefix_kit import serve
 
 from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache import eviction
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
 from pyllamakv.errors import Busy, KVCacheFull, StateError, Unsupported
@@ -53,6 +54,29 @@ def test_the_last_free_cells_are_granted_at_once(tmp_path: Path, cached: int) ->
             lease.make_room(1)
             cache.context.step(lease.sequence, 5)
         assert cache.stats().resident == (cached > 0)
+    cache.check()
+
+
+def test_cells_are_not_read_while_a_lease_certainly_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count tokens that only one lease has once, and those that two leases decoded twice."""
+    native = {"capabilities": ALL | Capability.DEFRAG_OPTIONS}
+    cache = PrefixCache(kit.context(tmp_path, native, n_ctx=256))
+    with cache.acquire([4] * 180) as one:
+        one.prefill()
+        with monkeypatch.context() as patch:
+            patch.delattr(eviction, "cell_stats")
+            one.make_room(1)
+        assert one.granted == 180 + 1 + LOOKAHEAD_TOKENS
+    cache.clear()
+    with cache.acquire([4] * 100) as one, cache.acquire([4] * 100) as two:
+        one.prefill()
+        two.prefill()
+        cache.sync()
+        assert one.node is two.node
+        assert cache.context.kv.stats.used == 200
+        assert not eviction.certainly_fits(cache, 57, one)
     cache.check()
 
 
