@@ -581,8 +581,9 @@ class GenerationQueue:
     def rotate(self, steps: int) -> None:
         """Park a generation for one that has waited for ``max_wait`` steps.
 
-        Those that have run as long get a new turn, after all others. The first one that waits is
-        therefore admitted after the runs of those before it, whatever is submitted later.
+        Those that have run as long, and have sampled a token, get a new turn, after all others. The
+        first one that waits is therefore admitted after the runs of those before it, whatever is
+        submitted later.
         """
         if self.max_wait is None or not self.waiting or not self.active:
             return
@@ -590,7 +591,8 @@ class GenerationQueue:
         if steps - first.since < self.max_wait:
             return
         for one in self.active:
-            if one.turn < first.turn and steps - one.since >= self.max_wait:
+            # Without a new token, a run that decodes lost tokens again would be repeated for ever.
+            if one.turn < first.turn and steps - one.since >= self.max_wait and one.progressed:
                 one.yield_turn(next(self._turns))
         last = max(self.active, key=lambda one: one.turn)
         if last.turn > first.turn:

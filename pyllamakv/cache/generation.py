@@ -75,6 +75,8 @@ class Generation:
         self.turn = 0
         #: Step in which the generation began to wait, or to run.
         self.since = 0
+        #: Number of all tokens when the generation began to run.
+        self.begun_with = 0
         self.sequence: Sequence
         self.ledger: Ledger
         #: All tokens of the sequence: the decoded ones, then those to decode.
@@ -140,11 +142,17 @@ class Generation:
             self.cached = lease.cached if self.cached is None else self.cached
             self.all_tokens = tokens
         self.last_step = self.since = steps
+        self.begun_with = len(self.all_tokens)
         self.lease, self.sequence, self.ledger = lease, lease.sequence, lease.sequence.ledger
 
     def queue(self, turn: int, steps: int) -> None:
         """Wait from step ``steps`` for ``turn``, the place among all generations."""
         self.turn, self.since = turn, steps
+
+    @property
+    def progressed(self) -> bool:
+        """Return whether it has a token that it had not when it began to run."""
+        return len(self.all_tokens) > self.begun_with
 
     def yield_turn(self, turn: int) -> None:
         """Get a later turn."""

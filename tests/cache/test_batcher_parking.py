@@ -190,6 +190,23 @@ def test_a_generation_without_end_does_not_make_others_wait(tmp_path: Path) -> N
     cache.check()
 
 
+def test_a_run_that_decodes_lost_tokens_again_is_not_interrupted(tmp_path: Path) -> None:
+    """Each turn adds a token, also if no state is kept and a prompt takes more than ``max_wait``."""
+    cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
+
+    def failing(*_: object) -> bytes:
+        raise StateError("no")
+
+    cache.context.native.state_save = failing
+    with Batcher(cache, n_batch=4, max_wait=3) as batcher:
+        both = [batcher.submit(letter * 40, 5, stop_at_end=False) for letter in "xy"]
+        for _ in range(1000):
+            batcher.step()
+        assert [len(one.tokens) for one in both] == [5, 5]
+        assert batcher._queue.parks > 2
+    cache.check()
+
+
 def test_without_a_bound_others_wait(tmp_path: Path) -> None:
     """Nothing is parked for a prompt that waits for a slot."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
