@@ -191,7 +191,7 @@ def test_a_generation_without_end_does_not_make_others_wait(tmp_path: Path) -> N
 
 
 def test_a_run_that_decodes_lost_tokens_again_is_not_interrupted(tmp_path: Path) -> None:
-    """Each turn adds a token, also if nothing is kept and a prompt takes over ``max_wait`` steps."""
+    """Each turn adds a token, also if nothing is kept and a prompt takes many steps."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
 
     def failing(*_: object) -> bytes:
