@@ -174,7 +174,7 @@ class AsyncGeneration:
 
     def notify(self) -> None:
         """Wake the tasks that wait for more text, for the thread of `AsyncBatcher`."""
-        seen = len(self.generation.parts())
+        seen = self._seen + len(self.generation.parts(self._seen))
         if seen == self._seen and not self.generation.done:
             return
         self._seen = seen

@@ -199,10 +199,16 @@ def pin_state(cache: PrefixCache, node: Node, length: int) -> None:
 def no_sequence_error(cache: PrefixCache) -> NoSlotAvailable:
     """Create the error for a cache in which every sequence is in use."""
     limit = cache.branches.limit
-    msg = (
-        f"all {limit} sequences of this cache are leased or pinned; release "
-        "a lease, or create the context with a larger n_seq_max"
-    )
+    if cache.branches.starting:
+        msg = (
+            "this release starts no recurrent sequence after another one is removed, and a leased "
+            "one has not started: decode its prompt first, or use a later release"
+        )
+    else:
+        msg = (
+            f"all {limit} sequences of this cache are leased or pinned; release "
+            "a lease, or create the context with a larger n_seq_max"
+        )
     return NoSlotAvailable(msg, slots=limit)
 
 

@@ -191,7 +191,7 @@ class PrefixCache(ClosedOnExit):
         resumed = parked.node if parked is not None else None
         self.sync()
         if self.stored is not None and resumed is None:
-            self.counts.add("loaded_tokens", self.stored.load(self, key))
+            self.counts.add("loaded_tokens", self.stored.load(self, key, together))
         diverges = self._diverges(key)
         sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         points = parked.points if parked is not None else None

@@ -44,7 +44,8 @@ def fork_longest_prefix(
                 raise
             exact = True
             if cache.stored is not None and resumed is None:
-                cache.counts.add("loaded_tokens", cache.stored.load(cache, key, exact=True))
+                loaded = cache.stored.load(cache, key, groups, exact=True)
+                cache.counts.add("loaded_tokens", loaded)
 
 
 def _find(

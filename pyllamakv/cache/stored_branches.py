@@ -18,6 +18,7 @@ import numpy as np
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import eviction
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_store import PAGE_TOKENS, PrefixStore, StoredPrefix
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
 from pyllamakv.errors import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.prefix_store import StoredPage
     from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
 
@@ -179,12 +181,15 @@ class StoredBranches:
 
     # Reading...
 
-    def load(self, cache: PrefixCache, key: bytes, *, exact: bool = False) -> int:
+    def load(
+        self, cache: PrefixCache, key: bytes, groups: Sequence[Group] = (), *, exact: bool = False
+    ) -> int:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
-        ``exact``: only whole sequences are used, of the store and of the cache. Return the number
-        of loaded tokens. A damaged page is removed, and the prefix ends before it. Without room for
-        the prefix, or if it cannot be read or restored, nothing changes.
+        It does not end inside one of ``groups``. ``exact``: only whole sequences are used, of the
+        store and of the cache. Return the number of loaded tokens. A damaged page is removed, and
+        the prefix ends before it. Without room for the prefix, or if it cannot be read or restored,
+        nothing changes.
         """
         if not self.store.owned:
             return 0
@@ -192,6 +197,9 @@ class StoredBranches:
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
             found = self.store.find(key, limit, exact=exact)
+            if grouping.around(groups, found.length):
+                limit = grouping.floor(groups, found.length)
+                continue
             if found.length <= _known(cache, key, limit, exact=exact):
                 return 0
             try:

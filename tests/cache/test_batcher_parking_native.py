@@ -222,3 +222,21 @@ def test_a_recurrent_prompt_waits_if_a_sequence_was_removed_before_it_starts() -
             ctx.decode = remove_before  # type: ignore[method-assign]
             batcher.run()
             assert [one.tokens for one in going] == expected
+
+
+def test_an_idle_recurrent_branch_stays_until_a_lease_has_started() -> None:
+    """The error names the lease that must decode first, and nothing is evicted."""
+    with (
+        kv.open(built("0.3.9+patched").folder) as library,
+        library.load_model(synthetic_models.model("recurrent")) as model,
+        model.context(n_ctx=CELLS, n_batch=64, n_ubatch=32, n_seq_max=3) as ctx,
+        kv.PrefixCache(ctx) as cache,
+    ):
+        with cache.acquire([4] * 9) as idle:
+            idle.prefill()
+        with cache.acquire([3] * 9) as lease, cache.acquire([5] * 9):
+            lease.prefill()
+            with pytest.raises(kv.NoSlotAvailable, match="one has not started"):
+                cache.pin("answer", [3] * 9)
+            assert cache.stats().evictions == 0
+        cache.check()

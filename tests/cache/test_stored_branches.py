@@ -228,6 +228,7 @@ def test_groups_are_not_split(start: Callable[..., PrefixCache]) -> None:
     cache = start()
     with cache.acquire([*LONG[:45], 1, 1, 1], groups=[(40, 48)]) as lease:
         assert lease.cached == 40
+    assert cache.stats().loaded_tokens == 40
 
 
 def test_whole_states(start: Callable[..., PrefixCache], whole: None) -> None:

@@ -138,6 +138,20 @@ def test_a_branch_without_its_window_does_not_hide_a_stored_prefix(
             assert cache.stats().loaded_tokens == len(short) + len(long)
 
 
+def test_a_stored_state_inside_a_group_is_not_used(late: kv.OpenLibrary, tmp_path: Path) -> None:
+    """Continue after the longest stored state that splits no group."""
+    short, long = SYSTEM[:20], SYSTEM[:45]
+    with late.load_model(synthetic_models.model("recurrent")) as model:
+        with context(model) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            for prompt in (short, long):
+                serve(cache, prompt)
+                cache.flush()
+        with context(model) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
+            with cache.acquire([*long, 7, 8, 9], groups=[(40, 48)]) as lease:
+                assert lease.cached == len(short)
+            assert cache.stats().loaded_tokens == len(short)
+
+
 @pytest.mark.parametrize("name", ["recurrent", "hybrid"])
 def test_states_are_stored_without_a_sequence_for_them(
     late: kv.OpenLibrary, name: str, tmp_path: Path
