@@ -108,11 +108,22 @@ class Player:
             raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
         return status
 
-    def decode_image(self, seq: int, rows: Sequence[int], columns: int, *, pos: int = -1) -> None:
-        """Decode some rows of an image, whose embeddings share the next position, or ``pos``."""
+    def decode_image(
+        self,
+        seq: int,
+        rows: Sequence[int],
+        columns: int,
+        *,
+        pos: int = -1,
+        expect: DecodeStatus | None = DecodeStatus.OK,
+    ) -> int:
+        """Decode some rows of an image, whose embeddings share the next position, or ``pos``.
+
+        Return llama.cpp's status, as `decode` does.
+        """
         at = self.ledger.next(seq) if pos < 0 else pos
         width = self.native.model_info(self.model).n_embd
-        self.decode(image_rows(seq, at, rows, columns, width))
+        return self.decode(image_rows(seq, at, rows, columns, width), expect=expect)
 
     def fill(self, counts: Mapping[Any, int], *, interleave: bool = False) -> None:
         """Decode generated tokens for each sequence, in batches of at most ``n_batch``."""

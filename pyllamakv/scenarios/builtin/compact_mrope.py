@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import Unsupported
 from pyllamakv.scenarios.builtin._compaction import defrag, defrag_sparse_tail
 from pyllamakv.scenarios.scenario import CACHES, MOVERS, Scenario
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def run(lab: Lab) -> None:
-    """Compact, and continue an image before and after its state was saved and restored.
+    """Compact, and continue an image.
 
     A cell is masked if it has the position of the decoded embedding and follows it in the image.
-    Therefore the lower rows are decoded first, and lost rows and columns change the logits.
+    Therefore the lower rows are decoded first, and lost rows and columns change the logits. They
+    are in the saved state as well, except in the first releases with such cells.
     """
     if lab.native.about.probes.get("defrag") != "compact":
         # The first releases with such models read text batches out of bounds.
@@ -32,14 +34,22 @@ def run(lab: Lab) -> None:
     before = player.native.state_save(player.context, 1)
     defrag(lab, player, rows=False)
     after = player.native.state_save(player.context, 1)
-    player.decode_image(1, (2, 3), 8, pos=pos)
-    lab.verify(player)
     lab.expect(before == after, "the saved state of a sequence changed when its cells moved")
-    player.save(1, "image")
-    player.restore(1, "image")
-    player.decode_image(1, (0, 1), 8, pos=pos)
+    if _continues(lab):
+        player.decode_image(1, (2, 3), 8, pos=pos)
+        lab.verify(player)
+        player.decode_image(1, (0, 1), 8, pos=pos)
     player.fill({1: 20})
     lab.verify(player)
+
+
+def _continues(lab: Lab) -> bool:
+    """Return whether the release decodes an image in several batches (not in November 2025)."""
+    player = lab.player(256)
+    player.fill({1: 8})
+    pos = player.ledger.next(1)
+    player.decode_image(1, (4, 5), 8, pos=pos)
+    return player.decode_image(1, (2, 3), 8, pos=pos, expect=None) == DecodeStatus.OK
 
 
 SCENARIO = Scenario(
