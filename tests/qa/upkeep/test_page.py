@@ -91,6 +91,10 @@ def test_the_sample() -> None:
     assert row in page(FOUND, verified=[one])
     timed = replace(one, seconds={"carry": 1.6, "build": 300.0, "verify": 60.0})
     assert "| 2026-11-26 |  | 2 s | 300 s | 60 s |" in page(FOUND, verified=[timed])
+    assert "From the fetch" not in page(FOUND, verified=[timed])
+    whole = replace(timed, seconds={**timed.seconds, "fetch": 4.4})
+    took = "states with all four steps (1) took\n6.1 to 6.1 minutes"
+    assert took in page(FOUND, verified=[timed, whole])
 
 
 def test_a_broken_tree_of_the_sample() -> None:
