@@ -14,6 +14,7 @@ import pyllamakv
 from pyllamakv.building import variant
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
+from pyllamakv.server import server_client, server_lab, server_process
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.source.files import write_text_atomic
@@ -97,6 +98,9 @@ class LoadCell:
         ]
         if self.system == "batcher":
             facts += [_batcher_code(), _digest(Path(batcher_load.__file__))]
+        else:
+            code = (server_load, server_client, server_lab, server_process)
+            facts += [_digest(Path(each.__file__)) for each in code]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return home() / "results" / "load" / f"{name}.json"
 

@@ -9,7 +9,7 @@ import contextlib
 import resource
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Self
 
 from pyllamakv.closing import ClosedOnExit
@@ -56,7 +56,12 @@ class RestartedServer(ClosedOnExit):
     def replace(self, url: str) -> None:
         """Start another server if the one at ``url`` has ended."""
         with self._lock:
-            if self._server.url == url and self._server.ended(_ENDING):
+            server = self._server
+        # Without the lock: the other clients go on if the server only refused a request.
+        if server.url != url or not server.ended(_ENDING):
+            return
+        with self._lock:
+            if self._server is server:
                 why = str(self._server.death()).split("\n", 1)[0]
                 self.deaths.append((time.perf_counter() - self._begin, why))
                 self._retries += self._server.retries
@@ -86,25 +91,31 @@ def send(
     ``tick`` is called with the number of requests that have ended.
     """
     timings: list[RequestTiming | None] = [None] * len(requests)
-    lock = threading.Lock()
+    lock, stopped = threading.Lock(), threading.Event()
     waiting = iter(enumerate(requests))
     before = _cpu_seconds()
 
-    def serve(_client: int) -> None:
+    def serve() -> None:
         with _Connection(server) as connection:
             while True:
                 with lock:
                     index, request = next(waiting, (-1, None))
                 if request is None:
                     return
-                time.sleep(max(0.0, begin + request.at - time.perf_counter()))
+                if stopped.wait(max(0.0, begin + request.at - time.perf_counter())):
+                    return
                 timings[index] = connection.ask(request, begin)
                 tick(sum(each is not None for each in timings))
 
     with RestartedServer(start) as server:
         begin = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
-            list(pool.map(serve, range(clients)))
+            try:
+                for each in as_completed([pool.submit(serve) for _ in range(clients)]):
+                    each.result()
+            except BaseException:
+                stopped.set()
+                raise
         retries, deaths = server.retries, tuple(server.deaths)
     done = tuple(each for each in timings if each is not None)
     return LoadResult(done, _cpu_seconds() - before, retries, deaths)

@@ -118,3 +118,15 @@ def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path:
     assert len({each.file for each in others}) == len(others)
     # The other cells of a plan do not matter.
     assert replace(cell, plan=replace(PLAN, rounds=5)).file == cell.file
+
+
+def test_a_cell_is_measured_again_after_a_change_of_its_client(
+    runs: list[tuple[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of other code are not combined with new ones."""
+    cells = [LoadCell(PLAN, "0.3.9", "fits", 4, system, 0) for system in ("stock", "patched")]
+    before = [each.file for each in cells]
+    changed = tmp_path / "server_load.py"
+    changed.write_text("# changed\n", encoding="utf-8")
+    monkeypatch.setattr(load_cells.server_load, "__file__", str(changed))
+    assert not {*before} & {each.file for each in cells}

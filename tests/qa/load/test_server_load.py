@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from server_kit import serving
@@ -64,3 +67,45 @@ def test_a_server_that_ends_is_replaced(program: Path) -> None:
     assert found.timings[3].error == "2 of 3 tokens"
     assert ["SIGABRT" in why for _, why in found.deaths] == [True]
     assert found.lost == 2
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_load_test(program: Path) -> None:
+    """No later request is sent."""
+    ended: list[int] = []
+
+    def interrupt(done: int) -> None:
+        ended.append(done)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        server_load.send(
+            lambda: ServerProcess(program, ["--port", "0"]),
+            [request(), LoadRequest(15.0, (40, 41), 2)],
+            2,
+            interrupt,
+        )
+    assert ended == [1]
+
+
+def test_a_refused_request_stops_no_other_client() -> None:
+    """While one client waits whether the server ends, the others get its address."""
+    order: list[str] = []
+    asked, released = threading.Event(), threading.Event()
+
+    def ended(_seconds: float) -> bool:
+        asked.set()
+        released.wait(10)
+        order.append("ended")
+        return False
+
+    server: Any = SimpleNamespace(url="here", ended=ended, retries=0)
+    with server_load.RestartedServer(lambda: nullcontext(server)) as restarted:
+        waiting = threading.Thread(target=restarted.replace, args=("here",))
+        waiting.start()
+        assert asked.wait(10)
+        order.append(restarted.url)
+        released.set()
+        waiting.join()
+    assert order == ["here", "ended"]
+    assert restarted.deaths == []
