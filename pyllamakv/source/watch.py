@@ -38,8 +38,8 @@ class NewVersion:
 class NewVersions:
     """List the versions on all indexes that no lock has."""
 
-    #: Versions that are newer than every pinned one of their source, newest upload first. Of a
-    #: source without a pin: those that were uploaded after the newest pinned release.
+    #: Versions that are newer than every shipped one of their source, newest upload first. Of a
+    #: source without one: those that were uploaded after the newest shipped release.
     new: tuple[NewVersion, ...]
     #: Older versions that no lock has, newest upload first.
     unpinned: tuple[NewVersion, ...]
@@ -94,9 +94,11 @@ def _compare(
     """Return new and older versions, oldest first, and the pinned ones that are lost."""
     known = lockfile.known()
     pinned = {name: each for each in known.values() if (name := _pinned(source, each))}
-    newest = max(map(Version, pinned), default=None)
-    # Without a pin of this source, a version is new if it is newer than every pinned release.
-    date = max((each.date for each in known.values()), default="")
+    # A user's additions do not count: an older version, whose fetch failed, stays new.
+    shipped = lockfile.load(lockfile.shipped())
+    names = (name for each in shipped if (name := _pinned(source, each)))
+    newest = max(map(Version, names), default=None)
+    date = max((each.date for each in shipped), default="")
     new: list[NewVersion] = []
     older: list[NewVersion] = []
     for each in sorted(offers.versions, key=lambda found: Version(found.version)):

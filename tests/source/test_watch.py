@@ -128,6 +128,17 @@ def test_new_versions_of_all_sources(tmp_path: Path, indexes: Server) -> None:
     assert "xllamacpp==2026.9.10809" in [each.spec for each in found.unpinned]
 
 
+def test_an_addition_does_not_hide_an_older_version(indexes: Server) -> None:
+    """A version whose fetch failed stays new after a newer one was added."""
+    date = "2026-12-01T00:00:00Z"
+    newer = Release("b11549", "xllamacpp", "3" * 40, "4" * 40, "rows", date)
+    newer = replace(newer, package="xllamacpp==2026.10.11549")
+    last = replace(newer, name="0.3.38", kind="sdist", package="llama-cpp-python==0.3.38")
+    lockfile.save(lockfile.added(), [newer, last])
+    specs = [each.spec for each in watch.new_versions().new]
+    assert specs == ["0.3.37", "node-llama-cpp@3.22.1", "xllamacpp==2026.9.10809"]
+
+
 def test_a_build_that_is_pinned_from_another_source(indexes: Server) -> None:
     """A version of xllamacpp is not new if its build is pinned from npm."""
     pin("b11549", "npm", "node-llama-cpp@3.22.1")
