@@ -116,7 +116,7 @@ class PackageIndex:
                 problem = f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}"
                 self.unreachable.append(problem)
             said += notes
-            self.unreachable += [note for note in notes if "Server Error" in note]
+            self.unreachable += [note for note in notes if not _is_answer(kind, note)]
         problems = list(dict.fromkeys([*self.unreachable, *said]))
         if not found and problems:
             listed = "; ".join(problems)
@@ -155,6 +155,14 @@ class PackageIndex:
                     yanked=bool(link.is_yanked),
                     uploaded=utc(link.upload_time),
                 )
+
+
+def _is_answer(kind: str, note: str) -> bool:
+    """Return whether unearth's message about a source only says that it lacks the project.
+
+    An archive as find-links is no page.
+    """
+    return "Client Error(404)" in note or (kind != "index" and "Content-Type unsupported" in note)
 
 
 def _bounded(response: Any) -> None:

@@ -43,7 +43,8 @@ class NewVersions:
     new: tuple[NewVersion, ...]
     #: Older versions that no lock has, newest upload first.
     unpinned: tuple[NewVersion, ...]
-    #: Pinned packages that their index no longer has, or has with another hash.
+    #: Pinned packages that their index no longer has, or has with another hash. Unknown, and
+    #: therefore empty, for a project of which a source did not answer.
     lost: tuple[str, ...]
     #: Error messages of indexes that did not answer; their versions are not listed.
     unreachable: tuple[str, ...]
@@ -82,7 +83,8 @@ def new_versions() -> NewVersions:
         fresh, older, gone = _compare(source, offers)
         new += fresh
         unpinned += older
-        lost += map(source.package, gone)
+        # A source that did not answer may have them.
+        lost += () if offers.unreachable else map(source.package, gone)
     if not answered:
         raise FetchError("; ".join(failed))
     return NewVersions(newest_first(new), newest_first(unpinned), tuple(lost), tuple(failed))

@@ -208,7 +208,10 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
             if server.cut and kind != "text/html":
                 body = body[: server.cut.pop(0)]
                 self.close_connection = True
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -99,6 +99,34 @@ def test_a_server_fault_is_no_empty_index() -> None:
             index.sdists()
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
+def test_a_refusal_is_no_empty_index(tmp_path: Path, status: int) -> None:
+    """Of the errors, only 404 means that the index lacks the project."""
+    (file,) = sdists(tmp_path / "f", "0.3.9")
+    with serving({}) as refusing, serving({}) as server:
+        refusing.fail = [status] * 9
+        urls = (refusing.url + "/simple", index_page(server, file))
+        with PackageIndex(PipSettings(index_urls=urls)) as index:
+            assert [each.version for each in index.sdists()] == ["0.3.9"]
+            assert [urls[0] in text for text in index.unreachable] == [True] * (status != 404)
+
+
+def test_pages_that_are_none(tmp_path: Path) -> None:
+    """An index with another content type does not answer; an archive as find-links does."""
+    (file,) = sdists(tmp_path / "f", "0.3.9")
+    with serving({}) as server:
+        url = index_page(server, file)
+        archive = f"{server.url}/files/{file.name}"
+        with PackageIndex(PipSettings(index_urls=(), find_links=(archive,))) as index:
+            assert [each.version for each in index.sdists()] == ["0.3.9"]
+            assert index.unreachable == []
+        server.files["/other/llama-cpp-python/"] = b"{}"
+        server.types["/other/llama-cpp-python/"] = "application/json"
+        with PackageIndex(PipSettings(index_urls=(url, server.url + "/other"))) as index:
+            assert index.sdists()
+            assert "Content-Type unsupported" in index.unreachable[0]
+
+
 @pytest.mark.regression(
     "a page of an index that does not end took all memory",
     by="hostile input",

@@ -153,6 +153,22 @@ def test_packages_that_are_gone(indexes: Server) -> None:
     assert watch.new_versions().lost == ("node-llama-cpp@3.99.0", "xllamacpp==2026.1.2")
 
 
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_packages_of_an_index_that_does_not_answer(
+    indexes: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """While one index of a project fails, its pinned packages are not lost."""
+    pin("b2", "xllamacpp", "xllamacpp==2026.1.2")
+    with serving({}) as refusing:
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", refusing.url + "/simple")
+        refusing.fail = [status] * 9
+        found = watch.new_versions()
+        assert found.lost == ()
+        assert [str(status) in text for text in found.unreachable] == [True, True]
+        refusing.fail = []
+        assert watch.new_versions().lost == ("xllamacpp==2026.1.2",)
+
+
 def test_one_index_does_not_hide_the_others(
     indexes: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
