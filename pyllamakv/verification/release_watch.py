@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from pyllamakv.verification.review_branch import ReviewBranch
 
 
+#: Transient verdicts that finish a release all the same: most errors of a compiler come again.
+_COMPILE_ERRORS = (Verdict.BROKEN_BUILD, Verdict.BROKEN_CARRY)
+
+
 @dataclass(frozen=True)
 class FollowedRelease:
     """What a watch did with a release.
@@ -153,7 +157,8 @@ class ReleaseWatch:
             return FollowedRelease(release.name, results, conflicts, made, error)
         except KvError as error:
             return FollowedRelease(release.name, results, conflicts, made, error)
-        _mark(release).unlink(missing_ok=True)
+        if not any(map(_is_open, results)):
+            _mark(release).unlink(missing_ok=True)
         return FollowedRelease(release.name, results, conflicts, made)
 
 
@@ -166,13 +171,17 @@ def pending(specs: Iterable[CellSpec]) -> list[str]:
     """Return the releases that an interrupted watch left: unfinished, or new and not verified.
 
     A release is new if it is newer than every shipped one; others were added for another purpose.
+    A release that ships is finished, also if it was never verified here.
     """
-    shipped = max((each.date for each in lockfile.load(lockfile.shipped())), default="")
+    shipped = {each.name: each.date for each in lockfile.load(lockfile.shipped())}
+    newest = max(shipped.values(), default="")
     marked, new = set(), set()
     for release in added():
+        if release.name in shipped:
+            continue
         if _mark(release).exists():
             marked.add(release.name)
-        elif release.date > shipped:
+        elif release.date > newest:
             new.add(release.name)
     left = (
         spec.release
@@ -180,6 +189,12 @@ def pending(specs: Iterable[CellSpec]) -> list[str]:
         if spec.release in marked or (spec.release in new and not result_cache.latest_result(spec))
     )
     return list(dict.fromkeys(left))
+
+
+def _is_open(result: CellResult) -> bool:
+    """Return whether the next watch verifies a cell again: it is `untestable`, or has a hang."""
+    decided = result.verdict in GOOD or result.verdict in _COMPILE_ERRORS
+    return not decided and result_cache.is_transient(result)
 
 
 def _mark(release: Release) -> Path:

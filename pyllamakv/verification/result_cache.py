@@ -81,7 +81,7 @@ def store_result(name: str | None, result: CellResult) -> None:
     try:
         # The latest result first: an entry that is found by its key is never written again.
         write_text_atomic(_latest(result.spec), text)
-        if name is not None and not _is_transient(result):
+        if name is not None and not is_transient(result):
             write_text_atomic(_file(name), text)
     except (OSError, KvError):
         # Without a writable data directory, the verdict is valid but not cached.
@@ -99,7 +99,7 @@ def latest_result(spec: CellSpec) -> CellResult | None:
         found = CellResult.from_json(raw)
     except (OSError, ValueError):
         return None
-    return replace(found, stale=not _is_transient(found))
+    return replace(found, stale=not is_transient(found))
 
 
 def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
@@ -107,15 +107,16 @@ def latest_of(specs: Iterable[CellSpec]) -> tuple[CellResult, ...]:
     return tuple(found for spec in specs if (found := latest_result(spec)) is not None)
 
 
+def is_transient(result: CellResult) -> bool:
+    """Return whether the same inputs may have another result on the same machine."""
+    hung = any(run.failure == "hang" for run in result.failing)
+    return hung or result.verdict in _TRANSIENT
+
+
 def stock(release: str) -> dict[str, str]:
     """Return the known outcomes of scenarios on a stock release."""
     found = latest_result(CellSpec(release))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
-
-
-def _is_transient(result: CellResult) -> bool:
-    hung = any(run.failure == "hang" for run in result.failing)
-    return hung or result.verdict in _TRANSIENT
 
 
 def _texts() -> str:

@@ -357,14 +357,14 @@ def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     """A release that was added but not verified is verified the next time, and once."""
     known = lockfile.known()
     date = "2026-11-01T00:00:00Z"
-    added = replace(known["0.3.36"], name="b11549", kind="xllamacpp", commit="7" * 40, date=date)
-    known["b11549"] = added
+    added = replace(known["0.3.36"], name="b99999", kind="xllamacpp", commit="7" * 40, date=date)
+    known["b99999"] = added
     lockfile.save(lockfile.added(), [added])
     offer(monkeypatch, (), (), ())
-    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["verify"] == ["b11549"]
+    assert json.loads(run("matrix", "watch", "--dry-run", "--json")[1])["verify"] == ["b99999"]
     code, out, _ = run("matrix", "watch")
     assert code == 0
-    assert out.splitlines()[1].split()[0] == "b11549"
+    assert out.splitlines()[1].split()[0] == "b99999"
     assert run("matrix", "watch")[:2] == (0, "")
 
 

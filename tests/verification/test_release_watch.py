@@ -14,7 +14,7 @@ from pyllamakv.patching.conflict_report import UncarriedPatch
 from pyllamakv.source import lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.verification import release_watch, result_cache, review_branch
-from pyllamakv.verification.cell import CellSpec
+from pyllamakv.verification.cell import CellSpec, FailedRun
 from pyllamakv.verification.release_watch import ReleaseWatch
 from pyllamakv.verification.review_branch import ReviewBranch
 
@@ -66,15 +66,37 @@ def test_the_last_result_finishes_a_release(written: list[Any]) -> None:
     assert release_watch.pending(BOTH) == []
 
 
-@pytest.mark.parametrize("verdict", ["harmful", "untestable", "broken-build", "broken-carry"])
-def test_a_bad_verdict_has_no_branch(written: list[Any], verdict: str) -> None:
-    """One backend is enough; the release is finished."""
+HANG = FailedRun("many-moves", "flash", "hang", "no end after 60 s")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "failing", "left"),
+    [
+        ("harmful", (), []),
+        ("broken-build", (), []),
+        ("broken-carry", (HANG,), []),
+        ("harmful", (HANG,), ["b2"]),
+        ("untestable", (), ["b2"]),
+    ],
+)
+def test_a_bad_verdict_has_no_branch(
+    written: list[Any], verdict: str, failing: tuple[FailedRun, ...], left: list[str]
+) -> None:
+    """One backend is enough; after an untestable cell or a hang, the release is not finished."""
     watch = started(*BOTH)
+    watch.take(cell_results.result("b2", verdict, spec=BOTH[1], failing=failing))
     watch.take(cell_results.result("b2"))
-    watch.take(cell_results.result("b2", verdict, spec=BOTH[1]))
     (found,) = watch.followed
     assert (found.branch, found.error, written) == (None, None, [])
-    assert release_watch.pending(BOTH) == []
+    assert release_watch.pending(BOTH) == left
+
+
+def test_a_good_verdict_with_a_hang(written: list[Any]) -> None:
+    """The release has its branch, and is finished."""
+    watch = started(SPEC)
+    watch.take(cell_results.result("b2", failing=(HANG,)))
+    assert watch.followed[0].branch
+    assert release_watch.pending([SPEC]) == []
 
 
 def test_conflicts_are_reported(written: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +164,15 @@ def test_what_was_added_for_another_purpose(monkeypatch: pytest.MonkeyPatch) -> 
     assert release_watch.pending(specs) == ["b2"]
     assert ReleaseWatch("").start(older)
     assert release_watch.pending(specs) == ["b1", "b2"]
+
+
+def test_a_release_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not pending, whatever a watch left."""
+    started(SPEC)
+    assert release_watch.pending([SPEC]) == ["b2"]
+    monkeypatch.setattr(lockfile, "shipped", lambda: tmp_path / "shipped.lock.toml")
+    lockfile.save(lockfile.shipped(), [RELEASE])
+    assert release_watch.pending([SPEC]) == []
 
 
 def test_only_one() -> None:
