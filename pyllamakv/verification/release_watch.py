@@ -86,7 +86,7 @@ class ReleaseWatch:
 
     def __init__(self, branch: str, progress: Progress | None = None) -> None:
         self._branch = branch
-        self._root = review_branch.repository() if branch else None
+        self._checkout = review_branch.repository() if branch else None
         self._progress = progress
         self._names: set[str] = set()
         self._left: dict[str, int] = {}
@@ -109,12 +109,12 @@ class ReleaseWatch:
             if release.kind not in ARCHIVE_KINDS:
                 msg = f"{release.name} is not from a package index; use `pyllamakv matrix run`"
                 raise UsageError(msg)
-            if self._root is not None:
+            if self._checkout is not None:
                 name = review_branch.name_of(self._branch, release.name)
                 if name in self._names:
                     msg = f"branch {name} is of another release: put {{release}} into --branch"
                     raise UsageError(msg)
-                review_branch.check_free(self._root, name)
+                review_branch.check_free(self._checkout.root, name)
                 self._names.add(name)
             write_text_atomic(_mark(release), "")
         except KvError as error:
@@ -146,10 +146,10 @@ class ReleaseWatch:
         try:
             if any(result.verdict == Verdict.BROKEN_APPLY for result in results):
                 conflicts = conflict_report.of_release(release, progress=self._progress)
-            elif self._root is not None and all(result.verdict in GOOD for result in results):
+            elif self._checkout is not None and all(result.verdict in GOOD for result in results):
                 name = review_branch.name_of(self._branch, release.name)
                 made = review_branch.write(
-                    self._root, name, release, results, progress=self._progress
+                    self._checkout, name, release, results, progress=self._progress
                 )
         except BranchRefused as error:
             # Somebody reviews the release already.

@@ -54,8 +54,16 @@ class ReviewBranch:
         return asdict(self)
 
 
-def repository() -> Path:
-    """Return the root of the checkout that branches are written to.
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout that branches are written to: its root, and the commit that is verified."""
+
+    root: Path
+    commit: str
+
+
+def repository() -> Checkout:
+    """Return the checkout that branches are written to, with its current commit.
 
     Raises UsageError if this package does not run from a git checkout, or if the patches, the lock
     or the architectures have changes that are not committed: these would be verified, and not be in
@@ -68,12 +76,17 @@ def repository() -> Path:
             "or turn the branch off with --branch ''"
         )
         raise UsageError(msg)
+    commit = git_command.git(root, "rev-parse", "--verify", "HEAD^{commit}")
+    _check_clean(root)
+    return Checkout(root, commit)
+
+
+def _check_clean(root: Path) -> None:
     words = ("status", "--porcelain", "--untracked-files=no", "--", *_PATHS)
     changed = git_command.git(root, "--no-optional-locks", *words).split("\n")[0][3:]
     if changed:
         msg = f"{changed} has changes that are not committed; commit or stash them first"
         raise UsageError(msg)
-    return root
 
 
 def name_of(template: str, release: str) -> str:
@@ -112,7 +125,7 @@ def check_free(root: Path, name: str) -> str:
 
 
 def write(
-    root: Path,
+    checkout: Checkout,
     name: str,
     release: Release,
     results: Sequence[CellResult],
@@ -122,12 +135,15 @@ def write(
 ) -> ReviewBranch | None:
     """Write the branch of a verified release, or replace the one of an earlier call.
 
-    Returns None if the current commit contains all of it. Raises BranchRefused as `check_free`
-    does, and UsageError if the carried patches are no longer those that were verified; the
-    repository is unchanged then.
+    The branch starts at the commit of ``checkout``. Returns None if this commit contains all of it.
+    Raises BranchRefused as `check_free` does, and UsageError if the patches are no longer those of
+    that commit, which were verified; the repository is unchanged then.
     """
+    root, base = checkout.root, checkout.commit
     before = check_free(root, name)
-    base = git_command.git(root, "rev-parse", "--verify", "HEAD^{commit}")
+    _check_clean(root)
+    if _patches(root, "HEAD") != _patches(root, base):
+        raise _changed(release)
     if progress:
         progress(f"writing branch {name}", 0, None)
     with tempfile.TemporaryDirectory(prefix="pyllamakv-") as scratch:
@@ -173,12 +189,20 @@ def _change(
         ports = carry_acceptance.accept(release, patches=patches, store=store, progress=progress)
     found = {port.id: port.carried_from for port in ports}
     if found != wanted:
-        msg = f"the patches changed while {release.name} was verified; run the command again"
-        raise UsageError(msg)
+        raise _changed(release)
     lockfile.save(folder / LOCK, [release])
     architectures.add(folder / LOCK, store or open_store(), release)
     expected.accept(results, patches / "expected.toml")
     return ports
+
+
+def _patches(root: Path, commit: str) -> str:
+    return git_command.git(root, "rev-parse", "--verify", f"{commit}:{PATCHES}")
+
+
+def _changed(release: Release) -> UsageError:
+    msg = f"the patches changed while {release.name} was verified; run the command again"
+    return UsageError(msg)
 
 
 def _message(release: Release, results: Sequence[CellResult], tree: str) -> str:

@@ -28,7 +28,7 @@ from pyllamakv.verification import (
     review_branch,
 )
 from pyllamakv.verification.cell import CellSpec
-from pyllamakv.verification.review_branch import ReviewBranch
+from pyllamakv.verification.review_branch import Checkout, ReviewBranch
 
 SOME = ("0.3.5", "0.3.6", "0.3.9", "0.3.36")
 Run = Callable[..., tuple[int, str, str]]
@@ -51,7 +51,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
 
     monkeypatch.setattr(cell, "verify_cell", judge)
     monkeypatch.setattr(fetch, "fetch", lambda release, **_: release)
-    monkeypatch.setattr(review_branch, "repository", lambda: tmp_path)
+    monkeypatch.setattr(review_branch, "repository", lambda: Checkout(tmp_path, "1" * 40))
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", branch_of)
     monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (UNCARRIED,))
@@ -207,7 +207,7 @@ CONFLICT = HunkConflict(
 UNCARRIED = UncarriedPatch("compaction", "manual", "0.3.36", "a conflict", (CONFLICT,))
 
 
-def branch_of(root: Path, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
+def branch_of(start: Any, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
     """Return the branch that would be written."""
     assert [each.spec.release for each in results] == [release.name]
     return ReviewBranch(name, "1" * 40, ("vendor/upstream.lock.toml",), ("look at <it>",))
@@ -382,10 +382,10 @@ def test_a_watch_that_was_interrupted(run: Run, monkeypatch, tmp_path: Path, ste
             raise KeyboardInterrupt
         return verify(spec)
 
-    def end(root, name, *_, **__):
+    def end(start, name, *_, **__):
         if step == "branch" and name == "watch/0.3.39":
             raise KeyboardInterrupt
-        return branch_of(root, name, *_, **__)
+        return branch_of(start, name, *_, **__)
 
     monkeypatch.setattr(cell, "verify_cell", ended)
     monkeypatch.setattr(review_branch, "write", end)

@@ -16,7 +16,7 @@ from pyllamakv.source.releases import Release
 from pyllamakv.verification import release_watch, result_cache, review_branch
 from pyllamakv.verification.cell import CellSpec, FailedRun
 from pyllamakv.verification.release_watch import ReleaseWatch
-from pyllamakv.verification.review_branch import ReviewBranch
+from pyllamakv.verification.review_branch import Checkout, ReviewBranch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,11 +33,11 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     lockfile.save(lockfile.added(), [RELEASE])
     found: list[Any] = []
 
-    def write(root: Path, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
+    def write(checkout: Any, name: str, release: Release, results: Any, **_: Any) -> ReviewBranch:
         found.append(results)
         return ReviewBranch(name, "3" * 40)
 
-    monkeypatch.setattr(review_branch, "repository", lambda: tmp_path)
+    monkeypatch.setattr(review_branch, "repository", lambda: Checkout(tmp_path, "4" * 40))
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", write)
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: cell_results.result("b2"))

@@ -23,7 +23,6 @@ from pyllamakv.verification.cell import CellSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.source.releases import Release
     from pyllamakv.verification.cell import CellResult
     from pyllamakv.verification.review_branch import ReviewBranch
 
@@ -61,12 +60,13 @@ class Checkout:
         found = cell_results.result("0.3.2", carried={"fix": "0.3.1"})
         return replace(found, verified="2026-11-02T03:04:05+00:00", **more)
 
-    def write(self, *results: CellResult, release: Release | None = None) -> ReviewBranch | None:
-        """Write the branch of the release."""
+    def write(
+        self, *results: CellResult, start: review_branch.Checkout | None = None
+    ) -> ReviewBranch | None:
+        """Write the branch of the release, verified on the current commit or on ``start``."""
+        found = start or review_branch.repository()
         given = results or (self.result(),)
-        return review_branch.write(
-            self.root, NAME, release or self.release, given, store=self.bench.store
-        )
+        return review_branch.write(found, NAME, self.release, given, store=self.bench.store)
 
     def git(self, *args: str) -> str:
         """Run git in the repository."""
@@ -250,6 +250,27 @@ def test_other_patches_than_verified(checkout: Checkout) -> None:
 
 
 @pytest.mark.long
+def test_patches_that_change_while_a_watch_runs(checkout: Checkout) -> None:
+    """The branch starts at the commit that was verified, and needs the same patches now."""
+    start = review_branch.repository()
+    checkout.git("commit", "-q", "--allow-empty", "-m", "more")
+    made = checkout.write(start=start)
+    assert made
+    assert checkout.git("rev-parse", f"{NAME}^") == start.commit
+    table = checkout.root / "patches" / "fix" / "patch.toml"
+    table.write_text(table.read_text() + "\n")
+    state = checkout.state()
+    with pytest.raises(UsageError, match=r"^patches/fix/patch.toml has changes"):
+        checkout.write(start=start)
+    assert checkout.state() == state
+    checkout.git("commit", "-q", "-a", "-m", "another patch")
+    state = checkout.state()
+    with pytest.raises(UsageError, match=r"the patches changed while 0\.3\.2 was verified"):
+        checkout.write(start=start)
+    assert checkout.state() == state
+
+
+@pytest.mark.long
 def test_every_backend_is_accepted(checkout: Checkout) -> None:
     """Each result of the release has its entry."""
     checkout.write(
@@ -265,7 +286,8 @@ def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> 
     (checkout.root / "README.md").write_text("changed\n")
     (checkout.root / "patches" / "new.txt").write_text("not tracked\n")
     state = checkout.state()
-    assert review_branch.repository() == checkout.root
+    head = checkout.git("rev-parse", "HEAD")
+    assert review_branch.repository() == review_branch.Checkout(checkout.root, head)
     assert checkout.state() == state
     place = checkout.root / "patches" / "fix" / "patch.toml"
     place.write_text(place.read_text() + "\n")
