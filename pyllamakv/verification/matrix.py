@@ -52,15 +52,16 @@ class MatrixSelection:
 def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
     """Return the cells of a matrix, oldest release first; releases of one commit are one.
 
-    Raises UsageError or UnknownRelease for names that do not exist, and PatchFormatError if the
-    series cannot be read, because these affect all cells.
+    A cell that is selected twice is returned once. Raises UsageError or UnknownRelease for names
+    that do not exist, and PatchFormatError if the series cannot be read, because these affect all
+    cells.
     """
     choice = choice or MatrixSelection()
     series = shipped.load()
     for name in (*choice.series, *choice.isolate):
         series.definition(name)
     alone = ("", *series.order) if choice.each else choice.isolate or ("",)
-    return tuple(
+    selected = (
         CellSpec(
             release,
             () if patch else choice.series,
@@ -74,6 +75,7 @@ def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
         for release in _names(choice)
         for patch in alone
     )
+    return tuple(dict.fromkeys(selected))
 
 
 def _names(choice: MatrixSelection) -> list[str]:

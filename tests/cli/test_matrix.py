@@ -314,6 +314,15 @@ def test_watch_of_named_releases(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch", "0.3.9", "--branch", "a b")[0] == 2
 
 
+def test_watch_with_a_backend_twice(run: Run, monkeypatch) -> None:
+    """Its cell is verified once, and the release is finished."""
+    offer(monkeypatch, (), (), ())
+    twice = ("--backend", "cpu", "--backend", "cpu")
+    code, out, _ = run("matrix", "watch", "0.3.9", *twice)
+    assert (code, out.count("needed")) == (0, 1)
+    assert out.splitlines()[-1] == "0.3.9: branch watch/0.3.9"
+
+
 def test_watch_outside_of_a_checkout(run: Run, monkeypatch) -> None:
     """Nothing is fetched if branches cannot be written."""
     added = adding(monkeypatch)
