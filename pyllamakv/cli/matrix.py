@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from pyllamakv.cli.options import (
     Verbose,
 )
 from pyllamakv.cli.stdout import note, write_json
-from pyllamakv.errors import KvError, UsageError
+from pyllamakv.errors import FetchError, KvError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -208,19 +209,20 @@ def watch(
 
     New versions are added to the lock of the data directory. Each release with a good verdict gets
     a branch with its lock entry, ports and verdict; the others are reported with their conflicts.
-    With RELEASE, only these are followed. An interrupted watch is continued. Exit status 1: a
-    verdict is bad.
+    With RELEASE, only these are followed. An interrupted watch is continued, also if no index
+    answers. Exit status 1: a verdict is bad; 4: no index answers.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.source import fetch
     from pyllamakv.verification import matrix, release_watch
 
     with contextlib.nullcontext() if dry_run else release_watch.only_one():
-        wanted, warnings = _versions(names, backend, unpinned, dry_run, as_json)
-        if dry_run or not wanted:
-            return
+        wanted, warnings, unread = _versions(names, backend, unpinned, dry_run, as_json)
+        if dry_run:
+            raise typer.Exit(unread.exit_code if unread else 0)
         with progress_bar.progress() as progress:
-            following = release_watch.ReleaseWatch(branch, progress)
+            # Without a release, no branch is written, and the command runs anywhere.
+            following = release_watch.ReleaseWatch(branch if wanted else "", progress)
             chosen = []
             for version in wanted:
                 try:
@@ -240,10 +242,11 @@ def watch(
             finally:
                 if report:
                     views.write_watch(following.followed, warnings, report, expected)
-        options = views.ReportOptions(expected, None, junit, github, as_json)
-        worse = views.write_reports(results, options, following.followed)
-    if following.error:  # was printed with its release
-        raise typer.Exit(following.error.exit_code)
+        options = views.ReportOptions(expected, None, junit, github, as_json and bool(wanted))
+        worse = views.write_reports(results, options, following.followed, warnings)
+    ended = unread or following.error
+    if ended:  # was printed as a warning, or with its release
+        raise typer.Exit(ended.exit_code)
     if worse:
         raise typer.Exit(1)
 
@@ -254,27 +257,32 @@ def _versions(
     unpinned: bool,
     dry_run: bool,
     as_json: bool,
-) -> tuple[list[str], Sequence[str]]:
+) -> tuple[list[str], Sequence[str], FetchError | None]:
     """Return the releases to follow, and warnings about the indexes; print both.
 
     By default those that an interrupted watch left, and new versions, oldest first: an interrupted
-    watch leaves the newest to the next one.
+    watch leaves the newest to the next one. If no index answers, only the former are returned, and
+    the error.
     """
     from pyllamakv.source import watch as watching
     from pyllamakv.verification import matrix, release_watch
 
+    news, unread = watching.NewVersions((), (), (), ()), None
     if names:
-        news = watching.NewVersions((), (), (), ())
         wanted = list(dict.fromkeys(names))
     else:
-        news = watching.new_versions()
-        fresh = (*news.new, *news.unpinned) if unpinned else news.new
         added = [release.name for release in release_watch.added()]
         specs = matrix.plan(_choice(added, None, backend)) if added else ()
-        wanted = [*release_watch.pending(specs), *(each.spec for each in reversed(fresh))]
+        wanted = release_watch.pending(specs)
+        try:
+            news = watching.new_versions()
+        except FetchError as error:
+            news, unread = replace(news, unreachable=(str(error),)), error
+        fresh = (*news.new, *news.unpinned) if unpinned else news.new
+        wanted += [each.spec for each in reversed(fresh)]
     views.new_releases(news, wanted, as_json and (dry_run or not wanted))
     lost = [f"{name} was removed from its index, or changed there" for name in news.lost]
-    return wanted, (*news.unreachable, *lost)
+    return wanted, (*news.unreachable, *lost), unread
 
 
 @app.command()

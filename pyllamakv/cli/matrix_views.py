@@ -36,10 +36,11 @@ def write_reports(
     results: Sequence[CellResult],
     wanted: ReportOptions,
     followed: Sequence[FollowedRelease] = (),
+    warnings: Sequence[str] = (),
 ) -> bool:
     """Write the requested output; return whether a verdict is worse than accepted.
 
-    ``followed`` are the releases of a watch.
+    ``followed`` are the releases of a watch, and ``warnings``, for JSON, those about its indexes.
     """
     from pyllamakv.source.files import write_text_atomic
     from pyllamakv.verification import expected, matrix_reports
@@ -53,7 +54,8 @@ def write_reports(
         write_text_atomic(wanted.junit, matrix_reports.junit(results, compared))
     if wanted.as_json:
         watched = {"watched": [each.as_json() for each in followed]} if followed else {}
-        write_json(matrix_reports.document(results, compared) | watched)
+        more = watched | ({"warnings": list(warnings)} if warnings else {})
+        write_json(matrix_reports.document(results, compared) | more)
     elif not wanted.quiet:
         _table(results, compared)
         if wanted.verbose:
@@ -134,7 +136,8 @@ def new_releases(found: NewVersions, names: Sequence[str], as_json: bool) -> Non
     if as_json:
         write_json(asdict(found) | {"verify": list(names)})
         return
-    note(f"to verify: {', '.join(names)}" if names else "there is no new version on the indexes")
+    nothing = "there is no new version on the indexes that answered"
+    note(f"to verify: {', '.join(names)}" if names else nothing)
     for problem in found.unreachable:
         note(f"warning: {problem}")
     if found.lost:

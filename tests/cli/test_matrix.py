@@ -286,6 +286,7 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     followed = {each["release"]: each for each in document["watched"]}
     assert list(followed) == ["0.3.39", "b11549", "0.3.38"]
     assert followed["0.3.39"]["error"] == "the archive is cut off"
+    assert document["warnings"] == ["npm: no answer"]
     assert followed["0.3.38"]["branch"]["name"] == "watch/0.3.38"
     assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
     text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))
@@ -438,6 +439,40 @@ def test_watch_without_network(run: Run, monkeypatch) -> None:
 
     monkeypatch.setattr(watch, "new_versions", silent)
     assert run("matrix", "watch")[0] == 4
+    code, out, _ = run("matrix", "watch", "--dry-run", "--json")
+    assert (code, json.loads(out)["unreachable"]) == (4, ["no index answers"])
+
+
+def test_a_watch_goes_on_without_network(run: Run, monkeypatch, tmp_path: Path) -> None:
+    """What an interrupted watch left is verified, and the error is in the report."""
+    adding(monkeypatch)
+    fetch.add("0.3.38")
+    assert release_watch.ReleaseWatch("").start(lockfile.known()["0.3.38"])
+
+    def silent():
+        raise FetchError("no index answers")
+
+    monkeypatch.setattr(watch, "new_versions", silent)
+    code, out, err = run("matrix", "watch", "--report", str(tmp_path / "to"))
+    assert (code, out.splitlines()[-1]) == (4, "0.3.38: branch watch/0.3.38")
+    assert err.count("no index answers") == 1
+    assert "Warning: no index answers" in (tmp_path / "to" / "watch.md").read_text()
+
+
+def test_a_report_without_a_new_version(run: Run, monkeypatch, tmp_path: Path) -> None:
+    """Warnings are reported if nothing is new, also outside of a checkout."""
+    offer(monkeypatch, (), (), ())
+
+    def nowhere():
+        raise UsageError("not a checkout")
+
+    monkeypatch.setattr(review_branch, "repository", nowhere)
+    junit, folder = tmp_path / "watch.xml", tmp_path / "to"
+    code, out, _ = run("matrix", "watch", "--json", "--report", str(folder), "--junit", str(junit))
+    assert (code, json.loads(out)["unreachable"]) == (0, ["npm: no answer"])
+    assert "Warning: npm: no answer" in (folder / "watch.md").read_text()
+    assert "npm: no answer" in (folder / "watch.html").read_text()
+    assert "<testsuites" in junit.read_text()
 
 
 def test_bisect(run: Run) -> None:
