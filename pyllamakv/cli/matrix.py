@@ -282,7 +282,7 @@ def _versions(
         wanted += [each.spec for each in reversed(fresh)]
     views.new_releases(news, wanted, as_json and (dry_run or not wanted))
     lost = [f"{name} was removed from its index, or changed there" for name in news.lost]
-    return wanted, (*news.unreachable, *lost), unread
+    return wanted, (*news.unreachable, *lost, *map(views.moved, news.moved)), unread
 
 
 @app.command()

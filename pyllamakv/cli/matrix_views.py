@@ -142,6 +142,13 @@ def new_releases(found: NewVersions, names: Sequence[str], as_json: bool) -> Non
         note(f"warning: {problem}")
     if found.lost:
         note(f"removed or changed on the index: {', '.join(found.lost)}")
+    for name in found.moved:
+        note(moved(name))
+
+
+def moved(name: str) -> str:
+    """Return a warning about a pinned git reference."""
+    return f"{name} is at another commit, or gone; `pyllamakv upstream add {name}` pins it again"
 
 
 def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:

@@ -172,7 +172,7 @@ def _list_new(every: bool, as_json: bool) -> None:
 
     found = watch.new_versions()
     for problem in found.unreachable:
-        note(f"warning: an index did not answer: {problem}")
+        note(f"warning: a source did not answer: {problem}")
     if as_json:
         facts = asdict(found)
         if not every:
@@ -190,6 +190,8 @@ def _list_new(every: bool, as_json: bool) -> None:
         note(f"{len(found.unpinned)} older versions are not pinned; --all lists them")
     if found.lost:
         note(f"removed or changed on their index: {', '.join(found.lost)}")
+    if found.moved:
+        note(f"at another commit, or gone: {', '.join(found.moved)}")
 
 
 def _chosen(names: Sequence[str] | None, *, every: bool = False) -> list[Release]:

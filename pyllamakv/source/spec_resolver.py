@@ -29,7 +29,10 @@ _HOST_ALONE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
 _PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _INCOMING = "refs/incoming/x"
+#: Timeout in seconds for the list of a remote's references.
+_LIST_SECONDS = 120
 #: Directories and files that are not part of the source.
 _SKIPPED = (".git", "__pycache__")
 
@@ -122,6 +125,30 @@ def fetch_git(spec: str, *, commit: str = "") -> Release:
         move(held.path / "objects", store)
     store.update_ref(f"refs/upstream/{release.key}", found)
     return release
+
+
+def remote_commit(release: Release) -> str:
+    """Return the commit that the reference of a pinned ``git:URL@REF`` has now; fetch nothing.
+
+    A bundle is not read: it does not state the commit of an annotated tag. Returns an empty text if
+    the reference does not exist any more. Raises FetchError if git cannot read the URL.
+    """
+    url, ref = split_git(release.name)
+    place = release.url or url
+    if _COMMIT.fullmatch(ref) or Path(place).is_file():
+        return release.commit
+    words = ("ls-remote", "--", place, ref, f"{ref}^{{}}")
+    try:
+        listed = git_command.git(Path("/"), *words, network=True, timeout=_LIST_SECONDS)
+    except GitError as error:
+        shown = redacted(place)
+        msg = f"cannot list {ref} of {shown}: {error.output.strip().replace(place, shown)}"
+        raise FetchError(msg) from error
+    found = {name: commit for commit, _, name in (x.partition("\t") for x in listed.split("\n"))}
+    # The order of `git fetch`. An annotated tag has a second line, with its commit.
+    names = [f"{prefix}{ref}" for prefix in ("", "refs/", "refs/tags/", "refs/heads/")]
+    name = next((each for each in names if each in found), "")
+    return found.get(f"{name}^{{}}") or found.get(name, "")
 
 
 def existing_path(text: str) -> Path | None:

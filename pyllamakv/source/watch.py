@@ -1,4 +1,4 @@
-"""Look on the package indexes for versions that no lock has."""
+"""Look on the package indexes and git remotes for versions that no lock has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from pyllamakv.errors import FetchError, ToolMissing
-from pyllamakv.source import lockfile, npm
+from pyllamakv.source import lockfile, npm, spec_resolver
 from pyllamakv.source.index import PackageIndex, is_version
 from pyllamakv.source.package_sources import SOURCES, build_tag
+from pyllamakv.source.pipconfig import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pyllamakv.source.package_sources import PackageSource
     from pyllamakv.source.releases import Release
@@ -46,8 +47,10 @@ class NewVersions:
     #: Pinned packages that their index no longer has, or has with another hash. Unknown, and
     #: therefore empty, for a project of which a source did not answer.
     lost: tuple[str, ...]
-    #: Error messages of indexes that did not answer; their versions are not listed.
+    #: Error messages of sources that did not answer; their versions are not listed.
     unreachable: tuple[str, ...]
+    #: Pinned git references, as ``git:URL@REF``, that have another commit now, or are gone.
+    moved: tuple[str, ...] = ()
 
 
 class _Offers(NamedTuple):
@@ -63,7 +66,7 @@ class _Offers(NamedTuple):
 
 
 def new_versions() -> NewVersions:
-    """Compare the indexes of all sources with the lock files.
+    """Compare all package indexes, and the remotes of pinned git references, with the lock files.
 
     Raises FetchError if no index answers.
     """
@@ -87,7 +90,18 @@ def new_versions() -> NewVersions:
         lost += () if offers.unreachable else map(source.package, gone)
     if not answered:
         raise FetchError("; ".join(failed))
-    return NewVersions(newest_first(new), newest_first(unpinned), tuple(lost), tuple(failed))
+    moved = tuple(_moved(failed))
+    return NewVersions(newest_first(new), newest_first(unpinned), tuple(lost), tuple(failed), moved)
+
+
+def _moved(failed: list[str]) -> Iterator[str]:
+    for release in lockfile.known().values():
+        if release.kind == "git":
+            try:
+                if spec_resolver.remote_commit(release) != release.commit:
+                    yield redacted(release.name)
+            except FetchError as error:
+                failed.append(str(error))
 
 
 def _compare(

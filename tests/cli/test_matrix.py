@@ -238,7 +238,7 @@ def version(spec: str, source: str = "llama-cpp-python") -> NewVersion:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, ...]) -> None:
     """Let the indexes offer new and older versions, and lack some; one does not answer."""
-    found = NewVersions(*parts, ("npm: no answer",))
+    found = NewVersions(*parts, ("npm: no answer",), ("git:/up@main",))
     monkeypatch.setattr(watch, "new_versions", lambda: found)
 
 
@@ -249,6 +249,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     code, out, err = run("matrix", "watch")
     assert (code, out) == (0, "")
     assert "no new version" in err and "0.2.1" in err and "npm: no answer" in err
+    assert "git:/up@main is at another commit" in err
     new = version("xllamacpp==2026.10.11549", "xllamacpp"), version("0.3.38")
     offer(monkeypatch, new, (version("0.2.3"),), ())
     listed = json.loads(run("matrix", "watch", "--dry-run", "--json")[1])
@@ -286,7 +287,8 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     followed = {each["release"]: each for each in document["watched"]}
     assert list(followed) == ["0.3.39", "b11549", "0.3.38"]
     assert followed["0.3.39"]["error"] == "the archive is cut off"
-    assert document["warnings"] == ["npm: no answer"]
+    assert document["warnings"][0] == "npm: no answer"
+    assert "git:/up@main is at another commit" in document["warnings"][1]
     assert followed["0.3.38"]["branch"]["name"] == "watch/0.3.38"
     assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
     text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))

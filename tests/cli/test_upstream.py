@@ -104,7 +104,7 @@ def test_new_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--all" in err
     assert "warning" not in err
     found = answer(capsys, "list", "--new")
-    assert set(found) == {"new", "lost", "unreachable"}
+    assert set(found) == {"new", "lost", "unreachable", "moved"}
     assert found["new"][0] == {
         "source": "node-llama-cpp",
         "version": "3.3.0",
@@ -137,7 +137,7 @@ def test_an_index_that_does_not_answer(
     out, err = capsys.readouterr()
     assert "xllamacpp" not in out
     assert "1.1" in out
-    assert "warning: an index did not answer: xllamacpp: no sdist" in err
+    assert "warning: a source did not answer: xllamacpp: no sdist" in err
     assert "xllamacpp: no sdist" in answer(capsys, "list", "--new")["unreachable"][0]
 
     def fail() -> dict[str, str]:

@@ -114,6 +114,42 @@ def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> Non
     assert resolve(spec) == second
 
 
+@pytest.mark.parametrize("url", ["{up}", "file://{up}"])
+def test_the_commit_of_a_remote(tmp_path: Path, url: str) -> None:
+    """It is the one that a fetch would find, also of a tag; nothing is fetched."""
+    up = tmp_path / "up"
+    url = url.format(up=up)
+    first = repository(up)
+    git_command.git(up, "tag", "-a", "-m", "first", "v1")
+    git_command.git(up, "branch", "x/main")
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "second")
+    refs = ("main", "v1", "HEAD", "refs/heads/main", "x/main", first)
+    pins = {ref: resolve(f"git:{url}@{ref}") for ref in refs}
+    assert pins["v1"].commit == pins["x/main"].commit == first != pins["main"].commit
+    old = {ref: pin.commit for ref, pin in pins.items()}
+    assert {ref: spec_resolver.remote_commit(pin) for ref, pin in pins.items()} == old
+    git_command.git(up, "commit", "-q", "--allow-empty", "-m", "third")
+    git_command.git(up, "branch", "-q", "-D", "x/main")
+    newest = git_command.git(up, "rev-parse", "HEAD")
+    before = objects(open_store())
+    moved = dict.fromkeys(("main", "HEAD", "refs/heads/main"), newest) | {"x/main": ""}
+    assert {ref: spec_resolver.remote_commit(pin) for ref, pin in pins.items()} == old | moved
+    assert objects(open_store()) == before
+    shutil.rmtree(up)
+    with pytest.raises(FetchError, match=r"cannot list main of .*up"):
+        spec_resolver.remote_commit(pins["main"])
+    assert spec_resolver.remote_commit(pins[first]) == first
+
+
+def test_the_commit_of_a_bundle(tmp_path: Path) -> None:
+    """An annotated tag in a bundle has not moved."""
+    repository(tmp_path / "up")
+    git_command.git(tmp_path / "up", "tag", "-a", "-m", "first", "v1")
+    git_command.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "--all")
+    release = resolve(f"git:{tmp_path / 'x.bundle'}@v1")
+    assert spec_resolver.remote_commit(release) == release.commit
+
+
 def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
     """A pinned git release that the store lost is fetched by its commit."""
     up = tmp_path / "up"

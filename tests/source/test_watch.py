@@ -9,7 +9,7 @@ import pytest
 from source_kit import Server, index_page, isolate, json_index, pack, serving, sha256
 
 from pyllamakv.errors import FetchError, ToolMissing
-from pyllamakv.source import lockfile, npm, watch
+from pyllamakv.source import lockfile, npm, spec_resolver, watch
 from pyllamakv.source.releases import Release
 
 if TYPE_CHECKING:
@@ -151,6 +151,22 @@ def test_packages_that_are_gone(indexes: Server) -> None:
     pin("b1", "npm", "node-llama-cpp@3.99.0")
     pin("b2", "xllamacpp", "xllamacpp==2026.1.2")
     assert watch.new_versions().lost == ("node-llama-cpp@3.99.0", "xllamacpp==2026.1.2")
+
+
+def test_git_references_that_moved(indexes: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pinned branch with another commit is named, without its user; a dead URL is a problem."""
+    for ref in ("same", "moved", "dead"):
+        pin(f"git:https://me@h/x@{ref}", "git", "")
+
+    def remote(release: Release) -> str:
+        if release.name.endswith("dead"):
+            raise FetchError("cannot list dead")
+        return ("3" if release.name.endswith("moved") else "1") * 40
+
+    monkeypatch.setattr(spec_resolver, "remote_commit", remote)
+    found = watch.new_versions()
+    assert found.moved == ("git:https://***@h/x@moved",)
+    assert found.unreachable == ("cannot list dead",)
 
 
 @pytest.mark.parametrize("status", [403, 429, 503])
