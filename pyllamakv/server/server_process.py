@@ -146,11 +146,11 @@ class ServerProcess(ClosedOnExit):
         self._reader = threading.Thread(
             target=self._run, name=f"llama-server {self.port}", daemon=True
         )
-        self._reader.start()
-        self._started.wait()
-        if self._refused is not None:
-            raise LoadError(_not_started(program, self._refused)) from self._refused
         try:
+            self._reader.start()
+            self._started.wait()
+            if self._refused is not None:
+                raise LoadError(_not_started(program, self._refused)) from self._refused
             self._await(patience)
         except BaseException:
             self.close()
@@ -198,6 +198,8 @@ class ServerProcess(ClosedOnExit):
 
     def close(self) -> None:
         """End the server: SIGTERM, then SIGKILL. A second call does nothing."""
+        # After an interrupt, the thread may be about to start the process.
+        self._started.wait(GRACE)
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -137,28 +137,56 @@ def test_options_that_print_are_llama_servers(built, tmp_path: Path, capfd, opti
     assert cli(capfd, "server", "0.3.9", "--", "-c", "512", option) == (3, "version: 1\n", "")
 
 
+#: Runs the verb `server` with the program that is its argument.
+_VERB = (
+    "import signal, sys\n"
+    "from pathlib import Path\n"
+    "from types import SimpleNamespace\n"
+    "from pyllamakv.cli import main\n"
+    "from pyllamakv.server import server_artifact, server_process\n"
+    # A shell that starts this test in the background has SIGINT ignored.
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "server_process.GRACE = float(sys.argv[2])\n"
+    "found = SimpleNamespace(id='x', check_program=lambda: Path(sys.argv[1]))\n"
+    "server_artifact.find_server = lambda spec, **_: found\n"
+    "main.main(['server', '0.3.9', '--json', '--', '--port', '0'])\n"
+)
+
+
+def run_verb(program: Path, grace: float = 10.0) -> subprocess.Popen[bytes]:
+    """Start the verb in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _VERB, str(program), str(grace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
+    )
+
+
+@pytest.mark.long
+def test_a_server_that_ignores_signals_while_it_loads(tmp_path: Path) -> None:
+    """It is killed; SIGTERM is the status of the verb."""
+    program = serving(tmp_path, {"/health": (503, {"error": "Loading model"})})
+    text = program.read_text("utf-8").replace(
+        'print("ready"',
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()",
+    )
+    program.write_text(text, encoding="utf-8")
+    owner = run_verb(program, grace=0.2)
+    assert owner.stderr is not None
+    pid = int(owner.stderr.readline())
+    owner.send_signal(signal.SIGTERM)
+    owner.communicate()
+    assert owner.returncode == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_server(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """Ctrl-C, and what a service manager sends."""
-    code = (
-        "import signal, sys\n"
-        "from pathlib import Path\n"
-        "from types import SimpleNamespace\n"
-        "from pyllamakv.cli import main\n"
-        "from pyllamakv.server import server_artifact\n"
-        # A shell that starts this test in the background has SIGINT ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "found = SimpleNamespace(id='x', check_program=lambda: Path(sys.argv[1]))\n"
-        "server_artifact.find_server = lambda spec, **_: found\n"
-        "main.main(['server', '0.3.9', '--json', '--', '--port', '0'])\n"
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code, str(serving(tmp_path))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])},
-    )
+    owner = run_verb(serving(tmp_path))
     assert owner.stdout is not None
     facts = json.loads(owner.stdout.readline())
     assert facts["url"].startswith("http://127.0.0.1:")

@@ -8,9 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from server_kit import ending, gguf, program, serving
@@ -121,6 +124,36 @@ def test_ctrl_c_while_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ServerProcess, "_healthy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(serving(tmp_path), ["--port", "0"])
+    assert gone(pids[0])
+
+
+def test_ctrl_c_while_the_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may start the process after the interrupt; it is ended all the same."""
+    pids: list[int] = []
+    start = subprocess.Popen
+
+    class Interrupted(threading.Event):
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            begun.set()
+            return super().wait(timeout)
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert begun.wait(60)
+        made = start(*args, **options)
+        pids.append(made.pid)
+        return made
+
+    begun = threading.Event()
+    replaced = SimpleNamespace(Event=Interrupted, Thread=threading.Thread)
+    monkeypatch.setattr(server_process, "threading", replaced)
+    monkeypatch.setattr(server_process.subprocess, "Popen", late)
     with pytest.raises(KeyboardInterrupt):
         ServerProcess(serving(tmp_path), ["--port", "0"])
     assert gone(pids[0])
