@@ -39,6 +39,9 @@ GRACE: Final = 10.0
 #: Seconds that a server has to load its model and answer.
 PATIENCE: Final = 600.0
 
+#: Seconds in which the last lines of a log are read after the server has ended.
+_DRAIN: Final = 2.0
+
 #: The log lines that an error carries.
 TAIL: Final = 20
 
@@ -174,8 +177,13 @@ class ServerProcess(ClosedOnExit):
 
     def ended(self, within: float = GRACE) -> bool:
         """Return whether the process has ended, or ends ``within`` seconds."""
-        self._reader.join(within)
-        return not self._reader.is_alive()
+        if self._child.poll() is None:
+            self._reader.join(within)
+        # A process that the server started can keep the log open.
+        if self._reader.is_alive() and self._child.poll() is None:
+            return False
+        self._reader.join(_DRAIN)
+        return True
 
     def wait(self) -> None:
         """Return when the server ends with status 0. Raises ServerDied for any other end."""
@@ -187,8 +195,8 @@ class ServerProcess(ClosedOnExit):
 
     def death(self) -> ServerDied:
         """Return the error that describes how the server ended."""
-        self._reader.join(GRACE)
         status = self._child.wait()
+        self._reader.join(_DRAIN)
         return ServerDied(
             self._with_log(f"llama-server {describe(status)}"),
             signal=max(0, -status),
@@ -203,13 +211,15 @@ class ServerProcess(ClosedOnExit):
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._child.poll() is not None:
+                break  # another process may have the id
             with contextlib.suppress(ProcessLookupError):
                 # A server that starts other servers is their group's leader.
                 os.killpg(self._child.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(GRACE)
                 break
-        self._reader.join(GRACE)
+        self._reader.join(_DRAIN)
 
     @property
     def _child(self) -> subprocess.Popen[bytes]:
@@ -258,7 +268,7 @@ class ServerProcess(ClosedOnExit):
     def _await(self, patience: float) -> None:
         until = time.monotonic() + patience
         while True:
-            if not self._reader.is_alive():
+            if self.ended(0.0):
                 raise self._startup_error()
             if self._healthy():
                 return

@@ -159,6 +159,59 @@ def test_ctrl_c_while_the_process_starts(tmp_path: Path, monkeypatch: pytest.Mon
     assert gone(pids[0])
 
 
+#: Starts a process that keeps the log open.
+_FORK = "import os, signal\nif os.fork() == 0:\n    signal.pause()\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stubs are Python programs that fork")
+def test_a_log_that_stays_open_hides_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that a dead server has started still holds it."""
+    monkeypatch.setattr(server_process, "_DRAIN", 0.1)
+    path = serving(tmp_path)
+    path.write_text(path.read_text("utf-8").replace("\n", f"\n{_FORK}", 1), encoding="utf-8")
+    with ServerProcess(path, ["--port", "0"]) as server:
+        try:
+            with pytest.raises((urllib.error.URLError, ConnectionError)):
+                get(f"{server.url}/die")
+            assert server.ended(5.0)
+            with pytest.raises(ServerDied, match="SIGABRT"):
+                server.wait()
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stubs are Python programs that fork")
+def test_a_log_that_stays_open_hides_no_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb has no limit for a start."""
+    monkeypatch.setattr(server_process, "_DRAIN", 0.1)
+    body = f"{_FORK}print(os.getpgid(0), flush=True)\nraise SystemExit(7)\n"
+    lines: list[str] = []
+    try:
+        with pytest.raises(ServerDied, match="ended with status 7"):
+            ServerProcess(
+                program(tmp_path, body), ["--port", "0"], sink=lines.append, patience=20.0
+            )
+    finally:
+        os.killpg(int(lines[0]), signal.SIGKILL)
+
+
+def test_a_process_that_has_ended_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have its id."""
+    sent: list[int] = []
+    with ServerProcess(serving(tmp_path), ["--port", "0"]) as server:
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            get(f"{server.url}/die")
+        assert server.ended()
+        monkeypatch.setattr(os, "killpg", lambda pid, _number: sent.append(pid))
+    assert sent == []
+
+
 @pytest.mark.parametrize(
     ("line", "error", "message"),
     [
