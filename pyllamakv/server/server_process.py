@@ -387,11 +387,13 @@ def _option(
 
 def _address(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], int]:
     """Return hosts and port after checking that a server can listen there."""
-    names = (_option(arguments, _HOST, env) or "127.0.0.1").split(",")
-    hosts = [name.strip() for name in names if name.strip()]
+    names = _option(arguments, _HOST, {})
+    if names is None:
+        names = env.get(_HOST[1]) or "127.0.0.1"
+    hosts = [name.strip() for name in names.split(",") if name.strip()]
     text = _option(arguments, _PORT, env) or "8080"
     if not hosts:
-        raise UsageError(f"--host: expected an IP address, found {','.join(names)!r}")
+        raise UsageError(f"--host: expected an IP address, found {names!r}")
     if not text.isdecimal() or int(text) > 65535:
         raise UsageError(f"--port: expected a number from 0 to 65535, found {text!r}")
     flag, variable = _REUSE_PORT
@@ -417,6 +419,8 @@ def _bindable(host: str, port: int, *, shared: bool) -> int:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(place)
             return int(probe.getsockname()[1])
+    except UnicodeError as error:
+        raise UsageError(f"--host: expected an IP address, found {host!r} ({error})") from error
     except OSError as error:
         raise AddressInUse(_in_use(host, port, error.strerror or str(error))) from error
 

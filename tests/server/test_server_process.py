@@ -287,6 +287,7 @@ def test_a_host_is_always_an_argument(tmp_path: Path) -> None:
     for words, env, expected in (
         ([], {}, "127.0.0.1"),
         ([], {"LLAMA_ARG_HOST": "localhost"}, "localhost"),
+        ([], {"LLAMA_ARG_HOST": ""}, "127.0.0.1"),
         (["--host", "127.0.0.1,localhost"], {}, "127.0.0.1,localhost"),
     ):
         with pytest.raises(ServerDied) as caught:
@@ -353,11 +354,13 @@ def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
         ["--host", "/x.sock"],
         ["--host", "127.0.0.1,/x.sock", "--port", "0"],
         ["--host", " ,"],
+        ["--host", "", "--port", "0"],
+        ["--host", 64 * "x", "--port", "0"],
     ],
 )
 def test_an_invalid_address_is_refused(tmp_path: Path, words: list[str]) -> None:
     """Before the start."""
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"^--(host|port)"):
         ServerProcess(tmp_path / "never started", words)
 
 
