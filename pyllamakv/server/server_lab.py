@@ -15,7 +15,14 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyllamakv.errors import LoadError, RequestFailed, ScenarioFailed, Untestable
+from pyllamakv.errors import (
+    AddressInUse,
+    LoadError,
+    PromptTooLong,
+    RequestFailed,
+    ScenarioFailed,
+    Untestable,
+)
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES
@@ -127,7 +134,7 @@ class ServerLab:
             return "--kv-unified", "--kv-unified-per-slot", str(SLOT)
         if "--kv-unified" not in self.flags:
             return ()
-        with self._start("--kv-unified") as server:
+        with self._start("--kv-unified") as server, _explained(server):
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
     @cached_property
@@ -151,7 +158,11 @@ class ServerLab:
         slots = self.slots if slots is None else slots
         size = ["-np", str(slots), "-c", str(slots * SLOT)]
         every = [*words, *size, *more, *arguments]
-        return ServerProcess(self.built.program, every, env=_environment())
+        try:
+            return ServerProcess(self.built.program, every, env=_environment())
+        except AddressInUse:
+            # Another program took the free port before the server did.
+            return ServerProcess(self.built.program, every, env=_environment())
 
     @contextlib.contextmanager
     def server(
@@ -166,27 +177,16 @@ class ServerLab:
         ``slots`` None is the number of the lab.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
-        connections raise ScenarioFailed. Raises Untestable if a slot cannot have its share, or if
-        the release does not support the model.
+        connections, and refused requests, raise ScenarioFailed. Raises Untestable if a slot cannot
+        have its share, or if the release does not support the model.
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
         every = (*self.sharing, *switches, *arguments)
-        with self._start(*every, model=model, slots=slots) as server:
+        with self._start(*every, model=model, slots=slots) as server, _explained(server):
             if (parts := _parts(server)) != {SLOT}:
                 raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
-            try:
-                yield server
-            except TimeoutError as error:
-                raise ScenarioFailed(str(error), failure="hang") from error
-            except (ConnectionError, RequestFailed, ScenarioFailed) as error:
-                if server.ended(_ENDING):
-                    raise server.death() from error
-                raise ScenarioFailed(
-                    str(error), failure=getattr(error, "failure", "claim")
-                ) from error
-            if server.ended(0.0):
-                raise server.death()
+            yield server
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -289,6 +289,21 @@ def largest_change(one: ServerCompletion, other: ServerCompletion) -> float:
         if all(map(math.isfinite, margins)):
             changes.append(abs(margins[0] - margins[1]))
     return max(changes)
+
+
+@contextlib.contextmanager
+def _explained(server: ServerProcess) -> Iterator[None]:
+    """Raise ServerDied or ScenarioFailed for what the clients of a server see in the block."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ScenarioFailed(str(error), failure="hang") from error
+    except (ConnectionError, PromptTooLong, RequestFailed, ScenarioFailed) as error:
+        if server.ended(_ENDING):
+            raise server.death() from error
+        raise ScenarioFailed(str(error), failure=getattr(error, "failure", "claim")) from error
+    if server.ended(0.0):
+        raise server.death()
 
 
 def _environment() -> dict[str, str]:

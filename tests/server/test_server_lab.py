@@ -14,8 +14,10 @@ import pytest
 from server_kit import ending, serving
 
 from pyllamakv.errors import (
+    AddressInUse,
     LoadError,
     ModelError,
+    PromptTooLong,
     RequestFailed,
     ScenarioFailed,
     ServerDied,
@@ -30,6 +32,7 @@ from pyllamakv.server.server_lab import (
     in_parallel,
     largest_change,
 )
+from pyllamakv.server.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,10 +173,65 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ScenarioFailed, match=r"3 of 3 requests .*404") as refused:
             answers(server, requests, 2)
         assert refused.value.failure == "claim"
-    for error, failure in ((TimeoutError("late"), "hang"), (RequestFailed("no"), "claim")):
+    for error, failure in (
+        (TimeoutError("late"), "hang"),
+        (RequestFailed("no"), "claim"),
+        (PromptTooLong("too long"), "claim"),
+    ):
         with pytest.raises(ScenarioFailed) as caught, found.server():
             raise error
         assert caught.value.failure == failure
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("error", "failure"), [(ConnectionError("closed"), "claim"), (TimeoutError("late"), "hang")]
+)
+def test_a_server_that_does_not_answer_its_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, failure: str
+) -> None:
+    """It fails the scenario like any later request."""
+    pytest.importorskip("httpx")
+
+    def refuse(_server: object) -> None:
+        raise error
+
+    monkeypatch.setattr(server_lab, "_ENDING", 0.0)
+    monkeypatch.setattr(server_lab, "_parts", refuse)
+    found = lab(serving(tmp_path, SLOTS))
+    with pytest.raises(ScenarioFailed) as caught, found.server():
+        pass
+    assert caught.value.failure == failure
+    found = lab(found.built.program)
+    found.flags = frozenset({"--kv-unified"})
+    with pytest.raises(ScenarioFailed, match=str(error)):
+        _ = found.sharing
+
+
+@pytest.mark.long
+def test_a_start_is_repeated_once_if_its_port_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port was free when it was chosen."""
+    pytest.importorskip("httpx")
+    found, starts = lab(serving(tmp_path, SLOTS)), []
+
+    def taken(*args: Any, **options: Any) -> ServerProcess:
+        starts.append(args)
+        if len(starts) in refused:
+            raise AddressInUse("cannot listen")
+        return ServerProcess(*args, **options)
+
+    monkeypatch.setattr(server_lab, "ServerProcess", taken)
+    refused = {1}
+    with found.server() as server:
+        assert server.port > 0
+    assert len(starts) == 2
+    starts.clear()
+    refused = {1, 2}
+    with pytest.raises(AddressInUse), found.server():
+        pass
+    assert len(starts) == 2
 
 
 @pytest.mark.long
