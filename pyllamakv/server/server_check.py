@@ -17,11 +17,13 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
+from pyllamakv.patching import apply
 from pyllamakv.scenarios.outcome import Outcome, classify
-from pyllamakv.server import server_client
+from pyllamakv.server import server_client, server_patches
 from pyllamakv.server.server_build import build_server
 from pyllamakv.server.server_lab import SETTING, ServerLab
 from pyllamakv.server.server_scenarios import SCENARIOS
+from pyllamakv.source import spec_resolver
 from pyllamakv.verification.verdict import Decision, Pair, decide
 
 if TYPE_CHECKING:
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """A verdict with the pairs that led to it; ``notes`` are counts by scenario and side."""
+    """A verdict with the pairs that led to it; ``notes`` are counts by scenario and side.
+
+    ``patches`` are those of the variant, and ``server_patches`` those of the server. ``left_out``
+    has the reason for each other patch of the server, and ``carried`` the base of the port from
+    which a patch of either was carried.
+    """
 
     release: str
     decision: Decision
@@ -42,6 +49,9 @@ class ServerCheck:
     notes: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     servers: dict[str, str] = field(default_factory=dict)
     patches: tuple[str, ...] = ()
+    server_patches: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -56,6 +66,9 @@ class ServerCheck:
             "stock_failed": found.stock_failed,
             "patched_failed": found.patched_failed,
             "patches": list(self.patches),
+            "server_patches": list(self.server_patches),
+            "left_out": self.left_out,
+            "carried": self.carried,
             "servers": self.servers,
             "scenarios": {name: str(verdict) for name, verdict in found.scenarios.items()},
             "results": [
@@ -102,18 +115,36 @@ def check_server(
             raise
         return ServerCheck(release, decide((), untestable=f"no stock server: {error}"))
     sides, conflict = {"stock": stock}, ""
+    known, names = spec_resolver.resolve(release), tuple(series) or None
+    undecided: dict[str, str] = {}
+    patches: dict[str, Any] = {}
     try:
+        applied = apply.apply(known, names, progress=progress)
+        # No server scenario is that of a patch, so no run decides on one that is not applied.
+        undecided = {
+            each.id: each.reason for each in applied.skipped if each.failed and not each.contained
+        }
+        conflict = "; ".join(undecided.values())
         patched = build_server(
-            Spec(release, tuple(series) or None), backend=backend, native=native, progress=progress
+            Spec(release, names), backend=backend, native=native, progress=progress
         )
         if patched.variant.manifest.stock:
-            conflict = "no patch of the series applies"
+            conflict = conflict or "no patch of the series applies"
         else:
             sides["patched"] = patched
+            made = patched.manifest
+            patches = {
+                "patches": made.patches,
+                "server_patches": made.server_patches,
+                "left_out": made.left_out,
+                "carried": {**patched.variant.manifest.carried, **made.carried},
+            }
     except (PatchConflict, NoPortApplies) as error:
         conflict = str(error).split("\n", 1)[0]
     except CommandFailed as error:
-        return ServerCheck(release, decide((), build_error=error.first_error or str(error)))
+        carried = applied.carried | server_patches.choose(known, names, progress=progress).carried
+        decision = decide((), build_error=error.first_error or str(error), carried=_listed(carried))
+        return ServerCheck(release, decision, carried=carried)
     outcomes: dict[tuple[str, str], Outcome] = {}
     notes: dict[tuple[str, str], dict[str, int]] = {}
     for done, scenario in enumerate(chosen):
@@ -132,14 +163,18 @@ def check_server(
         )
         for each in chosen
     )
-    return ServerCheck(
-        release,
-        decide(pairs, conflict=conflict),
+    decision = decide(
         pairs,
-        notes,
-        {side: built.id for side, built in sides.items()},
-        patched.manifest.patches if "patched" in sides else (),
+        conflict=conflict,
+        carried=_listed(patches.get("carried", {})),
+        undecided=() if scenarios else tuple(undecided),
     )
+    servers = {side: built.id for side, built in sides.items()}
+    return ServerCheck(release, decision, pairs, notes, servers, **patches)
+
+
+def _listed(carried: dict[str, str]) -> list[str]:
+    return [f"{id_} from {base}" for id_, base in carried.items()]
 
 
 def select(names: Sequence[str]) -> list[ServerScenario]:

@@ -20,6 +20,7 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
+from pyllamakv.patching.port_choice import Manual, Skipped
 from pyllamakv.server import server_check
 from pyllamakv.server.server_check import check_server, select
 from pyllamakv.server.server_lab import ServerLab
@@ -27,17 +28,34 @@ from pyllamakv.server.server_scenarios import SCENARIOS, ServerScenario
 from pyllamakv.verification.verdict import Verdict
 
 
-def sides(monkeypatch: pytest.MonkeyPatch, patched: Exception | None = None) -> None:
-    """Replace the builds by stand-ins."""
+def sides(
+    monkeypatch: pytest.MonkeyPatch,
+    patched: Exception | None = None,
+    *,
+    carried: bool = False,
+    skipped: tuple[Skipped, ...] = (),
+) -> None:
+    """Replace the builds by stand-ins; with ``carried``, a patch of each part was carried."""
+    library = {"full-defrag": "0.3.8"} if carried else {}
+    server = {"server-metrics": "0.3.9"} if carried else {}
+    applied = SimpleNamespace(carried=library, skipped=skipped)
+    monkeypatch.setattr(server_check.apply, "apply", lambda *_args, **_options: applied)
+    sources = SimpleNamespace(carried=server)
+    monkeypatch.setattr(server_check.server_patches, "choose", lambda *_args, **_options: sources)
 
     def build_server(spec: Spec, **_options: object) -> Any:
         kind = "stock" if spec.series == () else "patched"
         if patched and kind == "patched":
             raise patched
-        manifest = SimpleNamespace(stock=kind == "stock")
+        manifest = SimpleNamespace(stock=kind == "stock", carried=library)
         return SimpleNamespace(
             id=kind,
-            manifest=SimpleNamespace(patches=("full-defrag",)),
+            manifest=SimpleNamespace(
+                patches=("full-defrag",),
+                server_patches=("server-metrics",),
+                left_out={"server-defrag-thold": "requires compaction"},
+                carried=server,
+            ),
             variant=SimpleNamespace(manifest=manifest),
         )
 
@@ -77,6 +95,9 @@ def test_a_fixed_crash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.decision.verdict is Verdict.NEEDED
     assert found.patches == ("full-defrag",)
     facts = found.to_json()
+    assert facts["server_patches"] == ["server-metrics"]
+    assert facts["left_out"] == {"server-defrag-thold": "requires compaction"}
+    assert facts["carried"] == {}
     assert facts["scenarios"] == {"server-x": "needed"}
     assert facts["servers"] == {"stock": "stock", "patched": "patched"}
     stock, patched = facts["results"]
@@ -102,6 +123,46 @@ def test_verdicts(
     sides(monkeypatch)
     scenarios(monkeypatch, **errors)
     assert check_server("0.3.9").decision.verdict is verdict
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        {"patched": ScenarioFailed("text", failure="data")},
+        {"stock": ScenarioFailed("retries"), "patched": ScenarioFailed("retries")},
+    ],
+)
+def test_carried_patches_that_fail(
+    monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]
+) -> None:
+    """The verdict names those of the library and of the server."""
+    sides(monkeypatch, carried=True)
+    scenarios(monkeypatch, **errors)
+    found = check_server("0.3.9")
+    assert found.decision.verdict is Verdict.BROKEN_CARRY
+    assert "carried full-defrag from 0.3.8, server-metrics from 0.3.9" in found.decision.reason
+    assert found.to_json()["carried"] == {"full-defrag": "0.3.8", "server-metrics": "0.3.9"}
+
+
+def test_carried_patches_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has a manifest then."""
+    scenarios(monkeypatch)
+    sides(monkeypatch, CommandFailed("x", ["ninja"], 1, "", "server.cpp:1: error"), carried=True)
+    found = check_server("0.3.9")
+    assert found.decision.verdict is Verdict.BROKEN_CARRY
+    assert found.carried == {"full-defrag": "0.3.8", "server-metrics": "0.3.9"}
+
+
+def test_a_patch_that_is_not_applied_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the others do; a named scenario has a verdict of its own."""
+    torn = Skipped("window-rollback", "its hunk 1 does not apply", manual=(Manual("0.3.9", "x"),))
+    other = Skipped("mmap-kv", "requires kv-counters")
+    scenarios(monkeypatch, stock=ScenarioFailed("retries"))
+    sides(monkeypatch, skipped=(torn, other))
+    found = check_server("0.3.9").decision
+    assert (found.verdict, found.reason) == (Verdict.BROKEN_APPLY, "its hunk 1 does not apply")
+    found = check_server("0.3.9", scenarios=("server-x",)).decision
+    assert found.verdict is Verdict.NEEDED
 
 
 def test_a_patched_side_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
