@@ -348,19 +348,20 @@ def _openai(lab: ServerLab) -> None:
         # A word of the text is one to five tokens.
         turns = [lab.words(length // 5) for length in _prompt_lengths(lab, 32)]
 
-        def ask(_client: ServerClient, text: str) -> Any:
+        def ask(_client: ServerClient, text: str) -> int:
             # Without the proxies of the environment.
             client = openai.DefaultHttpxClient(trust_env=False)
             with openai.OpenAI(
                 base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=client
             ) as api:
-                return api.chat.completions.create(
+                answer = api.chat.completions.create(
                     model="model",
                     messages=[{"role": "user", "content": text}],
                     max_tokens=SLOT,
                     temperature=0,
                     extra_body={"ignore_eos": True},
                 )
+            return int(answer.usage.completion_tokens) if answer.usage else 0
 
         found = in_parallel(server.url, turns, CLIENTS, ask)
         failed = [each for each in found if isinstance(each, Exception)]
@@ -368,6 +369,12 @@ def _openai(lab: ServerLab) -> None:
         if failed:
             message = f"{len(failed)} of {len(found)} chats were not answered: {failed[0]}"
             raise ScenarioFailed(message)
+        if wrong := [each for each in found if each != SLOT]:
+            raise ScenarioFailed(
+                f"{len(wrong)} of {len(found)} answers are incomplete: expected {SLOT} tokens, "
+                f"found {wrong[0]}",
+                failure="lost",
+            )
         _refuse_retries(lab, server)
 
 

@@ -45,24 +45,40 @@ def server(side: str, release: str = TEST_RELEASE) -> BuiltServer:
         pytest.skip(str(error))
 
 
-def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the environment would answer in place of the server."""
+def lab_with_chats(folder: Path, n_generated: int) -> ServerLab:
+    """Return the lab of a stand-in whose answers to chats report so many tokens."""
     for package in ("httpx", "openai"):
         pytest.importorskip(package)
     message = {"role": "assistant", "content": "yes"}
-    chat = {"id": "1", "object": "chat.completion", "created": 1, "model": "model"}
-    chat["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]
+    usage = {"prompt_tokens": 1, "completion_tokens": n_generated, "total_tokens": 1 + n_generated}
+    chat: dict[str, Any] = {"id": "1", "object": "chat.completion", "created": 1, "model": "model"}
+    chat["choices"] = [{"index": 0, "finish_reason": "length", "message": message}]
+    chat["usage"] = usage
     slots = [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS
-    program = serving(tmp_path, {"/slots": (200, slots), "/v1/chat/completions": (200, chat)})
+    program = serving(folder, {"/slots": (200, slots), "/v1/chat/completions": (200, chat)})
     built: Any = SimpleNamespace(program=program, check_program=lambda: program)
     lab = ServerLab(built)
     lab.flags = frozenset()
     lab.architectures = set()
+    return lab
+
+
+def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment would answer in place of the server."""
+    lab = lab_with_chats(tmp_path, server_lab.SLOT)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     BY_ID["server-openai"].run(lab)
     assert lab.notes["requests"] == 32
+
+
+def test_incomplete_chats_are_lost(tmp_path: Path) -> None:
+    """An answer has as many tokens as were requested."""
+    lab = lab_with_chats(tmp_path, server_lab.SLOT - 1)
+    with pytest.raises(ScenarioFailed, match=r"32 of 32 .* expected 512 .*, found 511") as caught:
+        BY_ID["server-openai"].run(lab)
+    assert caught.value.failure == "lost"
 
 
 @pytest.mark.parametrize(("counted", "lost"), [(8, False), (7, True)])
