@@ -38,8 +38,16 @@ _TURNS = 3
 _TURN = (100, 128)
 _ANSWER = 12
 
-#: The metric of the patch server-metrics that counts moves of cells.
-_DEFRAGMENTATIONS = "llamacpp:kv_defragmentations_total"
+#: Upstream's metric of generated tokens.
+_GENERATED = "llamacpp:tokens_predicted_total"
+
+#: Metrics of the patch server-metrics: of moves, and of searches for cells.
+_MOVES = tuple(
+    f"llamacpp:kv_defragmentation{what}_total" for what in ("s", "_moves", "_cells", "_bytes")
+)
+_SEARCHES = "llamacpp:kv_slot_searches_total"
+_FAILURES = "llamacpp:kv_slot_failures_total"
+_REPEATED = "llamacpp:kv_decode_retries_total"
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ def _parallel(lab: ServerLab) -> None:
         lab.note(requests=len(requests) * 2)
         _refuse_other_text(lab, alone, together)
         _compare_metrics(server, [*alone, *together])
+        if "server-metrics" in lab.built.manifest.server_patches:
+            _compare_searches(server)
         _refuse_retries(lab, server)
 
 
@@ -209,12 +219,15 @@ def _threshold(lab: ServerLab) -> None:
             ServerClient(server.url) as client,
         ):
             turns = _leave_sparse(lab, client, CLIENTS + 1)
-            moved = client.metrics().get(_DEFRAGMENTATIONS)
-            if moved is None:
-                raise Unsupported(f"the server has no metric {_DEFRAGMENTATIONS}", "server")
-            lab.note(defragmentations=int(moved))
-            if bool(moved) != (threshold != "0"):
-                raise ScenarioFailed(f"--defrag-thold {threshold}: {moved:g} defragmentations")
+            metrics = client.metrics()
+            if _MOVES[0] not in metrics:
+                raise Unsupported(f"the server has no metric {_MOVES[0]}", "server")
+            lab.note(defragmentations=int(metrics[_MOVES[0]]))
+            for name in _MOVES:
+                if bool(metrics.get(name)) != (threshold != "0"):
+                    raise ScenarioFailed(
+                        f"--defrag-thold {threshold}: {name} is {metrics.get(name)}"
+                    )
             _compare_with_uncached(lab, server, turns)
             _refuse_retries(lab, server)
 
@@ -384,10 +397,24 @@ def _compare_metrics(server: ServerProcess, found: Sequence[ServerCompletion]) -
         metrics = client.metrics()
     for name, expected in (
         ("llamacpp:prompt_tokens_total", sum(each.n_prompt - each.reused for each in found)),
-        ("llamacpp:tokens_predicted_total", sum(len(each.tokens) for each in found)),
+        (_GENERATED, sum(len(each.tokens) for each in found)),
     ):
         if metrics.get(name) != expected:
             raise ScenarioFailed(f"{name} is {metrics.get(name)}, expected {expected}")
+
+
+def _compare_searches(server: ServerProcess) -> None:
+    """Raise ScenarioFailed unless each search that failed was repeated, or its batch split."""
+    with ServerClient(server.url) as client:
+        metrics = client.metrics()
+    searches, failures, repeated = (metrics.get(name) for name in (_SEARCHES, _FAILURES, _REPEATED))
+    if not searches:
+        raise ScenarioFailed(f"{_SEARCHES} is {searches} after answers")
+    if failures is None or repeated is None or failures != repeated + server.retries:
+        raise ScenarioFailed(
+            f"{_FAILURES} is {failures}, expected the sum of {_REPEATED} ({repeated}) and of "
+            f"{server.retries} split batches"
+        )
 
 
 def _refuse_retries(lab: ServerLab, server: ServerProcess) -> None:

@@ -93,6 +93,39 @@ def test_metrics_are_compared_with_answers(tmp_path: Path, counted: int, lost: b
         server_scenarios._compare_metrics(server, [answer, answer])
 
 
+@pytest.mark.parametrize(
+    ("counts", "retries", "message"),
+    [
+        ((9, 2, 2), 0, ""),
+        ((9, 3, 2), 1, ""),
+        ((0, 0, 0), 0, "kv_slot_searches_total is 0.0 after answers"),
+        ((9, 3, 2), 0, "kv_slot_failures_total is 3.0, expected the sum"),
+        ((9, 0, 0), 1, "kv_slot_failures_total is 0.0, expected the sum"),
+    ],
+)
+def test_searches_are_compared_with_retries(
+    tmp_path: Path, counts: tuple[int, int, int], retries: int, message: str
+) -> None:
+    """A search that failed was repeated after a defragmentation, or its batch was split."""
+    pytest.importorskip("httpx")
+    names = ("slot_searches", "slot_failures", "decode_retries")
+    rows = (
+        f"llamacpp:kv_{name}_total {count}\n" for name, count in zip(names, counts, strict=True)
+    )
+    program = serving(tmp_path, {"/metrics": (200, "".join(rows))})
+    expected = pytest.raises(ScenarioFailed, match=message) if message else nullcontext()
+    with ServerProcess(program, ["--port", "0"]) as server, expected:
+        server.retries = retries
+        server_scenarios._compare_searches(server)
+
+
+def test_a_patched_server_counts_its_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scenario that fills the cache compares them."""
+    monkeypatch.setattr(server_scenarios, "_SEARCHES", "llamacpp:x")
+    outcome, _ = run_scenario(BY_ID["server-parallel"], server("patched"))
+    assert (outcome.status, outcome.message) == ("fail", "llamacpp:x is None after answers")
+
+
 def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
     """Stock lacks the feature. A patched server whose metrics have no port claims nothing."""
     for patches, error in (((), Unsupported), (("full-defrag",), Untestable)):
@@ -102,6 +135,41 @@ def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
         lab.flags = frozenset({"--defrag-thold"} if patches else ())
         with pytest.raises(error):
             BY_ID["server-defrag-thold"].run(lab)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((0, 0, 0, 0), (1, 2, 3, 4), ""),
+        ((0, 0, 0, 0), (0, 0, 0, 0), "thold 0.2: llamacpp:kv_defragmentations_total is 0"),
+        ((0, 0, 0, 0), (1, 2, 3, 0), "thold 0.2: llamacpp:kv_defragmentation_bytes_total is 0"),
+        ((0, 0, 3, 0), (1, 2, 3, 4), "thold 0: llamacpp:kv_defragmentation_cells_total is 3"),
+    ],
+)
+def test_each_count_of_moves_is_compared_with_the_threshold(
+    monkeypatch: pytest.MonkeyPatch, first: tuple[int, ...], second: tuple[int, ...], message: str
+) -> None:
+    """A metric that another one contradicts fails."""
+    names = ("s", "_moves", "_cells", "_bytes")
+    counts = iter(
+        [
+            {
+                f"llamacpp:kv_defragmentation{name}_total": float(count)
+                for name, count in zip(names, each, strict=True)
+            }
+            for each in (first, second)
+        ]
+    )
+    client = SimpleNamespace(metrics=lambda: next(counts))
+    manifest = SimpleNamespace(patches=("full-defrag",), server_patches=("server-metrics",))
+    lab: Any = ServerLab(SimpleNamespace(manifest=manifest))
+    lab.flags = frozenset({"--defrag-thold"})
+    lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=0, url=""))
+    monkeypatch.setattr(server_scenarios, "ServerClient", lambda _url: nullcontext(client))
+    monkeypatch.setattr(server_scenarios, "_leave_sparse", lambda *_: [])
+    monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: [])
+    with pytest.raises(ScenarioFailed, match=message) if message else nullcontext():
+        BY_ID["server-defrag-thold"].run(lab)
 
 
 def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
