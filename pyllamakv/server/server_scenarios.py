@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -282,23 +283,32 @@ def _refuse_other_text(
 
 def _cancelled(lab: ServerLab) -> None:
     """Disconnect in the middle of answers; the slots become idle and answer as before."""
-    with lab.server() as server, ServerClient(server.url) as client:
+    with lab.server("--metrics") as server, ServerClient(server.url) as client:
         prompts = [lab.prompt(client, length) for length in _prompt_lengths(lab, 24, most=0.5)]
+        requests = [CompletionRequest(prompt, SLOT - len(prompt) - 8) for prompt in prompts]
         check = CompletionRequest(prompts[0], 32)
         (before,) = answers(server, [check], 1)
+        counted = client.metrics().get(_GENERATED, 0.0)
 
-        def cancel(one: ServerClient, prompt: tuple[int, ...]) -> None:
-            one.cancel(prompt, SLOT - len(prompt) - 8, after=3)
+        def cancel(one: ServerClient, request: CompletionRequest) -> None:
+            one.cancel(request.prompt, request.n_predict, after=3)
 
         failed = [
             each
-            for each in in_parallel(server.url, prompts, CLIENTS, cancel)
+            for each in in_parallel(server.url, requests, CLIENTS, cancel)
             if isinstance(each, Exception)
         ]
         if failed:
             raise ScenarioFailed(f"{len(failed)} requests did not start: {failed[0]}")
         if not client.wait_idle(_IDLE):
             raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
+        # Older releases do not count the tokens of cancelled requests; those of all others are.
+        generated = client.metrics().get(_GENERATED, math.inf) - counted
+        asked = sum(request.n_predict for request in requests)
+        if generated > asked / 2:
+            raise ScenarioFailed(
+                f"{generated:g} of {asked} tokens were generated for cancelled requests"
+            )
         (after,) = answers(server, [check], 1)
         lab.note(requests=len(prompts) + 2, cancelled=len(prompts))
         lab.note(retries=server.retries)

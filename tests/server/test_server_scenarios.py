@@ -18,7 +18,7 @@ from pyllamakv.errors import NotBuilt, ScenarioFailed, Unsupported, Untestable
 from pyllamakv.server import server_lab, server_scenarios
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_check import run_scenario
-from pyllamakv.server.server_client import ServerCompletion
+from pyllamakv.server.server_client import ServerClient, ServerCompletion
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.server.server_scenarios import SCENARIOS
@@ -170,6 +170,18 @@ def test_each_count_of_moves_is_compared_with_the_threshold(
     monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: [])
     with pytest.raises(ScenarioFailed, match=message) if message else nullcontext():
         BY_ID["server-defrag-thold"].run(lab)
+
+
+def test_answers_to_clients_that_left_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that read their whole answers look like a server that ignores their disconnects."""
+
+    def cancel(client: ServerClient, prompt: Any, n_predict: int, **_options: int) -> None:
+        client.complete(prompt, n_predict)
+
+    monkeypatch.setattr(ServerClient, "cancel", cancel)
+    outcome, _ = run_scenario(BY_ID["server-cancelled"], server("patched"))
+    assert outcome.status == "fail"
+    assert "8200 of 8200 tokens were generated for cancelled requests" in outcome.message
 
 
 def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
