@@ -200,11 +200,18 @@ def _sparse(lab: ServerLab) -> None:
 
 def _threshold(lab: ServerLab) -> None:
     """Leave used cells at the end of the cache; a threshold moves them, and 0 does not."""
-    if "--defrag-thold" not in lab.flags:
-        raise Unsupported("the server has no option --defrag-thold", "server")
     manifest = lab.built.manifest
-    if manifest.patches and "server-metrics" not in manifest.server_patches:
-        raise Untestable("the patch server-metrics, which counts the moves, is not applied")
+    known = "--defrag-thold" in lab.flags
+    if not known and not manifest.patches:
+        raise Unsupported("the server has no option --defrag-thold", "server")
+    if manifest.patches:
+        # No patch claims a feature that the release and the applied patches do not have.
+        if not known:
+            raise Untestable("the server has no option --defrag-thold")
+        if {"compaction", "full-defrag"}.isdisjoint(manifest.patches):
+            raise Untestable("no patch that moves cells is applied")
+        if "server-metrics" not in manifest.server_patches:
+            raise Untestable("the patch server-metrics, which counts the moves, is not applied")
     for threshold in ("0", "0.2"):
         with (
             lab.folder() as folder,

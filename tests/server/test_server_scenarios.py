@@ -127,13 +127,18 @@ def test_a_patched_server_counts_its_searches(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
-    """Stock lacks the feature. A patched server whose metrics have no port claims nothing."""
-    for patches, error in (((), Unsupported), (("full-defrag",), Untestable)):
-        manifest = SimpleNamespace(patches=patches, server_patches=())
+    """Stock lacks the feature. A patched server without what the scenario needs claims nothing."""
+    for patches, server_patches, known, error, reason in (
+        ((), (), False, Unsupported, "no option"),
+        (("full-defrag",), (), True, Untestable, "the patch server-metrics"),
+        (("full-defrag",), ("server-metrics",), False, Untestable, "no option"),
+        (("kv-counters",), ("server-metrics",), True, Untestable, "no patch that moves cells"),
+    ):
+        manifest = SimpleNamespace(patches=patches, server_patches=server_patches)
         built: Any = SimpleNamespace(manifest=manifest)
         lab = ServerLab(built)
-        lab.flags = frozenset({"--defrag-thold"} if patches else ())
-        with pytest.raises(error):
+        lab.flags = frozenset({"--defrag-thold"} if known else ())
+        with pytest.raises(error, match=reason):
             BY_ID["server-defrag-thold"].run(lab)
 
 
