@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import SeriesSandbox, code, numbered
 
-from pyllamakv.errors import NoPortApplies, NotBuilt
+from pyllamakv.errors import NoPortApplies, NotBuilt, UsageError
 from pyllamakv.patching import apply, series
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server import server_patches
@@ -254,6 +254,18 @@ def test_the_server_compacts(
         found = metrics(server.url)
     assert found["llamacpp:kv_defragmentation_cells_total"] == moved
     assert found["llamacpp:kv_defragmentations_total"] == (moved > 0)
+
+
+@pytest.mark.native
+@pytest.mark.long
+@pytest.mark.parametrize("value", ["50%", "nan", "1.5"])
+def test_an_invalid_threshold_is_refused(tmp_path: Path, value: str) -> None:
+    """It would be one that is never reached."""
+    with (
+        pytest.raises(UsageError, match="expected a number up to 1"),
+        serve(tmp_path, "0.3.36+patched", "--defrag-thold", value),
+    ):
+        pass
 
 
 @pytest.mark.native
