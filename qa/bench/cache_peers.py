@@ -330,7 +330,7 @@ def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
     ours, theirs = found[OURS], found[SERVER]
     clock = f"{1e3 * statistics.median(theirs[KNOWN].own_clock):.1f} ms by the server's own clock"
     note = "the server verifies no checksum of its file"
-    pairs = (
+    pairs: tuple[tuple[str, Measured, Measured, float | None, str], ...] = (
         ("evaluating them", ours[KNOWN], ours[FRESH], SHARE, ""),
         (f"{SERVER}", ours[KNOWN], theirs[KNOWN], None, clock),
         ("evaluating them, after a restart", ours[RESTART], ours[FRESH], SHARE, ""),

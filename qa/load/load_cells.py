@@ -99,8 +99,8 @@ class LoadCell:
         if self.system == "batcher":
             facts += [_batcher_code(), _digest(Path(batcher_load.__file__))]
         else:
-            code = (server_load, server_client, server_lab, server_process)
-            facts += [_digest(Path(each.__file__)) for each in code]
+            code = (server_load.__file__, server_client.__file__, server_lab.__file__)
+            facts += [_digest(Path(each)) for each in (*code, server_process.__file__)]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return home() / "results" / "load" / f"{name}.json"
 

@@ -211,7 +211,7 @@ def serving(files: dict[str, bytes]) -> Iterator[Server]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_HEAD = do_GET
+        do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             pass
