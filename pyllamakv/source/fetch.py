@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import FetchError, HashMismatch, UnknownRelease, UsageError
+from pyllamakv.errors import FetchError, GitError, HashMismatch, UnknownRelease, UsageError
 from pyllamakv.home import home
 from pyllamakv.source import architectures, era, lockfile, npm, spec_resolver, xllamacpp
 from pyllamakv.source import sdist_import as archives
@@ -19,6 +19,7 @@ from pyllamakv.source.releases import Release, is_safe_name
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import Store, open_store
 
+from pyllamakv.source.git_command import TIMED_OUT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -216,7 +217,9 @@ def _fetch_git(release: Release) -> Release:
     wanted = release.commit
     try:
         return spec_resolver.fetch_git(f"git:{url}@{wanted}", commit=wanted)
-    except FetchError:
+    except FetchError as error:
+        if isinstance(error.__cause__, GitError) and error.__cause__.code == TIMED_OUT:
+            raise  # the lock of the fetch would be held for another timeout
         # Some servers do not serve a commit by id; its reference may still point to it.
         return spec_resolver.fetch_git(release.name, commit=wanted)
 

@@ -132,7 +132,8 @@ def run(
     environment (for example ``GIT_INDEX_FILE``). git inherits the descriptors in ``hold``, and with
     them their locks. ``bounded`` sets the limits of `git_limits`; with ``network``, the address
     space is not limited. Raises GitError only if git cannot be started or exceeds ``timeout``
-    seconds; it is killed then, with its child processes.
+    seconds; it is killed then, with its child processes. With ``network`` and a terminal, only git
+    is killed: its child processes can ask on the terminal.
     """
     data = input.encode("utf-8", "surrogateescape") if isinstance(input, str) else input
     with ExitStack() as stack:
@@ -140,17 +141,19 @@ def run(
         if isinstance(data, Path):
             stdin, data = stack.enter_context(data.open("rb")), None
         options: dict[str, Any] = {"env": env, "network": network, "bounded": bounded}
-        group = None if timeout is None else 0
+        # A program that asks on the terminal, such as ssh, would be stopped in another group.
+        group = None if timeout is None or (network and _has_terminal()) else 0
         started = _start(folder, args, stdin=stdin, hold=hold, process_group=group, **options)
         process = stack.enter_context(_process(started))
         try:
             out, said = process.communicate(data, timeout)
         except subprocess.TimeoutExpired as error:
             _kill(process)
-            words = f"it did not end within {timeout:g} s; check for pipes among its files"
+            hint = "check the network, or" if network else "check"
+            words = f"it did not end within {timeout:g} s; {hint} for pipes among its files"
             raise GitError(["git", *args], TIMED_OUT, words) from error
         except BaseException:
-            process.kill()
+            _kill(process)
             raise
         return subprocess.CompletedProcess(["git", *args], process.returncode, out, said)
 
@@ -186,10 +189,20 @@ def stream(
         raise GitError(["git", *args], process.returncode, said.decode("utf-8", "replace"))
 
 
+def _has_terminal() -> bool:
+    """Return whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its process group."""
+    """Kill a process, with its process group if it leads one."""
     with suppress(ProcessLookupError, PermissionError):  # it has just ended
-        os.killpg(process.pid, signal.SIGKILL)
+        leads = os.getpgid(process.pid) == process.pid
+        (os.killpg if leads else os.kill)(process.pid, signal.SIGKILL)
 
 
 def _drain(pipe: IO[bytes], into: bytearray) -> None:

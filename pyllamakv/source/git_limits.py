@@ -30,6 +30,10 @@ MAX_CPU_SECONDS = 600
 #: Timeout of git for local data. git waits forever for a pipe in the place of a file. The largest
 #: tree or pack needs a few minutes on a slow disk.
 MAX_SECONDS = 600.0
+#: Timeout of git for a URL: a release takes minutes over a slow connection.
+MAX_NETWORK_SECONDS = 1800.0
+#: Options that end an HTTP connection which transfers less than 1000 bytes per second for a minute.
+NETWORK_OPTIONS = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=60")
 
 #: Stream large files; threads and whole packs would need more address space.
 _SETTINGS = (

@@ -163,7 +163,7 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
     """Fetch into a temporary repository that uses the objects of the store; return the commit.
 
     Therefore, a refused fetch leaves nothing in the store. A pack that exceeds the limit is
-    aborted.
+    aborted. A server that does not answer is waited for up to a timeout.
     """
     near = place.startswith(("/", "file:"))
     # git cannot fetch a bundle with a limited depth.
@@ -176,8 +176,9 @@ def _bring(held: Store, store: Store, place: str, ref: str) -> str:
         with suppress(FileNotFoundError):
             # Without this file, git would look for parents that the store does not have.
             shutil.copyfile(store.path / "shallow", held.path / "shallow")
-        bound = git_limits.MAX_SECONDS if near else None
-        git_command.git(held.path, *fetch, network=True, bounded=True, timeout=bound)
+        options = () if near else git_limits.NETWORK_OPTIONS
+        bound = git_limits.MAX_SECONDS if near else git_limits.MAX_NETWORK_SECONDS
+        git_command.git(held.path, *options, *fetch, network=True, bounded=True, timeout=bound)
         return git_command.git(held.path, "rev-parse", "--verify", f"{_INCOMING}^{{commit}}")
 
 

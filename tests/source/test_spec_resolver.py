@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
 from pyllamakv.errors import FetchError, HashMismatch, SourceError, UnknownRelease, UsageError
 from pyllamakv.source import fetch, git_command, git_limits, lockfile, spec_resolver
+from pyllamakv.source.releases import Release
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 from pyllamakv.source.tree_export import STAMP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +185,70 @@ def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
             resolve(spec)
     assert not refs(open_store())
     assert lockfile.known() == {}
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Listen on a port, and never answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def ended(server: socket.socket) -> bool:
+    """Return whether the client of a connection has ended."""
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(20)
+        while connection.recv(4096):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("scheme", ["git", "http"])
+def test_a_server_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, silent: socket.socket, scheme: str
+) -> None:
+    """Git and the program that it started for the URL are killed after a timeout."""
+    monkeypatch.setattr(git_limits, "MAX_NETWORK_SECONDS", 1.0)
+    monkeypatch.setattr(git_command, "_has_terminal", lambda: False)
+    spec = f"git:{scheme}://127.0.0.1:{silent.getsockname()[1]}/x@main"
+    with pytest.raises(FetchError, match="did not end within 1 s; check the network"):
+        resolve(spec)
+    assert ended(silent)
+    assert lockfile.known() == {}
+    release = Release(spec, "git", "1" * 40, "2" * 40, "unified", "2025", url=spec[4:])
+    with pytest.raises(FetchError, match="did not end within 1 s"):
+        fetch.fetch(release)
+    assert ended(silent)
+    silent.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        silent.accept()  # there is no second attempt
+    with open_store().lock(f"fetch-{release.key}"):
+        pass
+
+
+def test_a_server_that_stalls(monkeypatch: pytest.MonkeyPatch, silent: socket.socket) -> None:
+    """HTTP ends before the timeout if too few bytes arrive."""
+    options = [each.replace("Time=60", "Time=1") for each in git_limits.NETWORK_OPTIONS]
+    monkeypatch.setattr(git_limits, "NETWORK_OPTIONS", options)
+    monkeypatch.setattr(git_limits, "MAX_NETWORK_SECONDS", 20.0)
+    with pytest.raises(FetchError, match=r"cannot fetch main.* too slow"):
+        resolve(f"git:http://127.0.0.1:{silent.getsockname()[1]}/x@main")
+    assert ended(silent)
+
+
+def test_git_can_ask_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a terminal, a fetch stays in the process group, from which ssh can ask."""
+    script = tmp_path / "ssh.py"
+    script.write_text("import os\nopen(__file__ + '.group', 'w').write(str(os.getpgrp()))\n")
+    monkeypatch.setenv("GIT_SSH_COMMAND", f"{sys.executable} {script}")
+    groups = {}
+    for terminal in (True, False):
+        monkeypatch.setattr(git_command, "_has_terminal", lambda found=terminal: found)
+        with pytest.raises(FetchError):
+            resolve("git:ssh://127.0.0.1/x@main")
+        groups[terminal] = int((tmp_path / "ssh.py.group").read_text()) == os.getpgrp()
+    assert groups == {True: True, False: False}
 
 
 def test_a_repository_of_something_else(tmp_path: Path) -> None:
