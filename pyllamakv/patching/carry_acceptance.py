@@ -64,6 +64,6 @@ def accept(
     for port in ports:
         definition = series.definition(port.id)
         plain = replace(port, carried_from="")
-        path, notes = port_writer.write_port(definition, plain, release.era, stock, store)
+        path, notes = port_writer.write_port(definition, plain, release.era, stock, store, progress)
         found.append(AcceptedPort(port.id, release.name, port.carried_from, path, notes))
     return tuple(found)

@@ -9,7 +9,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import SourceError, UsageError
+from pyllamakv.errors import SourceError, UnknownRelease, UsageError
 from pyllamakv.patching import cpp_lines, hunk_locator, patch_export, trees
 from pyllamakv.patching.definition import Marker, file_of
 from pyllamakv.source import lockfile, releases
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyllamakv.patching.hunks import FilePatch, Patch
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Tree
+    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.source.store import Store
 
@@ -55,38 +56,50 @@ def write_port(
     era: str,
     stock: trees.StoreTree,
     store: Store,
+    progress: Progress | None = None,
 ) -> tuple[Path, tuple[str, ...]]:
-    """Write the port's files and add its table; return the hooks' file and what to review."""
+    """Write the port's files and add its table; return the hooks' file and what to review.
+
+    The bases of the other ports are fetched, because the markers are compared with them.
+    """
     assert definition.folder is not None  # `refuse` looked
     path = file_of(definition, text.base)
-    notes = []
+    notes: list[str] = []
     file = definition.folder / "patch.toml"
+    new = text.base not in [known.base for known in definition.ports]
+    others, problems = _others(definition, store, progress) if new else ([], [])
     for each, data in patch_export.parts(definition, text.base, text.patch).items():
         if each != path and data != each.read_bytes():
             notes.append(f"review {each}: it changed for every port of {definition.id}")
         write_bytes_atomic(each, data)
-    if text.base not in [known.base for known in definition.ports]:
-        found = propose_markers(text.patch, stock, _others(definition, store))
+    if new:
+        found = propose_markers(text.patch, stock, others)
         more = [id_ for id_ in text.requires if id_ not in definition.requires]
         table = port_table(text.base, era, more, found)
         write_text_atomic(file, file.read_text("utf-8").rstrip("\n") + "\n" + table)
         notes.append(f"review the proposed markers of port {text.base} in {file}")
+        notes += problems
     if not definition.covers_release(text.base):
         notes.append(f"{file} is meant for {definition.meant_for}: this excludes {text.base}")
     return path, tuple(notes)
 
 
-def _others(definition: Definition, store: Store) -> list[trees.StoreTree]:
-    """Return the trees of the bases that the patch has ports for."""
+def _others(
+    definition: Definition, store: Store, progress: Progress | None
+) -> tuple[list[trees.StoreTree], list[str]]:
+    """Return the trees of the bases that the patch has ports for, and notes on those without."""
     known = lockfile.known()
-    found = []
-    for text in definition.ports:
+    found: list[trees.StoreTree] = []
+    notes: list[str] = []
+    for port in definition.ports:
         try:
-            tree = store.tree_of(known[text.base])
-        except (KeyError, SourceError):
-            continue
-        found.append(trees.StoreTree(store, tree))
-    return found
+            if port.base not in known:
+                raise UnknownRelease("it is in no lock file", name=port.base)
+            base = trees.ensure_fetched(store, known[port.base], progress)
+            found.append(trees.StoreTree(store, store.tree_of(base)))
+        except SourceError as error:
+            notes.append(f"the proposed markers were not compared with {port.base}: {error}")
+    return found, notes
 
 
 def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tuple[Marker, ...]:

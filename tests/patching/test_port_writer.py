@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from patching_kit import MemoryTree, diff
+import patching_kit
+import pytest
+from patching_kit import MemoryTree, SeriesSandbox, diff
 
-from pyllamakv.patching import hunks, port_writer
+from pyllamakv.errors import FetchError, SourceError
+from pyllamakv.patching import hunks, port_writer, series, trees
+from pyllamakv.source import fetch, lockfile
+from pyllamakv.source.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyllamakv.source.releases import Release
 
 OLD = {
     "a.cpp": b'    first_of_all("x\\t");\n    common_to_everyone_alike();\n    only_here(1);;;;\n'
@@ -42,3 +54,41 @@ def test_nothing_to_say() -> None:
     patch = hunks.parse(diff({"a.cpp": b"}\n"}, {"a.cpp": b"}\n}\n"}))
     (marker,) = port_writer.propose_markers(patch, MemoryTree({"a.cpp": b"}\n"}))
     assert str(marker) == "a.cpp exists"
+
+
+@pytest.mark.parametrize(
+    ("problem", "marker"),
+    [
+        ("", 'first_of_all("x\\t");'),
+        ("no network", "common_to_everyone_alike();"),
+        ("it is in no lock file", "common_to_everyone_alike();"),
+    ],
+)
+def test_bases_of_other_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, marker: str
+) -> None:
+    """They are fetched; the notes have those that cannot be compared, and the reason."""
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    target = bench.add_release("0.3.3", OLD)
+    other = dict(OTHER.files)
+    known = patching_kit.release(open_store(tmp_path / "index.git"), "0.3.2", other)
+    bench.add_patch("fix", {"0.3.2": (other, {"a.cpp": b"    more();\n"})})
+    names = [] if "lock" in problem else [known]
+    monkeypatch.setattr(lockfile, "known", lambda: {each.name: each for each in names})
+
+    def bring(release: Release, **_: object) -> Release:
+        if problem:
+            raise FetchError(problem)
+        return patching_kit.release(bench.store, release.name, other)
+
+    monkeypatch.setattr(fetch, "fetch", bring)
+    with pytest.raises(SourceError):
+        bench.store.tree_of(known)
+    definition = series.load(bench.folder).definition("fix")
+    port = replace(definition.port("0.3.2"), base="0.3.3", patch=hunks.parse(diff(OLD, NEW)))
+    stock = trees.StoreTree(bench.store, target.tree)
+    _, notes = port_writer.write_port(definition, port, "unified", stock, bench.store)
+    written = tomllib.loads((bench.folder / "fix" / "patch.toml").read_text("utf-8"))
+    assert written["port"][1]["markers"][0]["has"] == marker
+    wanted = [f"the proposed markers were not compared with 0.3.2: {problem}"] if problem else []
+    assert list(notes[1:]) == wanted
