@@ -257,6 +257,8 @@ def _without_contained(
     }
     read = _reader(store, after)
     draft = TreeOverlay(trees.StoreTree(store, after))
+    if not files:
+        return after, ()
     contained: list[str] = []
     for file in files:
         same = [

@@ -256,6 +256,21 @@ def test_a_base_that_cannot_be_fetched(bench: SeriesSandbox) -> None:
     assert "release 0.3.1 is not available: " in reason(bench, "0.3.2")
 
 
+def test_a_port_that_only_adds_files(bench: SeriesSandbox) -> None:
+    """The difference between both releases is not read: it has changes of binary files."""
+    image = {"media/logo.png": b"\0\x01"}
+    added = STOCK | image | {"src/new.h": b"void fix(int);\n"}
+    bench.add_release("0.3.5", STOCK | image, "2025-01-05")
+    release = bench.add_release("0.3.6", STOCK | {"media/logo.png": b"\0\x02"}, "2025-01-06")
+    bench.add_patch("adds", {"0.3.5": (STOCK | image, added)}, marker=("src/a.cpp", "none"))
+    place = bench.folder / "adds" / "patch.toml"
+    named = 'carry = [{ file = "src/a.cpp", has = "first_7" }]\n\n[[port]]'
+    place.write_text(place.read_text("utf-8").replace("[[port]]", named), "utf-8")
+    made = apply.apply(release, ["adds"], series=series.load(bench.folder), store=bench.store)
+    assert made.carried == {"adds": "0.3.5"}
+    assert file(bench, made.tree, "src/new.h") == b"void fix(int);\n"
+
+
 def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
     """A merge without a change is no carried patch: a person decides that it is obsolete."""
     bench.add_release("0.3.4", FIXED | {"src/a.cpp": FIXED["src/a.cpp"] + b"\n"}, "2025-01-04")
