@@ -110,7 +110,8 @@ class Carrier:
         """Carry a patch onto a draft of the release, or return the reason for each port.
 
         ``applied`` are the ids of the patches that the draft contains. The draft is changed only if
-        the patch was carried. A base release that cannot be fetched is one of the reasons.
+        the patch was carried. The result has the reasons for ports that were tried before. A base
+        release that cannot be fetched is one of the reasons.
         """
         if not self.covers(definition):
             return ()
@@ -118,7 +119,7 @@ class Carrier:
         for port in self.ports(definition):
             found = self._from(port, definition, draft, applied)
             if isinstance(found, AppliedPort):
-                return found
+                return replace(found, manual=tuple(reasons))
             reasons.append(found)
         return tuple(reasons)
 

@@ -54,13 +54,15 @@ class AppliedPort:
     """One patch that applies: its port, and the place of each hunk.
 
     ``conflicts`` are those of git that a carried patch was merged in token by token. ``contained``
-    are the places of its changes that the release contains: file and line.
+    are the places of its changes that the release contains: file and line. ``manual`` has the
+    reason for each nearer port that it could not be carried from.
     """
 
     port: Port
     placements: tuple[Placement, ...]
     conflicts: tuple[MergeConflict, ...] = ()
     contained: tuple[str, ...] = ()
+    manual: tuple[Manual, ...] = ()
 
 
 @dataclass(frozen=True)

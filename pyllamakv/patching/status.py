@@ -50,7 +50,7 @@ class PatchStatus:
     merge has a conflict, or changes other lines than the port; ``fails``: a port is a candidate,
     but a hunk has no position; ``blocked``: a required patch is not applied; ``not-applicable``: no
     port is a candidate. ``port`` is the base of the port in use. ``manual`` has the reason for each
-    port that was tried.
+    port that the patch could not be carried from; of a carried patch, these are nearer ports.
     """
 
     release: str
@@ -159,8 +159,9 @@ def _one(
         same = "each function has the same changes"
         if chosen.contained:
             same += f", except those that {release} contains at {', '.join(chosen.contained)}"
-        reason = f"merged from port {base}{by_tokens}; {same}"
-        return PatchStatus(release, definition.id, "carried", base, reason, attempts)
+        others = [f"not from {each.base}: {each.reason}" for each in chosen.manual]
+        reason = "; ".join([f"merged from port {base}{by_tokens}", same, *others])
+        return PatchStatus(release, definition.id, "carried", base, reason, attempts, chosen.manual)
     if isinstance(chosen, port_choice.AppliedPort):
         moved = any(placement.offset for placement in chosen.placements)
         state: State = "offset" if moved else "applies"

@@ -130,16 +130,29 @@ def test_status_names_the_port(bench: SeriesSandbox) -> None:
 
 
 def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
-    """Bases are compared by date; a farther port is tried if the nearest has a conflict."""
+    """Bases are compared by date; a farther port is used if the nearest has a conflict.
+
+    The status has the reason why the nearest is not used.
+    """
+    release = bench.add_release("0.3.4", NEAR, "2025-01-04")
+    changed = SAME | {"src/a.cpp": code("first", "fixed(b);") + code("second")}
     bench.add_patch(
         "two",
-        {"0.3.1": (STOCK, FIXED | {"src/h.h": b"long size;\n" * 9}), "0.3.3": (SAME, SAME | FIXED)},
-        marker=("src/a.cpp", "never"),
+        {"0.3.1": (STOCK, STOCK | {"src/a.cpp": FIXED["src/a.cpp"]}), "0.3.3": (SAME, changed)},
+        marker=("src/h.h", "int size"),
     )
     listed = series.load(bench.folder)
-    carrier = Carrier(bench.store, bench.releases["0.3.2"], listed)
-    bases = [port.base for port in carrier.ports(listed.definition("two"))]
-    assert bases == ["0.3.1", "0.3.3"]
+    only = series.Series((listed.definition("two"),))
+    carrier = Carrier(bench.store, release, only)
+    assert [port.base for port in carrier.ports(only.definition("two"))] == ["0.3.3", "0.3.1"]
+    made = apply.apply(release, series=only, store=bench.store)
+    assert made.carried == {"two": "0.3.1"}
+    (found,) = status.status([release], series=only, store=bench.store)
+    assert (found.state, found.port) == ("carried", "0.3.1")
+    assert "; not from 0.3.3: src/a.cpp:" in found.reason
+    (nearest,) = found.as_json()["manual"]
+    assert (nearest["base"], len(nearest["conflicts"])) == ("0.3.3", 1)
+    assert nearest["reason"] in found.reason
 
 
 def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> None:
