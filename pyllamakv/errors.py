@@ -155,7 +155,10 @@ class UnknownModel(SourceError, UsageError):
 
 
 class NotFetched(SourceError):
-    """A model has not been fetched. The message has the command that fetches it."""
+    """A model has not been fetched, or the lock file has nothing to fetch a release from.
+
+    The message has the command that fetches a model.
+    """
 
     exit_code = 2
 

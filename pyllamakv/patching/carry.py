@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 
-from pyllamakv.errors import GitError, PatchConflict, SourceError
+from pyllamakv.errors import GitError, NotFetched, PatchConflict, UnknownRelease
 from pyllamakv.patching import (
     carry_comparison,
     cpp_lines,
@@ -34,6 +34,7 @@ from pyllamakv.patching import (
 from pyllamakv.patching.port_choice import AppliedPort, Manual, MergeConflict
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command, lockfile
+from pyllamakv.source.store import translate_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ _DIFF = ("--no-renames", "--full-index", "--unified=3", "--no-ext-diff", "--no-t
 _CONFLICT = re.compile(
     rb"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n", re.DOTALL | re.MULTILINE
 )
+#: Exit status of git for arguments that it does not know.
+_USAGE_ERROR = 129
 _UNMERGED = re.compile(rb"[0-7]{6} [0-9a-f]{40} ([123])\t(.*)", re.DOTALL)
 
 
@@ -111,7 +114,8 @@ class Carrier:
 
         ``applied`` are the ids of the patches that the draft contains. The draft is changed only if
         the patch was carried. The result has the reasons for ports that were tried before. A base
-        release that cannot be fetched is one of the reasons.
+        release that has nothing to fetch it from is one of the reasons. Raises SourceError if
+        fetching or git fails: another attempt may give another result.
         """
         if not self.covers(definition):
             return ()
@@ -138,7 +142,7 @@ class Carrier:
             self._progress(f"merging {port.name} into {self._release.name}", 0, None)
         try:
             before, after = self._based(port, definition, applied)
-        except SourceError as error:
+        except (NotFetched, UnknownRelease) as error:
             return Manual(port.base, f"release {port.base} is not available: {error}")
         except PatchConflict as error:
             return Manual(port.base, f"the port does not apply to its own base: {error}")
@@ -222,6 +226,8 @@ def _merge_changes(store: Store, before: str, ours: str, after: str) -> _Merged:
     try:
         tree, conflicts = _merge(store, before, ours, after)
     except GitError as error:
+        if error.code != _USAGE_ERROR:
+            raise
         reason = "git cannot merge without a work tree; git 2.38 and later can"
         return _Merged(problem=f"{reason}: {error}")
     renamed = None
@@ -251,6 +257,8 @@ def _without_contained(
     """
     port = _diff(store, before, after)
     files = [file for file in port.files if file.old is not None and file.new is not None]
+    if not files:
+        return after, ()
     upstream = {
         file.path: {edit.replaced: edit for edit in _edits(file)}
         for file in _diff(store, before, ours, *(file.path for file in files)).files
@@ -258,8 +266,6 @@ def _without_contained(
     }
     read = _reader(store, after)
     draft = TreeOverlay(trees.StoreTree(store, after))
-    if not files:
-        return after, ()
     contained: list[str] = []
     for file in files:
         same = [
@@ -348,10 +354,12 @@ def _merge(
     """Merge two trees with a common ancestor; return the tree and its conflicts."""
     root = store.commit_tree(base, [], "base")
     sides = [store.commit_tree(tree, [root], "side") for tree in (ours, theirs)]
-    done = git_command.run(store.path, "merge-tree", "--write-tree", "-z", "--no-messages", *sides)
-    if done.returncode not in (0, 1):
-        output = (done.stderr or done.stdout).decode("utf-8", "replace")
-        raise GitError(["git", "merge-tree", *sides], done.returncode, output)
+    words = ("merge-tree", "--write-tree", "-z", "--no-messages", *sides)
+    with translate_disk_errors(store.path):
+        done = git_command.run(store.path, *words)
+        if done.returncode not in (0, 1):
+            output = (done.stderr or done.stdout).decode("utf-8", "replace")
+            raise GitError(["git", *words], done.returncode, output)
     tree, *records = done.stdout.split(b"\0")
     merged = tree.decode("ascii")
     if done.returncode == 0:

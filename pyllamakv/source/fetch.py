@@ -7,11 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import FetchError, GitError, HashMismatch, UnknownRelease, UsageError
+from pyllamakv.errors import (
+    FetchError,
+    GitError,
+    HashMismatch,
+    NotFetched,
+    UnknownRelease,
+    UsageError,
+)
 from pyllamakv.home import home
 from pyllamakv.source import architectures, era, lockfile, npm, spec_resolver, xllamacpp
 from pyllamakv.source import sdist_import as archives
 from pyllamakv.source.download import download, file_hash
+from pyllamakv.source.git_command import TIMED_OUT
 from pyllamakv.source.index import IndexFile, PackageIndex
 from pyllamakv.source.package_sources import find_archive, find_package, free_name
 from pyllamakv.source.progress import no_progress
@@ -19,7 +27,6 @@ from pyllamakv.source.releases import Release, is_safe_name
 from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import Store, open_store
 
-from pyllamakv.source.git_command import TIMED_OUT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +43,8 @@ def fetch(release: Release, *, progress: Progress | None = None, keep: bool = Fa
     """Fetch a release's objects into the store, check its hashes, and return it.
 
     Existing objects are not fetched again. With ``keep``, the archive stays in `downloads`. Raises
-    FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, with the store unchanged.
+    FetchError, HashMismatch, ArchiveError, DiskFull or ToolMissing, with the store unchanged, and
+    NotFetched if the lock file has no archive of the release.
     """
     store = open_store()
     if store.has(release):
@@ -145,7 +153,7 @@ def archive(release: Release, progress: Progress | None = None) -> Path:
     """Return the archive of a release in `downloads`, downloaded if need be and checked."""
     if not release.archive or not release.package:
         msg = f"the lock file has no archive for {release.name}, so it cannot be fetched"
-        raise FetchError(msg)
+        raise NotFetched(msg)
     place = downloads() / release.archive
     if place.is_file() and file_hash(place) == release.sha256:
         return place

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from patching_kit import SeriesSandbox, code
 
-from pyllamakv.errors import GitError, NoPortApplies, UsageError
+from pyllamakv.errors import DiskFull, FetchError, GitError, Locked, NoPortApplies, UsageError
 from pyllamakv.patching import (
     apply,
     carry,
@@ -21,11 +22,13 @@ from pyllamakv.patching import (
     trees,
 )
 from pyllamakv.patching.carry import Carrier
-from pyllamakv.source import lockfile
+from pyllamakv.source import fetch, git_command, lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyllamakv.errors import SourceError
 
 STOCK = {"src/a.cpp": code("first") + code("second"), "src/h.h": b"int size;\n" * 9}
 FIXED = STOCK | {
@@ -265,20 +268,72 @@ def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
     assert "the patch uses `cell_size`, which 0.3.7 lacks" in found.reason
 
 
+def fail_merges(monkeypatch: pytest.MonkeyPatch, code: int, output: bytes) -> None:
+    """Let `git merge-tree` fail, and other commands of git run."""
+    run = git_command.run
+
+    def ask(folder: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        if args[0] == "merge-tree":
+            return subprocess.CompletedProcess(["git", *args], code, b"", output)
+        return run(folder, *args, **options)
+
+    monkeypatch.setattr(git_command, "run", ask)
+
+
 def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is carried, and the reason names the version of git that can."""
-
-    def refuse(*_args: object) -> None:
-        raise GitError(["git", "merge-tree"], 129, "usage: git merge-tree")
-
-    monkeypatch.setattr(carry, "_merge", refuse)
+    fail_merges(monkeypatch, 129, b"usage: git merge-tree")
     assert "git 2.38 and later can" in reason(bench, "0.3.2")
 
 
-def test_a_base_that_cannot_be_fetched(bench: SeriesSandbox) -> None:
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [(b"fatal: No space left on device", DiskFull), (b"fatal: failure to merge", GitError)],
+)
+def test_a_merge_that_fails(
+    bench: SeriesSandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    output: bytes,
+    error: type[SourceError],
+) -> None:
+    """Another failure of git is no reason of a patch: it is raised, and the next run merges."""
+    with monkeypatch.context() as patch:
+        fail_merges(patch, 128, output)
+        with pytest.raises(error):
+            carried(bench, "0.3.2")
+    assert carried(bench, "0.3.2").ports[0].carried_from == "0.3.1"
+
+
+def test_a_base_without_an_archive(bench: SeriesSandbox) -> None:
     """The reason names the base, not the port."""
     bench.store.delete_ref("refs/upstream/0.3.1")
     assert "release 0.3.1 is not available: " in reason(bench, "0.3.2")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FetchError("HTTP 503"), DiskFull("full"), Locked("busy"), GitError(["git"], 128, "fatal")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_base_that_cannot_be_fetched(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, error: SourceError
+) -> None:
+    """The error is raised: it says nothing about the patch, and a farther port is not used."""
+    bench.add_release("0.3.0", STOCK, "2024-12-01")
+    bases = dict.fromkeys(("0.3.0", "0.3.1"), (STOCK, FIXED))
+    bench.add_patch("two", bases, marker=("src/a.cpp", "first_7"))
+    listed = series.load(bench.folder)
+    only = series.Series((listed.definition("two"),))
+    bench.store.delete_ref("refs/upstream/0.3.1")
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fetch, "fetch", refuse)
+    with pytest.raises(type(error), match=str(error)):
+        apply.apply(bench.releases["0.3.2"], series=only, store=bench.store)
+    with pytest.raises(type(error), match=str(error)):
+        status.status([bench.releases["0.3.2"]], series=only, store=bench.store)
 
 
 def test_a_port_that_only_adds_files(bench: SeriesSandbox) -> None:

@@ -16,6 +16,7 @@ from pyllamakv.errors import (
     FetchError,
     GitError,
     HashMismatch,
+    NotFetched,
     UnknownRelease,
     UsageError,
 )
@@ -290,7 +291,7 @@ def test_things_that_cannot_be_added(tmp_path: Path) -> None:
 def test_a_release_without_an_archive() -> None:
     """A lock entry without an archive cannot be fetched, and the error has the reason."""
     release = lockfile.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
-    with pytest.raises(FetchError, match="no archive"):
+    with pytest.raises(NotFetched, match="no archive"):
         fetch.fetch(release)
 
 

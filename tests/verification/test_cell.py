@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.cell_results import failing, result, row
 
-from pyllamakv.errors import FetchError, HarnessError, ToolMissing
+from pyllamakv.errors import FetchError, GitError, HarnessError, ToolMissing
 from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.scenarios.runner import Run
@@ -134,6 +134,7 @@ def test_what_is_no_result_is_refused(raw) -> None:
     [
         ("fetch", FetchError("no network"), "no network"),
         ("check", ToolMissing("no compiler"), "no compiler"),
+        ("check", GitError(["git"], 128, "fatal"), "`git` exited with 128: fatal"),
         ("check", HarnessError("odd"), "a fault of the harness: odd"),
         ("check", ZeroDivisionError("odd"), "a fault of the harness: ZeroDivisionError: odd"),
     ],

@@ -115,6 +115,7 @@ def test_broken_carry(world: CheckSandbox) -> None:
         ("build_stock", ToolMissing("no C++ compiler")),
         ("build_patched", ToolMissing("no C++ compiler")),
         ("fetched", FetchError("no network")),
+        ("applied", FetchError("the base of a port: no network")),
     ],
 )
 def test_untestable(world: CheckSandbox, where: str, error: Exception) -> None:
