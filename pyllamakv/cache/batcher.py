@@ -155,7 +155,7 @@ class Batcher(ClosedOnExit):
             if decode_only is not None:
                 try:
                     outcome = decode_only.step()
-                except DecodeError as error:
+                except (DecodeError, Unsupported) as error:
                     self._leave_decode_only()
                     self._failed(error, decode_only.portions)
                     return bool(self._queue)

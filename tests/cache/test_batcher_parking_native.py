@@ -240,3 +240,36 @@ def test_an_idle_recurrent_branch_stays_until_a_lease_has_started() -> None:
                 cache.pin("answer", [3] * 9)
             assert cache.stats().evictions == 0
         cache.check()
+
+
+@pytest.mark.regression(
+    "generations in a hybrid memory with a stream per sequence ended with an error on 0.3.16 when "
+    "each of them needed one token",
+    by="random_operations",
+    of="Python",
+)
+def test_generations_are_decoded_one_by_one_if_a_release_refuses_their_batch() -> None:
+    """0.3.16 decodes several sequences of such a memory only in some orders."""
+    prompts = [[3 + i] * (9 + i) for i in range(5)]
+    with (
+        kv.open(built("0.3.16+patched").folder) as library,
+        library.load_model(synthetic_models.model("hybrid")) as model,
+    ):
+        expected = alone(model, prompts)
+        with (
+            model.context(
+                n_ctx=4 * CELLS, n_batch=64, n_ubatch=32, n_seq_max=4, kv_unified=False
+            ) as ctx,
+            kv.PrefixCache(ctx) as cache,
+            kv.Batcher(cache) as batcher,
+        ):
+            assert ctx.stream_per_sequence
+            # The last one takes the sequence of the first, beside those of higher numbers.
+            lengths = (2, TEXT, TEXT, TEXT, TEXT)
+            going = [
+                batcher.submit(each, n, stop_at_end=False)
+                for each, n in zip(prompts, lengths, strict=True)
+            ]
+            batcher.run()
+            for one, tokens, n in zip(going, expected, lengths, strict=True):
+                assert one.tokens == tokens[:n]
