@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pyllamakv
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.server.server_lab import SLOT
@@ -31,7 +32,8 @@ def serve(
 
     The context has the sizes of a llama-server with ``clients`` slots: its cells, and its batches
     of 2,048 tokens in micro-batches of 512. It defragments when that pays, as servers through
-    0.3.16 do by default. ``tick`` is called with the number of requests that have ended.
+    0.3.16 do by default. Where llama.cpp can decide about flash attention, it does, as in a server.
+    ``tick`` is called with the number of requests that have ended.
     """
     with (
         pyllamakv.open(library) as opened,
@@ -44,6 +46,7 @@ def serve(
             n_threads=threads,
             n_threads_batch=threads,
             defrag_policy="threshold",
+            flash_attn=None if Capability.FLASH_AUTO in opened.about.capabilities else False,
         ) as context,
         SlotCache(context) as cache,
         Batcher(cache) as batcher,
