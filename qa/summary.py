@@ -203,6 +203,16 @@ CLAIMS = (
         "^CPU per token, batcher",
     ),
     Claim(
+        "`Batcher` generates as many tokens per second as llama-server of the same build",
+        "llama-server .*, fits(, .*)?",
+        "^tokens per second, batcher",
+    ),
+    Claim(
+        "llama-server takes no more CPU time to build than the libraries of its release",
+        "Building llama-server",
+        "over both libraries",
+    ),
+    Claim(
         "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
         "llama-server, a sparse cache",
         "",
