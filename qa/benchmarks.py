@@ -50,6 +50,9 @@ def bench(
         help=f"{', '.join(GROUPS)}; default: {', '.join(k for k, v in GROUPS.items() if v)}.",
     ),
     backend: str = typer.Option("cuda", help="Backend of `hardware`: cuda, vulkan or rpc."),
+    release: list[str] = typer.Option(
+        None, help="Release of `hardware`; default: the test release and the newest one."
+    ),
     old: list[str] = typer.Option(
         None, help="Earlier build (ports) or revision (checkout) to compare with."
     ),
@@ -63,8 +66,8 @@ def bench(
     `grid` all kinds. `whole` builds a release stock and patched, `server-build` its servers.
     `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts the lines
     that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the wheels of
-    `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it, and repeats
-    the measurements of `devices` there.
+    `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it, also those
+    of llama-server, and repeats measurements of `devices` and `sparse` there.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -137,6 +140,7 @@ def bench(
             msg = f"there is no benchmark {name!r}: choose from {', '.join(GROUPS)}"
             raise UsageError(msg)
     words = [f"--backend {backend}"] if "hardware" in chosen else []
+    words += [f"--release {name}" for name in release or ()]
     words += [f"--old {name}" for name in old or ()]
     command = " ".join(["python -m qa bench", *(groups or []), *words])
     console = Console(stderr=True)
@@ -156,7 +160,7 @@ def bench(
             progress.update(task, description=name)
             more: dict[str, Any] = {}
             if name == "hardware":
-                more = {"backend": backend, "keep": keep}
+                more = {"backend": backend, "names": release or (), "keep": keep}
             elif name in ("ports", "checkout"):
                 more = {"old": old or ()}
             found += [figure.dated(command) for figure in measures[name].figures(tick, **more)]

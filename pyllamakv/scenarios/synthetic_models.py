@@ -83,6 +83,9 @@ SHAPES = {
 #: Suffix of a model's name for its variant with wide rows.
 WIDE = "-wide"
 
+#: The architectures that have such variants.
+WIDENED = ("llama", "gemma2")
+
 
 def with_wide_rows(shape: Shape) -> Shape:
     """Return the variant of a shape with rows of 256 values, which devices compute correctly.
@@ -97,9 +100,7 @@ def with_wide_rows(shape: Shape) -> Shape:
 
 SHAPES |= {
     wide.name: wide
-    for wide in (
-        with_wide_rows(each) for each in SHAPES.values() if each.architecture in ("llama", "gemma2")
-    )
+    for wide in (with_wide_rows(each) for each in SHAPES.values() if each.architecture in WIDENED)
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ from pyllamakv.errors import (
 )
 from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES
+from pyllamakv.scenarios.device_placement import ALL, DevicePlacement
+from pyllamakv.scenarios.synthetic_models import BYTE_OFFSET, SHAPES, WIDENED, with_wide_rows
 from pyllamakv.server.server_client import ServerClient, ServerCompletion
 from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.source import architectures
@@ -34,6 +36,7 @@ from pyllamakv.source.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pyllamakv.scenarios.architectures import Shape
     from pyllamakv.server.server_artifact import BuiltServer
 
 _T = TypeVar("_T")
@@ -78,6 +81,9 @@ MODELS = {
         )
     },
 }
+
+#: What a server logs for each buffer of a cache: the device, or CPU.
+_CACHE_BUFFER = re.compile(r"(\S+) KV buffer size")
 
 #: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities.
 _BANNED = [
@@ -138,6 +144,26 @@ class ServerLab:
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
     @cached_property
+    def placement(self) -> tuple[str, ...]:
+        """Return the flags that put layers and cache on the device of a GPU backend, else none.
+
+        Raises Untestable if the server says that the cache is in host memory nevertheless.
+        """
+        backend = self.built.variant.manifest.backend
+        if not DevicePlacement(backend).off_cpu:
+            return ()
+        flags = ("-ngl", str(ALL))
+        found: list[str] = []
+        # Newer releases log the buffers only if asked to.
+        with self._start(
+            *flags, "-v", placed=False, sink=lambda line: found.extend(_CACHE_BUFFER.findall(line))
+        ):
+            pass
+        if not found or "CPU" in found:
+            raise Untestable(f"the cache is in host memory, not on a {backend} device")
+        return flags
+
+    @cached_property
     def architectures(self) -> set[str]:
         """Return the architectures of models that the release supports; none if unknown.
 
@@ -146,11 +172,18 @@ class ServerLab:
         return architectures.read(open_store(), self.built.variant.manifest.tree)
 
     def _start(
-        self, *arguments: str, model: str | Path = "full", slots: int | None = None
+        self,
+        *arguments: str,
+        model: str | Path = "full",
+        slots: int | None = None,
+        placed: bool = True,
+        sink: Callable[[str], None] | None = None,
     ) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
+        if placed:
+            more += self.placement
         if isinstance(model, str):
-            shape = MODELS[model]
+            shape = self._shape(model)
             if self.architectures and shape.architecture not in self.architectures:
                 raise Untestable(f"the release does not support {shape.architecture}")
             model = synthetic_models.generate(shape, home() / "models")
@@ -159,10 +192,16 @@ class ServerLab:
         size = ["-np", str(slots), "-c", str(slots * SLOT)]
         every = [*words, *size, *more, *arguments]
         try:
-            return ServerProcess(self.built.program, every, env=_environment())
+            return ServerProcess(self.built.program, every, env=_environment(), sink=sink)
         except AddressInUse:
             # Another program took the free port before the server did.
-            return ServerProcess(self.built.program, every, env=_environment())
+            return ServerProcess(self.built.program, every, env=_environment(), sink=sink)
+
+    def _shape(self, model: str) -> Shape:
+        """Return the shape of one of `MODELS`, with the rows that a device computes correctly."""
+        shape = MODELS[model]
+        off_cpu = DevicePlacement(self.built.variant.manifest.backend).off_cpu
+        return with_wide_rows(shape) if off_cpu and shape.architecture in WIDENED else shape
 
     @contextlib.contextmanager
     def server(

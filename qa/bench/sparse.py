@@ -78,11 +78,11 @@ def _figure(
     ):
         moved = _repeat(context, tick)
         scatter(fresh)
-        other = _alone(fresh)
+        other = alone(fresh)
         live = scatter(context)
-        sparse = _compare(context, live, fresh, other, pairs, tick)
+        sparse = compare(context, live, fresh, other, pairs, tick)
         context.kv.defrag(fallback=False)
-        compact = _compare(context, live, fresh, other, pairs, tick)
+        compact = compare(context, live, fresh, other, pairs, tick)
     lost, left = sparse.ratio, compact.ratio
     peer = statistics.median(a / b for a, b in zip(restored, moved, strict=True))
     return Figure(
@@ -135,7 +135,7 @@ def scatter(context: pyllamakv.Context, saved: States | None = None) -> pyllamak
     return live
 
 
-def _alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
+def alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
     """Return the only sequence of a cache without other tokens."""
     context.clear()
     live = context.sequence()
@@ -155,7 +155,7 @@ def _repeat(context: pyllamakv.Context, tick: Tick, rounds: int = 5) -> list[flo
     return found[1:]
 
 
-def _compare(
+def compare(
     context: pyllamakv.Context,
     live: pyllamakv.Sequence,
     fresh: pyllamakv.Context,
@@ -163,6 +163,7 @@ def _compare(
     pairs: int,
     tick: Tick,
 ) -> Pairs:
+    """Return the seconds of steps in a cache, and those in a fresh one, interleaved."""
     return interleave(
         lambda: _seconds(context, live), lambda: _seconds(fresh, other), pairs=pairs, progress=tick
     )

@@ -43,9 +43,10 @@ SLOTS = {"/slots": (200, [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS)}
 ONE = ServerCompletion("abc", (1, 2, 3), (math.inf, 4.0, 2.0), 8, 0, False)
 
 
-def lab(program: Path) -> ServerLab:
+def lab(program: Path, backend: str = "cpu") -> ServerLab:
     """Return the lab of a stand-in."""
-    built: Any = SimpleNamespace(program=program, check_program=lambda: program)
+    variant = SimpleNamespace(manifest=SimpleNamespace(backend=backend))
+    built: Any = SimpleNamespace(program=program, check_program=lambda: program, variant=variant)
     made = ServerLab(built)
     made.flags = frozenset({"--slots"})
     made.architectures = {"llama", "jamba"}
@@ -145,6 +146,26 @@ def test_settings_of_the_user_do_not_reach_servers(
     assert config == os.devnull
     del found.flags
     assert found.flags == {"--slots"}
+
+
+@pytest.mark.long
+def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
+    """Servers of a GPU get their layers and wide rows there; what the log says decides."""
+    pytest.importorskip("httpx")
+    found = lab(serving(tmp_path, SLOTS, log="x:      CUDA0 KV buffer size =   1.25 MiB"), "cuda")
+    text = found.built.program.read_text("utf-8")
+    found.built.program.write_text(text.replace("\n", f"\n{_TELLTALE}", 1), encoding="utf-8")
+    with found.server() as server:
+        arguments = json.loads(server.log[0])[0]
+    assert arguments[arguments.index("-ngl") + 1] == "999"
+    assert "-v" not in arguments
+    assert arguments[arguments.index("-m") + 1].rpartition("/")[2].startswith("bytes-wide")
+    for line in ("x:        CPU KV buffer size =   1.25 MiB", "ready"):
+        found = lab(serving(tmp_path, SLOTS, log=line), "cuda")
+        with pytest.raises(Untestable, match="host memory, not on a cuda device"), found.server():
+            pass
+    with lab(found.built.program).server():
+        pass
 
 
 @pytest.mark.long

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pyllamakv.building import cuda
 from pyllamakv.errors import ContextError, Untestable
-from qa.bench import defrag_workloads, devices
-from qa.bench.defrag_workloads import SETTINGS, CacheShape
+from qa.bench import cuda_bandwidth, defrag_workloads, devices
+from qa.bench.defrag_workloads import SETTINGS, CacheShape, CacheTypes
 from qa.bench.devices import MOVERS, DeviceBenchmark, Rounds
 
 if TYPE_CHECKING:
@@ -74,6 +79,67 @@ def test_what_fails_is_a_row() -> None:
     figure = devices._row(stand(Library()), SMALL, "alternate", 2)
     assert figure.value == "not measured: out of memory"
     assert figure.target.startswith(">= 10 x the published algorithm, >= 50 %")
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "share", "met"),
+    [
+        ("CUDA", SETTINGS[0], 0.6, True),
+        ("CUDA", SETTINGS[0], 0.4, False),
+        ("CUDA", SETTINGS[0], None, None),
+        ("CUDA", SETTINGS[1], 0.4, True),
+        ("RPC", SETTINGS[0], None, True),
+    ],
+)
+def test_the_bandwidth_counts_where_v_is_in_rows(
+    device: str, setting: CacheTypes, share: float | None, met: bool | None
+) -> None:
+    """Without flash attention, V is transposed; a slower defragmentation misses any target."""
+    there = dataclasses.replace(stand(), device=device)
+    cache = CacheShape("1B", setting, 256)
+    assert devices._met(there, cache, True, share) is met
+    assert devices._met(there, cache, False, share) is False
+
+
+@pytest.mark.native
+def test_a_sparse_cache_on_a_device(patched: Variant, tmp_path: Path) -> None:
+    """Both caches are behind the server, and the compaction moves the cells that were left."""
+    release = patched.manifest.release
+    found = devices.sparse_on(lambda: None, "rpc", release, cells=2048, pairs=2)
+    assert found.name == f"RPC, {release}, 8B, 2048 cells, 200 live at the end"
+    assert [len(values) for values in found.data.values()] == [2] * 4
+    assert "the compaction takes" in found.value
+
+
+#: A CUDA runtime whose calls take no time, except for the last one.
+_RUNTIME = """
+#include <stddef.h>
+#include <unistd.h>
+int cudaMalloc(void **at, size_t size) { *at = at; return %d; }
+int cudaMemcpyAsync(void *to, void *from, size_t size, int kind, void *stream)
+{ return kind == 3 && size == 1u << 30 ? 0 : 1; }
+int cudaDeviceSynchronize(void) { usleep(20000); return 0; }
+"""
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_the_bandwidth_of_a_gpu_is_measured(tmp_path: Path, status: int) -> None:
+    """In a child, with the runtime of the toolkit; a GPU that refuses is no figure."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    toolkit = cuda.Toolkit(tmp_path / "bin" / "nvcc", "13.0.88", {})
+    with pytest.raises(Untestable, match="has no libcudart"):
+        cuda_bandwidth.measure(toolkit)
+    (tmp_path / "lib64").mkdir()
+    source = tmp_path / "runtime.c"
+    source.write_text(_RUNTIME % status, encoding="utf-8")
+    library = tmp_path / "lib64" / "libcudart.so.13"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    if status:
+        with pytest.raises(Untestable, match="cudaMalloc returned 2"):
+            cuda_bandwidth.measure(toolkit)
+    else:
+        rate = cuda_bandwidth.measure(toolkit)
+        assert 0 < rate <= 2 * cuda_bandwidth.SIZE * cuda_bandwidth.COPIES / 0.02
 
 
 @pytest.fixture

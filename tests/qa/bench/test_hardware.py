@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def server_verdict(_release: str, **_more: object) -> SimpleNamespace:
+    """Return what a check of both servers finds."""
+    scenarios = {"server-parallel": "needed"}
+    decision = SimpleNamespace(verdict="needed", reason="stock fails\nmore", scenarios=scenarios)
+    return SimpleNamespace(decision=decision)
+
+
 @pytest.mark.native
 def test_all_steps_on_a_server(
     stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
@@ -40,15 +47,20 @@ def test_all_steps_on_a_server(
 
     monkeypatch.setattr(hardware.check, "check", some)
     monkeypatch.setattr(devices, "RPC_PLAN", ((CacheShape("1B", SETTINGS[0], 256), "alternate"),))
+    monkeypatch.setattr(hardware.server_check, "check_server", server_verdict)
     ticks: list[None] = []
-    found = hardware.figures(lambda: ticks.append(None), "rpc", patched.manifest.release)
-    assert {figure.group for figure in found} == {"On a device: rpc"}
-    tools, first, second, judged, moved, time = found
+    release = patched.manifest.release
+    found = hardware.figures(lambda: ticks.append(None), "rpc", (release,))
+    assert {figure.group for figure in found} == {f"On a device: rpc, {release}"}
+    tools, first, second, judged, served, moved, time = found
     assert "loopback" in tools.value
     assert first.name.endswith("stock")
     assert second.name.endswith("patched")
     assert judged.met
     assert judged.value.startswith("needed: stock fails 2 of 2 runs")
+    assert served.met
+    assert served.value == "needed: stock fails"
+    assert served.data["server-parallel"] == "needed"
     assert "interleaved rounds" in moved.how
     assert time.met is not None
     assert ticks
@@ -60,37 +72,56 @@ def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_words, **_more):
         raise ContextError("no room on the device\nmore")
 
-    def build(_spec, **_more):
-        return SimpleNamespace(manifest=SimpleNamespace(cpu_seconds=1.0))
+    def build(spec, **_more):
+        name = "full-defrag" if spec.startswith("0.3.9") else "compaction"
+        return SimpleNamespace(manifest=SimpleNamespace(cpu_seconds=1.0, patches=(name,)))
 
     monkeypatch.setattr(hardware, "build", build)
     monkeypatch.setattr(hardware.check, "check", fail)
+    monkeypatch.setattr(hardware.server_check, "check_server", fail)
     monkeypatch.setattr(hardware.devices, "on", fail)
+    monkeypatch.setattr(hardware.devices, "sparse_on", fail)
     kept: list[list[str]] = []
     found = hardware.figures(
         lambda: None, "rpc", keep=lambda figures: kept.append([each.name for each in figures])
     )
-    assert [len(each) for each in kept] == [1, 2, 3, 4, 5, 6]
+    assert [len(each) for each in kept] == list(range(1, 15))
     assert kept[-1] == [each.name for each in found]
-    assert [each.value for each in found[3:5]] == [
-        "no verdict: no room on the device",
-        "not measured: no room on the device",
+    for first in (0, 7):
+        assert [each.value for each in found[first + 3 : first + 6]] == [
+            "no verdict: no room on the device",
+            "no verdict: no room on the device",
+            "not measured: no room on the device",
+        ]
+        assert not any(each.met for each in found[first + 3 : first + 6])
+    assert [each.group for each in found[::7]] == [
+        f"On a device: rpc, {name}" for name in hardware.releases()
     ]
-    assert not found[3].met
-    assert not found[4].met
+
+
+def test_a_release_before_servers_has_no_server_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server of these releases can be built."""
+    manifest = SimpleNamespace(cpu_seconds=1.0, patches=("full-defrag",))
+    monkeypatch.setattr(hardware, "build", lambda *_, **__: SimpleNamespace(manifest=manifest))
+    monkeypatch.setattr(hardware, "_judged", lambda *_: Figure("g", "scenarios", "needed"))
+    monkeypatch.setattr(hardware.devices, "on", lambda *_, **__: [])
+    found = hardware.figures(lambda: None, "rpc", ("0.3.5",))
+    assert not [each for each in found if "server" in each.name]
 
 
 def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step that ends the command leaves what was measured before it."""
 
-    def figures(_tick, backend, keep):
-        keep([Figure(f"On a device: {backend}", "tools", "there")])
+    def figures(_tick, backend, names, keep):
+        keep([Figure(f"On a device: {backend}, {names[0]}", "tools", "there")])
         raise ContextError("no room on the device")
 
     monkeypatch.setattr(hardware, "figures", figures)
     target = tmp_path / "B.md"
     done = CliRunner().invoke(
-        cli.app, ["hardware", "--backend", "rpc", "--write", str(target)], catch_exceptions=True
+        cli.app,
+        ["hardware", "--backend", "rpc", "--release", "0.3.9", "--write", str(target)],
+        catch_exceptions=True,
     )
     assert isinstance(done.exception, ContextError)
     assert "| tools | there |" in target.read_text(encoding="utf-8")
