@@ -25,7 +25,7 @@ Tick = Callable[[], None]
 Keep = Callable[[list[Figure]], None]
 
 #: Total time of a release in seconds.
-LIMIT = 600.0
+LIMIT = 300.0
 
 
 def releases() -> tuple[str, ...]:
