@@ -61,6 +61,9 @@ _ENDING = 2.0
 #: 0.02 in conversations with the model "sliding", and by up to 0.25 where windows had lost cells.
 TIE = 0.05
 
+#: The same on a GPU, which computes batches of different sizes with different kernels.
+GPU_TIE = 0.2
+
 _TEXT = (
     "the quick brown fox jumps over a lazy dog while seven wise men count every star in the sky "
     "and once upon a time there was a little girl who lived in a house by the sea with her cat "
@@ -143,14 +146,22 @@ class ServerLab:
         with self._start("--kv-unified") as server, _explained(server):
             return ("--kv-unified",) if _parts(server) == {SLOT} else ()
 
+    @property
+    def tie(self) -> float:
+        """Return the difference of log-probabilities up to which texts may differ."""
+        return GPU_TIE if self._off_cpu else TIE
+
+    @property
+    def _off_cpu(self) -> bool:
+        return DevicePlacement(self.built.variant.manifest.backend).off_cpu
+
     @cached_property
     def placement(self) -> tuple[str, ...]:
         """Return the flags that put layers and cache on the device of a GPU backend, else none.
 
         Raises Untestable if the server says that the cache is in host memory nevertheless.
         """
-        backend = self.built.variant.manifest.backend
-        if not DevicePlacement(backend).off_cpu:
+        if not self._off_cpu:
             return ()
         flags = ("-ngl", str(ALL))
         found: list[str] = []
@@ -160,6 +171,7 @@ class ServerLab:
         ):
             pass
         if not found or "CPU" in found:
+            backend = self.built.variant.manifest.backend
             raise Untestable(f"the cache is in host memory, not on a {backend} device")
         return flags
 
@@ -200,8 +212,8 @@ class ServerLab:
     def _shape(self, model: str) -> Shape:
         """Return the shape of one of `MODELS`, with the rows that a device computes correctly."""
         shape = MODELS[model]
-        off_cpu = DevicePlacement(self.built.variant.manifest.backend).off_cpu
-        return with_wide_rows(shape) if off_cpu and shape.architecture in WIDENED else shape
+        wide = self._off_cpu and shape.architecture in WIDENED
+        return with_wide_rows(shape) if wide else shape
 
     @contextlib.contextmanager
     def server(
@@ -306,15 +318,16 @@ def in_parallel(
     return [result for _, result in sorted(rows, key=lambda row: row[0])]
 
 
-def first_difference(one: ServerCompletion, other: ServerCompletion) -> int | None:
+def first_difference(
+    one: ServerCompletion, other: ServerCompletion, tie: float = TIE
+) -> int | None:
     """Return the index of the first token that differs and was no tie, or None.
 
     After a tie the texts go separate ways, so nothing after it is compared.
     """
     for index, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if a != b:
-            tie = one.margins[index] <= TIE or other.margins[index] <= TIE
-            return None if tie else index
+            return None if min(one.margins[index], other.margins[index]) <= tie else index
     return None if len(one.tokens) == len(other.tokens) else min(len(one.tokens), len(other.tokens))
 
 

@@ -12,7 +12,6 @@ from pyllamakv.server.server_client import ServerClient, package
 from pyllamakv.server.server_lab import (
     CLIENTS,
     SLOT,
-    TIE,
     CompletionRequest,
     ServerLab,
     answered,
@@ -141,7 +140,7 @@ def _sliding_window(lab: ServerLab) -> None:
         alone = _compare_with_uncached(lab, server, turns)
         # A few cells that are missing in a window change probabilities before they change a text.
         changes = [largest_change(one, found) for one, (_, found) in zip(alone, turns, strict=True)]
-        changed = sum(change > TIE for change in changes)
+        changed = sum(change > lab.tie for change in changes)
         lab.note(changed=changed)
         if changed:
             raise ScenarioFailed(
@@ -282,9 +281,13 @@ def _refuse_other_text(
     pairs = list(zip(alone, found, strict=True))
     lab.note(other_text=sum(one.tokens != other.tokens for one, other in pairs))
     for index, (one, other) in enumerate(pairs):
-        at = first_difference(one, other)
+        at = first_difference(one, other, lab.tie)
         if at is not None:
-            message = f"request {index}: token {at} is not that of a single client"
+            margin = min(one.margins[at : at + 1] + other.margins[at : at + 1], default=0.0)
+            message = (
+                f"request {index}: token {at} is not that of a single client, by a "
+                f"log-probability of {margin:.2f}"
+            )
             raise ScenarioFailed(message, failure="data")
 
 
@@ -319,7 +322,7 @@ def _cancelled(lab: ServerLab) -> None:
         (after,) = answers(server, [check], 1)
         lab.note(requests=len(prompts) + 2, cancelled=len(prompts))
         lab.note(retries=server.retries)
-        if first_difference(before, after) is not None:
+        if first_difference(before, after, lab.tie) is not None:
             raise ScenarioFailed("an answer differs after cancelled requests", failure="data")
 
 
@@ -367,7 +370,7 @@ def _slot_files(lab: ServerLab) -> None:
         lab.note(requests=2 + 3 * CLIENTS, restored=found.reused, retries=server.retries)
         if found.reused < len(prompts[0]) - 1:
             raise ScenarioFailed(f"a restored slot reused {found.reused} tokens", failure="lost")
-        if first_difference(expected, found) is not None:
+        if first_difference(expected, found, lab.tie) is not None:
             raise ScenarioFailed("the answer of a restored slot differs", failure="data")
 
 

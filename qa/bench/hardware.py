@@ -24,8 +24,9 @@ Tick = Callable[[], None]
 #: Receives all figures so far.
 Keep = Callable[[list[Figure]], None]
 
-#: Total time of a release in seconds.
+#: Total time of a release in seconds, and that of its benchmarks.
 LIMIT = 300.0
+BENCHMARKS = 60.0
 
 
 def releases() -> tuple[str, ...]:
@@ -44,7 +45,8 @@ def figures(
 
     ``names`` are releases (default: `releases`), and ``limit`` is the time of one. ``keep``
     receives the figures after each step, so that a failure of a later step loses nothing. Failures
-    after the build are rows. The benchmarks use the remaining time.
+    after the build are rows. The scenarios run in few settings: on an H100 with 16 cores, all
+    settings of 0.3.9 took 280 s.
     """
     found: list[Figure] = []
 
@@ -72,26 +74,25 @@ def _measure(
         wall = time.monotonic() - before
         value = f"{wall:.0f} s, {made.cpu_seconds:.0f} s of CPU when it was compiled"
         add(Figure(group, f"build of {release}, {side}", value, data={"wall": wall}))
-    add(_judged(tick, backend, release, group))
-    if _has_server(release):
-        add(_judged_server(tick, backend, release, group))
-    left = limit - (time.monotonic() - started)
     try:
         if "full-defrag" in patches:
             rate = cuda_bandwidth.measure(cuda.find()) if backend == "cuda" else 0.0
-            measured = devices.on(tick, backend, release, budget=left, bandwidth=rate)
+            measured = devices.on(tick, backend, release, budget=BENCHMARKS, bandwidth=rate)
         else:
             measured = [devices.sparse_on(tick, backend, release)]
     except KvError as error:
         measured = [Figure(group, "benchmarks", f"not measured: {_first(error)}", met=False)]
     add(*(Figure(**{**vars(each), "group": group}) for each in measured))
+    if _has_server(release):
+        add(_judged_server(tick, backend, release, group))
+    add(_judged(tick, backend, release, group))
     whole = time.monotonic() - started
     add(Figure(group, "all of this", f"{whole:.0f} s", f"<= {limit:.0f} s", whole <= limit))
 
 
 def _judged(tick: Tick, backend: str, release: str, group: str) -> Figure:
-    before, name = time.monotonic(), f"all scenarios on {release}"
-    question = check.CheckRequest(release, backend=backend, fresh=True)
+    before, name = time.monotonic(), f"scenarios on {release}, few settings"
+    question = check.CheckRequest(release, backend=backend, fresh=True, quick=True)
     try:
         judged = check.check(question, progress=lambda *_: tick()).decision
     except KvError as error:

@@ -241,6 +241,16 @@ def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type
         lab.player(256)
 
 
+@pytest.mark.parametrize(("backend", "bound"), [("cpu", 0.02), ("rpc", 0.02), ("cuda", 0.1)])
+def test_a_gpu_may_sum_in_another_order(backend: str, bound: float) -> None:
+    """Its correct caches differ more; a damaged cache differs by 0.3 or more."""
+    native = Rolling()
+    lab = Lab(
+        native, native.model_load("tiny", ModelParams()), CACHES[0], place=DevicePlacement(backend)
+    )
+    assert lab.tolerance.exact == bound
+
+
 def test_without_readable_cells_positions_are_checked() -> None:
     """A library without readable cells is verified by the ends of its sequences."""
 

@@ -59,6 +59,9 @@ def test_equal_answers_have_no_difference() -> None:
     other = replace(ONE, tokens=(1, 9, 8), margins=(math.inf, 0.01, 3.0))
     assert first_difference(ONE, other) is None
     assert first_difference(other, ONE) is None
+    assert (
+        first_difference(ONE, replace(ONE, tokens=(1, 2, 9), margins=(1.0, 4.0, 2.0)), 2.0) is None
+    )
 
 
 def test_other_answers_differ() -> None:
@@ -160,6 +163,7 @@ def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
     assert arguments[arguments.index("-ngl") + 1] == "999"
     assert "-v" not in arguments
     assert arguments[arguments.index("-m") + 1].rpartition("/")[2].startswith("bytes-wide")
+    assert found.tie > server_lab.TIE == lab(found.built.program).tie
     for line in ("x:        CPU KV buffer size =   1.25 MiB", "ready"):
         found = lab(serving(tmp_path, SLOTS, log=line), "cuda")
         with pytest.raises(Untestable, match="host memory, not on a cuda device"), found.server():

@@ -35,6 +35,9 @@ pytestmark = [pytest.mark.native, pytest.mark.long]
 BY_ID = {each.id: each for each in SCENARIOS}
 
 
+VARIANT = SimpleNamespace(manifest=SimpleNamespace(backend="cpu"))
+
+
 def server(side: str, release: str = TEST_RELEASE) -> BuiltServer:
     """Return a built server, or skip."""
     pytest.importorskip("httpx")
@@ -56,7 +59,7 @@ def lab_with_chats(folder: Path, n_generated: int) -> ServerLab:
     chat["usage"] = usage
     slots = [{"n_ctx": server_lab.SLOT}] * server_lab.CLIENTS
     program = serving(folder, {"/slots": (200, slots), "/v1/chat/completions": (200, chat)})
-    built: Any = SimpleNamespace(program=program, check_program=lambda: program)
+    built: Any = SimpleNamespace(program=program, check_program=lambda: program, variant=VARIANT)
     lab = ServerLab(built)
     lab.flags = frozenset()
     lab.architectures = set()
@@ -192,7 +195,7 @@ def test_answers_to_clients_that_left_must_end(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries are counted, but only other answers fail: 0.3.14 splits batches with any patches."""
     turns: list[Any] = []
-    lab: Any = ServerLab(SimpleNamespace(program=None))
+    lab: Any = ServerLab(SimpleNamespace(program=None, variant=VARIANT))
     lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=5))
     monkeypatch.setattr(server_scenarios, "_conversations", lambda *_: turns)
     monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: turns)

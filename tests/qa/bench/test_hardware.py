@@ -52,7 +52,7 @@ def test_all_steps_on_a_server(
     release = patched.manifest.release
     found = hardware.figures(lambda: ticks.append(None), "rpc", (release,))
     assert {figure.group for figure in found} == {f"On a device: rpc, {release}"}
-    tools, first, second, judged, served, moved, time = found
+    tools, first, second, moved, served, judged, time = found
     assert "loopback" in tools.value
     assert first.name.endswith("stock")
     assert second.name.endswith("patched")
@@ -89,9 +89,9 @@ def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[-1] == [each.name for each in found]
     for first in (0, 7):
         assert [each.value for each in found[first + 3 : first + 6]] == [
-            "no verdict: no room on the device",
-            "no verdict: no room on the device",
             "not measured: no room on the device",
+            "no verdict: no room on the device",
+            "no verdict: no room on the device",
         ]
         assert not any(each.met for each in found[first + 3 : first + 6])
     assert [each.group for each in found[::7]] == [
