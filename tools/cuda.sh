@@ -1,12 +1,13 @@
 #!/bin/sh
-# Build for the NVIDIA GPU of this machine, run all scenarios on it, and measure: about ten minutes
-# on 16 cores. Date, driver, toolkit and figures are written to qa/results/benchmarks.md.
+# Build two releases and their servers for the NVIDIA GPU of this machine, run scenarios on it, and
+# measure: about ten minutes on 16 cores. Date, driver, toolkit and figures are written to
+# qa/results/benchmarks.md.
 #
 #   tools/cuda.sh [FILE]        write to FILE instead
 #
 # If the system has no nvcc, the toolkit is installed from wheels (the extra `cuda`).
 # Without a network, set PYLLAMAKV_PYTHON to a Python that has the dependencies, and
-# PYLLAMAKV_HOME to a data directory that contains the release.
+# PYLLAMAKV_HOME to a data directory that contains the releases.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -83,6 +83,9 @@ SHAPES = {
 #: Suffix of a model's name for its variant with wide rows.
 WIDE = "-wide"
 
+#: Values in a row of K or V of such a variant.
+WIDE_ROW = 256
+
 #: The architectures that have such variants.
 WIDENED = ("llama", "gemma2")
 
@@ -90,12 +93,15 @@ WIDENED = ("llama", "gemma2")
 def with_wide_rows(shape: Shape) -> Shape:
     """Return the variant of a shape with rows of 256 values, which devices compute correctly.
 
-    Kernels for flash attention support heads of 64 values. Vulkan writes a row of quantized blocks
-    to a wrong address unless its offset is a multiple of the device's buffer alignment, usually 4
-    to 16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
+    Kernels for flash attention support heads of 64 values. Where scores are capped, as in gemma2,
+    those of CUDA support only heads of 128 and more (ggml-cuda/fattn-mma-f16.cuh). Vulkan writes a
+    row of quantized blocks to a wrong address unless its offset is a multiple of the device's
+    buffer alignment, usually 4 to 16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
     """
-    heads = 4 * (shape.n_head // shape.n_head_kv)
-    return replace(shape, name=shape.name + WIDE, head=64, n_head=heads, n_head_kv=4)
+    head = 128 if shape.architecture == "gemma2" else 64
+    n_kv = WIDE_ROW // head
+    heads = n_kv * (shape.n_head // shape.n_head_kv)
+    return replace(shape, name=shape.name + WIDE, head=head, n_head=heads, n_head_kv=n_kv)
 
 
 SHAPES |= {

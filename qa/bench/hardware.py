@@ -26,7 +26,7 @@ Keep = Callable[[list[Figure]], None]
 
 #: Total time of a release in seconds, and that of its benchmarks.
 LIMIT = 300.0
-BENCHMARKS = 60.0
+BENCHMARKS = 120.0
 
 
 def releases() -> tuple[str, ...]:

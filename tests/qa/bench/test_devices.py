@@ -46,9 +46,12 @@ def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch)
 def test_a_size_that_takes_too_long_is_not_begun() -> None:
     """The times of smaller caches predict that of a larger one, also in another setting."""
     there = stand(seconds=100)
-    there.paces[SETTINGS[0]] = 1 / SMALL.bytes
+    there.paces[SETTINGS[0], 2] = 1 / SMALL.bytes
     large = CacheShape("1B", SETTINGS[1], 256 * 200)
     assert there.needs(large) == pytest.approx(200)
+    assert there.movers(large) == ("auto", "staged")
+    assert there.movers(SMALL) == devices.MOVERS
+    assert there.needs(SMALL) == 0
     figure = devices._row(there, large, "alternate", 1)
     assert figure.name == "CUDA, 1B, 51200 cells, alternate, no flash attention, f16"
     assert figure.value.startswith("not measured: it takes 200 s or more, ")
@@ -171,7 +174,7 @@ def test_rounds_end_in_time(seconds: list[float]) -> None:
     rounds = run(until=100, share=13.5)
     assert {len(each) for each in rounds.seconds.values()} == {3}
     assert seconds == [12.0]
-    assert rounds.stand.paces == {SMALL.setting: 6 / SMALL.bytes}
+    assert rounds.stand.paces == {(SMALL.setting, 3): 6 / SMALL.bytes}
 
 
 def test_a_share_that_is_too_small_still_gives_a_round(seconds: list[float]) -> None:
