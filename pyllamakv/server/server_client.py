@@ -108,9 +108,11 @@ class ServerClient(ClosedOnExit):
         except self._httpx.TransportError as error:
             raise ConnectionError(f"/completion: {error or type(error).__name__}") from error
 
-    def cancel(self, prompt: Sequence[int] | str, n_predict: int, after: int) -> None:
+    def cancel(
+        self, prompt: Sequence[int] | str, n_predict: int, after: int, **options: Any
+    ) -> None:
         """Start a streamed completion, and disconnect after ``after`` events."""
-        with contextlib.closing(self.stream(prompt, n_predict)) as events:
+        with contextlib.closing(self.stream(prompt, n_predict, **options)) as events:
             for _ in itertools.islice(events, after):
                 pass
 

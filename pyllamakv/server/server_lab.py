@@ -88,8 +88,9 @@ MODELS = {
 #: What a server logs for each buffer of a cache: the device, or CPU.
 _CACHE_BUFFER = re.compile(r"(\S+) KV buffer size")
 
-#: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities.
-_BANNED = [
+#: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities, and
+#: in 0.3.33 to 0.3.35 its parser refuses an answer that is no UTF-8.
+NOT_ASCII = [
     [token, False]
     for token in range(_BYTES.n_vocab)
     if not BYTE_OFFSET <= token < BYTE_OFFSET + 128
@@ -222,10 +223,12 @@ class ServerLab:
         shift: bool = False,
         model: str | Path = "full",
         slots: int | None = None,
+        one_cache: bool = False,
     ) -> Iterator[ServerProcess]:
         """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
 
-        ``slots`` None is the number of the lab.
+        ``slots`` None is the number of the lab. With ``one_cache`` the slots share one cache also
+        where each of them may then use all cells.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
         connections, and refused requests, raise ScenarioFailed. Raises Untestable if a slot cannot
@@ -233,9 +236,10 @@ class ServerLab:
         """
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
-        every = (*self.sharing, *switches, *arguments)
+        whole = one_cache and not self.sharing and "--kv-unified" in self.flags
+        every = (*(("--kv-unified",) if whole else self.sharing), *switches, *arguments)
         with self._start(*every, model=model, slots=slots) as server, _explained(server):
-            if (parts := _parts(server)) != {SLOT}:
+            if not whole and (parts := _parts(server)) != {SLOT}:
                 raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
             yield server
 
@@ -375,4 +379,4 @@ def complete(
     client: ServerClient, prompt: Sequence[int], n_predict: int, **options: Any
 ) -> ServerCompletion:
     """Complete a prompt with characters of ASCII."""
-    return client.complete(prompt, n_predict, logit_bias=_BANNED, **options)
+    return client.complete(prompt, n_predict, logit_bias=NOT_ASCII, **options)

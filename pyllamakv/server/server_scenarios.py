@@ -11,6 +11,7 @@ from pyllamakv.errors import PromptTooLong, ScenarioFailed, Unsupported, Untesta
 from pyllamakv.server.server_client import ServerClient, package
 from pyllamakv.server.server_lab import (
     CLIENTS,
+    NOT_ASCII,
     SLOT,
     CompletionRequest,
     ServerLab,
@@ -135,7 +136,7 @@ def _conversations(
 def _sliding_window(lab: ServerLab) -> None:
     """Hold conversations with a sliding-window model; compare with prompts that are not cached."""
     # A turn is several micro-batches, and the windows of all slots leave no cell for the next one.
-    with lab.server("-b", str(SLOT), "-ub", "32", model="sliding") as server:
+    with lab.server("-b", str(SLOT), "-ub", "32", model="sliding", one_cache=True) as server:
         turns = _conversations(lab, server)
         alone = _compare_with_uncached(lab, server, turns)
         # A few cells that are missing in a window change probabilities before they change a text.
@@ -172,7 +173,7 @@ def _sparse(lab: ServerLab) -> None:
     options = ["--defrag-thold", "0.1"] if "--defrag-thold" in lab.flags else []
     with (
         lab.folder() as folder,
-        lab.server("--slot-save-path", f"{folder}/", *options) as server,
+        lab.server("--slot-save-path", f"{folder}/", *options, one_cache=True) as server,
         ServerClient(server.url) as client,
     ):
         turns: list[tuple[CompletionRequest, ServerCompletion]] = []
@@ -222,6 +223,7 @@ def _threshold(lab: ServerLab) -> None:
                 "--defrag-thold",
                 threshold,
                 slots=CLIENTS + 1,
+                one_cache=True,
             ) as server,
             ServerClient(server.url) as client,
         ):
@@ -301,7 +303,7 @@ def _cancelled(lab: ServerLab) -> None:
         counted = client.metrics().get(_GENERATED, 0.0)
 
         def cancel(one: ServerClient, request: CompletionRequest) -> None:
-            one.cancel(request.prompt, request.n_predict, after=3)
+            one.cancel(request.prompt, request.n_predict, after=3, logit_bias=NOT_ASCII)
 
         failed = [
             each
@@ -333,7 +335,7 @@ def _too_long(lab: ServerLab) -> None:
         large = CompletionRequest(lab.prompt(client, SLOT + 64), 16)
 
         def ask(one: ServerClient, request: CompletionRequest) -> int:
-            return one.complete(request.prompt, request.n_predict).n_prompt
+            return complete(one, request.prompt, request.n_predict).n_prompt
 
         found = in_parallel(server.url, [fits, large] * 6, CLIENTS, ask)
         lab.note(requests=len(found), refused=sum(isinstance(e, PromptTooLong) for e in found))
@@ -392,7 +394,7 @@ def _openai(lab: ServerLab) -> None:
                     messages=[{"role": "user", "content": text}],
                     max_tokens=SLOT,
                     temperature=0,
-                    extra_body={"ignore_eos": True},
+                    extra_body={"ignore_eos": True, "logit_bias": NOT_ASCII},
                 )
             return int(answer.usage.completion_tokens) if answer.usage else 0
 

@@ -152,6 +152,22 @@ def test_settings_of_the_user_do_not_reach_servers(
 
 
 @pytest.mark.long
+def test_slots_share_a_cache_where_each_may_use_it_all(tmp_path: Path) -> None:
+    """Releases such as 0.3.35 have no share for a slot; their slots get a cache each otherwise."""
+    pytest.importorskip("httpx")
+    whole = server_lab.SLOT * server_lab.CLIENTS
+    found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": whole}] * server_lab.CLIENTS)}))
+    found.flags = frozenset({"--slots", "--kv-unified"})
+    text = found.built.program.read_text("utf-8")
+    found.built.program.write_text(text.replace("\n", f"\n{_TELLTALE}", 1), encoding="utf-8")
+    assert found.sharing == ()
+    with found.server(one_cache=True) as server:
+        assert "--kv-unified" in json.loads(server.log[0])[0]
+    with pytest.raises(Untestable, match=f"found .{whole}"), found.server():
+        pass
+
+
+@pytest.mark.long
 def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
     """Servers of a GPU get their layers and wide rows there; what the log says decides."""
     pytest.importorskip("httpx")
