@@ -89,7 +89,7 @@ MODELS = {
 _CACHE_BUFFER = re.compile(r"(\S+) KV buffer size")
 
 #: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities, and
-#: in 0.3.33 to 0.3.35 its parser refuses an answer that is no UTF-8.
+#: from 0.3.33 to b10566 its parser refuses an answer that is no UTF-8.
 NOT_ASCII = [
     [token, False]
     for token in range(_BYTES.n_vocab)
