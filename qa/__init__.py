@@ -13,6 +13,6 @@ SECTIONS = {
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",
-    "servers": "llama-server over HTTP, stock against patched, on one release per era.",
+    "servers": "llama-server over HTTP, stock against patched.",
     "defects": "Regression tests of all defects that the sections found.",
 }

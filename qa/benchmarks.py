@@ -66,8 +66,8 @@ def bench(
     `grid` all kinds. `whole` builds a release stock and patched, `server-build` its servers.
     `foreign` checks two foreign patches. `every` verifies all releases. `ports` counts the lines
     that ports change. `checkout` runs make targets in new clones. `prebuilt` installs the wheels of
-    `make prebuilt` and chats. `hardware` builds for a device, runs all scenarios on it, also those
-    of llama-server, and repeats measurements of `devices` and `sparse` there.
+    `make prebuilt` and chats. `hardware` builds for a device, repeats measurements of `devices` and
+    `sparse` on it, and runs scenarios in few settings, also those of llama-server.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -140,7 +140,7 @@ def bench(
             msg = f"there is no benchmark {name!r}: choose from {', '.join(GROUPS)}"
             raise UsageError(msg)
     words = [f"--backend {backend}"] if "hardware" in chosen else []
-    words += [f"--release {name}" for name in release or ()]
+    words += [f"--release {name}" for name in release or () if "hardware" in chosen]
     words += [f"--old {name}" for name in old or ()]
     command = " ".join(["python -m qa bench", *(groups or []), *words])
     console = Console(stderr=True)

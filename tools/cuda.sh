@@ -1,7 +1,7 @@
 #!/bin/sh
-# Build two releases and their servers for the NVIDIA GPU of this machine, run scenarios on it, and
-# measure: about ten minutes on 16 cores. Date, driver, toolkit and figures are written to
-# qa/results/benchmarks.md.
+# Build two releases and their servers for the NVIDIA GPU of this machine, measure, and run scenarios
+# on it: up to ten minutes on 16 cores after the builds, which take 45 minutes of CPU time. Date,
+# driver, toolkit and figures are written to qa/results/benchmarks.md.
 #
 #   tools/cuda.sh [FILE]        write to FILE instead
 #

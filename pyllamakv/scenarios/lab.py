@@ -27,7 +27,7 @@ from pyllamakv.scenarios.cell_picture import Picture
 from pyllamakv.scenarios.device_placement import DevicePlacement
 from pyllamakv.scenarios.frames import TimelinePlayer
 from pyllamakv.scenarios.player import Player
-from pyllamakv.scenarios.reference import GPU, Reference, Tolerance
+from pyllamakv.scenarios.reference import CUDA, Reference, Tolerance
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import Snapshot
@@ -52,7 +52,7 @@ class Lab:
         self.native = native
         self.model = model
         self.setting = setting
-        self.tolerance = tolerance or (GPU if self.place.off_cpu else Tolerance())
+        self.tolerance = tolerance or (CUDA if self.place.backend == "cuda" else Tolerance())
         self.notes: dict[str, Any] = {}
         self.pictures: list[Picture] = []
         self.players: list[Player] = []

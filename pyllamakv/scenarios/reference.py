@@ -54,9 +54,9 @@ class Tolerance:
         return self.rounded if coarse else self.exact
 
 
-#: The tolerance on a GPU. CUDA sums attention in f16 also without flash attention: on an H100,
+#: The tolerance on CUDA, which sums attention in f16 also without flash attention: on an H100,
 #: correct caches of 0.3.9 differ by up to 0.023.
-GPU = Tolerance(exact=0.1)
+CUDA = Tolerance(exact=0.1)
 
 
 class Reference:

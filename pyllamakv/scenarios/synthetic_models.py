@@ -94,7 +94,7 @@ def with_wide_rows(shape: Shape) -> Shape:
     """Return the variant of a shape with rows of 256 values, which devices compute correctly.
 
     Kernels for flash attention support heads of 64 values. Where scores are capped, as in gemma2,
-    those of CUDA support only heads of 128 and more (ggml-cuda/fattn-mma-f16.cuh). Vulkan writes a
+    those of CUDA support only heads of 128 and 256 (ggml-cuda/fattn-mma-f16.cuh). Vulkan writes a
     row of quantized blocks to a wrong address unless its offset is a multiple of the device's
     buffer alignment, usually 4 to 16 bytes: 256 values are 272 bytes in q8_0, 144 in q4_0.
     """

@@ -89,7 +89,7 @@ MODELS = {
 _CACHE_BUFFER = re.compile(r"(\S+) KV buffer size")
 
 #: Tokens that no answer contains: a server holds incomplete UTF-8 back, with its probabilities, and
-#: from 0.3.33 to b10566 its parser refuses an answer that is no UTF-8.
+#: between 0.3.33 and b10566 its parser refuses an answer that is not UTF-8.
 NOT_ASCII = [
     [token, False]
     for token in range(_BYTES.n_vocab)
@@ -125,7 +125,7 @@ class ServerLab:
             text=True,
             timeout=120,
             check=False,
-            env=_environment(),
+            env=self._environment,
         )
         if done.returncode != 0:
             last = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -150,19 +150,26 @@ class ServerLab:
     @property
     def tie(self) -> float:
         """Return the difference of log-probabilities up to which texts may differ."""
-        return GPU_TIE if self._off_cpu else TIE
+        return GPU_TIE if self._place.off_cpu else TIE
 
     @property
-    def _off_cpu(self) -> bool:
-        return DevicePlacement(self.built.variant.manifest.backend).off_cpu
+    def _place(self) -> DevicePlacement:
+        return DevicePlacement(self.built.variant.manifest.backend)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of servers: without their settings and the user's file."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+        # An empty value would select ~/.config.
+        return kept | {"XDG_CONFIG_HOME": os.devnull} | self._place.environment
 
     @cached_property
     def placement(self) -> tuple[str, ...]:
         """Return the flags that put layers and cache on the device of a GPU backend, else none.
 
-        Raises Untestable if the server says that the cache is in host memory nevertheless.
+        Raises Untestable if the server reports that the cache is in host memory nevertheless.
         """
-        if not self._off_cpu:
+        if not self._place.off_cpu:
             return ()
         flags = ("-ngl", str(ALL))
         found: list[str] = []
@@ -172,8 +179,8 @@ class ServerLab:
         ):
             pass
         if not found or "CPU" in found:
-            backend = self.built.variant.manifest.backend
-            raise Untestable(f"the cache is in host memory, not on a {backend} device")
+            where = self._place.backend
+            raise Untestable(f"the cache is in host memory, not on a {where} device")
         return flags
 
     @cached_property
@@ -205,15 +212,15 @@ class ServerLab:
         size = ["-np", str(slots), "-c", str(slots * SLOT)]
         every = [*words, *size, *more, *arguments]
         try:
-            return ServerProcess(self.built.program, every, env=_environment(), sink=sink)
+            return ServerProcess(self.built.program, every, env=self._environment, sink=sink)
         except AddressInUse:
             # Another program took the free port before the server did.
-            return ServerProcess(self.built.program, every, env=_environment(), sink=sink)
+            return ServerProcess(self.built.program, every, env=self._environment, sink=sink)
 
     def _shape(self, model: str) -> Shape:
         """Return the shape of one of `MODELS`, with the rows that a device computes correctly."""
         shape = MODELS[model]
-        wide = self._off_cpu and shape.architecture in WIDENED
+        wide = self._place.off_cpu and shape.architecture in WIDENED
         return with_wide_rows(shape) if wide else shape
 
     @contextlib.contextmanager
@@ -239,8 +246,9 @@ class ServerLab:
         whole = one_cache and not self.sharing and "--kv-unified" in self.flags
         every = (*(("--kv-unified",) if whole else self.sharing), *switches, *arguments)
         with self._start(*every, model=model, slots=slots) as server, _explained(server):
-            if not whole and (parts := _parts(server)) != {SLOT}:
-                raise Untestable(f"expected slots of {SLOT} cells, found {sorted(parts)}")
+            size = SLOT * (slots or self.slots) if whole else SLOT
+            if (parts := _parts(server)) != {size}:
+                raise Untestable(f"expected slots of {size} cells, found {sorted(parts)}")
             yield server
 
     @contextlib.contextmanager
@@ -360,13 +368,6 @@ def _explained(server: ServerProcess) -> Iterator[None]:
         raise ScenarioFailed(str(error), failure=getattr(error, "failure", "claim")) from error
     if server.ended(0.0):
         raise server.death()
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of servers: without settings of llama-server and the user's file."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
-    # An empty value would select ~/.config.
-    return kept | {"XDG_CONFIG_HOME": os.devnull}
 
 
 def _parts(server: ServerProcess) -> set[int]:

@@ -13,6 +13,7 @@ from pyllamakv.server.server_lab import (
     CLIENTS,
     NOT_ASCII,
     SLOT,
+    TIE,
     CompletionRequest,
     ServerLab,
     answered,
@@ -141,7 +142,7 @@ def _sliding_window(lab: ServerLab) -> None:
         alone = _compare_with_uncached(lab, server, turns)
         # A few cells that are missing in a window change probabilities before they change a text.
         changes = [largest_change(one, found) for one, (_, found) in zip(alone, turns, strict=True)]
-        changed = sum(change > lab.tie for change in changes)
+        changed = sum(change > TIE for change in changes)
         lab.note(changed=changed)
         if changed:
             raise ScenarioFailed(
@@ -285,11 +286,11 @@ def _refuse_other_text(
     for index, (one, other) in enumerate(pairs):
         at = first_difference(one, other, lab.tie)
         if at is not None:
-            margin = min(one.margins[at : at + 1] + other.margins[at : at + 1], default=0.0)
-            message = (
-                f"request {index}: token {at} is not that of a single client, by a "
-                f"log-probability of {margin:.2f}"
-            )
+            ends = min(len(one.tokens), len(other.tokens))
+            message = f"request {index}: token {at} is not that of a single client"
+            if at < ends:
+                margin = min(one.margins[at], other.margins[at])
+                message += f", by a log-probability of {margin:.2f}"
             raise ScenarioFailed(message, failure="data")
 
 

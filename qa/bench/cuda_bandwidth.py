@@ -22,20 +22,29 @@ COPIES = 20
 #: cudaMemcpyDeviceToDevice, from the enumeration cudaMemcpyKind of driver_types.h.
 _DEVICE_TO_DEVICE = 3
 
-_PLACES = ("lib64/libcudart.so*", "lib/libcudart.so*", "targets/*/lib/libcudart.so*")
+#: The last one is that of a distribution's packages, whose nvcc is in /usr/bin.
+_PLACES = (
+    "lib64/libcudart.so*",
+    "lib/libcudart.so*",
+    "targets/*/lib/libcudart.so*",
+    "lib/*-linux-gnu/libcudart.so*",
+)
 
 
 def measure(toolkit: cuda.Toolkit) -> float:
     """Return the bytes per second that the first GPU reads and writes while it copies.
 
-    Raises Untestable without the runtime library of the toolkit, or if the GPU refuses.
+    Raises Untestable without the runtime library of the toolkit, or if the GPU cannot copy.
     """
     root = toolkit.nvcc.parent.parent
     found = [path for pattern in _PLACES for path in sorted(root.glob(pattern))]
     if not found:
         raise Untestable(f"{root} has no libcudart.so")
     command = [sys.executable, "-m", __name__, str(found[0])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Untestable(f"the GPU did not copy {SIZE} bytes in {error.timeout:g} s") from error
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise Untestable(f"the GPU cannot copy memory: {last}")

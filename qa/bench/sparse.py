@@ -162,14 +162,24 @@ def compare(
     other: pyllamakv.Sequence,
     pairs: int,
     tick: Tick,
+    warm: int = 0,
 ) -> Pairs:
-    """Return the seconds of steps in a cache, and those in a fresh one, interleaved."""
+    """Return the seconds of steps in a cache, and those in a fresh one, interleaved.
+
+    ``warm`` steps precede each measured group, for devices that are slower after a step in another
+    context.
+    """
     return interleave(
-        lambda: _seconds(context, live), lambda: _seconds(fresh, other), pairs=pairs, progress=tick
+        lambda: _seconds(context, live, warm),
+        lambda: _seconds(fresh, other, warm),
+        pairs=pairs,
+        progress=tick,
     )
 
 
-def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence) -> float:
+def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence, warm: int = 0) -> float:
+    for _ in range(warm):
+        context.step(sequence, 7)
     begin = time.perf_counter()
     for _ in range(STEPS):
         context.step(sequence, 7)

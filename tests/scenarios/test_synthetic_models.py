@@ -54,6 +54,13 @@ def test_rows_fit_quantized_blocks(name: str) -> None:
     assert head * shape.n_head_kv % 32 == 0
 
 
+def test_capped_scores_get_the_heads_that_cuda_supports() -> None:
+    """Its flash attention has no kernel for smaller heads of gemma2."""
+    assert synthetic_models.SHAPES["sliding-wide"].architecture == "gemma2"
+    assert synthetic_models.SHAPES["sliding-wide"].head == 128
+    assert synthetic_models.SHAPES["tiny-wide"].head == 64
+
+
 @pytest.mark.parametrize("name", ["tiny-wide", "grouped-wide", "sliding-wide"])
 def test_wide_rows_begin_where_devices_align_buffers(name: str) -> None:
     """Rows of the model's K and V are 256 values, quantized ones a multiple of 16 bytes."""

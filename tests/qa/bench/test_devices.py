@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pytest
 
 from pyllamakv.building import cuda
 from pyllamakv.errors import ContextError, Untestable
-from qa.bench import cuda_bandwidth, defrag_workloads, devices
+from qa.bench import cuda_bandwidth, defrag_workloads, devices, sparse
 from qa.bench.defrag_workloads import SETTINGS, CacheShape, CacheTypes
 from qa.bench.devices import MOVERS, DeviceBenchmark, Rounds
 
@@ -66,10 +67,10 @@ def test_a_size_that_does_not_fit_is_not_begun() -> None:
         cpu = SimpleNamespace(kind="cpu", memory_free=1)
         there = stand(SimpleNamespace(devices=lambda found=(cpu, gpu): list(found)))
         if fits:
-            devices._need_memory(there, SMALL)
+            devices._need_memory(there.library, 3 * SMALL.bytes)
         else:
             with pytest.raises(Untestable, match="2 GB are free on the device"):
-                devices._need_memory(there, SMALL)
+                devices._need_memory(there.library, 3 * SMALL.bytes)
 
 
 def test_what_fails_is_a_row() -> None:
@@ -105,13 +106,29 @@ def test_the_bandwidth_counts_where_v_is_in_rows(
 
 
 @pytest.mark.native
-def test_a_sparse_cache_on_a_device(patched: Variant, tmp_path: Path) -> None:
+def test_a_sparse_cache_on_a_device(patched: Variant) -> None:
     """Both caches are behind the server, and the compaction moves the cells that were left."""
     release = patched.manifest.release
     found = devices.sparse_on(lambda: None, "rpc", release, cells=2048, pairs=2)
     assert found.name == f"RPC, {release}, 8B, 2048 cells, 200 live at the end"
-    assert [len(values) for values in found.data.values()] == [2] * 4
-    assert "the compaction takes" in found.value
+    assert [len(values) for values in found.data.values()] == [2, 2, 2, 2, devices.COMPACTIONS + 1]
+    assert f"a compaction moves {sparse.LIVE} cells" in found.value
+
+
+def test_a_sparse_cache_that_does_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA it has the size of a current context; elsewhere it is small."""
+    opened: list[str] = []
+
+    def need(_library: object, size: int) -> None:
+        opened.append(f"{size >> 20} MiB")
+        raise Untestable("too large")
+
+    monkeypatch.setattr(devices, "_open", lambda *_: nullcontext())
+    monkeypatch.setattr(devices, "_need_memory", need)
+    for backend in ("cuda", "vulkan"):
+        with pytest.raises(Untestable, match="too large"):
+            devices.sparse_on(lambda: None, backend, "0.3.36")
+    assert opened == ["32768 MiB", "1024 MiB"]
 
 
 #: A CUDA runtime whose calls take no time, except for the last one.
@@ -141,8 +158,9 @@ def test_the_bandwidth_of_a_gpu_is_measured(tmp_path: Path, status: int) -> None
         with pytest.raises(Untestable, match="cudaMalloc returned 2"):
             cuda_bandwidth.measure(toolkit)
     else:
-        rate = cuda_bandwidth.measure(toolkit)
-        assert 0 < rate <= 2 * cuda_bandwidth.SIZE * cuda_bandwidth.COPIES / 0.02
+        # The last call takes 20 ms; a busy machine adds to that.
+        rate, most = cuda_bandwidth.measure(toolkit), 2 * cuda_bandwidth.SIZE * 20 / 0.02
+        assert most / 20 < rate <= most
 
 
 @pytest.fixture

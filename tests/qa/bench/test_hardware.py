@@ -14,7 +14,7 @@ import pytest
 from building_kit import script
 from typer.testing import CliRunner
 
-from pyllamakv.errors import ContextError
+from pyllamakv.errors import BuildError, ContextError, Unsupported, Untestable
 from pyllamakv.verification import check
 from qa import benchmarks as cli
 from qa.bench import devices, hardware
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def server_verdict(_release: str, **_more: object) -> SimpleNamespace:
-    """Return what a check of both servers finds."""
-    scenarios = {"server-parallel": "needed"}
-    decision = SimpleNamespace(verdict="needed", reason="stock fails\nmore", scenarios=scenarios)
-    return SimpleNamespace(decision=decision)
 
 
 @pytest.mark.native
@@ -47,20 +40,16 @@ def test_all_steps_on_a_server(
 
     monkeypatch.setattr(hardware.check, "check", some)
     monkeypatch.setattr(devices, "RPC_PLAN", ((CacheShape("1B", SETTINGS[0], 256), "alternate"),))
-    monkeypatch.setattr(hardware.server_check, "check_server", server_verdict)
     ticks: list[None] = []
     release = patched.manifest.release
     found = hardware.figures(lambda: ticks.append(None), "rpc", (release,))
     assert {figure.group for figure in found} == {f"On a device: rpc, {release}"}
-    tools, first, second, moved, served, judged, time = found
+    tools, first, second, moved, judged, time = found
     assert "loopback" in tools.value
     assert first.name.endswith("stock")
     assert second.name.endswith("patched")
     assert judged.met
     assert judged.value.startswith("needed: stock fails 2 of 2 runs")
-    assert served.met
-    assert served.value == "needed: stock fails"
-    assert served.data["server-parallel"] == "needed"
     assert "interleaved rounds" in moved.how
     assert time.met is not None
     assert ticks
@@ -76,37 +65,109 @@ def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "full-defrag" if spec.startswith("0.3.9") else "compaction"
         return SimpleNamespace(manifest=SimpleNamespace(cpu_seconds=1.0, patches=(name,)))
 
+    def sparse(*_words, **_more):
+        raise ContextError("no room for a sparse cache")
+
     monkeypatch.setattr(hardware, "build", build)
+    monkeypatch.setattr(hardware, "build_server", lambda *_, **__: None)
+    monkeypatch.setattr(hardware, "_tools", lambda _backend: "a GPU")
     monkeypatch.setattr(hardware.check, "check", fail)
     monkeypatch.setattr(hardware.server_check, "check_server", fail)
     monkeypatch.setattr(hardware.devices, "on", fail)
-    monkeypatch.setattr(hardware.devices, "sparse_on", fail)
+    monkeypatch.setattr(hardware.devices, "sparse_on", sparse)
     kept: list[list[str]] = []
     found = hardware.figures(
-        lambda: None, "rpc", keep=lambda figures: kept.append([each.name for each in figures])
+        lambda: None, "metal", keep=lambda figures: kept.append([each.name for each in figures])
     )
-    assert [len(each) for each in kept] == list(range(1, 15))
+    # Nothing is written before the builds are complete: it would replace an earlier measurement.
+    assert [len(each) for each in kept] == [5, 6, 7, 8, 13, 14, 15, 16]
     assert kept[-1] == [each.name for each in found]
-    for first in (0, 7):
-        assert [each.value for each in found[first + 3 : first + 6]] == [
-            "not measured: no room on the device",
+    for first, cause in ((0, "no room on the device"), (8, "no room for a sparse cache")):
+        assert [each.value for each in found[first + 4 : first + 7]] == [
+            f"not measured: {cause}",
             "no verdict: no room on the device",
             "no verdict: no room on the device",
         ]
-        assert not any(each.met for each in found[first + 3 : first + 6])
-    assert [each.group for each in found[::7]] == [
-        f"On a device: rpc, {name}" for name in hardware.releases()
+        assert [each.met for each in found[first + 4 : first + 7]] == [False] * 3
+    assert [each.group for each in found[::8]] == [
+        f"On a device: metal, {name}" for name in hardware.releases()
     ]
 
 
-def test_a_release_before_servers_has_no_server_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server of these releases can be built."""
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build nothing, and measure nothing but servers."""
     manifest = SimpleNamespace(cpu_seconds=1.0, patches=("full-defrag",))
     monkeypatch.setattr(hardware, "build", lambda *_, **__: SimpleNamespace(manifest=manifest))
+    monkeypatch.setattr(hardware, "_tools", lambda _backend: "a GPU")
     monkeypatch.setattr(hardware, "_judged", lambda *_: Figure("g", "scenarios", "needed"))
     monkeypatch.setattr(hardware.devices, "on", lambda *_, **__: [])
-    found = hardware.figures(lambda: None, "rpc", ("0.3.5",))
-    assert not [each for each in found if "server" in each.name]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "met"), [("needed", 0, True), ("works", 0, True), ("harmful", 1, False)]
+)
+@pytest.mark.usefixtures("built")
+def test_servers_run_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, verdict: str, code: int, met: bool
+) -> None:
+    """Both are built for it; a verdict meets the target where patched passes."""
+    asked: list[tuple[str, str]] = []
+
+    def build_server(spec: str, *, backend: str, **_more: object) -> None:
+        asked.append((spec, backend))
+
+    def check_server(release: str, *, backend: str, **_more: object) -> SimpleNamespace:
+        asked.append((release, backend))
+        facts = {"reason": "because\nmore", "runs": 9, "scenarios": {"server-parallel": verdict}}
+        decision = SimpleNamespace(verdict=verdict, exit_code=code, **facts)
+        return SimpleNamespace(decision=decision)
+
+    monkeypatch.setattr(hardware, "build_server", build_server)
+    monkeypatch.setattr(hardware.server_check, "check_server", check_server)
+    found = hardware.figures(lambda: None, "metal", ("0.3.9",))
+    assert asked == [("0.3.9+stock", "metal"), ("0.3.9+patched", "metal"), ("0.3.9", "metal")]
+    (served,) = (each for each in found if each.name == "server scenarios on 0.3.9")
+    assert served.met is met
+    assert served.value == f"{verdict}: because"
+    assert served.data["server-parallel"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "rows"),
+    [
+        ("rpc", None, []),
+        ("metal", Unsupported("no server in these sources", "server"), []),
+        ("metal", BuildError("no compiler\nmore"), ["failed: no compiler"]),
+    ],
+)
+@pytest.mark.usefixtures("built")
+def test_servers_that_cannot_run_there_have_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: Exception | None, rows: list[str]
+) -> None:
+    """On RPC they would compute on the CPU; a failed build is a row."""
+
+    def build_server(*_words: object, **_more: object) -> None:
+        assert error is not None
+        raise error
+
+    monkeypatch.setattr(hardware, "build_server", build_server)
+    found = hardware.figures(lambda: None, backend, ("0.3.5",))
+    assert [each.value for each in found if "server" in each.name] == rows
+
+
+def test_an_unknown_bandwidth_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defragmentations are measured without it."""
+
+    def fail(_toolkit: object) -> None:
+        raise Untestable("no libcudart")
+
+    monkeypatch.setattr(hardware.cuda, "find", lambda: None)
+    monkeypatch.setattr(hardware.cuda_bandwidth, "measure", fail)
+    rate, (row,) = hardware._bandwidth("cuda", "group")
+    assert rate == 0
+    assert row.value == "not measured: no libcudart"
+    assert hardware._bandwidth("rpc", "group") == (0.0, [])
 
 
 def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
