@@ -98,6 +98,16 @@ CLAIMS = (
         "32768 cells, 200 live at the end, no flash",
     ),
     Claim(
+        "Compaction restores the decode speed of a fresh cache on a GPU",
+        "On a device: cuda, .*",
+        "live at the end",
+    ),
+    Claim(
+        "On a GPU, patched passes the scenarios of the newest verified release that stock fails",
+        "On a device: cuda, b.*",
+        "^scenarios on",
+    ),
+    Claim(
         "Defragmentation over RPC is never slower than the published algorithm",
         "Devices",
         "RPC, .*, alternate, flash attention",
