@@ -162,7 +162,8 @@ def test_the_lost_requests_of_a_trace_are_those_of_the_results() -> None:
     """The page for operators has them."""
     stock = lost_requests("trace")
     text = " ".join((readme.ROOT / "docs/server.md").read_text(encoding="utf-8").split())
-    times = "once" if stock["deaths"] == 1 else f"{stock['deaths']} times"
+    deaths = stock["deaths"]
+    times = {1: "once", 2: "twice"}.get(deaths, f"{deaths} times")
     assert f"stock 0.3.9 aborted {times} and lost {stock['lost']} requests" in text
 
 
