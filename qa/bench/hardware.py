@@ -17,6 +17,7 @@ from pyllamakv.server.server_build import build_server
 from pyllamakv.source import verified
 from pyllamakv.source.releases import TEST_RELEASE
 from pyllamakv.verification import check
+from pyllamakv.verification.verdict import Decision
 from qa.bench import cuda_bandwidth, devices
 from qa.bench.figure import Figure
 
@@ -66,6 +67,16 @@ def _measure(
     tick: Tick, backend: str, release: str, found: list[Figure], add: Callable[..., None]
 ) -> None:
     group = f"On a device: {backend}, {release}"
+
+    def scenarios() -> Decision:
+        question = check.CheckRequest(release, backend=backend, fresh=True, quick=True)
+        return check.check(question, progress=lambda *_: tick()).decision
+
+    def servers() -> Decision:
+        return server_check.check_server(
+            release, backend=backend, progress=lambda *_: tick()
+        ).decision
+
     found.append(Figure(group, "device, driver and toolkit", _tools(backend)))
     patches: tuple[str, ...] = ()
     for side in ("stock", "patched"):
@@ -88,8 +99,8 @@ def _measure(
         measured = _attempt(lambda: [devices.sparse_on(tick, backend, release)])
     add(*(Figure(**{**vars(each), "group": group}) for each in measured))
     if any(each.met is None for each in served):
-        add(_judged_server(tick, backend, release, group))
-    add(_judged(tick, backend, release, group))
+        add(_verdict(group, f"server scenarios on {release}", PASSES, servers))
+    add(_verdict(group, f"scenarios on {release}, few settings", "needed", scenarios))
     whole = time.monotonic() - started
     name = "benchmarks and scenarios"
     add(Figure(group, name, f"{whole:.0f} s", f"<= {TARGET:.0f} s", whole <= TARGET))
@@ -128,44 +139,23 @@ def _build_servers(tick: Tick, backend: str, release: str, group: str) -> list[F
     return [Figure(group, name, f"{time.monotonic() - before:.0f} s")]
 
 
-def _judged(tick: Tick, backend: str, release: str, group: str) -> Figure:
-    before, name = time.monotonic(), f"scenarios on {release}, few settings"
-    question = check.CheckRequest(release, backend=backend, fresh=True, quick=True)
+def _verdict(group: str, name: str, target: str, decide: Callable[[], Decision]) -> Figure:
+    """Return a row with a verdict, or with the reason why there is none."""
+    before = time.monotonic()
     try:
-        judged = check.check(question, progress=lambda *_: tick()).decision
+        found = decide()
     except KvError as error:
-        return Figure(group, name, f"no verdict: {_first(error)}", "needed", met=False)
+        return Figure(group, name, f"no verdict: {_first(error)}", target, met=False)
     wall = time.monotonic() - before
     return Figure(
         group,
         name,
-        f"{judged.verdict}: {judged.reason.splitlines()[0]}",
-        "needed",
-        str(judged.verdict) == "needed",
+        f"{found.verdict}: {found.reason.splitlines()[0]}",
+        target,
+        found.exit_code == 0 if target == PASSES else str(found.verdict) == target,
         "",
-        f"{judged.runs} runs a side in {wall:.0f} s",
-        {"wall": wall, **{str(name): str(each) for name, each in judged.scenarios.items()}},
-    )
-
-
-def _judged_server(tick: Tick, backend: str, release: str, group: str) -> Figure:
-    before, name = time.monotonic(), f"server scenarios on {release}"
-    try:
-        judged = server_check.check_server(
-            release, backend=backend, progress=lambda *_: tick()
-        ).decision
-    except KvError as error:
-        return Figure(group, name, f"no verdict: {_first(error)}", PASSES, met=False)
-    wall = time.monotonic() - before
-    return Figure(
-        group,
-        name,
-        f"{judged.verdict}: {judged.reason.splitlines()[0]}",
-        PASSES,
-        judged.exit_code == 0,
-        "",
-        f"{judged.runs} scenarios a side in {wall:.0f} s",
-        {"wall": wall, **{str(name): str(each) for name, each in judged.scenarios.items()}},
+        f"{found.runs} runs a side in {wall:.0f} s",
+        {"wall": wall, **{str(name): str(each) for name, each in found.scenarios.items()}},
     )
 
 

@@ -100,7 +100,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = SimpleNamespace(cpu_seconds=1.0, patches=("full-defrag",))
     monkeypatch.setattr(hardware, "build", lambda *_, **__: SimpleNamespace(manifest=manifest))
     monkeypatch.setattr(hardware, "_tools", lambda _backend: "a GPU")
-    monkeypatch.setattr(hardware, "_judged", lambda *_: Figure("g", "scenarios", "needed"))
+    decision = SimpleNamespace(verdict="needed", reason="stock fails", runs=1, scenarios={})
+    found = SimpleNamespace(decision=decision)
+    monkeypatch.setattr(hardware.check, "check", lambda *_, **__: found)
     monkeypatch.setattr(hardware.devices, "on", lambda *_, **__: [])
 
 
