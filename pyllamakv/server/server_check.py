@@ -11,6 +11,7 @@ from pyllamakv.errors import (
     BuildError,
     CommandFailed,
     HarnessError,
+    LoadError,
     NoPortApplies,
     PatchConflict,
     SourceError,
@@ -102,7 +103,7 @@ def check_server(
     ``series`` are ids of shipped patches (empty: all that apply). Raises UsageError for an unknown
     scenario or a patch of the server, UnknownPatch for an unknown patch, ToolMissing without a
     package that a scenario needs, and HarnessError for an internal error. A stock server that
-    cannot be fetched or built has the verdict untestable.
+    cannot be fetched, built or run here has the verdict untestable.
     """
     chosen = select(scenarios)
     variant.check_patches(series)
@@ -114,6 +115,8 @@ def check_server(
         if isinstance(error, SourceError) and error.exit_code != SourceError.exit_code:
             raise
         return ServerCheck(release, decide((), untestable=f"no stock server: {error}"))
+    if reason := _cannot_run(stock):
+        return ServerCheck(release, decide((), untestable=f"stock's server cannot run: {reason}"))
     sides, conflict = {"stock": stock}, ""
     known, names = spec_resolver.resolve(release), tuple(series) or None
     undecided: dict[str, str] = {}
@@ -145,6 +148,10 @@ def check_server(
         carried = applied.carried | server_patches.choose(known, names, progress=progress).carried
         decision = decide((), build_error=error.first_error or str(error), carried=_listed(carried))
         return ServerCheck(release, decision, carried=carried)
+    if "patched" in sides and (reason := _cannot_run(patched)):
+        failed = f"the patched server cannot run: {reason}"
+        decision = decide((), build_error=failed, carried=_listed(patches["carried"]))
+        return ServerCheck(release, decision, **patches)
     outcomes: dict[tuple[str, str], Outcome] = {}
     notes: dict[tuple[str, str], dict[str, int]] = {}
     for done, scenario in enumerate(chosen):
@@ -171,6 +178,15 @@ def check_server(
     )
     servers = {side: built.id for side, built in sides.items()}
     return ServerCheck(release, decision, pairs, notes, servers, **patches)
+
+
+def _cannot_run(built: BuiltServer) -> str:
+    """Return why a server cannot be run on this machine, or an empty text."""
+    try:
+        _ = ServerLab(built).flags
+    except LoadError as error:
+        return str(error)
+    return ""
 
 
 def _listed(carried: dict[str, str]) -> list[str]:

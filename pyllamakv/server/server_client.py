@@ -35,7 +35,8 @@ class ServerCompletion:
     """The answer to a request.
 
     ``tokens`` and ``margins`` have an entry per generated token: its id, and by how much it is more
-    probable than the next allowed one (difference of log-probabilities). ``reused`` is the number
+    probable than the next allowed one (difference of log-probabilities; NaN if the
+    server reports a probability as null). ``reused`` is the number
     of prompt tokens that the server did not evaluate again. ``truncated``: the server dropped
     tokens of the prompt or of the answer, because they do not fit into the slot.
     """
@@ -52,7 +53,10 @@ class ServerClient(ClosedOnExit):
     """A connection to a server. Use one per thread."""
 
     def __init__(self, url: str, *, timeout: float = 120.0) -> None:
-        """Connect to ``url``. A request that takes ``timeout`` seconds raises TimeoutError."""
+        """Connect to ``url``.
+
+        A request raises TimeoutError if the server sends nothing for ``timeout`` seconds.
+        """
         self._httpx: Any = package("httpx")
         self._timeout = timeout
         # A connection per request: a server closes idle ones after seconds, also while the next
@@ -67,19 +71,24 @@ class ServerClient(ClosedOnExit):
     ) -> ServerCompletion:
         """Complete a prompt greedily; ``options`` are fields of llama-server's /completion.
 
-        Raises PromptTooLong, RequestFailed, ConnectionError if the server ended, or TimeoutError.
+        Raises PromptTooLong, RequestFailed (also for an answer of another form), ConnectionError if
+        the server ended, or TimeoutError.
         """
         raw = self.post("/completion", _request(prompt, n_predict, options))
-        rows = raw.get("completion_probabilities") or []
         banned = {token for token, bias in options.get("logit_bias", ()) if bias is False}
-        return ServerCompletion(
-            text=str(raw["content"]),
-            tokens=tuple(int(row["id"]) for row in rows),
-            margins=tuple(_margin(row, banned) for row in rows),
-            n_prompt=int(raw.get("tokens_evaluated", 0)),
-            reused=int(raw.get("tokens_evaluated", 0)) - int(raw["timings"]["prompt_n"]),
-            truncated=bool(raw.get("truncated", False)),
-        )
+        try:
+            rows = raw.get("completion_probabilities") or []
+            return ServerCompletion(
+                text=str(raw["content"]),
+                tokens=tuple(int(row["id"]) for row in rows),
+                margins=tuple(_margin(row, banned) for row in rows),
+                n_prompt=int(raw.get("tokens_evaluated", 0)),
+                reused=int(raw.get("tokens_evaluated", 0)) - int(raw["timings"]["prompt_n"]),
+                truncated=bool(raw.get("truncated", False)),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            msg = f"/completion: the answer has another form ({error!r}): {str(raw)[:200]}"
+            raise RequestFailed(msg) from error
 
     def stream(
         self, prompt: Sequence[int] | str, n_predict: int, **options: Any
@@ -99,9 +108,11 @@ class ServerClient(ClosedOnExit):
                     field, _, text = line.partition(": ")
                     if field not in ("data", "error"):
                         continue
-                    event = _event(text)
+                    event = _parse("/completion", text)
                     if field == "error" or "error" in event:
-                        raise refusal("/completion", answer.status_code, text)
+                        reason = event.get("error", event)
+                        code = reason.get("code") if isinstance(reason, dict) else None
+                        raise refusal("/completion", code or answer.status_code, text)
                     yield event
         except self._httpx.TimeoutException as error:
             raise TimeoutError(self._late("/completion")) from error
@@ -122,7 +133,7 @@ class ServerClient(ClosedOnExit):
 
     def slots(self) -> list[dict[str, Any]]:
         """Return the state of each slot."""
-        found: list[dict[str, Any]] = self._request("GET", "/slots", None).json()
+        found: list[dict[str, Any]] = _parse("/slots", self._request("GET", "/slots", None).text)
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -142,7 +153,7 @@ class ServerClient(ClosedOnExit):
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post JSON and return the answer. Raises what `complete` raises."""
-        found: dict[str, Any] = self._request("POST", path, body).json()
+        found: dict[str, Any] = _parse(path, self._request("POST", path, body).text)
         return found
 
     def close(self) -> None:
@@ -175,15 +186,12 @@ def _lines(parts: Iterable[bytes]) -> Iterator[str]:
         yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in whole)
 
 
-def _event(text: str) -> dict[str, Any]:
-    """Parse an event. Raises RequestFailed for malformed JSON."""
+def _parse(path: str, text: str) -> Any:
+    """Parse an answer. Raises RequestFailed for malformed JSON."""
     try:
-        found: dict[str, Any] = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise RequestFailed(
-            f"/completion: the server sent no JSON ({error}): {text[:80]}"
-        ) from error
-    return found
+        raise RequestFailed(f"{path}: the server sent no JSON ({error}): {text[:80]}") from error
 
 
 def refusal(path: str, status: int, text: str) -> PromptTooLong | RequestFailed:
@@ -215,9 +223,12 @@ def _request(
 def _margin(row: dict[str, Any], banned: set[int]) -> float:
     """Return the log-probability of a generated token, less that of the best other token.
 
-    A server reports probabilities before it applies biases.
+    A server reports probabilities before it applies biases, and NaN as null.
     """
-    others = (each for each in row["top_logprobs"] if each["id"] not in {row["id"], *banned})
+    listed = [row, *row["top_logprobs"]]
+    if any(each["logprob"] is None for each in listed):
+        return math.nan
+    others = (each for each in listed if each["id"] not in {row["id"], *banned})
     best = max((float(each["logprob"]) for each in others), default=-math.inf)
     return float(row["logprob"]) - best
 

@@ -54,7 +54,7 @@ CELLS = CLIENTS * SLOT
 SETTING = f"-np {CLIENTS} -c {CELLS}"
 
 #: Seconds in which a server ends whose clients have lost their connections.
-_ENDING = 2.0
+ENDING = 2.0
 
 #: Difference of log-probabilities up to which another batch may select another token: a batch of
 #: another size adds the same numbers in another order. The margins of equal tokens changed by up to
@@ -119,14 +119,17 @@ class ServerLab:
     def flags(self) -> frozenset[str]:
         """Return the options that the server documents. Raises LoadError if it cannot run."""
         program = self.built.check_program()
-        done = subprocess.run(
-            [str(program), "--help"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env=self._environment,
-        )
+        try:
+            done = subprocess.run(
+                [str(program), "--help"],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+                env=self._environment,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LoadError(f"{program} --help cannot be run: {error}") from error
         if done.returncode != 0:
             last = (done.stderr.strip() or "no message").splitlines()[-1]
             raise LoadError(f"{program} --help ended with status {done.returncode}: {last}")
@@ -280,7 +283,7 @@ def answers(
     """Return the completion of each request, sent by ``clients`` threads.
 
     ``options`` are fields of llama-server's /completion. Raises ScenarioFailed if a request was not
-    answered: "hang" for one without an answer in time, else "claim".
+    answered ("claim") or has a probability that is no number ("data"), and TimeoutError.
     """
 
     def ask(client: ServerClient, request: CompletionRequest) -> ServerCompletion:
@@ -292,10 +295,12 @@ def answers(
 def answered(found: Sequence[ServerCompletion | Exception]) -> list[ServerCompletion]:
     """Return the answers. Raises what `answers` raises."""
     failed = [each for each in found if isinstance(each, Exception)]
+    for each in failed:
+        if isinstance(each, ScenarioFailed):
+            raise each
     if failed:
-        late = any(isinstance(each, TimeoutError) for each in failed)
         message = f"{len(failed)} of {len(found)} requests were not answered: {failed[0]}"
-        raise ScenarioFailed(message, failure="hang" if late else "claim")
+        raise ScenarioFailed(message)
     return [each for each in found if isinstance(each, ServerCompletion)]
 
 
@@ -304,7 +309,8 @@ def in_parallel(
 ) -> list[_R | Exception]:
     """Return the result or the exception of ``act`` for each item, from ``clients`` threads.
 
-    An interrupt is raised when the requests that are running have ended.
+    An interrupt, and TimeoutError of ``act``, is raised when the requests that are running have
+    ended; no others are sent, because a server that hangs answers none of them.
     """
     stopped = Event()
 
@@ -316,6 +322,9 @@ def in_parallel(
                     break
                 try:
                     done.append((index, act(client, item)))
+                except TimeoutError:
+                    stopped.set()
+                    raise
                 except Exception as error:
                     done.append((index, error))
         return done
@@ -363,7 +372,7 @@ def _explained(server: ServerProcess) -> Iterator[None]:
     except TimeoutError as error:
         raise ScenarioFailed(str(error), failure="hang") from error
     except (ConnectionError, PromptTooLong, RequestFailed, ScenarioFailed) as error:
-        if server.ended(_ENDING):
+        if server.ended(ENDING):
             raise server.death() from error
         raise ScenarioFailed(str(error), failure=getattr(error, "failure", "claim")) from error
     if server.ended(0.0):
@@ -379,5 +388,12 @@ def _parts(server: ServerProcess) -> set[int]:
 def complete(
     client: ServerClient, prompt: Sequence[int], n_predict: int, **options: Any
 ) -> ServerCompletion:
-    """Complete a prompt with characters of ASCII."""
-    return client.complete(prompt, n_predict, logit_bias=NOT_ASCII, **options)
+    """Complete a prompt with characters of ASCII.
+
+    Raises what `ServerClient.complete` raises, and ScenarioFailed for a probability that is no
+    number.
+    """
+    found = client.complete(prompt, n_predict, logit_bias=NOT_ASCII, **options)
+    if any(map(math.isnan, found.margins)):
+        raise ScenarioFailed("the probability of a token is not a number", failure="data")
+    return found

@@ -85,7 +85,7 @@ _MODEL_ERRORS: Final = (
         "the file is damaged; download it again",
     ),
     (
-        re.compile(r"failed to load model from \S+"),
+        re.compile(r"failed to load model from .+"),
         "the file is missing or damaged; download it again",
     ),
     (

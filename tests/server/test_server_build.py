@@ -63,7 +63,6 @@ def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_the_manifest_has_the_patches_of_the_server(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

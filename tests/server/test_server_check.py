@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyllamakv.building.variant import Spec
 from pyllamakv.errors import (
     CommandFailed,
     HarnessError,
+    LoadError,
     NoPortApplies,
     ScenarioFailed,
     ServerDied,
@@ -34,8 +36,12 @@ def sides(
     *,
     carried: bool = False,
     skipped: tuple[Skipped, ...] = (),
+    unable: str = "",
 ) -> None:
-    """Replace the builds by stand-ins; with ``carried``, a patch of each part was carried."""
+    """Replace the builds by stand-ins; with ``carried``, a patch of each part was carried.
+
+    The server of the side ``unable`` cannot run.
+    """
     library = {"full-defrag": "0.3.8"} if carried else {}
     server = {"server-metrics": "0.3.9"} if carried else {}
     applied = SimpleNamespace(carried=library, skipped=skipped)
@@ -47,7 +53,13 @@ def sides(
         kind = "stock" if spec.series == () else "patched"
         if patched and kind == "patched":
             raise patched
-        manifest = SimpleNamespace(stock=kind == "stock", carried=library)
+        manifest = SimpleNamespace(stock=kind == "stock", carried=library, backend="cpu")
+
+        def check_program() -> Path:
+            if kind == unable:
+                raise LoadError("it needs avx512f")
+            return Path(sys.executable)
+
         return SimpleNamespace(
             id=kind,
             manifest=SimpleNamespace(
@@ -57,6 +69,7 @@ def sides(
                 carried=server,
             ),
             variant=SimpleNamespace(manifest=manifest),
+            check_program=check_program,
         )
 
     monkeypatch.setattr(server_check, "build_server", build_server)
@@ -187,6 +200,20 @@ def test_a_stock_side_that_is_missing_is_untestable(monkeypatch: pytest.MonkeyPa
     found = check_server("0.0").decision
     assert found.verdict is Verdict.UNTESTABLE
     assert "no llama-server" in found.reason
+
+
+def test_a_server_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is stock's, nothing is decided; if only the patched one, the patches broke it."""
+    scenarios(monkeypatch, stock=AssertionError("was run"))
+    sides(monkeypatch, unable="stock")
+    found = check_server("0.3.9").decision
+    assert (found.verdict, found.exit_code) == (Verdict.UNTESTABLE, 125)
+    assert "stock's server cannot run: it needs avx512f" in found.reason
+    sides(monkeypatch, unable="patched")
+    checked = check_server("0.3.9")
+    assert checked.decision.verdict is Verdict.BROKEN_BUILD
+    assert checked.decision.reason == "the patched server cannot run: it needs avx512f"
+    assert checked.patches == ("full-defrag",)
 
 
 @pytest.mark.parametrize(

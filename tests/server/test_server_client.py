@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,6 +82,42 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
             client.cancel("text", 8, after=1)
 
 
+def answered(monkeypatch: pytest.MonkeyPatch, text: str) -> ServerClient:
+    """Return a client that gets a text as every answer."""
+    pytest.importorskip("httpx")
+    reply = SimpleNamespace(text=text)
+    monkeypatch.setattr(ServerClient, "_request", lambda *_words: reply)
+    return ServerClient("http://127.0.0.1:1")
+
+
+def test_a_probability_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sends NaN as null: of the token or of another one."""
+    for row in (
+        {"id": 7, "logprob": None, "top_logprobs": [{"id": 8, "logprob": -1.0}]},
+        {"id": 7, "logprob": -1.0, "top_logprobs": [{"id": 8, "logprob": None}]},
+    ):
+        text = json.dumps({**ANSWER, "completion_probabilities": [*ROWS, row]})
+        with answered(monkeypatch, text) as client:
+            margins = client.complete("text", 3).margins
+        assert [math.isnan(each) for each in margins] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "text", ["<html>", "[]", "{}", '{"content": "a"}', json.dumps({**ANSWER, "timings": None})]
+)
+def test_an_answer_of_another_form(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Is an error of the server."""
+    with (
+        answered(monkeypatch, text) as client,
+        pytest.raises(RequestFailed, match=r"/completion: .*(no JSON|another form)"),
+    ):
+        client.complete("text", 2)
+    with answered(monkeypatch, "<html>") as client:
+        for ask in (client.slots, lambda: client.tokenize("a")):
+            with pytest.raises(RequestFailed, match="no JSON"):
+                ask()
+
+
 def test_connections_are_not_reused() -> None:
     """A server closes an idle connection at a time that the client does not know."""
     httpx = pytest.importorskip("httpx")
@@ -108,8 +146,11 @@ def test_streamed_answers(tmp_path: Path) -> None:
                 client.cancel([1], 1, after=1)
                 continue
             error = PromptTooLong if text == OLD else RequestFailed
-            with pytest.raises(error, match=r"no cells|no JSON|exceeds the available"):
+            said = pytest.raises(error, match=r"no cells|no JSON|exceeds the available")
+            with said as caught:
                 list(client.stream([1], 1))
+            if text == late:
+                assert caught.value.code == 500
     assert found == [{"content": "\u2028"}, {"content": "", "stop": True}]
 
 

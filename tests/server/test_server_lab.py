@@ -108,6 +108,35 @@ def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(seen) == [0, 1]
 
 
+@pytest.mark.long
+def test_a_server_that_hangs_gets_no_more_requests() -> None:
+    """Each would take minutes."""
+    pytest.importorskip("httpx")
+    seen: list[int] = []
+
+    def act(_client: ServerClient, item: int) -> None:
+        seen.append(item)
+        raise TimeoutError("no answer for 120 s")
+
+    with pytest.raises(TimeoutError, match="120 s"):
+        in_parallel("http://127.0.0.1:9", range(10), 1, act)
+    assert seen == [0]
+
+
+def test_a_probability_that_is_no_number_is_damage() -> None:
+    """It is no refusal, also if other requests were refused."""
+    client: Any = SimpleNamespace(
+        complete=lambda *_words, **_options: replace(ONE, margins=(1.0, math.nan, 1.0))
+    )
+    with pytest.raises(ScenarioFailed, match="not a number") as caught:
+        server_lab.complete(client, (1,), 3)
+    damage = caught.value
+    assert damage.failure == "data"
+    with pytest.raises(ScenarioFailed, match="not a number") as caught:
+        server_lab.answered([ONE, RequestFailed("no"), damage])
+    assert caught.value.failure == "data"
+
+
 def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
     """A program that cannot run is a LoadError."""
     made = lab(ending(tmp_path, "-c,    --ctx-size N   size", status=0))
@@ -116,6 +145,10 @@ def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
     made = lab(ending(tmp_path, "no library", status=127))
     del made.flags
     with pytest.raises(LoadError, match="127"):
+        _ = made.flags
+    made = lab(tmp_path / "missing")
+    del made.flags
+    with pytest.raises(LoadError, match=r"cannot be run: .*missing"):
         _ = made.flags
 
 
@@ -207,7 +240,7 @@ def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
 def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused request fails the claim; one without an answer in time is a hang."""
     pytest.importorskip("httpx")
-    monkeypatch.setattr(server_lab, "_ENDING", 0.0)
+    monkeypatch.setattr(server_lab, "ENDING", 0.0)
     found = lab(serving(tmp_path, SLOTS))
     with found.server() as server:
         requests = [server_lab.CompletionRequest((1,), 1)] * 3
@@ -237,7 +270,7 @@ def test_a_server_that_does_not_answer_its_first_request(
     def refuse(_server: object) -> None:
         raise error
 
-    monkeypatch.setattr(server_lab, "_ENDING", 0.0)
+    monkeypatch.setattr(server_lab, "ENDING", 0.0)
     monkeypatch.setattr(server_lab, "_parts", refuse)
     found = lab(serving(tmp_path, SLOTS))
     with pytest.raises(ScenarioFailed) as caught, found.server():

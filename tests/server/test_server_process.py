@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -246,6 +247,7 @@ def test_a_process_that_has_ended_gets_no_signal(
         ),
         # 0.3.8, with SIGABRT.
         ("terminate called without an active exception", ModelError, "lost its log: .* newer"),
+        ("x: failed to load model from /my models/a.gguf", ModelError, "/my models/a.gguf: the"),
         ("init: failed to apply lora adapter 'a.gguf'", ModelError, r"'a\.gguf': .* with --lora"),
         ("load: failed to load model from draft.gguf", ModelError, "draft.gguf: .* missing or"),
         (
@@ -275,6 +277,24 @@ def test_a_used_port_is_refused_before_the_start(tmp_path: Path) -> None:
             ServerProcess(program, ["--port", port])
     with pytest.raises(AddressInUse, match="an address of this machine"):
         ServerProcess(program, ["--host", "192.0.2.1", "--port", "0"])
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", r"http://127\.0\.0\.1:\d+"),
+        ("::", r"http://\[::1\]:\d+"),
+        ("::1", r"http://\[::1\]:\d+"),
+    ],
+)
+def test_the_address_for_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, url: str
+) -> None:
+    """A server that listens everywhere is reached at this machine."""
+    monkeypatch.setattr(server_process, "_bindable", lambda _host, _port, *, shared: 0)
+    monkeypatch.setattr(ServerProcess, "_healthy", lambda _server: True)
+    with ServerProcess(serving(tmp_path), ["--host", host, "--port", "0"]) as server:
+        assert re.fullmatch(url, server.url)
 
 
 def test_a_host_is_always_an_argument(tmp_path: Path) -> None:

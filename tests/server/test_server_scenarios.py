@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,45 @@ def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatc
     turns.append((None, None))
     with pytest.raises(ScenarioFailed, match="in 1 of 1 answers"):
         BY_ID["server-sliding-window"].run(lab)
+
+
+def test_a_gpu_has_wider_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the margins in a sliding window."""
+    change = (server_lab.TIE + server_lab.GPU_TIE) / 2
+    turns = [(None, None)]
+    monkeypatch.setattr(server_scenarios, "_conversations", lambda *_: turns)
+    monkeypatch.setattr(server_scenarios, "_compare_with_uncached", lambda *_: [None])
+    monkeypatch.setattr(server_scenarios, "largest_change", lambda *_: change)
+    for backend, failed in (("cpu", True), ("cuda", False)):
+        variant = SimpleNamespace(manifest=SimpleNamespace(backend=backend))
+        lab: Any = ServerLab(SimpleNamespace(program=None, variant=variant))
+        lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=0))
+        with pytest.raises(ScenarioFailed) if failed else nullcontext():
+            BY_ID["server-sliding-window"].run(lab)
+
+
+def test_the_reference_reuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ignores cache_prompt would be compared with itself."""
+    one = ServerCompletion("a", (1,), (1.0,), n_prompt=6, reused=2, truncated=False)
+    lab: Any = ServerLab(SimpleNamespace(variant=VARIANT))
+    turns: Any = [(None, one)]
+    for reused, failed in ((2, True), (0, False)):
+        alone = [replace(one, reused=reused)]
+        monkeypatch.setattr(server_scenarios, "answers", lambda *_, alone=alone, **__: alone)
+        with pytest.raises(ScenarioFailed, match="2 tokens") if failed else nullcontext():
+            server_scenarios._compare_with_uncached(lab, SimpleNamespace(), turns)
+
+
+def test_a_chat_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no refusal."""
+    lab = lab_with_chats(tmp_path, server_lab.SLOT)
+    text = lab.built.program.read_text("utf-8")
+    slow = 'if "chat" in self.path: __import__("time").sleep(2)\n        self.send_response('
+    lab.built.program.write_text(text.replace("self.send_response(", slow, 1), "utf-8")
+    monkeypatch.setattr(server_scenarios, "_CHAT", 0.1)
+    with pytest.raises(ScenarioFailed, match=r"not answered for 0\.1 s") as caught:
+        BY_ID["server-openai"].run(lab)
+    assert caught.value.failure == "hang"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
