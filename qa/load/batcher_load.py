@@ -33,8 +33,10 @@ def serve(
     The context has the sizes of a llama-server with ``clients`` slots: its cells, and its batches
     of 2,048 tokens in micro-batches of 512. It defragments when that pays, as servers through
     0.3.16 do by default. Where llama.cpp can decide about flash attention, it does, as in a server.
-    ``tick`` is called with the number of requests that have ended.
+    ``tick`` is called with the number of requests that have ended. CPU time includes the start, as
+    that of a server does.
     """
+    before = time.process_time()
     with (
         pyllamakv.open(library) as opened,
         opened.load_model(model) as loaded,
@@ -51,17 +53,19 @@ def serve(
         SlotCache(context) as cache,
         Batcher(cache) as batcher,
     ):
-        return _drive(batcher, requests, tick)
+        timings = _drive(batcher, requests, tick)
+        used = time.process_time() - before
+        return LoadResult(timings, used, batcher.stats().slot_failures)
 
 
 def _drive(
     batcher: Batcher, requests: Sequence[LoadRequest], tick: Callable[[int], None]
-) -> LoadResult:
+) -> tuple[RequestTiming, ...]:
     going: dict[int, Generation] = {}
     first: dict[int, float] = {}
     timings: dict[int, RequestTiming] = {}
     waiting = list(enumerate(requests))[::-1]
-    begin, before = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
     while waiting or going:
         now = time.perf_counter() - begin
         if not going and waiting[-1][1].at > now:
@@ -82,6 +86,4 @@ def _drive(
                     requests[index].at, first.get(index, now), now, len(one.tokens), error
                 )
                 tick(len(timings))
-    used = time.process_time() - before
-    slot_failures = batcher.stats().slot_failures
-    return LoadResult(tuple(timings[index] for index in sorted(timings)), used, slot_failures)
+    return tuple(timings[index] for index in sorted(timings))

@@ -18,11 +18,12 @@ from pyllamakv.server import server_client, server_lab, server_process
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.source.files import write_text_atomic
+from qa.bench.figure import machine
 from qa.load import batcher_load, request_schedule, server_load
 from qa.load.load_result import LoadResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pyllamakv.server.server_artifact import BuiltServer
 
@@ -50,14 +51,33 @@ class LoadPlan:
         """Return the path of the model. Raises Untestable or NotFetched without one."""
         return synthetic_models.model(self.model)
 
-    def cells(self) -> Iterator[LoadCell]:
-        """Yield the cells. Systems alternate, in each round in the other order."""
+    def rounds_of_cells(self) -> Iterator[list[LoadCell]]:
+        """Yield a cell per system for each round. Systems alternate their order."""
         for release in self.releases:
             for workload in self.workloads:
                 for clients in self.clients:
                     for number in range(self.rounds):
-                        for system in self.systems[:: -1 if number % 2 else 1]:
-                            yield LoadCell(self, release, workload, clients, system, number)
+                        yield [
+                            LoadCell(self, release, workload, clients, system, number)
+                            for system in self.systems[:: -1 if number % 2 else 1]
+                        ]
+
+    def cells(self) -> Iterator[LoadCell]:
+        """Yield the cells of all rounds."""
+        for cells in self.rounds_of_cells():
+            yield from cells
+
+    def check(self) -> None:
+        """Check all cells before the first one is measured.
+
+        Raises UsageError, NotBuilt, NotFetched or Untestable.
+        """
+        for workload in self.workloads:
+            request_schedule.schedule(workload, self.requests, self.rate, trace=self.trace)
+        _ = self.model_file
+        for release in self.releases:
+            for system in self.systems:
+                _ = LoadCell(self, release, self.workloads[0], 1, system, 0).built
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class LoadCell:
         """Return the file of the result, named for all that determines it."""
         plan, trace = self.plan, self.plan.trace
         facts: list[Any] = [
-            request_schedule.VERSION,
+            machine(),
             self.system,
             self.built.id,
             self.workload,
@@ -96,11 +116,13 @@ class LoadCell:
             synthetic_models.identity(plan.model),
             _digest(trace) if trace and self.workload == "trace" else "",
         ]
+        code = [__file__, request_schedule.__file__, server_lab.__file__]
         if self.system == "batcher":
-            facts += [_batcher_code(), _digest(Path(batcher_load.__file__))]
+            facts.append(_batcher_code())
+            code.append(batcher_load.__file__)
         else:
-            code = (server_load.__file__, server_client.__file__, server_lab.__file__)
-            facts += [_digest(Path(each)) for each in (*code, server_process.__file__)]
+            code += [server_load.__file__, server_client.__file__, server_process.__file__]
+        facts += [_digest(Path(each)) for each in code]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return home() / "results" / "load" / f"{name}.json"
 
@@ -136,8 +158,7 @@ class LoadCell:
                 model=plan.model_file,
             )  # fmt: skip
             found = server_load.send(start, requests, self.clients, tick)
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        found = replace(found, day=today)
+        found = replace(found, day=_today())
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.file, json.dumps(found.to_json()))
         return found
@@ -154,8 +175,25 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def stored(cells: Sequence[LoadCell]) -> dict[LoadCell, LoadResult]:
+    """Return the stored results of a round, which are compared with each other.
+
+    If some are missing or of another day, only those of today are returned: the others are measured
+    now.
+    """
+    found = {cell: result for cell in cells if (result := cell.read())}
+    if len(found) == len(cells) and len({result.day for result in found.values()}) == 1:
+        return found
+    return {cell: result for cell, result in found.items() if result.day == _today()}
+
+
 def describe(cell: LoadCell) -> dict[str, Any]:
     """Return what a result is of, as JSON values."""
     raw = asdict(cell)
     del raw["plan"]
-    return raw
+    options = {name: getattr(cell.plan, name) for name in ("requests", "rate", "threads")}
+    return raw | options | {"model": cell.plan.model_file.name}

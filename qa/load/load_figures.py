@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from pyllamakv.scenarios import synthetic_models
+from pyllamakv.server.server_lab import SLOT
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, interval
 from qa.load.load_result import LoadResult, percentiles
@@ -63,14 +64,15 @@ def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
     deaths = sum(len(run.deaths) for run in runs)
     first = percentiles(tuple(each for run in runs for each in run.first_token))
     token = percentiles(tuple(each for run in runs for each in run.per_token))
-    patched = cell.system == "patched"
+    cpu = [run.cpu_per_token for run in runs if run.tokens]
+    ours = cell.system != "stock"
     plan = cell.plan
     return Figure(
         group(cell),
         f"{cell.system}, {cell.clients} clients",
         f"{lost} of {count:,} requests lost",
-        "0" if patched else "",
-        lost == 0 if patched else None,
+        "0" if ours else "",
+        lost == 0 if ours else None,
         "",
         _how(cell),
         {
@@ -79,7 +81,7 @@ def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
             "deaths": deaths,
             "rounds": len(runs),
             "rate": plan.rate,
-            "cpu_per_token": [run.cpu_per_token for run in runs],
+            "cpu_per_token": cpu,
             "tokens_per_second": [run.tokens_per_second for run in runs],
         },
         table=_how(cell),
@@ -93,7 +95,7 @@ def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
             "tokens/s": f"{median(run.tokens_per_second for run in runs):,.0f}",
             "first token, ms (p50, p95, p99)": _milliseconds(first),
             "per token, ms (p50, p95, p99)": _milliseconds(token),
-            "CPU per token, ms": f"{1e3 * median(run.cpu_per_token for run in runs):.3f}",
+            "CPU per token, ms": f"{1e3 * median(cpu):.3f}" if cpu else "",
         },
     )
 
@@ -101,7 +103,7 @@ def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
 def _how(cell: LoadCell) -> str:
     plan = cell.plan
     return (
-        f"{WORKLOADS[cell.workload]} {plan.rate:g} requests per second, slots of 512 cells, "
+        f"{WORKLOADS[cell.workload]} {plan.rate:g} requests per second, slots of {SLOT} cells, "
         f"{plan.threads} thread{'s' * (plan.threads != 1)}, "
         f"{plan.model_file.name}"
     )
@@ -113,7 +115,9 @@ def _ratios(cell: LoadCell, sides: Mapping[str, Sequence[LoadResult]]) -> list[F
         ("patched", "stock", (_CPU, *_LATENCIES)),
         ("batcher", "patched", (_CPU, _SPEED)),
     ):
-        pairs = list(zip(sides.get(one, ()), sides.get(other, ()), strict=False))
+        if one not in sides or other not in sides:
+            continue
+        pairs = list(zip(sides[one], sides[other], strict=True))
         if len(pairs) < PAIRS or any(run.lost for pair in pairs for run in pair):
             continue
         for each in measures:

@@ -26,10 +26,10 @@ class RequestTiming:
 class LoadResult:
     """The requests of a run in the order of arrival.
 
-    ``cpu_seconds`` are those of the server process, or of the process with the batcher. ``retries``
-    counts batches that found no cells and were split. ``deaths`` are the times at which the server
-    ended, in seconds from the start, with the reason. ``day`` is the date of the run, YYYY-MM-DD in
-    UTC; results of earlier versions have none.
+    ``cpu_seconds`` are those of the server process, or of the process with the batcher, including
+    its start. ``retries`` counts batches that found no cells and were split. ``deaths`` are the
+    times at which the server ended or was ended because it did not answer, in seconds from the
+    start, with the reason. ``day`` is the date of the run, YYYY-MM-DD in UTC.
     """
 
     timings: tuple[RequestTiming, ...]
@@ -60,8 +60,11 @@ class LoadResult:
 
     @property
     def cpu_per_token(self) -> float:
-        """Return the CPU seconds per token of a complete answer, with the work on its prompt."""
-        return self.cpu_seconds / max(self.tokens, 1)
+        """Return the CPU seconds per token of a complete answer, with the work on its prompt.
+
+        Not a number without one.
+        """
+        return self.cpu_seconds / self.tokens if self.tokens else float("nan")
 
     @property
     def first_token(self) -> tuple[float, ...]:
@@ -93,7 +96,7 @@ class LoadResult:
             float(raw["cpu_seconds"]),
             int(raw["retries"]),
             tuple((float(at), str(why)) for at, why in raw["deaths"]),
-            str(raw.get("day", "")),
+            str(raw["day"]),
         )
 
 

@@ -25,9 +25,6 @@ WORKLOADS: Final = {
     "trace": "Arrivals, lengths and common prefixes of a recorded trace, scaled down.",
 }
 
-#: Changes when the same arguments give other requests.
-VERSION: Final = 1
-
 #: Token ids that are ordinary tokens of every model: neither control tokens nor out of range.
 _TOKENS: Final = range(32, 320)
 

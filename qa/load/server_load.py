@@ -1,6 +1,7 @@
 """Send the requests of a schedule to llama-server, from as many clients as it has slots.
 
-A server that ends is started again, as a service manager does; the requests that it held are lost.
+A server that ends, or no longer answers, is started again, as a service manager does; the requests
+that it held are lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ServerDied
 from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_lab import ENDING
 from qa.load.load_result import LoadResult, RequestTiming
 
 if TYPE_CHECKING:
@@ -24,12 +26,9 @@ if TYPE_CHECKING:
     from pyllamakv.server.server_process import ServerProcess
     from qa.load.request_schedule import LoadRequest
 
-#: Seconds in which a server ends whose client has lost its connection.
-_ENDING = 2.0
-
 
 class RestartedServer(ClosedOnExit):
-    """A server that is started again when it ends. Thread-safe."""
+    """A server that is started again when it ends or hangs. Thread-safe."""
 
     def __init__(self, start: Callable[[], AbstractContextManager[ServerProcess]]) -> None:
         """Use servers that ``start`` makes, one after the other."""
@@ -53,26 +52,37 @@ class RestartedServer(ClosedOnExit):
         """Return how many batches found no cells, over all servers."""
         return self._retries + self._server.retries
 
-    def replace(self, url: str) -> None:
-        """Start another server if the one at ``url`` has ended."""
+    def replace(self, url: str, failure: Exception) -> None:
+        """Start another server if the one at ``url`` has ended, or did not answer in time.
+
+        ``failure`` is what its client saw.
+        """
         with self._lock:
             server = self._server
-        # Without the lock: the other clients go on if the server only refused a request.
-        if server.url != url or not server.ended(_ENDING):
+        hung = isinstance(failure, TimeoutError)
+        # Without the lock: the other clients go on if only a connection was closed.
+        if server.url != url or not (hung or server.ended(ENDING)):
             return
         with self._lock:
             if self._server is server:
-                why = str(self._server.death()).split("\n", 1)[0]
-                self.deaths.append((time.perf_counter() - self._begin, why))
-                self._retries += self._server.retries
-                self.close()
+                self._note(failure if hung else server.death())
+                self._end()
+                self._retries += server.retries
                 self._server = self._stack.enter_context(self._start())
 
     def close(self) -> None:
-        """End the server."""
-        # Its end was noted above, or comes after the last request.
-        with contextlib.suppress(ServerDied):
+        """End the server; note if it ended by itself after its last answer."""
+        if self._server.ended(0.0):
+            self._note(self._server.death())
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(ServerDied):  # its end was noted before
             self._stack.close()
+
+    def _note(self, why: Exception) -> None:
+        first = str(why).split("\n", 1)[0]
+        self.deaths.append((time.perf_counter() - self._begin, first))
 
     def __enter__(self) -> Self:
         self._server = self._stack.enter_context(self._start())
@@ -116,9 +126,9 @@ def send(
             except BaseException:
                 stopped.set()
                 raise
-        retries, deaths = server.retries, tuple(server.deaths)
     done = tuple(each for each in timings if each is not None)
-    return LoadResult(done, _cpu_seconds() - before, retries, deaths)
+    # The whole log was read when the server was closed.
+    return LoadResult(done, _cpu_seconds() - before, server.retries, tuple(server.deaths))
 
 
 class _Connection(ClosedOnExit):
@@ -136,17 +146,20 @@ class _Connection(ClosedOnExit):
             self._url = self._server.url
             self._client = ServerClient(self._url)
         first, tokens, error = 0.0, 0, ""
+        broken: Exception | None = None
         try:
             for event in self._client.stream(request.prompt, request.n_predict, n_probs=0):
                 first = first or time.perf_counter() - begin
                 tokens = int(event.get("tokens_predicted", tokens))
             if tokens != request.n_predict:
                 error = f"{tokens} of {request.n_predict} tokens"
-        except (ConnectionError, TimeoutError, PromptTooLong, RequestFailed) as failed:
-            error = f"{type(failed).__name__}: {failed}"
+        except (ConnectionError, TimeoutError) as failed:
+            broken, error = failed, f"{type(failed).__name__}: {failed}"
+        except (PromptTooLong, RequestFailed) as refused:
+            error = f"{type(refused).__name__}: {refused}"
         ended = time.perf_counter() - begin
-        if error:
-            self._server.replace(self._url)
+        if broken:
+            self._server.replace(self._url, broken)
         return RequestTiming(request.at, first or ended, ended, tokens, error)
 
     def close(self) -> None:

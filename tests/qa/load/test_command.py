@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
 
+from pyllamakv.errors import NotBuilt
 from pyllamakv.scenarios import synthetic_models
 from qa.load import command, load_cells
 from qa.load.load_result import LoadResult, RequestTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from qa.load.load_cells import LoadCell
 
@@ -32,6 +34,7 @@ def losing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     model = tmp_path / "stories.gguf"
     model.write_bytes(b"GGUF")
     monkeypatch.setenv(synthetic_models.VARIABLE, str(model))
+    monkeypatch.setattr(load_cells, "find_server", lambda spec: spec)
     monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: None)
     monkeypatch.setattr(load_cells.LoadCell, "measure", measure)
     return systems
@@ -61,6 +64,8 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
     assert [(each["system"], each["clients"], each["cpu_seconds"]) for each in cells] == [
         ("patched", 8, 1.0)
     ]
+    options = ("requests", "rate", "threads", "model")
+    assert [cells[0][name] for name in options] == [1, 20.0, 1, "stories.gguf"]
 
 
 def test_figures_have_the_day_of_their_cells(
@@ -75,17 +80,41 @@ def test_figures_have_the_day_of_their_cells(
     assert "Measured 2026-01-02, " not in run(*words, "--fresh")
 
 
-def test_a_lost_request_of_patched_fails(losing: set[str]) -> None:
+def test_a_lost_request_of_ours_fails(losing: set[str]) -> None:
     """Those of stock are a result."""
-    losing.add("patched")
+    losing.update(load_cells.SYSTEMS)
     run("--system", "patched", "--workload", "fits", status=1)
+    run("--system", "batcher", "--workload", "fits", status=1)
     run("--system", "stock", "--workload", "fits")
 
 
 def test_a_path_of_the_user_is_not_in_results() -> None:
     """Neither that of the model nor that of the trace."""
-    plan = load_cells.LoadPlan(("0.3.9",), ("trace",), (4,), model="/home/a/m.gguf")
-    assert command._command(plan).endswith("--rounds 1 --model m.gguf")
+    plan = load_cells.LoadPlan(
+        ("0.3.9",), ("trace",), (4,), model="/home/a/m.gguf", trace=Path("/home/a/t.jsonl")
+    )
+    assert command._command(plan).endswith("--rounds 1 --model m.gguf --trace t.jsonl")
+
+
+def test_mistakes_are_found_before_the_first_cell(
+    losing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell takes minutes."""
+    assert not losing
+
+    def find_server(spec: str) -> None:
+        if spec.startswith("0.3.16"):
+            raise NotBuilt(f"the server of {spec} is not built")
+
+    monkeypatch.setattr(load_cells, "find_server", find_server)
+    monkeypatch.setattr(load_cells.LoadCell, "measure", None)
+    for words, reason in (
+        (("--workload", "fits", "--workload", "shfit"), "no workload 'shfit'"),
+        (("--workload", "fits", "--workload", "trace"), "needs --trace"),
+        (("0.3.9", "0.3.16"), "0.3.16.stock is not built"),
+    ):
+        made = CliRunner().invoke(command.app, list(words))
+        assert re.search(reason, str(made.exception))
 
 
 def test_unknown_systems_are_refused() -> None:

@@ -120,13 +120,60 @@ def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path:
     assert replace(cell, plan=replace(PLAN, rounds=5)).file == cell.file
 
 
-def test_a_cell_is_measured_again_after_a_change_of_its_client(
-    runs: list[tuple[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "systems"),
+    [
+        ("server_load", ["stock", "patched"]),
+        ("server_client", ["stock", "patched"]),
+        ("server_process", ["stock", "patched"]),
+        ("server_lab", [*load_cells.SYSTEMS]),
+        ("request_schedule", [*load_cells.SYSTEMS]),
+    ],
+)
+def test_a_cell_is_measured_again_after_a_change_of_its_code(
+    runs: list[tuple[str, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    systems: list[str],
 ) -> None:
     """Results of other code are not combined with new ones."""
-    cells = [LoadCell(PLAN, "0.3.9", "fits", 4, system, 0) for system in ("stock", "patched")]
+    assert runs == []
+    cells = [LoadCell(PLAN, "0.3.9", "fits", 4, system, 0) for system in load_cells.SYSTEMS]
     before = [each.file for each in cells]
-    changed = tmp_path / "server_load.py"
+    changed = tmp_path / "changed.py"
     changed.write_text("# changed\n", encoding="utf-8")
-    monkeypatch.setattr(load_cells.server_load, "__file__", str(changed))
-    assert not {*before} & {each.file for each in cells}
+    monkeypatch.setattr(getattr(load_cells, module), "__file__", str(changed))
+    other = [cell.system for cell, file in zip(cells, before, strict=True) if cell.file != file]
+    assert other == systems
+
+
+def test_another_machine_has_other_cells(
+    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data directory can be copied."""
+    assert runs == []
+    cell = next(PLAN.cells())
+    before = cell.file
+    monkeypatch.setattr(load_cells, "machine", lambda: "another one")
+    assert cell.file != before
+
+
+def test_a_round_is_compared_within_a_day(
+    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A complete round of one day is read; of any other, only the cells of today."""
+    cells = next(PLAN.rounds_of_cells())
+    monkeypatch.setattr(load_cells, "_today", lambda: "2026-01-02")
+    for cell in cells[:2]:
+        cell.measure(lambda _done: None)
+    assert [*load_cells.stored(cells)] == cells[:2]
+    monkeypatch.setattr(load_cells, "_today", lambda: "2026-01-03")
+    assert load_cells.stored(cells) == {}
+    cells[2].measure(lambda _done: None)
+    assert [*load_cells.stored(cells)] == cells[2:]
+    for cell in cells[:2]:
+        cell.measure(lambda _done: None)
+    monkeypatch.setattr(load_cells, "_today", lambda: "2026-01-04")
+    assert [*load_cells.stored(cells)] == cells
+    assert len(runs) == 5

@@ -85,7 +85,8 @@ def test_ratios_of_the_batcher() -> None:
         )
         for cell in plan.cells()
     }
-    *_, cpu, speed = load_figures.figures(runs)
+    _, batcher, cpu, speed = load_figures.figures(runs)
+    assert (batcher.name, batcher.target, batcher.met) == ("batcher, 4 clients", "0", True)
     assert cpu.name == "CPU per token, batcher over patched, 4 clients"
     assert (cpu.value, cpu.met) == ("0.50 [0.50, 0.50]", True)
     assert speed.name == "tokens per second, batcher over patched, 4 clients"

@@ -18,6 +18,7 @@ RESULT = LoadResult(
     cpu_seconds=6.0,
     retries=2,
     deaths=((5.0, "SIGABRT"),),
+    day="2026-01-02",
 )
 
 
@@ -46,4 +47,5 @@ def test_percentiles() -> None:
 def test_an_empty_run() -> None:
     """Divides by nothing."""
     empty = LoadResult((), 0.0)
-    assert (empty.lost, empty.tokens_per_second, empty.cpu_per_token) == (0, 0.0, 0.0)
+    assert (empty.lost, empty.tokens_per_second) == (0, 0.0)
+    assert math.isnan(empty.cpu_per_token)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from server_kit import serving
 
-from pyllamakv.server.server_process import ServerProcess
+from pyllamakv.server.server_client import ServerClient
+from pyllamakv.server.server_process import RETRY, ServerProcess
 from qa.load import server_load
 from qa.load.request_schedule import LoadRequest
 
@@ -27,7 +31,7 @@ _FRAGILE = "if b'\"n_predict\":99,' in self.rfile.read(size): os.abort()"
 def program(tmp_path: Path) -> Path:
     """Return a server that answers every request with two tokens."""
     pytest.importorskip("httpx")
-    made = serving(tmp_path, {"/completion": (200, EVENTS)})
+    made = serving(tmp_path, {"/completion": (200, EVENTS)}, log=RETRY)
     text = made.read_text("utf-8")
     made.write_text(text.replace("self.rfile.read(size)", _FRAGILE, 1), encoding="utf-8")
     return made
@@ -67,6 +71,53 @@ def test_a_server_that_ends_is_replaced(program: Path) -> None:
     assert found.timings[3].error == "2 of 3 tokens"
     assert ["SIGABRT" in why for _, why in found.deaths] == [True]
     assert found.lost == 2
+    # Each of the two servers logs one.
+    assert found.retries == 2
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_is_replaced(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is noted once; it would lose every later request."""
+    text = program.read_text("utf-8")
+    hanging = text.replace("os.abort()", "__import__('time').sleep(60)")
+    program.write_text(hanging, encoding="utf-8")
+    assert hanging != text
+    monkeypatch.setattr(server_load, "ServerClient", partial(ServerClient, timeout=1.0))
+    found = server_load.send(
+        lambda: ServerProcess(program, ["--port", "0"]),
+        [request(99), request(99), request()],
+        2,
+        lambda _done: None,
+    )
+    assert [bool(each.error) for each in found.timings] == [True, True, False]
+    assert [why for _, why in found.deaths] == ["/completion: no answer for 1 s"]
+
+
+@pytest.mark.long
+def test_a_server_that_ends_after_its_last_answer(program: Path) -> None:
+    """It loses no request, but its end is noted."""
+    running: list[ServerProcess] = []
+
+    def start() -> ServerProcess:
+        running.append(ServerProcess(program, ["--port", "0"]))
+        return running[-1]
+
+    def end(_done: int) -> None:
+        os.kill(running[-1].pid, signal.SIGSEGV)
+        assert running[-1].ended()
+
+    found = server_load.send(start, [request()], 1, end)
+    assert (found.lost, ["SIGSEGV" in why for _, why in found.deaths]) == (0, [True])
+
+
+def test_cpu_time_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that of earlier servers."""
+    pytest.importorskip("httpx")
+    seconds = iter((100.0, 107.5))
+    monkeypatch.setattr(server_load, "_cpu_seconds", lambda: next(seconds))
+    server: Any = SimpleNamespace(url="here", ended=lambda _seconds: False, retries=0)
+    found = server_load.send(lambda: nullcontext(server), [], 1, lambda _done: None)
+    assert found.cpu_seconds == 7.5
 
 
 @pytest.mark.long
@@ -88,12 +139,14 @@ def test_ctrl_c_ends_a_load_test(program: Path) -> None:
     assert ended == [1]
 
 
-def test_a_refused_request_stops_no_other_client() -> None:
+def test_a_closed_connection_stops_no_other_client() -> None:
     """While one client waits whether the server ends, the others get its address."""
     order: list[str] = []
     asked, released = threading.Event(), threading.Event()
 
-    def ended(_seconds: float) -> bool:
+    def ended(seconds: float) -> bool:
+        if seconds == 0:
+            return False
         asked.set()
         released.wait(10)
         order.append("ended")
@@ -101,7 +154,7 @@ def test_a_refused_request_stops_no_other_client() -> None:
 
     server: Any = SimpleNamespace(url="here", ended=ended, retries=0)
     with server_load.RestartedServer(lambda: nullcontext(server)) as restarted:
-        waiting = threading.Thread(target=restarted.replace, args=("here",))
+        waiting = threading.Thread(target=restarted.replace, args=("here", ConnectionError()))
         waiting.start()
         assert asked.wait(10)
         order.append(restarted.url)
