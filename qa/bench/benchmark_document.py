@@ -45,10 +45,14 @@ def render(figures: list[Figure]) -> str:
         if plain:
             lines = [_line(figure, members[0].measured) for figure in plain]
             parts.append(_table(list(HEADINGS), lines))
-        for title in dict.fromkeys(figure.table for figure in members if figure.row):
-            rows = [figure.row for figure in members if figure.row and figure.table == title]
+        tables: dict[tuple[str, str], list[dict[str, str]]] = {}
+        for each in members:
+            if each.row:
+                tables.setdefault((each.table, each.measured), []).append(each.row)
+        for (caption, measured), rows in tables.items():
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            parts.append(f"\n{title}" if title else "")
+            other = f" Measured {measured}." if measured != members[0].measured else ""
+            parts.append(f"\n{caption}{other}" if caption else "")
             parts.append(_table(columns, [[row.get(name, "") for name in columns] for row in rows]))
     return "\n".join(parts) + "\n"
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pyllamakv.source import verified
 from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench.commands import command
 from qa.bench.figure import Figure
@@ -17,7 +18,13 @@ Tick = Callable[[], None]
 SHARE = 0.5
 
 
-def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
+def figures(tick: Tick) -> list[Figure]:
+    """Measure the test release and the newest verified one."""
+    names = dict.fromkeys((TEST_RELEASE, verified.newest().name))
+    return [figure for name in names for figure in release_figures(tick, name)]
+
+
+def release_figures(tick: Tick, release: str) -> list[Figure]:
     """Build the libraries of a release in an empty data directory, and then its servers."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder:
         home = Path(folder)
@@ -40,7 +47,7 @@ def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
             f"{ratio:.2f} x, {stock + patched:.0f} s and {libraries:.0f} s",
             "<= 1 x",
             ratio <= 1,
-            "",
+            f"of the servers, stock's takes {stock:.0f} s, all of it in upstream's sources",
             f"no compiler cache; {stock_wall + patched_wall:.0f} s",
             {"servers": stock + patched, "libraries": libraries},
         ),

@@ -55,6 +55,18 @@ def test_document_keeps_what_was_not_measured_again(tmp_path: Path) -> None:
     assert [figure.name for figure in benchmark_document.read(path)] == ["a", "b"]
 
 
+def test_tables_of_another_run_name_it() -> None:
+    """Rows of two commands are not shown as those of one."""
+    rows = [
+        Figure("Load", name, "", table="Requests.", row={"system": name}, measured=f"by {command}")
+        for name, command in (("stock", "one"), ("patched", "one"), ("batcher", "two"))
+    ]
+    text = benchmark_document.render(rows)
+    assert "Measured by one.\n\nRequests.\n" in text
+    assert "| stock |\n| patched |\n\nRequests. Measured by two.\n\n" in text
+    assert text.endswith("| batcher |\n")
+
+
 def test_rounding_keeps_significant_digits() -> None:
     """Small and large numbers keep three digits."""
     assert measure.rounded(0.0012345) == 0.00123
