@@ -306,10 +306,10 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "all results list the bounds per operation",
     ),
     "servers": (
-        "A patched llama-server answers every request of the scenarios, with the same text",
+        "A patched llama-server loses no request of the scenarios and changes no text",
         "requests",
         "requests",
-        "generated models, four slots, on CPUs; the releases whose servers are built",
+        "generated models, four or five slots, on CPUs; the releases whose servers are built",
     ),
     "defects": (
         "Defects that were found stay fixed",

@@ -85,6 +85,17 @@ def test_a_bad_verdict_is_a_defect() -> None:
     assert found.defects[0].startswith("harmful: ")
 
 
+def test_skipped_scenarios_are_no_runs() -> None:
+    """Neither those that the release cannot run, nor those whose feature is missing."""
+    pairs = (
+        Pair("server-x", "fix", "-np 4", RETRIES, PASSED),
+        Pair("server-y", "guard", "-np 4", Outcome("skip"), Outcome("skip")),
+        Pair("server-z", "feature", "-np 4", Outcome("absent"), Outcome("absent")),
+    )
+    found = servers.entry("0.3.9", [ServerCheck("0.3.9", decide(pairs), pairs)], 3)
+    assert found.row["scenarios"] == "1 of 3, 2 skipped"
+
+
 def test_the_document_has_the_recorded_verdicts() -> None:
     """A row of docs/server.md for each release that was verified, with its verdict."""
     text = (summary.ROOT / "docs" / "server.md").read_text("utf-8")
