@@ -51,8 +51,9 @@ def render(figures: list[Figure]) -> str:
                 tables.setdefault((each.table, each.measured), []).append(each.row)
         for (caption, measured), rows in tables.items():
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            other = f" Measured {measured}." if measured != members[0].measured else ""
-            parts.append(f"\n{caption}{other}" if caption else "")
+            if measured != members[0].measured:
+                caption = f"{caption.rstrip('.')}. Measured {measured}."
+            parts.append(f"\n{caption}" if caption else "")
             parts.append(_table(columns, [[row.get(name, "") for name in columns] for row in rows]))
     return "\n".join(parts) + "\n"
 
