@@ -35,10 +35,10 @@ class ServerCompletion:
     """The answer to a request.
 
     ``tokens`` and ``margins`` have an entry per generated token: its id, and by how much it is more
-    probable than the next allowed one (difference of log-probabilities; NaN if the
-    server reports a probability as null). ``reused`` is the number
-    of prompt tokens that the server did not evaluate again. ``truncated``: the server dropped
-    tokens of the prompt or of the answer, because they do not fit into the slot.
+    probable than the next allowed one (difference of log-probabilities; NaN if the server reports a
+    probability as null). ``reused`` is the number of prompt tokens that the server did not evaluate
+    again. ``truncated``: the server dropped tokens of the prompt or of the answer, because they do
+    not fit into the slot.
     """
 
     text: str
