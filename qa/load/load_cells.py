@@ -62,11 +62,6 @@ class LoadPlan:
                             for system in self.systems[:: -1 if number % 2 else 1]
                         ]
 
-    def cells(self) -> Iterator[LoadCell]:
-        """Yield the cells of all rounds."""
-        for cells in self.rounds_of_cells():
-            yield from cells
-
     def check(self) -> None:
         """Check all cells before the first one is measured.
 

@@ -71,7 +71,7 @@ class RestartedServer(ClosedOnExit):
                 self._server = self._stack.enter_context(self._start())
 
     def close(self) -> None:
-        """End the server; note if it ended by itself after its last answer."""
+        """End the server; note if it had ended after its last answer."""
         if self._server.ended(0.0):
             self._note(self._server.death())
         self._end()

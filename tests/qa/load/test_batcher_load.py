@@ -29,7 +29,20 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sizes.extend((context.info.n_ctx, context.info.n_seq_max))
         return usual(context)
 
-    monkeypatch.setattr(pyllamakv, "open", lambda _folder: opened)
+    seconds = iter((5.0, 7.5))
+    clock: list[float] = []
+
+    def process_time() -> float:
+        clock.append(next(seconds))
+        return clock[-1]
+
+    def open_library(_folder: Path) -> Any:
+        # CPU time includes the start, as that of a server does.
+        assert clock == [5.0]
+        return opened
+
+    monkeypatch.setattr(batcher_load.time, "process_time", process_time)
+    monkeypatch.setattr(pyllamakv, "open", open_library)
     monkeypatch.setattr(batcher_load, "SlotCache", slot_cache)
     ticks: list[int] = []
     requests = [
@@ -43,4 +56,4 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "failed: " in found.timings[-1].error
     assert all(each.arrived <= each.first <= each.ended for each in found.timings)
     assert ticks[-1] == 5
-    assert found.cpu_seconds > 0
+    assert found.cpu_seconds == 2.5

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 PLAN = LoadPlan(("0.3.9",), ("fits", "shift"), (4, 8), requests=3, rounds=2)
 
 
+def every(plan: LoadPlan) -> list[LoadCell]:
+    """Return the cells of all rounds."""
+    return [cell for cells in plan.rounds_of_cells() for cell in cells]
+
+
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """Replace servers and batchers; return what ran."""
@@ -52,7 +57,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, obj
 
 def test_systems_alternate() -> None:
     """Drift of the machine then affects them alike."""
-    cells = list(PLAN.cells())
+    cells = every(PLAN)
     assert len(cells) == 2 * 2 * 2 * 3
     assert [each.system for each in cells[:6]] == [
         *("stock", "patched", "batcher"),
@@ -64,7 +69,7 @@ def test_systems_alternate() -> None:
 
 def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
     """Its result is read from its file; a damaged file is none."""
-    for cell in list(PLAN.cells())[:3]:
+    for cell in every(PLAN)[:3]:
         assert cell.read() is None
         found = cell.measure(lambda _done: None)
         assert cell.read() == found
@@ -80,7 +85,7 @@ def test_code_of_the_batcher_is_part_of_its_cells(
 ) -> None:
     """As are the options of its context; a server uses neither."""
     assert runs == []
-    cells = list(PLAN.cells())[:3]
+    cells = every(PLAN)[:3]
     assert [cell.system for cell in cells] == ["stock", "patched", "batcher"]
     before = [cell.file for cell in cells]
     setting = tmp_path / "batcher_load.py"
@@ -153,7 +158,7 @@ def test_another_machine_has_other_cells(
 ) -> None:
     """A data directory can be copied."""
     assert runs == []
-    cell = next(PLAN.cells())
+    cell = every(PLAN)[0]
     before = cell.file
     monkeypatch.setattr(load_cells, "machine", lambda: "another one")
     assert cell.file != before

@@ -9,6 +9,11 @@ from qa.load.load_cells import LoadCell, LoadPlan
 from qa.load.load_result import LoadResult, RequestTiming
 
 
+def every(plan: LoadPlan) -> list[LoadCell]:
+    """Return the cells of all rounds."""
+    return [cell for cells in plan.rounds_of_cells() for cell in cells]
+
+
 def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
     """Return the results of a plan; patched needs twice the CPU time and time to begin."""
     plan = LoadPlan(
@@ -32,7 +37,7 @@ def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
             retries=3,
             deaths=((1.0, "SIGABRT"),) if lost and cell.system == "stock" else (),
         )
-        for cell in plan.cells()
+        for cell in every(plan)
     }
 
 
@@ -53,7 +58,7 @@ def test_rows() -> None:
 def test_figures_of_another_model_replace_none() -> None:
     """Those of the test model have no name in their group."""
     plan = LoadPlan(("0.3.9",), ("fits",), (4,))
-    assert load_figures.group(next(plan.cells())) == "llama-server 0.3.9, fits"
+    assert load_figures.group(every(plan)[0]) == "llama-server 0.3.9, fits"
 
 
 def test_ratios() -> None:
@@ -83,7 +88,7 @@ def test_ratios_of_the_batcher() -> None:
             (RequestTiming(0.0, 0.5, seconds[cell.system], 10),),
             cpu_seconds=1.0 / seconds[cell.system],
         )
-        for cell in plan.cells()
+        for cell in every(plan)
     }
     _, batcher, cpu, speed = load_figures.figures(runs)
     assert (batcher.name, batcher.target, batcher.met) == ("batcher, 4 clients", "0", True)
