@@ -33,7 +33,7 @@ build: ## Fetch, patch and build the test release, stock and patched
 test: ## Set up, build, and run the quick tests: at most 5 minutes
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend cpu && \
-	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest --quick $(parallel) $(PYTEST_ARGS)
+	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest -m "not slow" $(parallel) $(PYTEST_ARGS)
 
 test-all: ## Set up, build, and run every test
 	@$(call own,test) && \

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Tests marked ``real_model`` skip unless this model was fetched.
 REAL_MODEL = "smollm2-135m"
 
-pytest_plugins = ["long_tests", "pytester"]
+pytest_plugins = ["pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

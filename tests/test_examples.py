@@ -45,6 +45,7 @@ def test_each_example_is_tested() -> None:
         assert f'run("{path.stem}"' in text
 
 
+@pytest.mark.slow
 def test_two_chats(stock, patched) -> None:
     """The system prompt is decoded once, and stands in the cache once."""
     said = run("two_chats")
@@ -58,6 +59,7 @@ def test_two_chats(stock, patched) -> None:
         assert again > asked and longer > again
 
 
+@pytest.mark.slow
 def test_fork_and_compare(stock, patched) -> None:
     """Endings are ranked, and the prompt's cells are shared by all of them."""
     said = run("fork_and_compare")
@@ -67,11 +69,13 @@ def test_fork_and_compare(stock, patched) -> None:
     assert apart - used == 3 * shared > 0
 
 
+@pytest.mark.slow
 def test_a_trained_model_knows_the_right_ending(stock, patched, trained_model) -> None:
     """What the scores are for: the ending that makes sense comes first."""
     assert "sharp" in run("fork_and_compare", trained_model).splitlines()[0]
 
 
+@pytest.mark.slow
 def test_long_chat(stock, patched) -> None:
     """Far more tokens than cells, shifted in place, behind a head that stays."""
     said = run("long_chat")
@@ -81,6 +85,7 @@ def test_long_chat(stock, patched) -> None:
     assert "the head is still there: True" in said
 
 
+@pytest.mark.slow
 def test_fragment_fail_defragment(stock, patched) -> None:
     """Stock fails, and decodes after a defragmentation; patched needs none."""
     on_stock, on_patched = run("fragment_fail_defragment").split("--- 0.3.9+patched")
@@ -94,6 +99,7 @@ def test_fragment_fail_defragment(stock, patched) -> None:
         assert "2" * 32 + "·" * 32 in side
 
 
+@pytest.mark.slow
 def test_record_and_replay(stock, patched, tmp_path) -> None:
     """Stock replays the same; patched comes out otherwise at the row that failed alone."""
     from pyllamakv.scenarios import synthetic_models

@@ -111,6 +111,7 @@ def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
             assert np.abs(found - expected(model, number)).max() < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_trace_is_replayed(patched: Variant) -> None:
     """On the build of today every row comes out as it was recorded."""

@@ -76,6 +76,7 @@ def imported(path: Path) -> set[str]:
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_no_arrow_runs_upward(path: Path) -> None:
     """A module imports its own layer and the ones below it, nothing else."""
@@ -105,6 +106,7 @@ def test_errors_import_nothing_of_the_package() -> None:
     assert not imported(ROOT / "errors.py")
 
 
+@pytest.mark.slow
 def test_cffi_stays_in_the_binding() -> None:
     """Nothing outside native and binding touches cffi."""
     for path in MODULES:
@@ -129,6 +131,7 @@ def test_snapshot_needs_numpy_alone() -> None:
         ), found
 
 
+@pytest.mark.slow
 def test_the_package_never_imports_quality_assurance() -> None:
     """`qa` imports the package, which works without it: no wheel contains it."""
     for path in MODULES:
@@ -139,6 +142,7 @@ def test_the_package_never_imports_quality_assurance() -> None:
             assert not any(name.split(".")[0] == "qa" for name in names), path
 
 
+@pytest.mark.slow
 def test_every_dependency_is_used() -> None:
     """Each is imported, or is a program that is run; what is imported is a dependency or extra."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -177,6 +181,7 @@ def _starts_git(node: ast.AST) -> bool:
     return any(isinstance(word, ast.Constant) and word.value == "git" for word in first)
 
 
+@pytest.mark.slow
 def test_one_module_runs_git() -> None:
     """`source.git_command` alone imports GitPython, looks git up, or writes a command of git."""
     for path in MODULES:
@@ -216,6 +221,7 @@ def dependencies(path: Path, modules: set[str]) -> set[str]:
     return found & modules - {"pyllamakv"}
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other() -> None:
     """No cycle, also none that an import inside a function hides."""
     names = {

@@ -43,6 +43,7 @@ def test_a_test_is_named_for_a_module(file: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_class_name_is_unique() -> None:
     """A name means one class, whatever the module that a reader found it in."""
     places = defaultdict(list)

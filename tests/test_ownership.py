@@ -135,6 +135,7 @@ def test_no_module_writes_the_fields_of_others(path: Path) -> None:
     assert not wrong, f"{relative} assigns to attributes that it does not own: {wrong}"
 
 
+@pytest.mark.slow
 def test_no_module_reads_private_attributes_of_others() -> None:
     """An attribute with an underscore is read where its class is; `super()` is its own class."""
     wrong = []

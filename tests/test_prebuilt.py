@@ -63,7 +63,7 @@ def test_the_tag_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, machine
     assert data == {"pure_python": False, "tag": f"py3-none-linux_{machine}"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_project_and_its_wheel(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_the_project_and_its_wheel(
     assert not [name for name in files if "/lib/" in name]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_binaries_need_their_licence(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_the_extra_names_this_version() -> None:
     assert str(wanted.specifier) == f"=={pyllamakv.__version__}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.native
 def test_it_works_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
     """Both wheels in a new environment, with nothing on PATH and an empty home directory.

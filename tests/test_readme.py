@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
 #: Blocks that fetch a real model are run only where it was fetched.
 _REAL = "kv.models.get("
-_MARKS = (pytest.mark.real_model, pytest.mark.long)
+_MARKS = (pytest.mark.real_model, pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize(
     "example",
@@ -167,7 +168,7 @@ def test_the_lost_requests_of_a_trace_are_those_of_the_results() -> None:
     assert f"stock 0.3.9 aborted {times} and lost {stock['lost']} requests" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_memory_classes_of_the_newest_release_are_listed() -> None:
     """Every class that implements llama_memory_i, also through a base class, has a row."""
     store = open_store()

@@ -32,7 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target / "html"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(reference: Path) -> None:
     """Errors have the name of their module, and the submodules their own section."""
     from sphinx.util.inventory import InventoryFile
@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference(reference: Path) -> None:
     assert {"pyllamakv.runtime.metrics", "pyllamakv.Context.info"} <= names
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_errors_are_links(reference: Path) -> None:
     """A docstring that names an error leads to its description."""
     page = (reference / "contexts.html").read_text("utf-8")

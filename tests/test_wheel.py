@@ -47,6 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_it_is_small_and_whole(wheel: Path) -> None:
     """At most 1.1 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
     assert wheel.stat().st_size <= LIMIT
@@ -67,6 +68,7 @@ def test_it_is_small_and_whole(wheel: Path) -> None:
     assert not [name for name in names if name.endswith((".pyc", ".so", ".part"))]
 
 
+@pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """The sdist holds all that the build needs."""
     code = "import sys, hatchling.build as b; b.build_sdist(sys.argv[1])"
@@ -112,6 +114,7 @@ def test_the_script_imports_modules_that_exist(script: str, modules: set[str]) -
             assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_it_imports_without_a_compiler(outside: Path) -> None:
     """With nothing on PATH the package comes from the wheel, and its front loads nothing heavy."""
     code = (
@@ -125,6 +128,7 @@ def test_it_imports_without_a_compiler(outside: Path) -> None:
     assert said.stdout == f"pyllamakv {pyllamakv.__version__}\n", said.stderr
 
 
+@pytest.mark.slow
 def test_what_ships_is_found(outside: Path) -> None:
     """Patches, lock, scenarios and the shim come from the wheel; builds go to the user's cache."""
     shown = verb(outside, "patch", "show", "--json")

@@ -92,7 +92,7 @@ def test_only_the_canary_may_write() -> None:
     assert found == {("canary", "watch"): {"contents": "write", "pull-requests": "write"}}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_schema() -> None:
     """GitHub's schema accepts each file."""
     pytest.importorskip("check_jsonschema")
@@ -103,7 +103,7 @@ def test_the_schema() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_canary_publishes_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new branch and a replaced one are pushed; each has one pull request."""
     scripts = [

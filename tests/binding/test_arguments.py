@@ -225,6 +225,7 @@ print("ends by itself")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.16", "0.3.36"])

@@ -41,6 +41,7 @@ def model(request: pytest.FixtureRequest, release: str) -> Iterator[kv.Model]:
         yield loaded
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "a context whose n_ubatch, rounded up to a multiple of n_seq_max, exceeded its cells ended "
     "the process between 0.3.10 and 0.3.14",

@@ -117,6 +117,7 @@ def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])
 @pytest.mark.parametrize("release", releases())

@@ -188,6 +188,7 @@ def test_shared_handles_are_shared() -> None:
         assert [job.result(120) for job in [pool.submit(use) for _ in range(4)]] == [10] * 4
 
 
+@pytest.mark.slow
 def test_dropped_handles_are_given_back() -> None:
     """Without close, a child that is dropped is freed, and its parent only after it."""
     tree = Tree()

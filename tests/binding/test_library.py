@@ -27,6 +27,7 @@ def refused(where: Path, match: str) -> None:
             open_library(where, isolated=isolated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 def test_folder_file_and_text(tmp_path: Path, isolated: bool) -> None:
     """A variant opens by its folder or its file; a bare file needs no manifest."""

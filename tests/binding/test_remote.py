@@ -95,6 +95,7 @@ def handling(handler: Callable[[int, object], None], delay: float) -> Iterator[N
         signal.signal(signal.SIGUSR1, old)
 
 
+@pytest.mark.slow
 def test_an_interrupt(remote: Remote, context: ContextHandle) -> None:
     """Ctrl-C ends the wait, not the worker; the late answer is not taken for the next one."""
 
@@ -115,6 +116,7 @@ def test_ctrl_c_in_the_group(remote: Remote, context: ContextHandle) -> None:
     assert remote.decode_one(context, 1, 0, 0) == 0
 
 
+@pytest.mark.slow
 def test_calls_from_within_a_call(remote: Remote, context: ContextHandle) -> None:
     """A handler that calls in the middle of a call is refused; what it frees goes later."""
     seen: list[BaseException | None] = []

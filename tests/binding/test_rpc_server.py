@@ -53,6 +53,7 @@ def test_a_server_answers_until_it_is_closed() -> None:
     server.close()
 
 
+@pytest.mark.slow
 def test_a_variant_for_a_gpu_serves_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_variant_for_a_gpu_serves_the_first(
         kv.serve_rpc(variant(tmp_path / "none", backend="cuda"))
 
 
+@pytest.mark.slow
 def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp accepts only numeric addresses, which show whether the server is public."""
     with RpcServer(fake(), host="localhost") as server:
@@ -131,6 +133,7 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
         RpcServer(tmp_path / "libplk.so")
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_its_owner() -> None:
     """A program that is killed leaves no server behind."""
     code = (

@@ -64,6 +64,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(PLAIN)
 @settings(max_examples=60, deadline=None)
 def test_plain_values(value: object) -> None:

@@ -80,6 +80,7 @@ def test_a_worker_that_ends(
         remote.logs()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(remote: Remote, context: ContextHandle) -> None:
     """Killed between two calls, or during one."""
     os.kill(remote.pid, signal.SIGKILL)
@@ -96,6 +97,7 @@ def test_a_worker_that_is_killed(remote: Remote, context: ContextHandle) -> None
     timer.join(LONG)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs(remote: Remote, context: ContextHandle) -> None:
     """Silence for longer than allowed ends it; a silent one that only got a signal too."""
     assert remote.timeout is None
@@ -108,6 +110,7 @@ def test_a_worker_that_hangs(remote: Remote, context: ContextHandle) -> None:
         remote.seq_pos_max(context, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
     """A worker that does not read is as silent as one that does not answer."""
     remote = Remote(fake(), timeout=LONG)
@@ -120,6 +123,7 @@ def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
     remote.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind"), [("abort", WorkerDied), ("fail", NativeError), ("hang", WorkerTimeout)]
 )
@@ -158,6 +162,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_nothing_is_left() -> None:
     """Closed, dropped, crashed or never used: no descriptor and no zombie stays."""
@@ -196,6 +201,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [False, True])
 def test_the_parent_s_death_ends_the_worker(hang: bool, tmp_path: Path) -> None:
     """However the parent ends, idle or in a call, the worker follows."""

@@ -45,6 +45,7 @@ def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmak
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", KERNELS)
 def test_metal_is_configured(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases take the options: both links get the backend and its frameworks, and its kernels."""

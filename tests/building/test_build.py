@@ -88,6 +88,7 @@ def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:
     assert shop.count("ninja") == 1
 
 
+@pytest.mark.slow
 def test_built_variants_are_found_without_a_compiler(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +260,7 @@ def held_ninja(shop: BuildSandbox) -> tuple[Path, Path]:
     return begun, go
 
 
+@pytest.mark.slow
 def test_two_builds_at_once_wait(shop: BuildSandbox) -> None:
     """The second of two builds waits for the first and compiles nothing itself."""
     begun, go = held_ninja(shop)
@@ -278,6 +280,7 @@ def test_two_builds_at_once_wait(shop: BuildSandbox) -> None:
     assert shop.count("ninja") == 1
 
 
+@pytest.mark.slow
 def test_killed_build_leaves_nothing_half_done(shop: BuildSandbox) -> None:
     """After SIGKILL nothing is published, no lock stays, and the next build goes through."""
     begun, go = held_ninja(shop)

@@ -63,6 +63,7 @@ def both(shop: BuildSandbox) -> tuple[variant.Spec, variant.Spec, variant.Varian
     return stock, patched, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler_here", [True, False])
 @pytest.mark.parametrize("place", ["patches", "package/patching"])
 def test_other_patches_are_another_build(
@@ -81,6 +82,7 @@ def test_other_patches_are_another_build(
     assert variant.find(patched) == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler_here", [True, False])
 def test_another_shim_is_another_build(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch, *, compiler_here: bool
@@ -104,6 +106,7 @@ def test_another_shim_is_another_build(
     assert variant.find(stock) is None
 
 
+@pytest.mark.slow
 def test_what_is_not_built_names_the_command(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +123,7 @@ def test_what_is_not_built_names_the_command(
         open_variant.find_built(shop.spec)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verified releases are tried from the newest, patched; no other release is."""
     _, _, made = both(shop)
@@ -145,6 +148,7 @@ def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.Monke
         variant.newest_verified(backend="cuda")
 
 
+@pytest.mark.slow
 def test_a_build_by_another_compiler_is_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_build_by_another_compiler_is_found(
     assert variant.find(shop.spec) == first
 
 
+@pytest.mark.slow
 def test_a_build_for_another_machine_is_not_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +188,7 @@ def test_a_build_for_another_machine_is_not_found(
     assert variant.find(shop.spec) is None
 
 
+@pytest.mark.slow
 def test_what_no_spec_names_is_not_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +213,7 @@ def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) 
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_opening_needs_no_compiler() -> None:
     """The real thing, in a process without PATH, whatever the release's name is written like."""

@@ -67,7 +67,7 @@ def test_it_is_found_where_nothing_is_built(shop: BuildSandbox, distribution: Pa
     assert doctor.libraries().found == f"{found.id}; no compiler or git needed"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("tuned", [True, False])
 def test_a_build_in_the_data_directory_precedes_it(
     shop: BuildSandbox, distribution: Path, *, tuned: bool
@@ -89,7 +89,7 @@ def test_a_build_in_the_data_directory_precedes_it(
     assert variant.newest_verified() == made
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_verified_build_precedes_a_newer_prebuilt_release(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_any_verified_build_precedes_a_newer_prebuilt_release(
     assert variant.newest_verified() == made
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_patches_are_named(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,7 @@ def test_other_patches_are_named(
         variant.newest_verified(backend="cuda")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_it_the_error_names_it(
     shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ def test_without_it_the_error_names_it(
     assert found.state == "optional" and "pyllamakv[prebuilt]" in found.hint
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_cpu_is_refused_before_the_library_is_loaded(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

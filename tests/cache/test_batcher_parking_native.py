@@ -57,7 +57,7 @@ def alone(model: kv.Model, prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [kv.PrefixCache, slots], ids=["prefixes", "slots"])
 def test_an_overcommitted_cache_completes_all(model: kv.Model, make: Any) -> None:
     """Twelve requests of 140 tokens in 256 cells and 4 sequences."""
@@ -81,7 +81,7 @@ def test_an_overcommitted_cache_completes_all(model: kv.Model, make: Any) -> Non
         cache.check()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [kv.PrefixCache, kv.SlotCache], ids=["prefixes", "slots"])
 def test_generations_that_share_a_window_go_on(model: kv.Model, make: Any) -> None:
     """A prefix longer than a sliding-window cache is forked by four generations at once."""

@@ -53,6 +53,7 @@ def window() -> str:
     return str(synthetic_models.generate(shape, home() / "models"))
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize(("spec", "name", "options"), CASES)
 def test_it_says_yes_exactly_where_the_content_is_right(

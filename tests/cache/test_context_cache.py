@@ -267,6 +267,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(STEPS, st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=120)
 def test_any_schedule_agrees_with_plain_lists(

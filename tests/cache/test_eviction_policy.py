@@ -215,7 +215,7 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     assert make(tmp_path).policy == DEFAULT
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_traffic_keeps_leases_pins_and_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: EvictionPolicyName

@@ -80,7 +80,7 @@ def park(cache: Any) -> None:
         parked.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.regression(
     "Ctrl-C while a prefix cache paged a branch out left a branch without its prefix, whose later "
     "tokens were wrong, or a sequence that no prompt could use",

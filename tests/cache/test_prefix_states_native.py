@@ -82,7 +82,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[kv.Model]:
         yield loaded
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_prefix_is_reused_and_exact(model: kv.Model, manager: Any) -> None:
     """Diverge three times after each prefix of a text: the third prompt finds all of it."""
     name = model.path.stem

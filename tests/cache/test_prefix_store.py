@@ -218,7 +218,7 @@ def test_another_format_is_refused(store: PrefixStore, folder: Path) -> None:
     assert not (folder.parent / "nothing").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_changed_byte_is_noticed(store: PrefixStore, folder: Path) -> None:
     """Change each byte of a page, and cut it everywhere: it is never read."""
     page = store.add("cells", None, 0, A, b"content" * 5)

@@ -9,7 +9,7 @@ import pytest
 from qa.faults import preloaded_process
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("cc"), reason="faults need a C compiler"),
 ]
 

@@ -223,6 +223,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine.pytestmark = pytest.mark.slow
 
 
 def test_a_whole_page_is_used_alone() -> None:

@@ -562,7 +562,7 @@ def test_the_identity_names_what_pages_depend_on(tmp_path: Path) -> None:
     assert all(type(value) is str for value in found.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["pages", "states"])
 def test_random_traffic_over_restarts(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.building.variant import Variant
 
-pytestmark = [pytest.mark.native, pytest.mark.long]
+pytestmark = [pytest.mark.native, pytest.mark.slow]
 
 SYSTEM = [1 + (7 * i) % 60 for i in range(300)]
 CHATS = [[*SYSTEM, 1, 2, 3], [*SYSTEM, 4, 5], [*SYSTEM[:50], *range(1, 60)]]

@@ -55,7 +55,7 @@ def test_build_json(shop: BuildSandbox) -> None:
     assert row["manifest"]["variant"] == row["id"] == shop.built()[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_list_names_origins(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without JSON; nothing is built, and options of a build are refused."""
     assert invoke(build.app, "--list") == ""
@@ -115,6 +115,7 @@ def test_what_is_not_named_is_the_newest_verified(
     assert invoke(dropin_verb.app, "setup") == "0.3.36\n"
 
 
+@pytest.mark.slow
 def test_build_with_servers(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of each server is printed, and its manifest is in JSON."""
     asked: list[str] = []

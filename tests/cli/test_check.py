@@ -65,6 +65,7 @@ def test_the_newest_verified_release_is_the_default(world: CheckSandbox, capsys)
     assert json.loads(out)["release"] == verified.newest().name
 
 
+@pytest.mark.slow
 def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:
     """They are most of it; without them a scenario is a few kilobytes."""
     _, small, _ = run_cli(capsys, "0.3.9", "--json", *names("fragmented"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 from cli_kit import cli
 
 import pyllamakv
@@ -58,6 +60,32 @@ def test_every_module_of_a_verb_is_listed(capsys) -> None:
     assert cli(capsys)[0] == 2
 
 
+def leaf_commands() -> list[str]:
+    """Return every verb, or its subcommands, as typed."""
+
+    def walk(words: str, command: Any) -> list[str]:
+        below = getattr(command, "commands", None)
+        if below is None:
+            return [words]
+        return [leaf for name, sub in below.items() for leaf in walk(f"{words} {name}", sub)]
+
+    modules = {verb: importlib.import_module(f"pyllamakv.cli.{verb}") for verb in main.VERBS}
+    return [
+        leaf
+        for verb, module in modules.items()
+        for leaf in walk(verb, typer.main.get_command(module.app))
+    ]
+
+
+@pytest.mark.parametrize("words", leaf_commands())
+def test_every_verb_answers_help_and_takes_json(words: str, capsys) -> None:
+    """Help is a page of this command, and the option is on it."""
+    code, out, _ = cli(capsys, *words.split(), "--help")
+    assert code == 0
+    assert "Usage: pyllamakv" in out
+    assert "--json" in out
+
+
 def test_a_verb_is_imported_when_it_is_called() -> None:
     """Help needs none of them."""
     code = (
@@ -90,6 +118,7 @@ def test_a_wrong_word_gets_a_hint(capsys) -> None:
         assert close in found["message"]
 
 
+@pytest.mark.slow
 def test_completion_offers_verbs_options_and_releases() -> None:
     """What is being typed decides which."""
     assert complete("pyllamakv mi") == ["minimize"]
@@ -103,6 +132,7 @@ def test_completion_offers_verbs_options_and_releases() -> None:
     assert complete("pyllamakv run --model smol") == ["smollm2-135m"]
 
 
+@pytest.mark.slow
 def test_completion_is_cheap() -> None:
     """A key press imports neither numpy nor cffi, nor the parser that edits locks."""
     for words in (
@@ -189,7 +219,7 @@ def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
     assert json.loads(second)["error"]["message"] == "no"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sigterm_ends_a_verb_as_ctrl_c_does() -> None:
     """With its subprocesses, and the status of a shell; a caller's handler is kept."""
     code = (

@@ -272,7 +272,7 @@ def test_watch(run: Run, monkeypatch) -> None:
     assert added[2:] == ["0.2.3"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     """Both files have verdicts, branches, conflicts with both sides, and what failed."""
     adding(monkeypatch, failing="0.3.39")
@@ -380,7 +380,7 @@ def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch")[:2] == (0, "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["verify", "branch"])
 def test_a_watch_that_was_interrupted(run: Run, monkeypatch, tmp_path: Path, step: str) -> None:
     """What is done is kept: verdicts are not measured again, and the missing branch is written."""

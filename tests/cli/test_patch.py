@@ -46,6 +46,7 @@ def call(
     return (code if isinstance(code, int) else 0), out, err
 
 
+@pytest.mark.slow
 def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Fetched releases are shown when none is named; a conflict waits for a person: exit 3."""
     code, out, _ = call(bench, capsys, "status", "--json")
@@ -70,7 +71,7 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("::error file=") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """`status` leaves them out unless asked, `show` lists them, `apply` applies them by name."""
     served = TWO | {"src/b.cpp": numbered(20, l9="served")}
@@ -92,6 +93,7 @@ def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixtu
     assert call(bench, capsys, "export", "--check")[1].count("serve 0.3.1: same") == 1
 
 
+@pytest.mark.slow
 def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The commit is printed, and the tree put where it is asked for."""
     target = tmp_path / "tree"
@@ -108,6 +110,7 @@ def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_pat
     assert call(bench, capsys, "apply", "0.3.7")[0] == 2
 
 
+@pytest.mark.slow
 def test_export(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The check is good, finds an edit, and writing mends it."""
     assert call(bench, capsys, "export", "--check")[0] == 0
@@ -126,6 +129,7 @@ def test_export(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_pa
     assert call(bench, capsys, "export", "--from", str(tmp_path / "tree"))[0] == 2
 
 
+@pytest.mark.slow
 def test_export_check_adds_no_release(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_export_check_adds_no_release(
     assert not lockfile.load(lockfile.added())
 
 
+@pytest.mark.slow
 def test_a_tree_that_was_exported_and_committed(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -185,6 +190,7 @@ def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bench, capsys, "show", "three")[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "names of files and texts of patches could give orders to the terminal",
     by="hostile input",

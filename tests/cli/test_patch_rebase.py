@@ -41,6 +41,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return (code if isinstance(code, int) else 0), out, err
 
 
+@pytest.mark.slow
 def test_rebase(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """A conflict exits with 3 and names the folder; --continue writes the text."""
     code, out, err = call(capsys, "rebase", "one", "--onto", "0.3.2")
@@ -61,6 +62,7 @@ def test_rebase(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
     assert out == "one onto 0.3.2: applies\n"
 
 
+@pytest.mark.slow
 def test_rebase_leave(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """Abort and skip need no name while one patch waits; without one there is nothing to do."""
     for way in ("--abort", "--skip"):
@@ -73,6 +75,7 @@ def test_rebase_leave(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) 
     assert call(capsys, "rebase", "../one", "--abort")[0] == 2
 
 
+@pytest.mark.slow
 def test_rebase_of_other_patches_continues(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 ) -> None:
@@ -103,6 +106,7 @@ def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path
     assert call(capsys, "diff", "one", "0.3.1", "0.3.1")[0] == 0
 
 
+@pytest.mark.slow
 def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     """The hunk that lost its place names the release; exit 3 as for status."""
     code, out, _ = call(capsys, "drift", "0.3.2", "--json")
@@ -143,6 +147,7 @@ def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> Non
     assert "behaviour: no (stock fails some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
 
 
+@pytest.mark.slow
 def test_import(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A user's patch is imported, and its state on every release is reported."""
     file = tmp_path / "mine.patch"

@@ -18,6 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "INTERVAL", 0.2)
 
 
+@pytest.mark.slow
 def test_a_long_step_is_repeated(capsys) -> None:
     """A step that reports no more, or only numbers, prints a line per interval with its state."""
     with progress_bar.progress() as report:
@@ -44,6 +45,7 @@ def test_a_short_step_is_one_line(capsys) -> None:
     assert capsys.readouterr().err == "fetching\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [

@@ -41,6 +41,7 @@ def logits(model: kv.Model) -> np.ndarray:
         return ctx.logits().copy()
 
 
+@pytest.mark.slow
 def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
     """A cache on the device moves there, and gives the same logits."""
     path = synthetic_models.model("grouped")
@@ -58,6 +59,7 @@ def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
             assert ctx.kv.snapshot().streams[0].info.host == 0
 
 
+@pytest.mark.slow
 def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
     """Half of a model and of its cache go to each; without either there is no going on."""
     with (
@@ -124,6 +126,7 @@ def test_what_cannot_be_reached(patched: Variant) -> None:
         lib.load_model(path, rpc_servers=endpoint)
 
 
+@pytest.mark.slow
 def test_more_than_a_server_has(patched: Variant) -> None:
     """A cache that exceeds the device's memory is refused, or the server's end is reported."""
     with (
@@ -137,6 +140,7 @@ def test_more_than_a_server_has(patched: Variant) -> None:
             model.context(n_ctx=1 << 30, n_batch=32)
 
 
+@pytest.mark.slow
 def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
     """It prints the endpoint when it answers, warns when others can reach it, and ends cleanly."""
     root = Path(__file__).resolve().parents[2]
@@ -166,6 +170,7 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
             assert verb.returncode == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
     """Cells keep their bytes where a batch of ordered moves takes a graph per server."""

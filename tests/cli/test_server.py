@@ -163,7 +163,7 @@ def run_verb(program: Path, grace: float = 10.0) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_ignores_signals_while_it_loads(tmp_path: Path) -> None:
     """It is killed; SIGTERM is the status of the verb."""
     program = serving(tmp_path, {"/health": (503, {"error": "Loading model"})})
@@ -182,7 +182,7 @@ def test_a_server_that_ignores_signals_while_it_loads(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_server(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """Ctrl-C, and what a service manager sends."""

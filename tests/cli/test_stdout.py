@@ -28,6 +28,7 @@ def run(words: list[str], stdout: int | None, *, unbuffered: bool) -> tuple[int,
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)
 def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
@@ -42,6 +43,7 @@ def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
     assert "Traceback" not in err and "Exception" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [True, False])
 def test_what_is_wrong_is_told_all_the_same(unbuffered, tmp_path) -> None:
     """A reader that leaves hides no exit status that was there before."""
@@ -54,6 +56,7 @@ def test_what_is_wrong_is_told_all_the_same(unbuffered, tmp_path) -> None:
         os.close(writing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", WORDS)
 def test_a_closed_stdout_takes_everything(words) -> None:
     """As `print` has it."""
@@ -61,6 +64,7 @@ def test_a_closed_stdout_takes_everything(words) -> None:
     assert code == 0 and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)

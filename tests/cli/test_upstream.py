@@ -165,6 +165,7 @@ def test_nothing_is_new(
     assert "there is no new version" in err
 
 
+@pytest.mark.slow
 def test_one_failure_does_not_stop_the_rest(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_series_that_is_misspelt(home: Path) -> None:
     assert vendor.listed() == []
 
 
+@pytest.mark.slow
 def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `sync` takes for 0.3.9 the others take too; a name of its own comes first."""
     run("sync", "0.3.9")

@@ -7,7 +7,6 @@ and state the reason in the commit. The records of trees are updated for fetched
 from __future__ import annotations
 
 import enum
-import importlib
 import inspect
 import json
 import re
@@ -87,27 +86,6 @@ def api() -> dict[str, Any]:
     return found
 
 
-def cli() -> dict[str, Any]:
-    """Return every verb with its arguments and options: names, type, default, how often."""
-    import typer
-
-    from pyllamakv.cli import main
-
-    found: dict[str, Any] = {}
-
-    def walk(name: str, command: Any) -> None:
-        for below, one in getattr(command, "commands", {}).items():
-            walk(f"{name} {below}", one)
-        if not getattr(command, "commands", {}):
-            found[name] = [_parameter(one) for one in command.params]
-
-    found["pyllamakv"] = [_parameter(one) for one in typer.main.get_command(main.app).params]
-    for verb in main.VERBS:
-        module = importlib.import_module(f"pyllamakv.cli.{verb}")
-        walk(verb, typer.main.get_command(module.app))
-    return found
-
-
 def exit_codes() -> dict[str, int]:
     """Return the exit status of every error and verdict."""
     from pyllamakv import errors
@@ -130,23 +108,6 @@ def schemas() -> dict[str, Any]:
         done = run(*words)
         found[" ".join(words)] = {"exit": done.returncode, "shape": shape(json.loads(done.stdout))}
     return found
-
-
-def tests() -> dict[str, list[str]]:
-    """Return the names of the tests by module; parameters are left out."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: dict[str, set[str]] = {}
-    for line in done.stdout.splitlines():
-        module, separator, name = line.split("[", 1)[0].partition("::")
-        if separator:
-            found.setdefault(module, set()).add(name)
-    return {module: sorted(names) for module, names in sorted(found.items())}
 
 
 def verdicts() -> dict[str, Any]:
@@ -235,27 +196,13 @@ def _signature(value: Any) -> str:
         return type(value).__name__
 
 
-def _parameter(one: Any) -> dict[str, Any]:
-    annotation = one.type_descriptor.annotation
-    return {
-        "opts": [*one.opts, *one.secondary_opts],
-        "type": getattr(annotation, "__name__", str(annotation))
-        if not str(annotation).startswith(("list", "tuple"))
-        else str(annotation),
-        "default": None if callable(one.default) else str(one.default),
-        "required": one.required,
-        "nargs": one.nargs,
-        "multiple": getattr(one, "multiple", False),
-    }
-
-
 def _verdict_codes(verdict: Any) -> dict[str, int]:
     from pyllamakv.verification.verdict import Decision
 
     return {word.value: Decision(word, "").exit_code for word in verdict}
 
 
-RECORDS = {one.__name__: one for one in (trees, api, cli, exit_codes, schemas, tests, verdicts)}
+RECORDS = {one.__name__: one for one in (trees, api, exit_codes, schemas, verdicts)}
 
 
 def write(name: str) -> None:

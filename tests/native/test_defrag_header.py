@@ -31,13 +31,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return HEADER.program(tmp_path_factory.mktemp("kv_defrag"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_group_is_listed(program: Path) -> None:
     """The program knows the groups that are run below, and no others."""
     assert tuple(run(program).stdout.split()) == GROUPS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_header(program: Path, group: str) -> None:
     """A group of the header agrees with what is found cell by cell, and breaks no memory rule."""
@@ -45,12 +45,14 @@ def test_header(program: Path, group: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_header_compiles_as_the_oldest_release_does(tmp_path: Path) -> None:
     """The header is clean C++11, as 0.2.90 is compiled, without a warning."""
     result = HEADER.compile(tmp_path, "-O0", *STRICT)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_tests_can_fail(tmp_path: Path) -> None:
     """Faults put into the header are found: the tests are not empty."""
     faults = {

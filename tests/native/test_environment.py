@@ -23,7 +23,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linked("0.3.36+patched", "sparse", tmp_path_factory.mktemp("patched"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "arguments", "printed"),
     [
@@ -55,7 +55,7 @@ def test_patched(
     assert run(patched, model, *arguments, **variables) == printed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side", "given", "effect", "moved"),
     [("patched", -1.0, 0.5, 50), ("patched", 0.0, 0.0, 0), ("stock", 0.25, -1.0, None)],
@@ -80,7 +80,7 @@ def test_a_context_reports_its_threshold(
             assert ctx.counters.cells_moved == moved
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_stock(tmp_path: Path) -> None:
     """The libraries of upstream read no variable, and log nothing about a wrong one."""
     program = linked("0.3.36+stock", "sparse", tmp_path)

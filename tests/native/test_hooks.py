@@ -89,14 +89,14 @@ def test_every_group_has_a_test() -> None:
         assert all(f'{{ "{group}", ' in source for group in groups), header.name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_group_is_listed(programs: dict[Header, Path]) -> None:
     """The programs know the groups that are run below, and no others."""
     for header, program in programs.items():
         assert tuple(run(program).stdout.split()) == GROUPS[header]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "group"), [(header, group) for header, names in GROUPS.items() for group in names]
 )
@@ -109,6 +109,7 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "faults"),
     [

@@ -21,6 +21,7 @@ ADDED = ("src/llama-kv-compact-cells.h", "src/llama-kv-defrag.h")
 HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("base", ROWS)
 def test_cells_move_whole(base: str, tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return HEADER.program(tmp_path_factory.mktemp("kv_mmap"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_group_is_listed(program: Path) -> None:
     """The program knows the groups that are run below, and no others."""
     assert tuple(run(program).stdout.split()) == GROUPS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.regression(
     "one lost bit in the header of a kept cache made it one that was never kept, and it was "
@@ -66,6 +66,7 @@ def test_header(program: Path, group: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-DLLAMA_KV_NO_MMAP",)])
 def test_header_compiles_without_a_warning(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """The header is clean C++11, with and without the memory that it is about."""
@@ -103,6 +104,7 @@ def test_platforms_without_it_refuse_by_name(tmp_path: Path) -> None:
     assert answer.returncode == 0 and "no mapped memory" in answer.stdout
 
 
+@pytest.mark.slow
 def test_tests_can_fail(tmp_path: Path) -> None:
     """Faults put into the header are found: the tests are not empty."""
     faults = {

@@ -28,7 +28,7 @@ def program(folder: Path, right: str = "", wrong: str = "") -> Path:
     return folder / SOURCE.stem
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_header(tmp_path: Path) -> None:
     """The text has every counter, in Prometheus' units, and none that the build does not count."""
     made = program(tmp_path)
@@ -46,7 +46,7 @@ def test_the_page_lists_every_metric() -> None:
     assert re.findall(r"^\| `llamacpp:kv_(\w+)` \|", page, re.MULTILINE) == names
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "right", "wrong"),
     [

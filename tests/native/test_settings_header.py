@@ -22,13 +22,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return HEADER.program(tmp_path_factory.mktemp("kv_settings"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_group_is_listed(program: Path) -> None:
     """The program knows the groups that are run below, and no others."""
     assert tuple(run(program).stdout.split()) == GROUPS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_header(program: Path, group: str) -> None:
     """Values are read, refused with one line, and ranked as documented."""
@@ -36,13 +36,14 @@ def test_header(program: Path, group: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_header_compiles_as_the_oldest_release_does(tmp_path: Path) -> None:
     """The header is clean C++11, as 0.2.90 is compiled, without a warning."""
     result = HEADER.compile(tmp_path, "-O0", *STRICT)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_faults_are_noticed(tmp_path: Path) -> None:
     """Each group fails when what it is about is wrong."""
     faults = {

@@ -67,7 +67,7 @@ def test_smoke(smoke: Path, tiny_model: Path, settings: tuple[str, ...]) -> None
     assert result.stdout == "ok\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_kept_cache_belongs_to_the_whole_name_of_a_release(tmp_path: Path) -> None:
     """Releases of other packages have hyphens in their names; sources without one have their id."""
     names = ("0.3.9", "b11549", "v0.5.0", "xllamacpp-2026.7.10068", "x-stock-cpu")

@@ -45,6 +45,7 @@ def tree(bench: SeriesSandbox, commit: str) -> dict[str, bytes | None]:
     return dict(bench.store.read_many(commit, bench.store.ls(commit)))
 
 
+@pytest.mark.slow
 def test_commit_holds_the_patched_tree(bench: SeriesSandbox) -> None:
     """The commit has the release's tree with the changes, one commit per patch, on its commit."""
     patched = run(bench)
@@ -55,6 +56,7 @@ def test_commit_holds_the_patched_tree(bench: SeriesSandbox) -> None:
     assert bench.store.tree_of(patched.commit) == patched.tree
 
 
+@pytest.mark.slow
 def test_same_id_everywhere(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_nothing_changes_after_a_failure(
     assert git_command.git(bench.store.path, "for-each-ref") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_dropping_each_hunk_changes_the_tree(bench: SeriesSandbox, number: int) -> None:
     """A text without one hunk makes another tree, and exactly that change is missing."""
@@ -124,6 +127,7 @@ def test_author_and_message_are_kept(bench: SeriesSandbox) -> None:
     )
 
 
+@pytest.mark.slow
 def test_modes_survive(bench: SeriesSandbox) -> None:
     """Programs stay programs, and a patch can make one."""
     file = bench.folder / "mode.patch"

@@ -74,6 +74,7 @@ def file(bench: SeriesSandbox, tree: str, path: str) -> bytes:
     return entry.data if entry else b""
 
 
+@pytest.mark.slow
 def test_a_changed_neighbour_is_merged(bench: SeriesSandbox) -> None:
     """Strictly the patch does not apply; carried it has the lines of both sides."""
     with pytest.raises(NoPortApplies):
@@ -90,6 +91,7 @@ def test_a_changed_neighbour_is_merged(bench: SeriesSandbox) -> None:
     assert file(bench, made.tree, "src/new.h") == FIXED["src/new.h"]
 
 
+@pytest.mark.slow
 def test_a_carried_tree_is_deterministic(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Another store gives the same commit, and the port applies strictly to its release."""
     listed = series.load(bench.folder)
@@ -205,7 +207,7 @@ def reason(bench: SeriesSandbox, release: str) -> str:
     return found.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
     """Upstream renamed the function that the patch changes; the patch is in the renamed one."""
     renamed = STOCK["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
@@ -236,7 +238,7 @@ def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) ->
     assert wanted in reason(bench, "0.3.5")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     """Upstream adds an argument to the call that the patch replaces."""
     old, new = (
@@ -253,7 +255,7 @@ def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
     assert found.reason.startswith("merged from port 0.3.6, by tokens at src/a.cpp:12; ")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
     """The merge has no conflict, but the patch uses what upstream renamed elsewhere."""
     header = {"src/h.h": b"int cell_size;\n" * 9}
@@ -360,7 +362,7 @@ def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
     assert "contains every change" in found.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("upstream", "found"),
     [
@@ -399,6 +401,7 @@ def test_a_comment_of_upstream_is_no_change_of_the_patch(bench: SeriesSandbox) -
     assert b"    fix(a);\n" in file(bench, made.tree, "src/a.cpp")
 
 
+@pytest.mark.slow
 def test_an_accepted_port_gives_the_same_tree(bench: SeriesSandbox) -> None:
     """The carried patch becomes a port of the series, which then applies strictly."""
     release = bench.releases["0.3.2"]

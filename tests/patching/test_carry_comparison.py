@@ -143,7 +143,7 @@ def members(*classes: str) -> bytes:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_members_of_two_classes_are_different() -> None:
     """A class may be renamed. A function of the same name in a sibling is another function."""
     port = merged({"a.cpp": members("full", "window")}, {"a.cpp": members("full+", "window")})

@@ -43,7 +43,7 @@ def report(bench: SeriesSandbox, release: str) -> tuple[conflict_report.Uncarrie
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_conflict(bench: SeriesSandbox) -> None:
     """The second hunk of the port conflicts; upstream changed its lines after 0.3.2."""
     (patch,) = report(bench, "0.3.3")
@@ -65,7 +65,7 @@ def test_a_release_without_conflicts(bench: SeriesSandbox) -> None:
     assert report(bench, "0.3.1") == report(bench, "0.3.2") == ()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_file_that_is_gone(bench: SeriesSandbox) -> None:
     """Without the file, the conflict has no line, and names its first hunk."""
     place = bench.folder / "fix" / "patch.toml"
@@ -77,7 +77,7 @@ def test_a_file_that_is_gone(bench: SeriesSandbox) -> None:
     assert (conflict.changed_after, conflict.changed_in) == ("0.3.3", "0.3.4")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_patch_that_depends_on_another(bench: SeriesSandbox) -> None:
     """A blocked patch has the reason and no conflict of its own."""
     more = FIXED | {"src/c.h": b"long;\n"}
@@ -89,7 +89,7 @@ def test_a_patch_that_depends_on_another(bench: SeriesSandbox) -> None:
     assert "requires fix" in blocked.reason
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_patch_that_is_not_carried(bench: SeriesSandbox) -> None:
     """Without a merge, the hunk that does not apply has the expected and the found line."""
     place = bench.folder / "fix" / "patch.toml"

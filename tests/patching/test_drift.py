@@ -50,6 +50,7 @@ def on(bench: SeriesSandbox, name: str) -> drift.Drift:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("release", "state", "offsets", "fuzz", "changed"),
     [
@@ -93,6 +94,7 @@ def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hunk.changed_in == "0.3.2"
 
 
+@pytest.mark.slow
 def test_a_text_without_a_base(bench: SeriesSandbox, tmp_path: Path) -> None:
     """A stranger's patch counts as written for the nearest release that has its lines."""
     file = tmp_path / "theirs.diff"
@@ -105,6 +107,7 @@ def test_a_text_without_a_base(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert [hunk.changed_in for hunk in found.hunks] == ["", "0.3.2"]
 
 
+@pytest.mark.slow
 def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
     """Where markers refuse every text, the one for the nearest base shows what has changed."""
     new = bench.files["0.3.4"]
@@ -116,6 +119,7 @@ def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
     assert (two.id, two.state, two.base) == ("two", "not-applicable", "0.3.4")
 
 
+@pytest.mark.slow
 def test_why(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line names the patch, the first hunk without a place, and who changed its lines."""
     loaded = series.load(bench.folder)
@@ -129,6 +133,7 @@ def test_why(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "state", "said"),
     [
@@ -171,6 +176,7 @@ def test_a_place_that_is_refused(
     assert "fuzz" not in out
 
 
+@pytest.mark.slow
 def test_blanks(bench: SeriesSandbox) -> None:
     """Lines that differ in nothing but blanks are called so."""
     data = numbered(60, l39="line   39")

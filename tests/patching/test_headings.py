@@ -62,6 +62,7 @@ def hunk(head: bytes, *lines: bytes) -> hunks.Hunk:
     return hunks.Hunk(9, 3, 9, 3, b"@@ -9,3 +9,3 @@ " + head + b"\n", marked)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LINE, min_size=1, max_size=40), st.data())
 def test_the_heading_is_git_s(lines: list[str], choice: st.DataObject) -> None:

@@ -19,6 +19,7 @@ def content(lines: list[str], ended: bool = True) -> bytes:
     return (text + "\n" if ended and lines else text).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(LINES, LINES, st.booleans(), st.booleans())
 def test_round_trip(old: list[str], new: list[str], one: bool, other: bool) -> None:

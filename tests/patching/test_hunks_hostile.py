@@ -65,6 +65,7 @@ def test_no_path_leaves_the_tree(path: str) -> None:
 MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -90,6 +91,7 @@ def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
         applied(tmp_path, MAIL.format(0, *words).encode() + creating("b/src/x"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [
@@ -125,6 +127,7 @@ def test_authors_and_dates_that_are_none(tmp_path: Path, field: str) -> None:
     assert applied(tmp_path, mail.encode() + creating("b/src/x"))["src/x"] == b"x\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["a b", "-x", "--output=x", "a\nb", "a\tb", "x.git", ".gitignore"])
 def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
     """A blank, a dash or a newline in a name means nothing but itself."""
@@ -167,6 +170,7 @@ def linking(at: str, to: str) -> bytes:
     return made + b"\\ No newline at end of file\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["/etc", "../..", "src", "."])
 @pytest.mark.regression(
     "a patch that made a file below a link or a file of the tree put a folder in its place",
@@ -184,6 +188,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
             applied(tmp_path / str(number), linking("out", to), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["/etc", "../..", "src/../.."])
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, to: str) -> None:
     """A patch may make a link, and one that leads out never reaches a folder."""

@@ -47,6 +47,7 @@ def signs(
     return found, {sign.name: sign.obsolete for sign in found.signs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("release", "text", "symbols"),
     [

@@ -134,6 +134,7 @@ def test_unknown_base_is_refused(bench: SeriesSandbox) -> None:
         patch_export.select_ports(series.load(bench.folder), [], "0.9")
 
 
+@pytest.mark.slow
 def test_shared_files_are_written_once(bench: SeriesSandbox, tmp_path: Path) -> None:
     """An export from a folder puts a changed shared file into its one place, for every port."""
     shared = {"src/shared.h": b"// shared\n"}

@@ -66,6 +66,7 @@ def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
     return git_command.git(folder, "rev-parse", "HEAD")
 
 
+@pytest.mark.slow
 def test_git_makes_our_commit_of_the_mails(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
     """One mail per patch, in order, numbered; git am makes the commits that we make."""
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
@@ -79,6 +80,7 @@ def test_git_makes_our_commit_of_the_mails(bench: SeriesSandbox, tmp_path: Path,
     assert taken(bench.store, base.commit, files, tmp_path / "r") == patched.commit
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_mails_go_to_stdout(
     bench: SeriesSandbox, tmp_path: Path, capfdbinary
 ) -> None:
@@ -104,6 +106,7 @@ def test_the_folder_is_a_quilt_folder(bench: SeriesSandbox, tmp_path: Path) -> N
     assert again.order == ("one", "two")
 
 
+@pytest.mark.slow
 def test_an_earlier_series_makes_room_and_nothing_else(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None
     assert taken(store, release.commit, list(files), tmp_path / "r") == patched.commit
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> None:
     """A stranger's git, on an exported tree without our history, comes to the patched tree."""

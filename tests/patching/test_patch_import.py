@@ -112,6 +112,7 @@ def test_author_date_and_message_stay(
     assert [each.kind for each in patch_export.check(loaded, store=bench.store)] == ["same"] * 2
 
 
+@pytest.mark.slow
 def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     """The files of a directory, and the mails of a mailbox; each requires the one before."""
     folder = tmp_path / "set"
@@ -138,6 +139,7 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
         take(bench, box, "more", title="Both")
 
 
+@pytest.mark.slow
 def test_commits_of_a_branch(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_commits_of_a_branch(
         read(f"git:{repository}@main..main")
 
 
+@pytest.mark.slow
 def test_newer_releases_fail_until_they_are_accepted(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +215,7 @@ def test_newer_releases_fail_until_they_are_accepted(
         patch_import.accept_until(bench.folder, "mine", "0.2.90")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_release_can_be_the_first_or_last(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +248,7 @@ def test_any_release_can_be_the_first_or_last(
     assert 'releases = ">=0.3.2,<=0.3.4"\nscenarios = ' in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_first_release_of_several_ports_stays(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +266,7 @@ def test_the_first_release_of_several_ports_stays(
     assert series.load(bench.folder).definition("mine").releases == ">=0.3.2,<=0.3.12"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_required_patch_is_applied_before(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_classes_of_change() -> None:
     assert found.as_json()["change"] == "content"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(RETRY.splitlines(keepends=True)), min_size=1))
 def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
@@ -136,7 +137,7 @@ def test_changed_lines_of_a_function_are_listed() -> None:
     assert not found.lost
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_order_and_other_removed_lines_are_listed() -> None:
     """A copy before a clear is not a copy after it, and a line that stays is still executed."""
     before = changed(b=b"    clear(k);\n    copy(k);\n")

@@ -59,6 +59,7 @@ def left(bench: SeriesSandbox) -> list[Path]:
     return [*folder.glob("*"), *(bench.store.path / "worktrees").glob("*")]
 
 
+@pytest.mark.slow
 def test_clean(bench: SeriesSandbox) -> None:
     """What git can merge becomes a text that applies, round-trips and is in patch.toml."""
     (done,) = carry(bench, "one", onto="0.3.2")
@@ -80,6 +81,7 @@ def test_clean(bench: SeriesSandbox) -> None:
     assert carry(bench, "one", onto="0.3.2", force=True)[0].state == "clean"
 
 
+@pytest.mark.slow
 def test_conflict_continue(bench: SeriesSandbox) -> None:
     """A conflict leaves marks with the common ancestor; once solved, the text is written."""
     error = stop(bench, "one")
@@ -108,6 +110,7 @@ def test_conflict_continue(bench: SeriesSandbox) -> None:
 MARKS = (b"<<<<<<<", b"|||||||", b">>>>>>>")
 
 
+@pytest.mark.slow
 def test_what_a_person_lost_is_told(bench: SeriesSandbox) -> None:
     """A hunk that is dropped while solving a conflict is named."""
     error = stop(bench, "one")
@@ -136,6 +139,7 @@ def test_leaving(bench: SeriesSandbox, way: str) -> None:
         list(rebase.resume("one"))
 
 
+@pytest.mark.slow
 def test_several(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Patches follow each other; one that requires another finds what was just written."""
     out = tmp_path / "out"
@@ -151,6 +155,7 @@ def test_several(bench: SeriesSandbox, tmp_path: Path) -> None:
         carry(bench, "two", onto="0.3.3")
 
 
+@pytest.mark.slow
 def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
     """A required patch that does not cover the target is omitted, and this is reported."""
     file = bench.folder / "one" / "patch.toml"
@@ -170,7 +175,7 @@ def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
     assert patched.patches == ("two",)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
     """A required patch without a port for the target stays a requirement."""
     file = bench.folder / "one" / "patch.toml"
@@ -193,6 +198,7 @@ def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
     assert later.state == "clean", "a carried patch gets a port of its own"
 
 
+@pytest.mark.slow
 def test_empty(bench: SeriesSandbox) -> None:
     """A release that has the change already needs no text."""
     (done,) = carry(bench, "one", onto="0.3.4")
@@ -200,6 +206,7 @@ def test_empty(bench: SeriesSandbox) -> None:
     assert not left(bench)
 
 
+@pytest.mark.slow
 def test_file_gone(bench: SeriesSandbox) -> None:
     """A file that the target has not got must be decided on, not slip in as a whole."""
     error = stop(bench, "one", onto="0.3.5")
@@ -215,6 +222,7 @@ def test_file_gone(bench: SeriesSandbox) -> None:
     assert series.load(bench.folder).definition("one").port("0.3.5").patch.paths == ("src/c.cpp",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["make", "cherry_pick"])
 def test_killed(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """A process that dies at any moment leaves what abort cleans and a new start replaces."""

@@ -71,7 +71,7 @@ def test_the_libraries_require_no_patch_of_the_server(bench: SeriesSandbox) -> N
         series.load(bench.folder)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) -> None:
     """They are put before it; an unknown id is still refused."""
     toml = bench.folder / "one" / "patch.toml"

@@ -56,6 +56,7 @@ def test_every_patch_is_shown(bench: SeriesSandbox) -> None:
     }
 
 
+@pytest.mark.slow
 def test_hunks_tell_where_they_went(bench: SeriesSandbox) -> None:
     """Each hunk has its state and offset, the good ones of a failing patch too."""
     one, two, _ = table(bench)["0.3.2"]
@@ -69,6 +70,7 @@ def test_hunks_tell_where_they_went(bench: SeriesSandbox) -> None:
     assert [p.offset for p in moved.best.placements] == [2, 2]
 
 
+@pytest.mark.slow
 def test_json_and_annotations(bench: SeriesSandbox) -> None:
     """Both machine forms name the failing hunk; annotations are one line each."""
     row = table(bench)["0.3.2"]
@@ -84,6 +86,7 @@ def test_json_and_annotations(bench: SeriesSandbox) -> None:
     assert "%0A" in lines[0]
 
 
+@pytest.mark.slow
 def test_nothing_is_written(bench: SeriesSandbox) -> None:
     """Looking leaves the store as it was."""
     before = sorted(path.name for path in bench.store.path.rglob("*"))
@@ -107,7 +110,7 @@ def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
     assert port_choice.with_requirements(shipped, shipped) is shipped
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tree_with_a_file_of_the_patch_is_partly_patched(bench: SeriesSandbox) -> None:
     """Its absence is a marker of the port, which then is not skipped in silence."""
     header = {"src/new.h": b"// new\n"}

@@ -56,6 +56,7 @@ def refused(files: Files, data: bytes) -> PatchConflict:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(FEW, FEW, st.booleans(), st.booleans())
 def test_on_its_base_it_does_what_git_does(
@@ -68,6 +69,7 @@ def test_on_its_base_it_does_what_git_does(
         assert applied(before, data) == after == git_apply(before, data)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(MANY, st.data())
 def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:

@@ -57,6 +57,7 @@ with open(sys.argv[1], "a") as held:
 """
 
 
+@pytest.mark.slow
 def test_removal_waits_for_an_orphaned_git(store: Store, tmp_path: Path) -> None:
     """The git of a killed process still writes; it keeps the lock that it inherited until then."""
     base, _ = store.commit(None, FILES, "base")

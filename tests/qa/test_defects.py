@@ -49,6 +49,7 @@ def put(root: Path, text: str) -> None:
     (root / "tests" / "test_some.py").write_text(text)
 
 
+@pytest.mark.slow
 def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     """Each defect counts once. Its tests run, and a fix whose tests did not run is reported."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
@@ -65,6 +66,7 @@ def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
     assert "test_both" in seen
 
 
+@pytest.mark.slow
 def test_a_fix_that_does_not_hold_is_a_defect(root: Path) -> None:
     """One parameter is enough, and what another finder found is not blamed."""
     put(root, _TESTS.replace("{wanted}", "1"))
@@ -75,6 +77,7 @@ def test_a_fix_that_does_not_hold_is_a_defect(root: Path) -> None:
     assert fuzzing.row["passed"] == "1"
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
     """Nothing was proved then."""
     put(root, _TESTS + "\nimport nothing_of_that_name\n")
@@ -125,6 +128,7 @@ def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> N
     assert "needs a checkout" in entry.skip_reason
 
 
+@pytest.mark.slow
 def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
     """And come back as they were written."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
@@ -135,6 +139,7 @@ def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
     assert document.read(path) == made
 
 
+@pytest.mark.slow
 def test_the_shipped_document_lists_what_the_tests_hold() -> None:
     """RELIABILITY.md lists each defect that a test names."""
     root = checkout()

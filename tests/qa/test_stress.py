@@ -64,6 +64,7 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     assert "`python -m qa stress leaks --seconds 90 --only good`" in out
 
 
+@pytest.mark.slow
 def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> None:
     """Control characters do not reach the terminal, and progress continues."""
     broken: list[object] = []
@@ -115,6 +116,7 @@ def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) 
     assert [each.only for each in asked] == [("0.3.9",), ("0.3.9",), ("path:tree",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "random_operations"])
 def test_every_section_has_names(section: str) -> None:
     """Each can be asked for by --only; those of schedules are releases."""

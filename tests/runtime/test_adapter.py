@@ -114,7 +114,7 @@ def test_a_refused_change_keeps_the_former_adapters(tmp_path: Path) -> None:
         old.load_adapter(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_recording_has_no_adapters(tmp_path: Path) -> None:
     """A replay would compute other logits."""
     model = adapter_kit.simulated_model(tmp_path)

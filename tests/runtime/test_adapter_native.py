@@ -59,7 +59,7 @@ def logits(model: kv.Model, scales: dict[kv.Adapter, float], n: int = 40) -> NDA
         return context.logits().copy()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_logits_are_those_of_the_merged_model(model: kv.Model, folder: Path) -> None:
     """With two adapters and scales; with scale 0, they are those without, bit by bit."""
     one, two = (model.load_adapter(folder / f"{name}.gguf") for name in ("one", "two"))
@@ -99,7 +99,7 @@ def test_a_change_takes_effect_in_the_next_decode(model: kv.Model, folder: Path)
             context.set_adapters({one: 2.0})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_too_many_adapters_for_a_graph_are_refused(model: kv.Model, folder: Path) -> None:
     """Through 0.3.16, llama.cpp would assert in the next decode; the former ones stay in use."""
     many = [model.load_adapter(folder / "one.gguf") for _ in range(100)]
@@ -198,7 +198,7 @@ def test_another_model_refuses_an_adapter(model: kv.Model, folder: Path) -> None
     one.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_worker_has_adapters(library: kv.OpenLibrary, folder: Path) -> None:
     """With the same logits."""
     with kv.open(library.about.variant, isolated=True) as apart:
@@ -209,7 +209,7 @@ def test_a_worker_has_adapters(library: kv.OpenLibrary, folder: Path) -> None:
         assert np.array_equal(found, logits(here, {here.load_adapter(folder / "one.gguf"): 1.0}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_kept_cache_is_for_its_adapters(folder: Path, tmp_path: Path) -> None:
     """A file of other adapters is refused; that of the same ones continues."""
     with kv.open(built("0.3.9+patched").folder) as library:

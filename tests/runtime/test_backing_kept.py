@@ -41,6 +41,7 @@ def speaking(build: Variant) -> Iterator[kv.Model]:
         yield library.load_model(synthetic_models.model("bytes"))
 
 
+@pytest.mark.slow
 def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) -> None:
     """A cache that another process kept goes on: sequences, tokens and logits to the last bit."""
     file = tmp_path / "cache"
@@ -129,6 +130,7 @@ def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Pa
         assert np.array_equal(found.streams[0].pos, expected.streams[0].pos)
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
     """A killed process leaves its last flush, whatever it has changed since.
 
@@ -247,6 +249,7 @@ def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
             assert np.array_equal(logits(ctx, [sequence]), expected)
 
 
+@pytest.mark.slow
 def test_one_owner(build: Variant, model: kv.Model, tmp_path: Path) -> None:
     """A second opener is refused, in this process and in another, and harms nothing."""
     file = tmp_path / "cache"
@@ -326,6 +329,7 @@ def test_damage_is_seen(model: kv.Model, tmp_path: Path) -> None:
         assert ctx.sequence(0).tokens == TOKENS
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
     """On a full disk nothing is created, and no signal is raised."""
     small = tmp_path / "small"

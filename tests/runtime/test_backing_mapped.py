@@ -112,6 +112,7 @@ def test_logits_are_those_of_the_heap(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_defrag_and_trim(model: kv.Model) -> None:
     """Memory that is free after a defragmentation is released, on request or automatically."""
     options: Any = {"n_ctx": 8192, "n_seq_max": 4, "flash_attn": True, "kv_backing": "mmap"}
@@ -128,6 +129,7 @@ def test_defrag_and_trim(model: kv.Model) -> None:
             assert least <= (ctx.kv.memory.committed or 0) <= least + 4 * resource.getpagesize()
 
 
+@pytest.mark.slow
 def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
     """All of it works over a worker too, and its errors keep their class."""
     file = tmp_path / "cache"
@@ -149,6 +151,7 @@ def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
             assert ctx.sequence(1).tokens == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> None:
     """A model with a window has two caches, each in a file; both must be of one flush."""
     from pyllamakv.scenarios import synthetic_models
@@ -232,6 +235,7 @@ def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Pat
         assert ctx.kv.memory.committed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules(model: kv.Model, flash: bool) -> None:
     """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
@@ -244,6 +248,7 @@ def test_random_schedules(model: kv.Model, flash: bool) -> None:
         operation_cases.run_seed(make, seed, 25)
 
 
+@pytest.mark.slow
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
     """Layers on a device are not mapped: they are counted, or refused if no other is left."""
     from pyllamakv.scenarios import synthetic_models

@@ -51,7 +51,7 @@ def test_the_record_is_current() -> None:
 
 @pytest.mark.native
 @pytest.mark.real_model
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_real_model_is_as_in_transformers(patched: Variant, real_model: Path) -> None:
     """Its own template; its markers become one token each, and no first token is added."""
     with kv.open(patched.folder) as library, library.load_model(real_model) as model:

@@ -59,6 +59,7 @@ def fresh_logits(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarr
         return ctx.logits().copy()
 
 
+@pytest.mark.slow
 def test_text_is_generated_and_recorded(speaking: kv.Model) -> None:
     """Check text, ledger and cache of a generation with special characters in the prompt."""
     with speaking.context(n_ctx=128, n_seq_max=2) as ctx:
@@ -72,6 +73,7 @@ def test_text_is_generated_and_recorded(speaking: kv.Model) -> None:
         assert ctx.kv.stats.used == len(a) + len(b)
 
 
+@pytest.mark.slow
 def test_one_step_is_one_batch_of_one(model: kv.Model) -> None:
     """Check that the cheap way gives the same logits as the general one."""
     with model.context(n_ctx=64, n_seq_max=2) as ctx:
@@ -84,6 +86,7 @@ def test_one_step_is_one_batch_of_one(model: kv.Model) -> None:
         assert a.tokens == b.tokens == [3, 5, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flash_attn", "kind"), KINDS)
 def test_a_defragmentation_keeps_every_byte(model: kv.Model, flash_attn: bool, kind: str) -> None:
     """Check rows, tokens and what follows, against a context that never was fragmented."""
@@ -140,6 +143,7 @@ def test_a_fragmented_cache_fails_on_stock_and_works_on_patched(
             assert np.abs(c.logits().copy() - fresh_logits(model, c.tokens)).max() < 0.01
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_called_full(model: kv.Model) -> None:
     """Check that failures between micro-batches leave no ghosts."""
     with model.context(n_ctx=256, n_batch=256, n_ubatch=32, n_seq_max=2) as ctx:
@@ -156,6 +160,7 @@ def test_a_full_cache_is_called_full(model: kv.Model) -> None:
         assert ctx.kv.stats.used == 256
 
 
+@pytest.mark.slow
 def test_a_cancelled_decode_keeps_every_token(model: kv.Model) -> None:
     """Check a decode that is aborted in its second micro-batch."""
     with model.context(n_ctx=256, n_batch=256, n_ubatch=32, n_seq_max=2) as ctx:
@@ -176,6 +181,7 @@ def test_a_cancelled_decode_keeps_every_token(model: kv.Model) -> None:
         assert np.abs(ctx.logits().copy() - fresh_logits(model, a.tokens)).max() < 0.01
 
 
+@pytest.mark.slow
 def test_no_wrong_argument_ends_the_process(model: kv.Model, opened: kv.OpenLibrary) -> None:
     """Check what would make llama.cpp assert or throw, and that work goes on."""
     ctx = model.context(n_ctx=128, n_batch=64, n_ubatch=16, n_seq_max=2)
@@ -208,6 +214,7 @@ def test_no_wrong_argument_ends_the_process(model: kv.Model, opened: kv.OpenLibr
     assert a.tokens == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_logits_of_a_real_decode_go_stale(model: kv.Model) -> None:
     """Check reading before and after the next decode."""
     with model.context(n_ctx=64) as ctx:
@@ -224,6 +231,7 @@ def test_logits_of_a_real_decode_go_stale(model: kv.Model) -> None:
         first.copy()
 
 
+@pytest.mark.slow
 def test_forks_cuts_and_shifts_agree_with_the_cache(model: kv.Model) -> None:
     """Check positions that the library reports against the ledger."""
     with model.context(n_ctx=128, n_seq_max=4) as ctx:
@@ -247,6 +255,7 @@ def test_forks_cuts_and_shifts_agree_with_the_cache(model: kv.Model) -> None:
         assert ctx.kv.rows(0, a).pos.tolist() == a.positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flash_attn", "kind"), KINDS)
 def test_a_save_goes_into_another_context(model: kv.Model, flash_attn: bool, kind: str) -> None:
     """Check rows and logits of a restored sequence, in a cache where no hole is large enough."""
@@ -352,6 +361,7 @@ def test_random_work_agrees_with_a_ledger(variant: Variant, tiny_model: Path, se
                 assert one.pos_max == one.next_pos - 1
 
 
+@pytest.mark.slow
 def test_trained_text_is_the_same_everywhere(
     stock: Variant, patched: Variant, trained_model: Path
 ) -> None:
@@ -368,6 +378,7 @@ def test_trained_text_is_the_same_everywhere(
     assert len(texts.pop().split()) > 20
 
 
+@pytest.mark.slow
 def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
     """Step by step, many steps at once and one by one: the same tokens, rows and ledgers."""
     starts, results = [70, 80, 90], []

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 
+import pytest
 from fakes.build import HANG, SLOW
 from fakes.opened import feed
 
@@ -69,6 +70,7 @@ def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
     assert next(counted) == 1000
 
 
+@pytest.mark.slow
 def test_two_contexts_in_two_threads(native: Native, model: ModelHandle) -> None:
     """Different contexts may decode at the same time."""
     contexts = [native.context_new(model, ContextParams()) for _ in range(4)]

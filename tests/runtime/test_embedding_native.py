@@ -38,7 +38,7 @@ def model(library: kv.OpenLibrary) -> Iterator[kv.Model]:
         yield loaded
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("unified", [True, False])
 def test_pooled_embeddings_are_those_of_the_tokens(model: kv.Model, unified: bool) -> None:
     """Mean, first and last token, for inputs alone and together in batches."""
@@ -114,7 +114,7 @@ def test_a_classification_head_ranks(library: kv.OpenLibrary, tmp_path: Path) ->
         assert np.abs(scores[0] - scores[1]).max() > 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_worker_returns_embeddings(library: kv.OpenLibrary) -> None:
     """The same ones."""
     path = synthetic_models.model("bytes")

@@ -202,7 +202,7 @@ def test_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.native
 @pytest.mark.real_model
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
 def test_a_real_model_fills_a_schema(patched: Variant, real_model: Path, isolated: bool) -> None:
     """Greedily and at a high temperature."""

@@ -85,8 +85,10 @@ class Cells(RuleBasedStateMachine):
 
 
 TestCells = Cells.TestCase
+TestCells.pytestmark = pytest.mark.slow
 
 
+@pytest.mark.slow
 @given(st.permutations(list(range(8))))
 def test_positions_may_come_in_any_order(order: list[int]) -> None:
     """Check that entries are kept by position."""

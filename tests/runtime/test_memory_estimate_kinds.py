@@ -27,6 +27,7 @@ pytestmark = pytest.mark.native
 KINDS = ["memory-swa", "memory-recurrent", "memory-mla", "sliding-window", "sliding-prompt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name: str) -> None:
     """The scenarios that the matrix runs on every release hold on this one."""

@@ -85,6 +85,7 @@ def proves(model: kv.Model, sequence: Any, token: int = 5) -> None:
     assert np.abs(found - expected).max() <= NOISE * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_seq_max", [1, 4])
 @pytest.mark.parametrize("name", ["grouped", "sliding", "hybrid", "recurrent"])
 def test_streams_are_those_of_the_cells(

@@ -35,6 +35,7 @@ def work(cache: kv.ContextCache) -> None:
     cache.check()
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
 @pytest.mark.parametrize("flash", [False, True])

@@ -291,7 +291,7 @@ def test_nothing_allowed_is_an_error(model: kv.Model) -> None:
         model.native.sampler_new(model.handle, kv.SamplerParams(logit_bias={99999: 1.0}))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
 def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
     """In this process and in a worker: the same text from a grammar, and the same errors."""
@@ -328,7 +328,7 @@ def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
             assert not wrong.logprobs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
 def test_a_loop_in_c_ends_where_nothing_is_allowed(patched: Any, isolated: bool) -> None:
     """The decoded steps are in the sequence, with logits, and the cache agrees."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
 
-pytestmark = [pytest.mark.native, pytest.mark.long]
+pytestmark = [pytest.mark.native, pytest.mark.slow]
 
 SPECS = ("0.3.36+patched", "b11549+stock", "b11549+patched")
 #: Models whose sequences have a state beside their cells, with the number of caches.

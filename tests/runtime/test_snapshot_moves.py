@@ -37,6 +37,7 @@ def test_a_shuffle_is_found_whole(cells: list, random) -> None:
     assert list(moves.source) == sorted(moves.source)
 
 
+@pytest.mark.slow
 @given(CELLS, CELLS)
 def test_what_has_no_partner_is_counted(old: list, new: list) -> None:
     """Check vanished and appeared against counting kinds of cells."""

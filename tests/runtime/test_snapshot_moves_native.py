@@ -131,6 +131,7 @@ def test_plan_fewest_moves_less(model: kv.Model) -> None:
     assert moved["fewest"] < moved["ordered"]
 
 
+@pytest.mark.slow
 def test_threads_move_the_same(model: kv.Model) -> None:
     """Two threads leave what one leaves, in a cache that is large enough for both."""
     found = set()
@@ -180,7 +181,7 @@ def test_the_options_in_effect_are_reported(model: kv.Model) -> None:
         assert in_effect(ctx) == ("ORDERED", "HOST", 3, 0.25)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_arguments_win_over_variables(patched: Variant, wide: Path) -> None:
     """Variables replace only the defaults."""
     env = {"PLAN": "ordered", "MOVER": "gather", "THREADS": "2"}

@@ -33,7 +33,7 @@ def process() -> Iterator[TemplateProcess]:
     made.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
     """Nested loops end by the CPU time that they use; the next render starts a new process."""
     assert process.render("{{ a }}", {"a": [1]}) == "[1]"
@@ -42,7 +42,7 @@ def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
     assert process.render("b", {}) == "b"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_program_that_ignores_the_signal() -> None:
     """Processes inherit an ignored or blocked signal; the limit works nevertheless."""
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
@@ -57,7 +57,7 @@ def test_a_program_that_ignores_the_signal() -> None:
         process.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_long_operation_is_ended(process: TemplateProcess) -> None:
     """No bytecode runs meanwhile, so no counter of loops could end it."""
     with pytest.raises(ChatTemplateError, match="did not end"):
@@ -78,7 +78,7 @@ def test_an_error_names_the_line(process: TemplateProcess) -> None:
     assert caught.value.line == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_process_that_died(process: TemplateProcess) -> None:
     """What killed it is in the message, and the next render works."""
     process.render("a", {})
@@ -118,7 +118,7 @@ def test_threads_get_their_own_answers() -> None:
     assert list(found) == [str(n) for n in range(40)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_fork_starts_its_own_process() -> None:
     """A child does not write into its parent's pipe, nor end the parent's process."""
     code = (

@@ -77,6 +77,7 @@ def test_the_page_writes_a_scenario(example: Scenario) -> None:
     assert example.id not in ALL
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_the_scenario_of_the_page_is_a_fix(example: Scenario, stock, patched) -> None:
     """It is red on stock and green on patched, as the page says."""

@@ -62,7 +62,7 @@ def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
     assert len(folders) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_manifest_has_the_patches_of_the_server(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +80,7 @@ def test_the_manifest_has_the_patches_of_the_server(
     assert found.carried == {"show": "0.3.8"}
 
 
+@pytest.mark.slow
 def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is found by the id of the variant, without a lock that another build holds."""
     first = build_server(shop.spec)
@@ -89,7 +90,7 @@ def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.Mon
     assert shop.count("ninja") == ran == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_libraries_are_those_of_the_variant(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,14 +125,14 @@ def test_a_release_without_a_server(shop: BuildSandbox) -> None:
     assert not (shop.home / "servers").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_server_of_old_releases_is_an_example(shop: BuildSandbox) -> None:
     """Through 0.3.8 it is there."""
     (shop.tree / "tools").rename(shop.tree / "examples")
     assert build_server(shop.spec).program.is_file()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
     """Neither with a compiler error nor without a program."""
     build.build(shop.spec)
@@ -145,7 +146,7 @@ def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
     assert not list((shop.home / "servers").glob("*"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_project_compiles_an_example_that_includes_files_of_the_tree(tmp_path: Path) -> None:
     """As servers through 0.3.8 do; upstream finds them as long as its project is the first."""
     files = {

@@ -45,7 +45,7 @@ OLD = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_answers_of_a_server(tmp_path: Path) -> None:
     """Tokens with margins, counts, refusals, and a connection that breaks."""
     pytest.importorskip("httpx")
@@ -127,7 +127,7 @@ def test_connections_are_not_reused() -> None:
         assert transport._pool._max_keepalive_connections == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_streamed_answers(tmp_path: Path) -> None:
     """Each event, an error in place of one, and a refusal before the first."""
     pytest.importorskip("httpx")

@@ -83,7 +83,7 @@ def test_prompts_repeat() -> None:
     assert one.words(20) == other.words(20) != one.words(20)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are running end first; Ctrl-C does not wait for the other ones."""
     pytest.importorskip("httpx")
@@ -108,7 +108,7 @@ def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(seen) == [0, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_hangs_gets_no_more_requests() -> None:
     """Each would take minutes."""
     pytest.importorskip("httpx")
@@ -162,7 +162,7 @@ print(json.dumps([sys.argv[1:], names, os.environ["XDG_CONFIG_HOME"]]), flush=Tr
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_settings_of_the_user_do_not_reach_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +184,7 @@ def test_settings_of_the_user_do_not_reach_servers(
     assert found.flags == {"--slots"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_slots_share_a_cache_where_each_may_use_it_all(tmp_path: Path) -> None:
     """Releases such as 0.3.35 have no share for a slot; their slots get a cache each otherwise."""
     pytest.importorskip("httpx")
@@ -200,7 +200,7 @@ def test_slots_share_a_cache_where_each_may_use_it_all(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
     """Servers of a GPU get their layers and wide rows there; what the log says decides."""
     pytest.importorskip("httpx")
@@ -221,7 +221,7 @@ def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
     """The end of the server is reported in place of broken connections."""
     pytest.importorskip("httpx")
@@ -236,7 +236,7 @@ def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
         raise ScenarioFailed("3 of 3 requests were not answered")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused request fails the claim; one without an answer in time is a hang."""
     pytest.importorskip("httpx")
@@ -257,7 +257,7 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert caught.value.failure == failure
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "failure"), [(ConnectionError("closed"), "claim"), (TimeoutError("late"), "hang")]
 )
@@ -282,7 +282,7 @@ def test_a_server_that_does_not_answer_its_first_request(
         _ = found.sharing
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_start_is_repeated_once_if_its_port_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +308,7 @@ def test_a_start_is_repeated_once_if_its_port_is_taken(
     assert len(starts) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_models_that_a_release_does_not_support(tmp_path: Path) -> None:
     """Their scenarios are skipped before a start; a model that fails to load is an error."""
     pytest.importorskip("httpx")
@@ -323,7 +323,7 @@ def test_models_that_a_release_does_not_support(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_slots_share_one_cache_where_they_can(tmp_path: Path) -> None:
     """Each with its part; otherwise nothing is proven, and the run is skipped."""
     pytest.importorskip("httpx")

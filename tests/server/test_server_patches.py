@@ -62,7 +62,7 @@ def test_patches_of_the_server_follow_those_of_the_variant(bench: SeriesSandbox)
     assert read(bench, found.tree) == SHOWN
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
     """The tree is that of the variant, and the reason names the required patch."""
     found = chosen(bench, "other")
@@ -71,7 +71,7 @@ def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
     assert read(bench, found.tree) == STOCK
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
     """The server is built without the patch, with the reason."""
     bench.add_release("0.3.2", {**STOCK, "tools/server/server.cpp": b"rewritten\n"})
@@ -81,7 +81,7 @@ def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
     assert read(bench, found.tree)["src/a.cpp"] == COUNTED["src/a.cpp"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_carried_patch_is_named(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the base of its port; those that apply strictly are not."""
     old = {**STOCK, "common/arg.cpp": code("first") + code("second")}
@@ -98,7 +98,7 @@ def test_a_carried_patch_is_named(bench: SeriesSandbox, monkeypatch: pytest.Monk
     assert not chosen(bench, release="0.3.4").carried
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_patch_that_requires_one_of_the_server(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_patch_that_requires_one_of_the_server(
     assert read(bench, carried.tree)[server] == numbered(20, l9="show", l11="more", l14="upstream")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None:
     """It is not mentioned."""
     toml = bench.folder / "show" / "patch.toml"
@@ -127,7 +127,7 @@ def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None
     assert (found.patches, found.left_out) == ((), {})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
     """Also not one that requires nothing."""
     bench.add_patch("alone", {"0.3.1": (STOCK, {**STOCK, "src/c.cpp": b"c\n"})}, target="server")
@@ -138,7 +138,7 @@ def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
     assert found.tree == bench.store.tree_of(bench.releases["0.3.1"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
     """The errors of applying pass."""
     bench.add_release("0.3.3", {"src/a.cpp": b"rewritten\n"})
@@ -146,7 +146,7 @@ def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
         chosen(bench, release="0.3.3")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_digest_changes_with_ports_and_shared_files(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ def decode_beside_a_gap(client: ServerClient) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.36", "b11549"])
 def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None:
     """Each decode of one micro-batch searches for cells once, and no search fails."""
@@ -230,7 +230,7 @@ def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "moved"),
     [
@@ -257,7 +257,7 @@ def test_the_server_compacts(
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["50%", "nan", "1.5"])
 def test_an_invalid_threshold_is_refused(tmp_path: Path, value: str) -> None:
     """It would be one that is never reached."""
@@ -269,7 +269,7 @@ def test_an_invalid_threshold_is_refused(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_server_of_an_old_release_defragments(tmp_path: Path) -> None:
     """Through 0.3.16, its threshold is 0.1 by default; the update before the next decode moves."""
     with serve(tmp_path, "0.3.9+patched") as server, ServerClient(server.url) as client:
@@ -281,7 +281,7 @@ def test_the_server_of_an_old_release_defragments(tmp_path: Path) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_stock_has_no_such_metrics(tmp_path: Path) -> None:
     """Its server is upstream's."""
     with serve(tmp_path, "0.3.9+stock") as server:

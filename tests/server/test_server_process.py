@@ -59,7 +59,7 @@ def test_a_server_runs_until_it_is_closed(tmp_path: Path) -> None:
     server.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
     """Without one, the environment decides, as for llama-server."""
     with socket.socket() as probe:
@@ -400,7 +400,7 @@ def test_a_program_that_prints_is_run_directly(tmp_path: Path) -> None:
         run_directly(tmp_path / "never started", [])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends the server")
 def test_a_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
     """SIGKILL leaves no orphan, also if the starting thread has ended."""

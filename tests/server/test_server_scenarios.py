@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyllamakv.server.server_artifact import BuiltServer
     from pyllamakv.server.server_scenarios import ServerScenario
 
-pytestmark = [pytest.mark.native, pytest.mark.long]
+pytestmark = [pytest.mark.native, pytest.mark.slow]
 
 BY_ID = {each.id: each for each in SCENARIOS}
 
@@ -257,6 +257,7 @@ def test_a_chat_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.failure == "hang"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
 def test_patched_passes(scenario: ServerScenario) -> None:
     """Every request is answered, without a retry."""

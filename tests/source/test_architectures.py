@@ -49,7 +49,7 @@ def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Release]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_table_names_the_first_release(releases: list[Release]) -> None:
     """Releases may be added in any order, also again."""
     table = architectures.shipped()

@@ -118,7 +118,7 @@ def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
     assert lockfile.known() == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("project", ["llama-cpp-python", "xllamacpp"])
 @pytest.mark.parametrize(
     "body",
@@ -144,7 +144,7 @@ def test_a_page_in_place_of_an_archive(
         assert fetch.add(f"{project}==2026.10.11549").name == "2026.10.11549"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [[503] * 3, [500] * 3, [429] * 3], ids=["503", "500", "429"])
 def test_an_index_with_errors(tmp_path: Path, server: Server, errors: list[int]) -> None:
     """A version is not unknown because its index fails; later it is added."""
@@ -186,6 +186,7 @@ def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
         fetch.fetch(release)
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "two processes that added the same version took its archive away under each other",
     by="faults",
@@ -295,6 +296,7 @@ def test_a_release_without_an_archive() -> None:
         fetch.fetch(release)
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
 def test_the_real_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

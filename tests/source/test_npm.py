@@ -194,6 +194,7 @@ def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.Monk
         fetch.fetch(resolve("b1"))
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
 def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def test_releases_are_chained_by_date(store: Store) -> None:
     assert refs(store)["refs/line/0.10"] == line[-1].commit
 
 
+@pytest.mark.slow
 def test_the_line_is_the_same_everywhere(store: Store, tmp_path: Path) -> None:
     """The same releases give the same commits in any store, in any order."""
     releases = three(store)

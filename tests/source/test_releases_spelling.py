@@ -98,6 +98,7 @@ def test_a_name_of_the_lock_is_never_taken_for_another(bench: SeriesSandbox) -> 
         assert resolve(package).name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", VERBS)
 def test_verbs(bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb finds each name that is listed, and does with it what it does with the others."""
@@ -136,6 +137,7 @@ def test_the_variants_of_a_name_that_begins_with_v(bench: SeriesSandbox) -> None
     assert [variant.release_name(name) for name in (*NAMES, "v0.4.0")] == [*NAMES, "0.4.0"]
 
 
+@pytest.mark.slow
 def test_the_trees_of_a_name_that_begins_with_v(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -320,6 +320,7 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
     assert resolve(f"path:{folder}") == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
 @pytest.mark.regression(
     "a pipe among the files of a folder held git, and the command with it, for ever",
@@ -373,6 +374,7 @@ def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
     assert resolve(f"path:{folder}").date == release.date
 
 
+@pytest.mark.slow
 def test_a_rewritten_tag(tmp_path: Path) -> None:
     """A pinned commit that its tag no longer has is refused, and the store is unchanged."""
     up = tmp_path / "up"
@@ -409,7 +411,7 @@ def test_a_bundle_that_requires_history(tmp_path: Path) -> None:
     assert lockfile.known() == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bundle_of_another_state(tmp_path: Path) -> None:
     """A bundle that no longer has the pinned commit is refused, and the store is unchanged."""
     up = tmp_path / "up"
@@ -427,7 +429,7 @@ def test_a_bundle_of_another_state(tmp_path: Path) -> None:
     assert lockfile.known() == {spec: release}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bundle_that_lacks_its_commit(tmp_path: Path) -> None:
     """A reference to a commit that is not in the pack is refused, and the store is unchanged."""
     up = tmp_path / "up"

@@ -261,6 +261,7 @@ def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: st
     assert not (tmp_path / "out" / "a").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "a tree of folders within each other without end could end an export in a bare RecursionError",
     by="hostile input",

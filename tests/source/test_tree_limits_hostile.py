@@ -92,6 +92,7 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
     return bytes(out + hashlib.sha1(out).digest())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)]
 )
@@ -121,6 +122,7 @@ def test_a_packed_object_without_end(
         not_fetched(f"git:{tmp_path / 'bundle'}@HEAD", "bytes for an object")
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "a small pack could keep git at work for days", by="hostile input", of="Python"
 )
@@ -155,6 +157,7 @@ def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(open_store(), sdist(tmp_path, members), "loose objects")
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "a git URL was fetched into the store itself, in any size, and left there what was then "
     "refused",
@@ -217,6 +220,7 @@ def nested(store: Store, depth: int) -> str:
     return tree
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
     "files",
@@ -238,6 +242,7 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     not_fetched(f"git:{tmp_path / 'bundle'}@main", "no release (is that large|needs that much)")
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "folders within each other that git cannot walk ended it, and the error did not name the "
     "archive as the cause",

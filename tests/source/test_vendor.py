@@ -84,6 +84,7 @@ def test_clean_removes_only_what_lies_in_trees(
     assert out.is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.regression(
     "`vendor clean` removed a tree that a `vendor sync` was filling",
     by="faults",

@@ -57,6 +57,7 @@ def without(*names: str) -> dict[str, bytes]:
     return {name: data for name, data in WHOLE_TREE.items() if name not in names}
 
 
+@pytest.mark.slow
 def test_a_release_is_added_and_fetched_again(tmp_path: Path, server: Server, home: Path) -> None:
     """A version is named by its build; its lock entry is enough to fetch it again."""
     file = xllamacpp_sdist(tmp_path, VERSION)
@@ -108,6 +109,7 @@ def test_a_tag_that_another_source_has_is_not_replaced(tmp_path: Path) -> None:
     assert resolve("b11549").kind == "npm"
 
 
+@pytest.mark.slow
 def test_releases_are_in_the_chain(tmp_path: Path) -> None:
     """Releases of xllamacpp are ordered by their date among all others."""
     for age, version in enumerate(("2026.9.11063", VERSION, "2026.9.10809")):

@@ -50,6 +50,7 @@ def test_scattered_cells_are_enough(kv_context):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_patch_regression_test(
     project: pytest.Pytester, stock: Variant, patched: Variant
@@ -63,6 +64,7 @@ def test_a_patch_regression_test(
     run(project, "--llama-series=stock").assert_outcomes(failed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
     """The library is shared, a worker belongs to one test, and markers define contexts."""
@@ -114,6 +116,7 @@ def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
     assert "kv_fix" in markers and "kv(model, env" in markers
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) -> None:
     """Behind RPC each library has a server; one in host memory is an error, unless asked for."""
@@ -177,6 +180,7 @@ def test_nothing_is_touched_for_who_uses_nothing(project: pytest.Pytester) -> No
     run(project, "--llama-release=no-such").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_wrong_options_are_told(project: pytest.Pytester) -> None:
     """A series or backend that does not exist ends the session with a message, before any test."""
     project.makepyfile("def test_it(kv_context): pass\n")

@@ -50,6 +50,7 @@ def words(found) -> list[dict]:
     return [{k: v for k, v in line.to_json().items() if k != "result"} for line in found.lines]
 
 
+@pytest.mark.slow
 def test_what_matters_is_left(tmp_path: Path) -> None:
     """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
@@ -138,6 +139,7 @@ def test_what_does_not_fail_is_not_shrunk(tmp_path: Path) -> None:
         shrink(path, lambda: Rolling(heals=True))
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     """The shortest trace so far is returned, and reported as not minimal."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
@@ -151,6 +153,7 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     assert 3 < len(found.lines) - 1 < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "left"), [(1, None), (2, 111)])
 def test_an_interrupt_of_the_first_runs(tmp_path: Path, at: int, left: int | None) -> None:
     """Before it is known how the trace fails there is nothing to keep; then there is all of it."""
@@ -180,6 +183,7 @@ def cli(capsys, *words: object) -> tuple[int, str, str]:
     return int(leaving.value.code or 0), out, err
 
 
+@pytest.mark.slow
 def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
     """Beside the old one, with results of the build that it fails on."""
 
@@ -213,6 +217,7 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
     assert cli(capsys, "minimize", path)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) -> None:
     """To a fill, a removal and the batch that fails; patched still places it."""

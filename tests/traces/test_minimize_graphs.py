@@ -64,7 +64,7 @@ def test_the_faults_apply_to_the_default_release(name: str) -> None:
     assert [port.id for port in made.ports][-1:] == [Port.from_file(FOLDER / name).id]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
@@ -88,7 +88,7 @@ def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn
             assert np.allclose(ctx.logits().copy(), fresh.logits().copy(), atol=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
     """What overlaps cannot be undone: the worker dies, and the script goes on."""
     with (
@@ -101,7 +101,7 @@ def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
             ctx.kv.defrag()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize(
     ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "f16")]

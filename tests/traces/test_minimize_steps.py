@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from zlib import crc32
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def test_what_is_needed_stays_and_nothing_else(items: list[Item], need: dict[str
     assert all(one[0] != two[0] for one, two in pairwise(best))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 30), unique=True, max_size=16), st.data())
 def test_a_subset_is_found(values: list[int], data: st.DataObject) -> None:
     """Delta debugging on plain items: the guilty ones, in their order."""

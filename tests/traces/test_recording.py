@@ -329,6 +329,7 @@ def test_a_watched_context_is_recorded(tmp_path: Path, order: str) -> None:
     assert "defrag" in screen.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -> None:

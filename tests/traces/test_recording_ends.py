@@ -78,6 +78,7 @@ with kv.record(context, {path!r}):
 """
 
 
+@pytest.mark.slow
 def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
     """What a process leaves that dies in the middle is a shorter trace."""
     path = tmp_path / "run.jsonl"

@@ -254,6 +254,7 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
     assert cli(capsys, "replay", path)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
     """Recorded on stock: patched places the batch that stock did not."""

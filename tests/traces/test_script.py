@@ -174,6 +174,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(list(script.OPERATIONS)),
     st.dictionaries(st.sampled_from(["seq", "feed", "by", "from", "as", "used", "polls"]), JSON),

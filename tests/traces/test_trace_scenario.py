@@ -202,6 +202,7 @@ def test_every_decode_has_a_size() -> None:
     assert size("defrag") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_trace_recorded_on_stock_is_needed(stock, patched, tmp_path) -> None:
     """On real builds: what failed on stock passes on patched, K/V and logits right."""

@@ -52,6 +52,7 @@ def test_needed(world: CheckSandbox) -> None:
     assert answer.variants == {"stock": "id-stock", "patched": "id-patched"}
 
 
+@pytest.mark.slow
 def test_a_second_run_starts_nothing(world: CheckSandbox) -> None:
     """Results are remembered by content; --fresh runs them again."""
     first = ask()
@@ -89,6 +90,7 @@ def test_broken_build(world: CheckSandbox) -> None:
     assert "no member 'head'" in answer.decision.reason
 
 
+@pytest.mark.slow
 def test_broken_carry(world: CheckSandbox) -> None:
     """A carried patch that does not compile or fails is not charged to the patch on its base."""
     world.carried = {"full-defrag": "0.3.8"}
@@ -201,6 +203,7 @@ def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_p
     assert answer.decision.scenarios == {"mine": Verdict.NEEDED}
 
 
+@pytest.mark.slow
 def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
     """A file goes through the same doors; a missing one is named."""
     file = _file(tmp_path)
@@ -214,7 +217,7 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
         ask(isolate="full-defrga")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path) -> None:
     """Without a claim it is native only if the release contains it; no run can show more."""
     file = _file(tmp_path)
@@ -232,6 +235,7 @@ def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path
     assert ask(patches=(file,)).decision.verdict is Verdict.NATIVE
 
 
+@pytest.mark.slow
 def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
     """A foreign series is verified by the scenarios that its patches name; guards must pass."""
     mine = tmp_path / "mine"
@@ -244,7 +248,7 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
     assert set(both.decision.scenarios) == {"retry-between-ubatches", "many-moves"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_that_hangs_prevent_decide_nothing_good(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +272,7 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
     assert len(broken) == len(CACHES)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_series_without_claims(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +294,7 @@ def test_a_series_without_claims(
     assert set(answer.decision.scenarios) == set(SOME)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_junit_charges_no_shared_failure(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +337,7 @@ def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
     assert answer.skipped == {"full-defrag": "hunk 4 fails"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id_", "scenario"),
     [

@@ -49,6 +49,7 @@ def failing(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [run for run in answer["results"]["patched"] if run["outcome"]["status"] == "fail"]
 
 
+@pytest.mark.slow
 def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
     """It applies, builds and harms nothing, and what it claims to fix still fails."""
     file = foreign_kit.retry_lost(tmp_path)
@@ -65,6 +66,7 @@ def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
     assert {run["outcome"]["failure"] for run in failing(answer)} == {"claim"}
 
 
+@pytest.mark.slow
 def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: Path) -> None:
     """It applies and builds, decodes find their slots, and the values are wrong afterwards."""
     code, answer = check("--patch", str(foreign_kit.values_by_column(tmp_path)))
@@ -107,6 +109,7 @@ def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> Non
     assert "patched" not in answer["variants"]
 
 
+@pytest.mark.slow
 def test_what_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path) -> None:
     """The first error of the compiler is the reason."""
     text = foreign_kit.change(foreign_kit.shipped())

@@ -60,7 +60,7 @@ def pairs(stock, patched):
     return pair_up(JUDGED, runs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIXES if name not in CURED_SINCE])
 def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
     """In every setting that can run here; a fix that cannot run at all is skipped."""
@@ -75,7 +75,7 @@ def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -
         assert pair.patched.status == "pass", f"{name} [{pair.setting}]: {pair.patched.message}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CURED_SINCE)
 def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
     """The test release has upstream's own fix, and the patch does not spoil it."""
@@ -98,7 +98,7 @@ def test_what_upstream_fixed_was_red_before(name: str) -> None:
         assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each.id for each in JUDGED if each.kind == "guard"])
 def test_a_guard_holds_on_patched(pairs, name: str) -> None:
     """In every setting that can run here."""
@@ -107,12 +107,13 @@ def test_a_guard_holds_on_patched(pairs, name: str) -> None:
             assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_release_needs_the_patch(pairs) -> None:
     """The test release's verdict is needed."""
     assert decide(pairs).verdict is Verdict.NEEDED
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_the_same(patched) -> None:
     """Scenarios are deterministic: nothing but the time differs."""
     with ScenarioRunner() as bench:
@@ -157,6 +158,7 @@ def caught_by(path: Path) -> Scenario:
     return ALL[found.group(1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(DOCTORED.glob("*.patch")), ids=lambda path: path.stem)
 def test_a_doctored_patch_is_caught(stock, building, path: Path) -> None:
     """A patch with one deliberate fault applies and builds, and its scenario fails."""
@@ -214,6 +216,7 @@ def breaks_the_build(text: Port, tmp_path: Path, objects: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "hunk"), hunks(), ids=lambda value: str(value).split("/")[-1])
 def test_a_series_without_one_hunk_is_red(
     stock, building, tmp_path: Path, file: str, hunk: int

@@ -31,6 +31,7 @@ def test_every_header_with_tests_is_a_shared_file() -> None:
             assert (SHARED / path).is_file(), path
 
 
+@pytest.mark.slow
 def test_the_shipped_header_passes_and_a_slip_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slip in the plan is reported with the groups that fail; results are cached."""
     (found,) = run_header_tests({DEFRAG: shipped()})
@@ -45,6 +46,7 @@ def test_the_shipped_header_passes_and_a_slip_fails(monkeypatch: pytest.MonkeyPa
     assert run_header_tests({DEFRAG: shipped()}) == [found]
 
 
+@pytest.mark.slow
 def test_a_header_that_does_not_compile_is_reported() -> None:
     """With the compiler's first error, without a temporary path."""
     (found,) = run_header_tests({DEFRAG: b"#error no\n"})

@@ -99,6 +99,7 @@ def test_in_this_process() -> None:
     assert said[-1] == "0.3.36: native (5 of 5)"
 
 
+@pytest.mark.slow
 def test_on_threads_and_on_processes(trace: Path) -> None:
     """Any executor will do; the order of results is that of the cells."""
     with ThreadPoolExecutor(3) as pool:

@@ -101,7 +101,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     return made
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
     """It has one commit with port, lock entry and verdict; the port applies strictly."""
     before = checkout.state()
@@ -139,7 +139,7 @@ def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
     assert (strict.carried, strict.tree) == ({}, carried.tree)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_same_branch_again(checkout: Checkout) -> None:
     """A second call changes nothing, and the commit is the same on every machine."""
     first = checkout.write()
@@ -151,7 +151,7 @@ def test_the_same_branch_again(checkout: Checkout) -> None:
     assert checkout.write() == first
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_own_branch_is_replaced(checkout: Checkout) -> None:
     """On a new commit, the branch starts there."""
     first = checkout.write()
@@ -161,7 +161,7 @@ def test_an_own_branch_is_replaced(checkout: Checkout) -> None:
     assert checkout.git("rev-parse", f"{NAME}^") == checkout.git("rev-parse", "HEAD")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--allow-empty", "-m", "mine"), ("--amend", "-m", "mine")])
 def test_a_branch_with_commits_of_a_person(checkout: Checkout, options: tuple[str, ...]) -> None:
     """Neither a commit on top nor an amended one is replaced."""
@@ -176,7 +176,7 @@ def test_a_branch_with_commits_of_a_person(checkout: Checkout, options: tuple[st
     assert checkout.state() == state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_branch_with_a_changed_tree(checkout: Checkout) -> None:
     """A commit with our name and another tree is not our commit."""
     checkout.write()
@@ -188,7 +188,7 @@ def test_a_branch_with_a_changed_tree(checkout: Checkout) -> None:
         checkout.write()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> None:
     """It is not moved below a work tree."""
     checkout.write()
@@ -200,7 +200,7 @@ def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> Non
     assert checkout.state() == state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch that somebody changes while it is written keeps its commit."""
     checkout.write()
@@ -217,7 +217,7 @@ def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.Monke
     assert checkout.git("rev-parse", NAME) == checkout.git("rev-parse", "HEAD")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_name_that_is_a_folder_of_branches(checkout: Checkout) -> None:
     """A branch below the name is left alone."""
     checkout.git("branch", f"{NAME}/more")
@@ -227,7 +227,7 @@ def test_a_name_that_is_a_folder_of_branches(checkout: Checkout) -> None:
     assert checkout.state() == state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_that_is_merged(checkout: Checkout) -> None:
     """Without a change, there is no branch."""
     made = checkout.write()
@@ -239,7 +239,7 @@ def test_a_release_that_is_merged(checkout: Checkout) -> None:
     assert not checkout.git("branch", "--list", NAME)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_patches_than_verified(checkout: Checkout) -> None:
     """A carried patch that was not verified as such is not accepted."""
     state = checkout.state()
@@ -249,7 +249,7 @@ def test_other_patches_than_verified(checkout: Checkout) -> None:
     assert checkout.state() == state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_patches_that_change_while_a_watch_runs(checkout: Checkout) -> None:
     """The branch starts at the commit that was verified, and needs the same patches now."""
     start = review_branch.repository()
@@ -270,7 +270,7 @@ def test_patches_that_change_while_a_watch_runs(checkout: Checkout) -> None:
     assert checkout.state() == state
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_backend_is_accepted(checkout: Checkout) -> None:
     """Each result of the release has its entry."""
     checkout.write(
@@ -280,7 +280,7 @@ def test_every_backend_is_accepted(checkout: Checkout) -> None:
     assert [each.get("backend") for each in accepted["cell"]] == [None, None, "cuda"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a git checkout whose patches and lock are committed; other changes do not matter."""
     (checkout.root / "README.md").write_text("changed\n")
@@ -315,7 +315,7 @@ def test_names() -> None:
             review_branch.name_of(name, "b1")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_user_s_hooks_do_not_run(checkout: Checkout) -> None:
     """Hooks of the repository are not used."""
     hook = checkout.root / ".git" / "hooks" / "post-checkout"

@@ -83,6 +83,7 @@ def test_a_page_has_the_colours_once() -> None:
     assert "<style" not in text and "f-paper" not in text
 
 
+@pytest.mark.slow
 def test_a_long_timeline_stays_a_picture() -> None:
     """Thousands of operations on thousands of cells share columns and rows; marks are kept."""
     frames = [frame(n, [n % 3] * n + [FREE] * (4000 - n)) for n in range(1, 2001)]

@@ -92,7 +92,7 @@ def test_targets_are_those_of_the_whole_interval() -> None:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_store_of_this_package_survives_a_restart(tmp_path: Path) -> None:
     """Only one token is evaluated again."""
     with (
@@ -108,7 +108,7 @@ def test_a_store_of_this_package_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_system_runs(tmp_path: Path) -> None:
     """With a generated model; the caches of all systems know a prefix."""
     pytest.importorskip("httpx")

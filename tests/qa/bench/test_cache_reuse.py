@@ -68,7 +68,7 @@ def model() -> Iterator[kv.Model]:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_reuse_and_overcommit_are_measured(
     model: kv.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_table_has_a_row_per_pattern_and_a_column_per_setting(tmp_path: Path) ->
     assert benchmark_document.render(benchmark_document.read(path)) == text
 
 
+@pytest.mark.slow
 def test_grid_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole grid is asked for, in an order that leaves one context open at a time."""
     asked: list[tuple[CacheShape, tuple[str, ...]]] = []

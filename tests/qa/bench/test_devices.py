@@ -30,6 +30,7 @@ def stand(library: Any = None, *, seconds: float = 60.0, rounds: int = 15) -> De
     return DeviceBenchmark("CUDA", library, rounds, lambda: None, time.monotonic() + seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """All movers run on memory that is not the host's; without time left nothing is begun."""
@@ -105,6 +106,7 @@ def test_the_bandwidth_counts_where_v_is_in_rows(
     assert devices._met(there, cache, False, share) is False
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_sparse_cache_on_a_device(patched: Variant) -> None:
     """Both caches are behind the server, and the compaction moves the cells that were left."""

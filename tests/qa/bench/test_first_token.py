@@ -62,7 +62,7 @@ def test_missing_wheels_name_the_command(dist: Path) -> None:
         first_token.figures(lambda: None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_library_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chat runs without PATH and home directory, on a library in the environment."""
     (tmp_path / "bin").mkdir()

@@ -56,7 +56,7 @@ def one_by_one(
         yield run
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.native
 def test_every_token_is_compared(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of all rounds must be equal; without llama-cpp-python, the figure has a reason."""

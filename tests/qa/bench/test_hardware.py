@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_all_steps_on_a_server(
     stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch

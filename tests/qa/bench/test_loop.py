@@ -190,6 +190,7 @@ def test_a_child_that_cannot_is_untestable(
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_ours_and_plain_c_come_to_the_same(patched: Variant) -> None:
     """Check every workload, shortened, on the generated model."""

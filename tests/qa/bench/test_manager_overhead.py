@@ -103,6 +103,7 @@ def test_a_ghost_is_found(tmp_path: Path) -> None:
     assert soak.figure("best", done, "x", asked=False).met is None
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("policy", ["best", "longest"])
 def test_a_soak_of_the_real_library_is_clean(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SMALL = architectures.Shape("small-wide", n_layer=2, n_embd=64, n_head=2, n_head_kv=2, n_vocab=64)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_figures(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every claim is measured; what does not depend on the clock holds."""

@@ -49,6 +49,7 @@ def test_a_build_that_is_not_there() -> None:
         ports.figures(lambda: None, ["0.3.9-gone"])
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_builds_are_compared_side_by_side(patched: Variant) -> None:
     """Both contexts defragment the same cells, and the ratio is of as many pairs as asked."""

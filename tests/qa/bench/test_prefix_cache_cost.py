@@ -22,6 +22,7 @@ def test_prompts_have_just_so_many_tokens_in_common() -> None:
     assert len({prompt[10] for prompt in made}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_every_figure_is_there(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure a little of everything: what is counted is met, what is timed has a target."""

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.native
 SMALL = synthetic_models.SHAPES["tiny"]
 
 
+@pytest.mark.slow
 def test_a_sparse_cache_is_measured(stock: Variant, patched: Variant) -> None:
     """A line per setting has every sample, and the cache was compacted in between."""
     ticks: list[None] = []

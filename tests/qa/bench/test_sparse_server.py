@@ -16,7 +16,7 @@ from qa.bench import sparse_server
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_last_slot_keeps_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer reuses the live tokens; a prompt that is evaluated again is an error."""
     pytest.importorskip("httpx")

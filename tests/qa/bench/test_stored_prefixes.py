@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_figures(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed child leaves everything that it flushed, and logits are bit-equal."""

@@ -44,6 +44,7 @@ def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, Injection
     return {record.kind: record for record in records}
 
 
+@pytest.mark.slow
 def test_what_is_right_passes_every_fault() -> None:
     """Each change is a place for each kind of fault; the repeats all work."""
     found = conduct("Careful", *FILES, "stop", "clock", "memory", seconds=30.0)
@@ -61,6 +62,7 @@ def test_what_is_right_passes_every_fault() -> None:
     assert found["eio"].errors["DiskFailed"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "kind", "words"),
     [
@@ -84,6 +86,7 @@ def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
     assert all(f"{kind} " in defect for defect in found.defects)
 
 
+@pytest.mark.slow
 def test_little_memory_is_an_error() -> None:
     """Runs that get too little end with MemoryError, the others as ever."""
     found = conduct("Hungry", "memory")["memory"]
@@ -91,6 +94,7 @@ def test_little_memory_is_an_error() -> None:
     assert 0 < found.errors["MemoryError"] < found.tried
 
 
+@pytest.mark.slow
 def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
     """An import error without a cause is a typed error of this package."""
     found = conduct("Starved", "memory")["memory"]
@@ -98,6 +102,7 @@ def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
     assert found.errors["OSError"] == found.tried == found.struck == found.repeated
 
 
+@pytest.mark.slow
 def test_a_disk_with_little_room() -> None:
     """A real full disk, where one can be mounted."""
     found = conduct("InPlace", "room")
@@ -112,6 +117,7 @@ def test_a_stage_that_breaks_is_told() -> None:
         conduct("NoSuchStep", "kill")
 
 
+@pytest.mark.slow
 def test_an_entry_says_what_was_tried() -> None:
     """Only what was asked for is tried, and the product's own results stand."""
     effort = StressOptions(seconds=3.0, seed=5, only=("results",))
@@ -123,6 +129,7 @@ def test_an_entry_says_what_was_tried() -> None:
     assert results.row["faults"] == str(results.data["faults"])
 
 
+@pytest.mark.slow
 def test_what_does_not_strike_is_no_fault() -> None:
     """Limits that are never met, changes that are never reached: tried, and not counted."""
     found = conduct("Careful", "fsize", "memory", seconds=30.0)
@@ -139,6 +146,7 @@ def test_what_does_not_strike_is_no_fault() -> None:
     assert "4 limits of the file size" in entry.row["of them"]
 
 
+@pytest.mark.slow
 def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that changes no file is a defect; one that is not built is named."""
     found = conduct("Starved", "kill", "memory")
@@ -176,6 +184,7 @@ def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> 
     assert problem.startswith("one.json cannot be read")
 
 
+@pytest.mark.slow
 def test_an_entry_says_of_how_many_places() -> None:
     """Each change is a place for each kind; those that time did not reach count as well."""
     whole, short = (
@@ -213,6 +222,7 @@ def test_the_last_repeat_must_come_to_the_same(
     assert (record.defects, record.repeated) == (wrong, 2 - len(wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) -> None:
     """A real cell is verified on stock and patched; one that a fault ended is verified again."""
@@ -221,6 +231,7 @@ def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) 
     assert matrix.data["faults"] == matrix.data["repeated"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to lose one is an error of its own; an error of another kind is a defect."""
@@ -233,6 +244,7 @@ def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None
     assert "WorkerDied instead of WorkerTimeout" in planted.defects[0]
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_lost_servers(patched: Variant) -> None:
     """A server that is gone is a lost device, a silent one a timeout."""
@@ -289,7 +301,7 @@ def test_a_long_run_tests_caches_of_every_era(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "model"),
     [
@@ -322,7 +334,7 @@ def test_steps_of_caches_write_files_and_repeat(
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [caching.StorePrefixes, caching.StoreStates])
 def test_a_repeat_keeps_the_pages_of_an_undisturbed_run(
     patched: Variant,

@@ -33,6 +33,7 @@ def test_a_platform_without_clang_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert entry.skip_reason.startswith("skipped: found no clang") and not entry.ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_what_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
@@ -67,6 +68,7 @@ def test_an_interrupt_ends_what_runs(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An entry reports the number of inputs; a finding is a defect, and its input is saved."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
@@ -82,6 +84,7 @@ def test_the_section_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert saved.read_bytes().startswith(b"PLK")
 
 
+@pytest.mark.slow
 def test_a_run_begins_where_the_last_one_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_what_was_found_stays_away(name: str, tmp_path: Path, timer: None) -> No
     assert loop.inputs >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", NATIVE)
@@ -143,6 +144,7 @@ def test_what_was_found_in_contexts_stays_away(name: str, tmp_path: Path) -> Non
     assert made.inputs >= 3 and made.accepted >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", ["restore", "kept"])
@@ -186,6 +188,7 @@ def target(name: str, folder: Path) -> Target:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -201,6 +204,7 @@ def test_planted_faults_are_found(name: str, what: str, tmp_path: Path) -> None:
     assert said.startswith(what)
 
 
+@pytest.mark.slow
 def test_silence_in_c_is_found(tmp_path: Path) -> None:
     """What no signal of Python can interrupt is ended from outside, and its input kept."""
     made = target_process.fuzz("fuzz_kit:silent", 20, folder=tmp_path, silence=1.0, most=1)
@@ -209,6 +213,7 @@ def test_silence_in_c_is_found(tmp_path: Path) -> None:
     assert made.accepted == made.inputs - 1
 
 
+@pytest.mark.slow
 def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
     """Nothing is made up, and the numbers are those of the run."""
     made = target_process.fuzz("fuzz_kit:sound", 0.5, folder=tmp_path)
@@ -217,12 +222,14 @@ def test_a_sound_reader_has_no_findings(tmp_path: Path) -> None:
     assert made.accepted and made.refused and made.accepted + made.refused == made.inputs
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_begin_is_no_finding(tmp_path: Path) -> None:
     """A fault of the harness is reported as such."""
     with pytest.raises(HarnessError, match="cannot start"):
         target_process.fuzz("fuzz_kit:nothing", 5, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_chance_starts_where_it_is_told(tmp_path: Path, timer: None) -> None:
     """The same seed tries the same inputs."""
 
@@ -293,6 +300,7 @@ def test_entry_points_come_from_the_header() -> None:
     assert more.entries["plk_new"].parameters[2].elements({"room": 7}) == 7
 
 
+@pytest.mark.slow
 def test_buffers_end_where_nothing_may_be_written() -> None:
     """One element behind a buffer ends the process."""
     for at, status in ((4, 0), (5, -signal.SIGSEGV)):
@@ -305,6 +313,7 @@ def test_buffers_end_where_nothing_may_be_written() -> None:
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
@@ -353,6 +362,7 @@ def program(folder: Path, text: str | None = None) -> Path:
         pytest.skip(str(reason))
 
 
+@pytest.mark.slow
 def test_faults_of_the_header_are_found(tmp_path: Path) -> None:
     """An end of the process where an error belongs is found, and the input that led to it."""
     right = 'throw error(FAILURE_DAMAGED, path + " is damaged: the sum of its content is wrong");'

@@ -61,11 +61,13 @@ def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
     return entry.defects
 
 
+@pytest.mark.slow
 def test_what_gives_back_is_flat() -> None:
     """Memory that is taken and freed leaves no slope."""
     assert judged("steady") == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "words"),
     [
@@ -141,6 +143,7 @@ def test_a_heap_that_nobody_counts_decides_nothing() -> None:
     assert entry.passed and entry.skip_reason == "this libc does not count the heap"
 
 
+@pytest.mark.slow
 def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named kinds run, and without any no build is needed."""
     assert leaks.entries(StressOptions(only=("no such kind",)), lambda _: None) == []
@@ -156,6 +159,7 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
     assert steady.passed
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_every_kind_works(patched: Variant) -> None:
     """Each kind of work runs some rounds and is flat in descriptors and threads."""

@@ -47,7 +47,7 @@ def run(*words: str, status: int = 0) -> str:
     return made.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_output(losing: set[str], tmp_path: Path) -> None:
     """A table, JSON and a picture of stock beside patched."""
     losing.add("stock")

@@ -42,7 +42,7 @@ def request(n_predict: int = 2) -> LoadRequest:
     return LoadRequest(0.0, (40, 41), n_predict)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_request_is_answered(program: Path) -> None:
     """Their times and tokens are noted in the order of arrival."""
     ticks: list[int] = []
@@ -57,7 +57,7 @@ def test_every_request_is_answered(program: Path) -> None:
     assert found.cpu_seconds > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_ends_is_replaced(program: Path) -> None:
     """Only the request that ended it is lost, if there is one client."""
     found = server_load.send(
@@ -75,7 +75,7 @@ def test_a_server_that_ends_is_replaced(program: Path) -> None:
     assert found.retries == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_hangs_is_replaced(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is noted once; it would lose every later request."""
     text = program.read_text("utf-8")
@@ -93,7 +93,7 @@ def test_a_server_that_hangs_is_replaced(program: Path, monkeypatch: pytest.Monk
     assert [why for _, why in found.deaths] == ["/completion: no answer for 1 s"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_ends_after_its_last_answer(program: Path) -> None:
     """It loses no request, but its end is noted."""
     running: list[ServerProcess] = []
@@ -120,7 +120,7 @@ def test_cpu_time_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.cpu_seconds == 7.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_ends_a_load_test(program: Path) -> None:
     """No later request is sent."""
     ended: list[int] = []

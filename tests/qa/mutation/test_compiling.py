@@ -92,6 +92,7 @@ def test_a_toolchain_without_sanitizers_is_told_from_a_broken_one(
         driver._program(b"", header_tests._MODES[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "passed"), [(1, True), (2, False)])
 def test_a_hang_of_a_group_is_believed_when_it_comes_twice(
     tmp_path: Path, monkeypatch, times: int, passed: bool

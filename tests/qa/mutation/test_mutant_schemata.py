@@ -73,6 +73,7 @@ def said(program: Path, **environment: str) -> str:
     return subprocess.run([program], env=env, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_a_number_is_its_mutant(tmp_path: Path) -> None:
     """Each switched mutant behaves like its own text, and lines keep their numbers."""
     every = mutants()

@@ -271,6 +271,7 @@ def test_an_answer_is_kept_as_long_as_its_catcher_is_the_same(tmp_path, monkeypa
     assert mutant_results.load_result(mutant_results.key("two"), digests) is None
 
 
+@pytest.mark.slow
 def test_every_accepted_mutant_is_one_still() -> None:
     """The shipped list matches the shipped patches; an entry of a missing line is reported."""
     known = equivalent_mutants.load()
@@ -353,6 +354,7 @@ def bench(patched):
         yield prepared
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None:
     """A flag that is not cleared is detected by a scenario, and by none if there is none."""
@@ -393,6 +395,7 @@ def test_a_mutant_from_end_to_end(bench, patched, tmp_path, monkeypatch) -> None
     assert shop.build({}, tmp_path / "none", all_of_it=False).same
 
 
+@pytest.mark.slow
 def test_a_header_is_judged_by_its_own_tests(tmp_path, monkeypatch) -> None:
     """Where a program tests a header alone it is asked, and only what is wrong fails."""
     if shutil.which("c++") is None:

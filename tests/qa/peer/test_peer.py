@@ -201,6 +201,7 @@ exit 1
     assert suite.run(peer, found).counts()["passed"] == 1
 
 
+@pytest.mark.slow
 def test_a_suite_that_dies_or_hangs_is_a_result(tmp_path: Path) -> None:
     """The last words of a crash are kept, and a hang ends."""
     found = variant(tmp_path / "v")
@@ -342,6 +343,7 @@ def test_the_document_has_a_row_per_era() -> None:
         assert row[6].strip() == "placed"
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.peer
 def test_the_slot_failure_and_its_fix(stock: Variant, patched: Variant) -> None:
@@ -374,7 +376,7 @@ def test_its_own_tests(stock: Variant, patched: Variant) -> None:
 
 @pytest.mark.native
 @pytest.mark.peer
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_variable_compacts_the_cache_of_llama(tmp_path: Path) -> None:
     """The program of docs/drop-in.md prints what the page shows, on the newest release."""
     release = verb._one_per_era()[-1]

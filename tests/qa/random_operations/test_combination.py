@@ -69,12 +69,14 @@ for _name in WEIGHTS:
     setattr(Machine, f"do_{_name}", _rule(_name))
 
 
+@pytest.mark.slow
 def test_hypothesis_finds_nothing_in_a_right_library(tmp_path: Path) -> None:
     """Whatever it chooses, cells, ledgers, bytes and logits agree after each step."""
     few = settings(max_examples=20, stateful_step_count=20)
     run_state_machine_as_test(machine(tmp_path, SimulatedNative), settings=few)
 
 
+@pytest.mark.slow
 def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
     """A cell that is left behind in an emptied cache is found; to shrink it takes minutes.
 
@@ -101,6 +103,7 @@ def on(model: Callable[[], Model], **options: Any) -> type[Machine]:
     return type("Schedules", (Machine,), {"model": staticmethod(model), "options": options})
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("cache", ["flash f16", "flash q8_0", "plain q4_0/f16"])
 def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> None:

@@ -278,7 +278,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[CaseSession]:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MODELS)
 def test_every_memory_passes(session: CaseSession, memory: str) -> None:
     """On a real library; a memory that the release lacks is absent."""

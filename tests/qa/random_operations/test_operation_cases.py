@@ -98,6 +98,7 @@ def test_only_what_acts_is_counted(tmp_path: Path) -> None:
     assert works[0].done == {"decode": 1, "save": 1, "verify": 1}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.lists(
@@ -193,6 +194,7 @@ def test_a_failure_tells_its_seed_and_the_shortest_schedule(
         assert operation_cases.CaseRunner(opener).play(less) is None
 
 
+@pytest.mark.slow
 def test_a_library_that_does_not_heal_is_told_from_one_that_does(tmp_path: Path) -> None:
     """Without the promise a decode may fail for fragmentation, and all else holds."""
     model = runtime_kit.model(tmp_path)
@@ -238,6 +240,7 @@ def test_every_combination_passes(
     prove_many(opener, first)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -277,6 +280,7 @@ def test_streams_pass(release: str, name: str) -> None:
         prove_many(opener, 3000)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_stock_breaks_the_promise(stock: Variant) -> None:
     """Stock finds no cells where enough are free; with a policy it does, and all else holds."""

@@ -67,6 +67,7 @@ def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, 
 # Without a build...
 
 
+@pytest.mark.slow
 def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
     """Seconds that are over do not end it before; where nothing can be done they do."""
     entry = trial.run_cases(
@@ -76,6 +77,7 @@ def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
     assert entry.passed
 
 
+@pytest.mark.slow
 def test_an_entry_may_operate_managers_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name has the release first; every case has a manager, in each memory."""
     assert "0.3.9 managers" in trial.names()
@@ -143,6 +145,7 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
     assert all(replace(one, guard="on") == other for one, other, _ in dealt)
 
 
+@pytest.mark.slow
 def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -> None:
     """Where even a first batch fails it is not there; where only a schedule does, it failed."""
     entry, _ = try_out(folder, FarBroken)
@@ -154,6 +157,7 @@ def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -
     assert entry.defects
 
 
+@pytest.mark.slow
 def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     """Stock is asked where it is built; where it is not, only a release that is known may."""
 
@@ -171,6 +175,7 @@ def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     assert not lost("0.3.5", FarBroken, False)
 
 
+@pytest.mark.slow
 def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     """What is absent must be so with stock, too; a backing may be what it cannot have."""
 
@@ -188,6 +193,7 @@ def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
     assert lost(Unmapped, stock) == []
 
 
+@pytest.mark.slow
 def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> None:
     """One that dropped out of the library says "absent", as one that it never had."""
 
@@ -213,6 +219,7 @@ def test_streams_are_drawn_where_the_release_has_them() -> None:
     assert trial._can(built("0.3.36+stock")) == ("separate", "rpc")
 
 
+@pytest.mark.slow
 def test_a_right_library_passes(folder: Path) -> None:
     """The entry reports the number of operations and the combinations."""
     entry, told = try_out(folder, Simulated)
@@ -228,6 +235,7 @@ def test_a_right_library_passes(folder: Path) -> None:
     assert not (folder / "random_operations").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind", "word"),
     [
@@ -268,6 +276,7 @@ def divergences(
         stand.close()
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_finding_and_not_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +291,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
     assert int(entry.row["schedules"]) == 3
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_not_there_is_not_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +301,7 @@ def test_a_trace_that_is_not_there_is_not_named(
     assert entry.defects[-1].endswith("; it has no trace")
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_finding(folder: Path) -> None:
     """The waiting caller gets an error, and the next case has a new process."""
     hanging, fine = (Operation("defrag", 1),), (Operation("decode", 1),)
@@ -303,6 +314,7 @@ def test_a_hang_is_a_finding(folder: Path) -> None:
     assert played.done == {"decode": 1, "verify": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "hangs"), [(1, 0), (2, 1)])
 def test_a_hang_is_believed_when_it_comes_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch, times: int, hangs: int
@@ -322,6 +334,7 @@ def test_a_hang_is_believed_when_it_comes_twice(
     assert [each.failure for each in found] == ["hang"] * hangs
 
 
+@pytest.mark.slow
 def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
     """If nothing can be opened, the case has failed, with the reason."""
     with CaseProcess(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
@@ -342,6 +355,7 @@ def test_what_is_not_built_is_said_before_anything_is_tried(
 # On real builds...
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("memory", ["attention", "window", "recurrent"])
 def test_every_operation_is_done(patched: Variant, memory: str) -> None:
@@ -357,6 +371,7 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
     assert lacks == (states | {"release", "reopen"} if memory == "recurrent" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_a_minute_of_it(patched: Variant) -> None:
     """The test release is tried without any choice, and holds."""
@@ -367,6 +382,7 @@ def test_a_minute_of_it(patched: Variant) -> None:
     assert entry.data["operations"]["decode"]
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_stock_fails_and_the_trace_replays(stock: Variant, folder: Path) -> None:
     """What patches are for is found on stock, and replayed in a worker on that very build."""

@@ -36,7 +36,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_policies_are_compared_with_lru_and_the_bound(trace: Path) -> None:
     """LRU is always there; the trace may come from the environment."""
     text = run("gdsf")

@@ -52,7 +52,7 @@ def _subsets(cells: frozenset[tuple[int, ...]], size: int) -> set[frozenset[tupl
     return set().union(*(_subsets(cells - {leaf}, size) for leaf in leaves))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(REQUESTS, st.integers(3, 6))
 def test_no_offline_choice_exceeds_the_bound(
     requests: list[ReplayedRequest], capacity: int

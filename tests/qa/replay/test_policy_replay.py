@@ -32,7 +32,7 @@ def requests() -> list[ReplayedRequest]:
 
 
 @pytest.mark.native
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", get_args(EvictionPolicyName))
 def test_a_real_library_leads_to_the_same_decisions(policy: EvictionPolicyName) -> None:
     """Every request reuses the same cells, and leaves as many in the cache."""

@@ -134,6 +134,7 @@ def test_every_exception_says_why() -> None:
         assert len(known.why) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), [("address", "heap"), ("thread", "race")])
 def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
     """What is planted in the library is reported from a process that preloads the runtime."""
@@ -173,6 +174,7 @@ def test_what_is_named_alone_brings_the_planted_faults(monkeypatch: pytest.Monke
     assert brought("native drivers") == []
 
 
+@pytest.mark.slow
 def test_a_fault_in_what_is_run_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +238,7 @@ def test_what_is_instrumented_stands_in_the_row(
         assert [entry.data["scope"] for entry in found] == scopes
 
 
+@pytest.mark.slow
 def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
     """The fake library's cancel is a plain write, which the thread that serves requests reads."""
     needs_sanitizers()
@@ -283,6 +286,7 @@ def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> No
     assert "g++" in entry.defects[0]
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that does not end is killed and reported; the other parts still run."""
     monkeypatch.setattr(sanitized_process, "PATIENCE", 0.5)

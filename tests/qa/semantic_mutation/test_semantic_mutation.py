@@ -33,6 +33,7 @@ def fetched() -> list[str]:
     return [name for name in found if store.has(spec_resolver.resolve(name))]
 
 
+@pytest.mark.slow
 def test_the_shipped_slips_apply() -> None:
     """The text of every slip occurs once in the patch's files of each fetched release."""
     slips = semantic_mutation.load()

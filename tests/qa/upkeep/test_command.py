@@ -23,6 +23,7 @@ def run(*words: str, status: int = 0) -> str:
     return made.stdout
 
 
+@pytest.mark.slow
 def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status is 1 after a broken carry, unless it is of a state that is not drawn."""
     sandbox(tmp_path, monkeypatch)

@@ -28,7 +28,7 @@ def measured(bench: SeriesSandbox) -> Measurement:
     return Measurement(bench.store, series.load(), lambda *_: None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_mode(bench: SeriesSandbox) -> None:
     """The modes differ in the ports that are kept."""
     found = {(one.release, one.mode): one.patches.get("fix") for one in measured(bench).run()}
@@ -52,7 +52,7 @@ def test_every_mode(bench: SeriesSandbox) -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_port_is_as_old_as_the_oldest_state_that_it_fits(bench: SeriesSandbox) -> None:
     """Its name may be that of a newer release; forward, it is merged from the older one."""
     bench.add_release("b50", FOUR | {"src/b.cpp": b"int d;\n"}, "2026-08-02")
@@ -67,7 +67,7 @@ def test_a_port_is_as_old_as_the_oldest_state_that_it_fits(bench: SeriesSandbox)
     assert found.measure(release, FORWARD, fits).strict
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_carrying_comes_first(bench: SeriesSandbox) -> None:
     """A port that fits strictly is not used if another can be carried."""
     further = {"src/a.cpp": ONE["src/a.cpp"].replace(b"second_7();", b"second_7(a);")}
@@ -86,7 +86,7 @@ def test_carrying_comes_first(bench: SeriesSandbox) -> None:
     assert states == {FORWARD: "strict", CARRY_FIRST: "carried 0.3.1"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_changes_of_hooks_are_counted(bench: SeriesSandbox) -> None:
     """The lines of the newest port appear with 0.3.3."""
     (hook,) = measured(bench).hooks()
@@ -94,7 +94,7 @@ def test_changes_of_hooks_are_counted(bench: SeriesSandbox) -> None:
     assert (hook.function, hook.present, hook.states, hook.changes) == ("first", 2, 4, 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_hooks_are_counted_again_for_the_ports_of_a_newer_state(bench: SeriesSandbox) -> None:
     """The newer state has other ports: an older one of one patch, and none of another."""
     bench.add_patch("more", {"0.3.4": (FOUR, FOUR | {"src/b.cpp": b"int c;\nint d;\n"})},
@@ -105,7 +105,7 @@ def test_hooks_are_counted_again_for_the_ports_of_a_newer_state(bench: SeriesSan
     assert (hook.patch, hook.present, hook.states, hook.changes) == ("fix", 2, 5, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["since", "until", "requires", "port"])
 def test_a_changed_definition_is_measured_again(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, field: str
@@ -128,7 +128,7 @@ def test_a_changed_definition_is_measured_again(
     assert len(calls) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_blocked_patch_needs_manual_work(bench: SeriesSandbox) -> None:
     """The patch that it requires is not applied."""
     bench.add_patch("more", {"0.3.1": (ONE, ONE | {"src/b.cpp": b"int d;\n"})}, requires=("fix",),
@@ -140,7 +140,7 @@ def test_a_blocked_patch_needs_manual_work(bench: SeriesSandbox) -> None:
     assert not one.good
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_carried_tree_is_compared_with_the_ports_of_today(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_carried_tree_is_compared_with_the_ports_of_today(
     assert not found.measure(bench.releases["0.3.2"], TODAY, fits).equal
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_measurement_continues(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
     return Measurement(bench.store, series.load(), lambda *_: None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_carried_tree_is_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch, steps: list[str]
 ) -> None:
@@ -110,7 +110,7 @@ def test_the_carried_tree_is_verified(
     assert sample.verify([], measured, quiet) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_that_was_not_made_has_no_duration(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_named_state_is_carried() -> None:
             sample.named(found, [name])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever failed, the carrying is at fault; another tree of the state is verified again."""
     made = SimpleNamespace(verdict="broken-build", exit_code=1, reason="error: x")
@@ -159,7 +159,7 @@ def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.Monke
     assert replace(again, seconds={}) == replace(found, seconds={})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_carried_tree_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port for the state has another hunk, and another line in the hunk of both ports."""
     bench = sandbox(tmp_path, monkeypatch)
@@ -179,7 +179,7 @@ def test_what_a_carried_tree_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sample.lacking(made[0], made[0]) == {} == sample.lacking(made[1], made[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_result_expires_with_its_tree(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_result_expires_with_its_tree(
     assert sample.current(measured, []) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_tree_is_never_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
