@@ -64,3 +64,35 @@ def test_the_guide_for_developers_names_what_exists() -> None:
         assert (ROOT / path).exists(), path
     for package in (ROOT / "pyllamakv").glob("*/__init__.py"):
         assert f"`pyllamakv/{package.parent.name}`" in text, package.parent.name
+
+
+def test_docstrings_and_messages_name_classes_that_exist() -> None:
+    """A class in backticks, or in the expected type of an argument, is one of the tree."""
+    sources = {
+        path: path.read_text(encoding="utf-8")
+        for folder in ("pyllamakv", "qa")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    nodes = [(path, node) for path, text in sources.items() for node in ast.walk(ast.parse(text))]
+    known = {"True", "False", "None"} | {
+        name
+        for _, node in nodes
+        for name in (
+            getattr(node, "name", None),
+            getattr(node, "id", None),
+            getattr(node, "attr", None),
+            getattr(node, "asname", None),
+        )
+        if name
+    }
+    named = [
+        (path, word)
+        for path, text in sources.items()
+        for word in re.findall(r"(?<!`)`([A-Z]\w*[a-z]\w*)[.\w]*`", text)
+    ]
+    for path, node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "arguments.instance":
+            named += [(path, word) for word in re.findall(r"\b[A-Z]\w+", ast.unparse(node.args[3]))]
+    assert len(named) > 200
+    wrong = {f"{path.relative_to(ROOT)}: {word}" for path, word in named if word not in known}
+    assert not wrong, f"no class of these names: {wrong}"

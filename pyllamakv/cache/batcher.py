@@ -76,7 +76,7 @@ class Batcher(ClosedOnExit):
     ) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
-            expected = "a cache manager (PrefixCache, SlotCache, or another Manager)"
+            expected = "a cache manager (PrefixCache, SlotCache, or another CacheManager)"
             raise arguments.wrong_type("manager", manager, expected)
         if context.embeds:
             raise UsageError("a context with embeddings has no logits, so it cannot generate")

@@ -63,7 +63,9 @@ class ContextCache(ClosedOnExit):
         self.context = arguments.instance("context", context, Context, "a Context")
         fill_cache = arguments.flag("fill_cache", fill_cache)
         if checkpoints is not None:
-            arguments.instance("checkpoints", checkpoints, CheckpointSchedule, "a Schedule or None")
+            arguments.instance(
+                "checkpoints", checkpoints, CheckpointSchedule, "a CheckpointSchedule or None"
+            )
         self.sequences: tuple[runtime.Sequence, ...] = ()
         self._owned: Context | None = None
         self._stats = ContextCacheStats()
@@ -110,7 +112,9 @@ class ContextCache(ClosedOnExit):
         max_batch = arguments.integer("max_batch", max_batch, 1, arguments.INT32)
         fill_cache = arguments.flag("fill_cache", fill_cache)
         if checkpoints is not None:
-            arguments.instance("checkpoints", checkpoints, CheckpointSchedule, "a Schedule or None")
+            arguments.instance(
+                "checkpoints", checkpoints, CheckpointSchedule, "a CheckpointSchedule or None"
+            )
         if max_batch > capacity:
             msg = (
                 f"a batch of {max_batch} tokens does not fit into a sequence of {capacity}: give "

@@ -1,6 +1,6 @@
 """Define the protocols of cache managers.
 
-`Cache` is used by sequence number, `Manager` and `Lease` by prompt.
+`Cache` is used by sequence number, `CacheManager` and `Lease` by prompt.
 `ContextCache` and `LockstepCache` implement `Cache`; `PrefixCache` and `SlotCache` are managers.
 """
 

@@ -481,11 +481,11 @@ class SlotCache(ClosedOnExit):
 
     def _candidate(self, slot: Slot, prompt: list[int]) -> slot_choice.Candidate:
         common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
-        exact = slot.sequence.ledger.first_moved
-        if exact is not None:
+        first_moved = slot.sequence.ledger.first_moved
+        if first_moved is not None:
             # Later tokens were evaluated after tokens that a shift has discarded since, so they
             # cannot be reused as a prefix.
-            common = min(common, exact)
+            common = min(common, first_moved)
         if self.context.info.can_remove_partly is False and not common == length < len(prompt):
             common = 0
         return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
@@ -890,8 +890,8 @@ def draw(slots: Sequence[Slot], size: int, model: Model) -> str:
     lines = []
     for number, each in enumerate(slots):
         state = "in use" if each.lease is not None else "free" if each.tokens else "empty"
-        exact = each.sequence.ledger.first_moved
-        shifted = "" if exact is None else f", shifted from {exact} on"
+        first_moved = each.sequence.ledger.first_moved
+        shifted = "" if first_moved is None else f", shifted from {first_moved} on"
         lines.append(
             f"slot {number}: sequence {each.sequence.id}, {state}, {len(each.tokens)} of {size} "
             f"tokens{shifted}, age {len(slots) - order[id(each)]}: {_shown(each.tokens, model)}"

@@ -265,7 +265,7 @@ class Model(LoadedModel, ClosedOnExit):
         policy = checked(defrag_policy)
         chosen = adapter.checked_adapters(self, {} if adapters is None else adapters)
         if defrag_costs is not None:
-            arguments.instance("defrag_costs", defrag_costs, DefragCosts, "Costs or None")
+            arguments.instance("defrag_costs", defrag_costs, DefragCosts, "DefragCosts or None")
         if arguments.flag("defrag_trim", defrag_trim) and kv_backing == "heap":
             msg = "defrag_trim needs mapped memory: pass kv_backing='mmap' or a path"
             raise UsageError(msg)

@@ -37,14 +37,14 @@ _REFUSED = (
 class SavedSequence:
     """An unpacked save: model and shape, tokens and positions (n,) int32, the library's bytes.
 
-    ``exact`` is as in a `Ledger`.
+    ``first_moved`` is as in a `Ledger`.
     """
 
     fits: dict[str, Any]
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     raw: bytes | memoryview
-    exact: int | None = None
+    first_moved: int | None = None
 
 
 def save(sequence: Sequence) -> bytes:
@@ -83,14 +83,14 @@ def unpack(saved: bytes) -> SavedSequence:
         n, fits = int(about["tokens"]), dict(about["fits"])
         if n < 0:
             raise ValueError(f"it counts {n} tokens")
-        exact = about.get("exact")
-        exact = None if exact is None else int(exact)
+        first_moved = about.get("exact")
+        first_moved = None if first_moved is None else int(first_moved)
         tokens = np.frombuffer(body, "<i4", n, size).astype(np.int32)
         positions = np.frombuffer(body, "<i4", n, size + 4 * n).astype(np.int32)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         msg = f"this saved sequence cannot be read: {error}"
         raise StateError(msg) from error
-    return SavedSequence(fits, tokens, positions, bytes(body[size + 8 * n :]), exact)
+    return SavedSequence(fits, tokens, positions, bytes(body[size + 8 * n :]), first_moved)
 
 
 def restore(sequence: Sequence, saved: bytes) -> None:
@@ -209,7 +209,7 @@ def _record(sequence: Sequence, content: SavedSequence) -> None:
         content.tokens.tolist(),
         content.positions.tolist(),
         range(first, first + len(content.tokens)),
-        content.exact,
+        content.first_moved,
     )
 
 

@@ -1,7 +1,7 @@
 """Determine the era of a tree, a period of upstream's history, from the content of its files.
 
-The era is a label for reports. No code depends on it, and it is never derived from a version
-number.
+The era labels ports and results, and selects the releases of a matrix or of a sample. Which port
+applies and how a release is built never depend on it. It is not derived from a version number.
 """
 
 from __future__ import annotations

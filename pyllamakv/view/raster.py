@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FINER = 2
 #: How finely a curved edge is cut into straight ones.
 _CUTS = 16
-#: Pillow's letter that each anchor of `Words` is, with the baseline.
+#: Pillow's letter that each anchor of a `Text` is, with the baseline.
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
