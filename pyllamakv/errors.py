@@ -488,7 +488,7 @@ class DeviceLost(WorkerDied):
 
 
 class DecodeError(NativeError):
-    """A decode failed for a reason other than missing cells. Every sequence kept its tokens."""
+    """A decode failed for a reason other than missing cells; see `Context.emptied`."""
 
 
 class NoKVSlot(DecodeError):
@@ -515,7 +515,7 @@ class NoKVSlot(DecodeError):
 
 
 class Cancelled(DecodeError):
-    """A decode was cancelled. Every sequence kept its tokens."""
+    """A decode was cancelled; `Context.emptied` lists the sequences without tokens now."""
 
 
 # Errors of chats and samplers.

@@ -76,7 +76,7 @@ class DecodeStatus(IntEnum):
     """The result of ``llama_decode``."""
 
     OK = 0
-    #: The batch found no cells. Every sequence kept its tokens.
+    #: The batch found no cells, and was undone where the memory can go back.
     NO_SLOT = 1
     #: `Context.cancel` ended the decode.
     ABORTED = 2

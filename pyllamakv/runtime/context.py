@@ -341,8 +341,9 @@ class Context(ClosedOnExit):
     def decode(self, work: Work) -> None:
         """Decode one batch: a feed, several feeds, or a `Batch`.
 
-        Raises NoKVSlot, Cancelled or DecodeError; every sequence keeps the tokens it had, and the
-        same batch may be decoded again. Raises UsageError for an invalid batch.
+        Raises NoKVSlot, Cancelled or DecodeError. Then `emptied` lists the sequences whose memory
+        could not return to its former state; all others keep the tokens that they had, and their
+        tokens may be decoded again. Raises UsageError for an invalid batch.
         """
         if (
             isinstance(work, Feed)
