@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cpp_kit import compiler
@@ -18,6 +20,9 @@ from pyllamakv.source import spec_resolver
 from pyllamakv.source.releases import Release
 from pyllamakv.source.store import Store, open_store
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 #: The longest page, in words.
 WORDS = 400
 #: Seconds within which a reproducer compiles.
@@ -25,6 +30,10 @@ COMPILE = 30
 
 PAGES = sorted(FOLDER.glob("*.md"))
 MODELS = {"window-rollback": "sliding", "whole-shift": "deep"}
+#: What upstream's generator of models needs beside itself.
+ARCHS = ("tests/test-llama-archs.cpp", "common/common.cpp", "common/log.cpp")
+#: Seconds within which these compile.
+COMPILE_ARCHS = 600
 
 
 @pytest.fixture
@@ -46,35 +55,65 @@ def page(id_: str) -> str:
     return (FOLDER / f"{id_}.md").read_text(encoding="utf-8")
 
 
-def reproduce(
-    id_: str, spec: str, checkout: Path, store: Store
-) -> subprocess.CompletedProcess[str]:
-    """Run the command of a page in a checkout with the libraries of a variant, then the program."""
-    folders = ("include", "ggml/include")
+def extract(checkout: Path, store: Store, folders: Sequence[str]) -> None:
+    """Write folders of the release into a checkout."""
     names = [name for part in folders for name in store.ls(release().commit, part)]
     for name, data in store.read_many(release().commit, names).items():
         assert data is not None
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_bytes(data)
+
+
+def compiled(id_: str, spec: str, checkout: Path, store: Store) -> Path:
+    """Run the command of a page in a checkout with the libraries of a variant."""
+    extract(checkout, store, ("include", "ggml/include"))
     (checkout / "build").mkdir()
     (checkout / "build" / "bin").symlink_to(built(spec).folder / "lib")
     (checkout / f"{id_}.cpp").write_bytes((FOLDER / f"{id_}.cpp").read_bytes())
     (command,) = re.findall(r"^g\+\+ (.*)$", page(id_), re.MULTILINE)
     shell = f"{compiler()} -Wall -Wextra -Werror {command}"
+    run(shell, cwd=checkout, timeout=COMPILE)
+    return checkout / id_
+
+
+def run(shell: str, **options: Any) -> None:
+    """Run a command of a shell that must succeed."""
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def reproduce(program: Path, model: Path | str) -> tuple[int, str]:
+    """Return the status and the output of a reproducer."""
     done = subprocess.run(
-        shell,
-        shell=True,
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=COMPILE,
-        check=False,
+        [program, str(model)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    model = str(synthetic_models.model(MODELS[id_]))
-    return subprocess.run(
-        [checkout / id_, model], capture_output=True, text=True, timeout=120, check=False
+    return done.returncode, done.stdout + done.stderr
+
+
+def models_of_upstream(folder: Path, store: Store, archs: str) -> None:
+    """Build upstream's generator of models for stock, and run it.
+
+    Its common code refers to samplers and JSON, which the generator never calls: they are stubs.
+    """
+    extract(folder, store, ("include", "ggml/include", "src", "common", "tests"))
+    library = built(f"{RELEASE}+stock").folder / "lib"
+    include = "-Iinclude -Iggml/include -Icommon -Isrc"
+    objects = [f"{Path(name).stem}.o" for name in ARCHS]
+    for name, target in zip(ARCHS, objects, strict=True):
+        command = f"{compiler()} -std=c++17 -O0 {include} -c {name} -o {target}"
+        run(command, cwd=folder, timeout=COMPILE_ARCHS)
+    link = (
+        f"{compiler()} *.o -o archs -L{library} -Wl,-rpath,{library} -lllama -lggml -lggml-base "
+        "-Wl,--no-demangle"
     )
+    failed = subprocess.run(
+        link, shell=True, cwd=folder, capture_output=True, text=True, check=False
+    )
+    stubs = sorted(set(re.findall(r"undefined reference to `(\w+)'", failed.stderr)))
+    text = "".join(f'extern "C" void {name}() {{ __builtin_trap(); }}\n' for name in stubs)
+    (folder / "stubs.cpp").write_text(text, encoding="utf-8")
+    run(f"{compiler()} -c stubs.cpp -o stubs.o && {link}", cwd=folder, timeout=COMPILE_ARCHS)
+    run(f"./archs -a '^({archs})$' -o .", cwd=folder, timeout=COMPILE_ARCHS)
 
 
 @pytest.mark.native
@@ -84,9 +123,44 @@ def test_a_reproducer_exits_with_1_on_stock_and_0_on_patched(
 ) -> None:
     """The command of the page compiles it; both variants are run on the same model."""
     for spec, status, word in (("stock", 1, "DEFECT: "), ("patched", 0, "OK: ")):
-        done = reproduce(id_, f"{RELEASE}+{spec}", tmp_path / spec, store)
-        assert done.returncode == status, (spec, done.stdout, done.stderr)
-        assert done.stdout.splitlines()[-1].startswith(word), done.stdout
+        program = compiled(id_, f"{RELEASE}+{spec}", tmp_path / spec, store)
+        found, said = reproduce(program, synthetic_models.model(MODELS[id_]))
+        assert found == status, (spec, said)
+        assert said.splitlines()[-1].startswith(word), said
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_models_of_upstream_lose_a_part_of_their_state(store: Store, tmp_path: Path) -> None:
+    """The state of each shrinks on stock as the page shows, and keeps its size on patched."""
+    archs = ("gemma2", "gemma3", "plamo3")
+    models_of_upstream(tmp_path, store, "|".join(archs))
+    for spec, status in (("stock", 1), ("patched", 0)):
+        program = compiled("window-rollback", f"{RELEASE}+{spec}", tmp_path / spec, store)
+        for arch in archs:
+            found, said = reproduce(program, tmp_path / f"{arch}-dense.gguf")
+            assert found == status, (spec, arch, said)
+            sizes = re.findall(r"refused batch: .* had (\d+) bytes before and has (\d+)", said)
+            assert (sizes[0][0] == sizes[0][1]) is (spec == "patched"), said
+            if (spec, arch) == ("stock", "gemma3"):
+                assert sizes[0] == ("66408", "63300"), "the page shows other sizes"
+
+
+@pytest.mark.native
+def test_every_abort_of_a_shift_damages_a_trained_model(store: Store, tmp_path: Path) -> None:
+    """The page has the numbers of stories260K."""
+    model = os.environ.get("PYLLAMAKV_TEST_MODEL", "")
+    if Path(model).name != "stories260K.gguf":
+        pytest.skip("PYLLAMAKV_TEST_MODEL does not name stories260K.gguf")
+    for spec, last in (
+        ("stock", "DEFECT: 10 of 10 aborted decodes left wrong keys"),
+        ("patched", "OK: none of 46 aborted decodes left wrong keys"),
+    ):
+        _, said = reproduce(
+            compiled("whole-shift", f"{RELEASE}+{spec}", tmp_path / spec, store), model
+        )
+        assert said.splitlines()[-1] == last
+        assert re.search(r"\b10 of 10 aborts\b.*\bnone of 46\b", page("whole-shift"))
 
 
 @pytest.mark.parametrize("id_", IDS)

@@ -17,7 +17,7 @@ from pyllamakv.source.store import open_store
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "upstream"
 IDS = ("window-rollback", "whole-shift")
 #: The release that the mails apply to and the reproducers are built against.
-RELEASE = "0.3.36"
+RELEASE = "b11549"
 
 
 def path_of(id_: str) -> Path:
