@@ -76,7 +76,7 @@ bench: ## Measure the main benchmarks
 dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
 	@$(call own,test) && "$$py" -m qa peer $(DROPIN_ARGS)
 
-qa: ## Stress-test: random operations, mutation, fuzzing, faults, sanitizers, leaks
+qa: ## Stress-test: random operations, slips, fuzzing, faults, sanitizers, leaks
 	@$(call own,test) && \
 	$(run) build $(RELEASE) && \
 	"$$py" -m qa stress $(QA_ARGS)

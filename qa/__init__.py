@@ -7,8 +7,7 @@ section and returns its results, and ``names()``, the possible names of its entr
 #: What each section does, in the order of the document.
 SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
-    "mutation": "Mutants of the patches: a scenario or a header test must detect each.",
-    "semantic_mutation": "Slips of a maintainer: a quick scenario or a header test detects each.",
+    "slips": "Slips of a maintainer: a quick scenario or a header test detects each.",
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",

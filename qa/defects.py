@@ -27,8 +27,9 @@ from pyllamakv.home import checkout
 from qa import SECTIONS, child_environment
 from qa.entry import Entry, StressOptions, Tick, skipped_entry, strip_directories
 
-#: Methods that find defects: the other sections, and audits of code that reads foreign files.
-FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "hostile input")
+#: Methods that found defects: the other sections, operator mutation (removed), and audits of code
+#: that reads foreign files.
+FINDERS: Final = (*(name for name in SECTIONS if name != "defects"), "mutation", "hostile input")
 #: Components of a defect. Defects of llama.cpp are worked around, refused or patched here.
 PLACES: Final = ("llama.cpp", "patches", "shim", "Python")
 _OUTCOMES: Final = {"failure": "failed", "error": "failed", "skipped": "skipped"}

@@ -29,15 +29,15 @@ def stress(
     operations: int = typer.Option(0, min=0, help="Minimum number of operations per release."),
     seed: int = typer.Option(1, min=0, help="Random seed."),
     only: list[str] = typer.Option(None, help="Run only the named entries."),
-    jobs: int = typer.Option(1, min=1, help="Maximum number of processes (mutation, fuzzing)."),
+    jobs: int = typer.Option(1, min=1, help="Maximum number of processes (fuzzing)."),
     write: Path = typer.Option(None, help="Write the results to this file and its JSON file."),
     add: bool = typer.Option(False, help="Add the counts of fuzzing to those of other seeds."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
 
-    `random_operations` compares random operations with a ledger, `mutation` runs the tests on
-    mutants of the patches, `fuzzing` fuzzes every parser and C entry point, `faults` injects
+    `random_operations` compares random operations with a ledger, `slips` runs quick tests
+    on porting mistakes, `fuzzing` fuzzes every parser and C entry point, `faults` injects
     faults, `sanitizers` and `leaks` check memory, `servers` verifies llama-server, `defects` runs
     the regression tests.
     """

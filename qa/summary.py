@@ -268,18 +268,11 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "operations",
         "does not cover shifts in sliding windows and partial states",
     ),
-    "mutation": (
-        "Scenarios and header tests detect every single change of the patches",
-        "tried",
-        "mutants",
-        "one change per mutant; since 2026-11-23 only full-defrag on 0.3.9, 0.3.12 and 0.3.16, and "
-        "compaction and window-rollback on 0.3.36",
-    ),
-    "semantic_mutation": (
+    "slips": (
         "Quick scenarios and header tests detect the slips of a maintainer",
         "tried",
         "slips",
-        "the slips that qa/semantic_mutation/slips.toml lists",
+        "the slips that qa/slips/slips.toml lists",
     ),
     "fuzzing": (
         "No input of a parser or C entry point ends or hangs the process",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 #: Timeout of one group of tests in seconds; a group takes less than two.
 _GROUP_TIMEOUT = 60.0
+_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 #: Timeout of a compiler in seconds.
 _COMPILE_TIMEOUT = 300.0
 
@@ -130,12 +131,13 @@ class HeaderResult:
 
 
 def run_header_tests(
-    files: Mapping[str, bytes], *, progress: Progress | None = None
+    files: Mapping[str, bytes], *, sanitize: bool = False, progress: Progress | None = None
 ) -> list[HeaderResult]:
     """Run the tests of each known header in ``files`` (path -> content of a patched tree).
 
-    Results are cached by the contents of headers, test program and stubs, and by the compiler.
-    Without a checkout, or without a compiler, nothing runs.
+    ``sanitize`` compiles them with the address and undefined-behaviour sanitizers. Results are
+    cached by the contents of headers, test program and stubs, and by the compiler. Without a
+    checkout, or without a compiler, nothing runs.
     """
     found = []
     for header in HEADERS:
@@ -146,13 +148,16 @@ def run_header_tests(
         if progress:
             progress(f"test {Path(header.path).name}", 0, None)
         texts = {Path(path).name: files[path] for path in wanted}
-        found.append(_cached(header, texts, source, folder))
+        found.append(_cached(header, texts, source, folder, _SANITIZERS if sanitize else ()))
     return found
 
 
-def _cached(header: Header, texts: dict[str, bytes], source: Path, stubs: Path) -> HeaderResult:
-    cxx = compiler.find().cxx
-    digest = hashlib.sha256(f"{header.path} {cxx}\0".encode() + source.read_bytes())
+def _cached(
+    header: Header, texts: dict[str, bytes], source: Path, stubs: Path, flags: tuple[str, ...]
+) -> HeaderResult:
+    command = (compiler.find().cxx, *flags)
+    words = f"{header.path} {' '.join(command)}\0"
+    digest = hashlib.sha256(words.encode() + source.read_bytes())
     for name, data in sorted(texts.items()):
         digest.update(name.encode() + b"\0" + data)
     for path in sorted(stubs.iterdir()):
@@ -165,20 +170,20 @@ def _cached(header: Header, texts: dict[str, bytes], source: Path, stubs: Path) 
         )
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    result = _run(header, texts, source, stubs, cxx)
+    result = _run(header, texts, source, stubs, command)
     write_text_atomic(file, json.dumps(asdict(result)))
     return result
 
 
 def _run(
-    header: Header, texts: dict[str, bytes], source: Path, stubs: Path, cxx: str
+    header: Header, texts: dict[str, bytes], source: Path, stubs: Path, cxx: tuple[str, ...]
 ) -> HeaderResult:
     with tempfile.TemporaryDirectory(prefix="pyllamakv-header-") as name:
         folder = Path(name)
         for file, data in texts.items():
             (folder / file).write_bytes(data)
         program = folder / "program"
-        command = [cxx, "-std=c++17", "-O1", "-w", "-pthread", "-I", str(folder), "-I", str(stubs)]
+        command = [*cxx, "-std=c++17", "-O1", "-w", "-pthread", "-I", str(folder), "-I", str(stubs)]
         command += [str(source), "-o", str(program)]
         built = _output(command, _COMPILE_TIMEOUT)
         if built.returncode:
