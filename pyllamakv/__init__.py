@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.defrag_policy import DefragCosts, measure_defrag_costs
+    from pyllamakv.runtime.generated_text import TextStream, Usage
     from pyllamakv.runtime.kv import KV, DefragReport
     from pyllamakv.runtime.logits import Embedding, Logits, LogitsRows
     from pyllamakv.runtime.model import Model
@@ -140,6 +141,7 @@ _MODULES = {
     "runtime.breakdown": "MemoryBreakdown memory_breakdown",
     "runtime.defrag_policy": "DefragCosts measure_defrag_costs",
     "runtime.context": "Context",
+    "runtime.generated_text": "TextStream Usage",
     "runtime.kv": "KV DefragReport",
     "runtime.logits": "Embedding Logits LogitsRows",
     "runtime.model": "Model",
@@ -244,9 +246,11 @@ __all__ = [
     "Snapshot",
     "StaleLogits",
     "StateError",
+    "TextStream",
     "TokenLogprobs",
     "TraceMismatch",
     "Unsupported",
+    "Usage",
     "UsageError",
     "WorkerDied",
     "WorkerTimeout",

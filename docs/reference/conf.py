@@ -47,7 +47,7 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 CREATED = {
     "Adapter", "AsyncGeneration", "Context", "Embedding", "Generation", "KV", "LibraryInfo",
     "Logits", "LogitsRows", "Model", "OpenLibrary", "PerSequence", "PrefixLease", "Recording",
-    "Screen", "Sequence", "SlotLease",
+    "Screen", "Sequence", "SlotLease", "TextStream", "Usage",
 }  # fmt: skip
 #: Errors are words of a docstring's text ("Raises Closed"), which become links.
 ERRORS = re.compile(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.batcher import BatcherStats
-    from pyllamakv.cache.generation import Reason
     from pyllamakv.cache.interface import CacheManager
+    from pyllamakv.runtime.generated_text import Reason, Usage
 
 R = TypeVar("R")
 
@@ -163,6 +163,11 @@ class AsyncGeneration:
     def text(self) -> str:
         """Return the text so far."""
         return self.generation.text
+
+    @property
+    def usage(self) -> Usage:
+        """Return the numbers of tokens so far."""
+        return self.generation.usage
 
     async def result(self) -> str:
         """Wait for the end and return the text, or raise the error of a failure."""

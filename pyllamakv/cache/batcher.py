@@ -52,9 +52,9 @@ from pyllamakv.runtime.sampler import Sampler, make_sampler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pyllamakv.cache.generation import Reason
     from pyllamakv.cache.interface import CacheManager
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.generated_text import Reason
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenSampler
 
 

@@ -6,17 +6,17 @@ The request is checked before any decode.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_states import checked_positions
-from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, Unsupported, UsageError
+from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
-from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
+from pyllamakv.runtime.generated_text import GeneratedText
 from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler
-from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
+from pyllamakv.runtime.stop_strings import check_stop_strings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
     from pyllamakv.cache.interface import CacheManager, Lease, Parked
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.generated_text import Reason
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
     from pyllamakv.runtime.sequence import Sequence
 
-Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 
-
-class Generation:
+class Generation(GeneratedText):
     """The text that continues a prompt. `Batcher.submit` creates it.
 
     Iteration runs steps of the batcher, for all its generations, until this one has more text.
@@ -42,31 +41,21 @@ class Generation:
     """
 
     def __init__(self, batcher: Batcher, asked: Request) -> None:
+        super().__init__(
+            batcher.context.model,
+            len(asked.prompt),
+            asked.max_tokens,
+            asked.stop,
+            stop_at_end=asked.stop_at_end,
+            known=batcher.known,
+        )
         self.prompt = asked.prompt
-        #: The generated tokens, without the end token.
-        self.tokens: list[int] = []
-        #: Why the generation ended; None while it runs.
-        self.finish_reason: Reason | None = None
-        #: The error of a failed generation.
-        self.error: Exception | None = None
-        #: Number of prompt tokens found in the cache; None while the prompt waits.
-        self.cached: int | None = None
-        self.max_tokens = asked.max_tokens
         self.groups = asked.groups
         self.checkpoints = asked.checkpoints
         self.sampler = asked.sampler
         self.cancelled = False
         self._batcher = batcher
         self._owned = asked.owned
-        model = batcher.context.model
-        #: The model, if it can turn tokens into text.
-        self._vocab = model if model.info.has_vocab else None
-        self._stop_at_end = asked.stop_at_end
-        self._text = IncrementalDetokenizer()
-        #: Text of tokens that are ASCII and not end-of-generation tokens.
-        self._known = batcher.known
-        self._stops = StopStrings(asked.stop) if asked.stop else None
-        self._parts: list[str] = []
         # State of the batcher, while the generation has a lease.
         self.lease: Lease | None = None
         #: What the generation continues with, while it gave up its sequence.
@@ -83,20 +72,6 @@ class Generation:
         self.all_tokens: list[int] = []
         #: Number of the last step that decoded its tokens.
         self.last_step = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether the generation has ended."""
-        return self.finish_reason is not None
-
-    @property
-    def text(self) -> str:
-        """The text so far, without a possible part of a stop string or an incomplete character."""
-        return "".join(self._parts)
-
-    def parts(self, start: int = 0) -> list[str]:
-        """Return the parts of the text so far from a number on, for `AsyncGeneration`."""
-        return self._parts[start:]
 
     def cancel(self) -> None:
         """End the generation, also during a decode, from any thread. Decoded tokens remain."""
@@ -180,46 +155,17 @@ class Generation:
         return self.accept_token(token)
 
     def accept_token(self, token: int) -> bool:
-        """Continue with a sampled token, or end. Returns False if the generation has ended."""
-        text = self._known.get(token)
-        if text is None or self._text.held:
-            if self._stop_at_end and self._vocab is not None and self._vocab.is_eog(token):
-                self.end("end")
-                return False
-            text = self._read(token)
-        tokens, stops = self.tokens, self._stops
-        tokens.append(token)
-        if stops is not None:
-            text = stops.feed(text)
-        if text:
-            self._parts.append(text)
-        if stops is not None and stops.found is not None:
-            self.end("stop")
-        elif len(tokens) == self.max_tokens:
-            self.end("length")
-        else:
+        """Continue with a sampled token, or end. Return False if the generation has ended."""
+        if super().accept_token(token):
             self.all_tokens.append(token)
             return True
         return False
 
-    def _read(self, token: int) -> str:
-        if self._vocab is None:
-            return ""
-        piece = self._vocab.piece(token)
-        if piece.isascii() and not self._vocab.is_eog(token):
-            # Cache the text: the token ends no generation, and its bytes are complete characters.
-            self._known[token] = piece.decode("ascii")
-        return self._text.feed(piece)
-
-    def end(self, reason: Reason, error: Exception | None = None) -> None:
+    def end(self, reason: Reason, error: BaseException | None = None) -> None:
         """End the generation, emit withheld text, and release the lease."""
         if self.finish_reason is not None:
             return
-        if reason != "stop":
-            self._flush()
-            if self._stops is not None and self._stops.found is not None and reason != "failed":
-                reason = "stop"
-        self.finish_reason, self.error = reason, error
+        super().end(reason, error)
         try:
             self.release_lease()
         finally:
@@ -234,15 +180,6 @@ class Generation:
             lease.release()
         if parked is not None:
             parked.close()
-
-    def _flush(self) -> None:
-        text = self._text.flush()
-        if self._stops is not None:
-            text = self._stops.feed(text)
-            if self._stops.found is None:
-                text += self._stops.flush()
-        if text:
-            self._parts.append(text)
 
 
 def follow_ledger(one: Generation, have: int, again: Iterable[int] = ()) -> None:
@@ -315,7 +252,7 @@ def checked_request(
     checkpoints: Iterable[int],
     stop_at_end: bool,
 ) -> Request:
-    """Check and return a request. Raises UsageError or Unsupported."""
+    """Check and return a request. Raises UsageError, and Unsupported as stop strings do."""
     model = context.model
     if (prompt is None) == (messages is None) or (tools is not None and messages is None):
         msg = "pass either a prompt or messages=, and tools= with messages only"
@@ -334,10 +271,7 @@ def checked_request(
     max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
     stop_at_end = arguments.flag("stop_at_end", stop_at_end)
     check_sampler(sampler)
-    strings = check_stop_strings(stop)
-    if strings and not model.info.has_vocab:
-        msg = "this model has no vocabulary: stop strings need text"
-        raise Unsupported(msg, "vocabulary")
+    strings = check_stop_strings(stop, has_vocab=model.info.has_vocab)
     together = grouping.checked(groups, len(given), n_batch)
     named = checked_positions(checkpoints, len(given))
     picker, owned = _picker(model, greedy, sampler)

@@ -38,7 +38,7 @@ from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import Batch, BatchArrays, Feed, as_int32, check_batch, to_arrays
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
-from pyllamakv.runtime.detokenizer import IncrementalDetokenizer
+from pyllamakv.runtime.generated_text import GeneratedText, TextStream
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
@@ -51,10 +51,10 @@ from pyllamakv.runtime.sampler import (
     sampler_option,
 )
 from pyllamakv.runtime.sequence import Sequence, checked
-from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
+from pyllamakv.runtime.stop_strings import check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from numpy.typing import NDArray
 
@@ -511,22 +511,27 @@ class Context(ClosedOnExit):
         *,
         stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
-    ) -> Iterator[str]:
+    ) -> TextStream:
         """Generate from a sequence that has tokens; yield text when it is complete.
 
         Ends after ``max_tokens`` (None: no limit), before a stop string, or at an
         end-of-generation token, which is not stored. Yielded tokens are in the sequence, and so
-        are those of the stop string. Without ``sampler``, generation is greedy.
+        are those of the stop string. Without ``sampler``, generation is greedy. The iterator also
+        has the reason of the end, the tokens, and their numbers.
         """
         checked(sequence).check(self)
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
-        strings = check_stop_strings(stop)
+        strings = check_stop_strings(stop, has_vocab=self.model.info.has_vocab)
         if not len(sequence):
             msg = "the sequence has no tokens; decode a prompt first"
             raise UsageError(msg)
-        return self._generate(sequence, max_tokens, sampler, strings, stop_at_end)
+        output = GeneratedText(
+            self.model, len(sequence), max_tokens, strings, stop_at_end=stop_at_end, known={}
+        )
+        output.cached = len(sequence)
+        return TextStream(output, lambda out: self._generate(out, sequence, sampler))
 
     def chat(
         self,
@@ -540,7 +545,7 @@ class Context(ClosedOnExit):
         sequence: Sequence | None = None,
         template: str | None = None,
         **options: Any,
-    ) -> Iterator[str]:
+    ) -> TextStream:
         """Generate the reply to the messages of a chat; yield text when it is complete.
 
         ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
@@ -554,7 +559,7 @@ class Context(ClosedOnExit):
         max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
         stop_at_end = arguments.flag("stop_at_end", stop_at_end)
         check_sampler(sampler)
-        strings = check_stop_strings(stop)
+        strings = check_stop_strings(stop, has_vocab=self.model.info.has_vocab)
         for name in options:
             if option := sampler_option(name):
                 msg = f"{name} is an option of samplers: pass sampler=model.sampler({option}=…)"
@@ -563,7 +568,10 @@ class Context(ClosedOnExit):
         if not tokens:
             msg = "the chat template rendered no text"
             raise UsageError(msg)
-        return self._chat(tokens, max_tokens, sampler, strings, stop_at_end, sequence)
+        output = GeneratedText(
+            self.model, len(tokens), max_tokens, strings, stop_at_end=stop_at_end, known={}
+        )
+        return TextStream(output, lambda out: self._chat(out, tokens, sampler, sequence))
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
@@ -778,13 +786,11 @@ class Context(ClosedOnExit):
 
     def _chat(
         self,
+        output: GeneratedText,
         tokens: list[int],
-        max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
-        stop: tuple[str, ...],
-        stop_at_end: bool,
         sequence: Sequence | None,
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         with ExitStack() as stack:
             used = stack.enter_context(self.sequence()) if sequence is None else sequence
             if isinstance(sampler, Sampler):
@@ -802,59 +808,48 @@ class Context(ClosedOnExit):
                 used.trim(same)
             except PartialRemovalRefused:
                 used.remove()
+            output.cached = len(used)
             self.prefill(used, tokens[len(used) :])
-            yield from self._generate(used, max_tokens, sampler, stop, stop_at_end)
+            yield from self._generate(output, used, sampler)
 
     def _generate(
         self,
+        output: GeneratedText,
         sequence: Sequence,
-        max_tokens: int | None,
         sampler: TokenSampler | SamplerParams | None,
-        stop: tuple[str, ...],
-        stop_at_end: bool,
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         picker, mine = self._picker(sampler)
-        stops = StopStrings(stop) if stop else None
-        stream, cancels, model = IncrementalDetokenizer(), self.cancels, self.model
+        cancels, yielded = self.cancels, 0
         token = mark = -1  # the sampled token, until it is decoded; the last one when it was
         try:
-            left = max_tokens
             if isinstance(picker, Sampler):
                 picker.begin(sequence, new=False)
-            if isinstance(picker, SampledAhead) and left != 0 and len(sequence):
+            if output.max_tokens == 0:
+                output.end("length")
+            elif isinstance(picker, SampledAhead) and len(sequence):
                 token, mark = picker.take_ahead(sequence), sequence.ledger.marks[-1]
-            while left is None or left > 0:
+            while not output.done:
                 if token < 0:
                     self._refresh(sequence)
                     token = picker.sample(self, sequence.ledger.logits_at)
                     mark = sequence.ledger.marks[-1]
-                if stop_at_end and model.is_eog(token):
+                if output.is_end(token):
                     token = -1
+                    output.end("end")
                     break
                 if cancels != self.cancels:
                     msg = "the generation was cancelled; yielded tokens are in the sequence"
                     raise Cancelled(msg, code=2)
                 self.step(sequence, token)
                 decoded, token = token, -1
-                text = stream.feed(model.piece(decoded))
-                if stops is not None:
-                    text = stops.feed(text)
-                    if stops.found is not None:
-                        if text:
-                            yield text
-                        return
-                left = None if left is None else left - 1
-                # Sample the next token before the caller gets this one and possibly decodes others.
-                if left is None or left:
+                if output.accept_token(decoded):
+                    # Sample the next token before the caller gets this one and possibly decodes
+                    # others.
                     token, mark = picker.sample(self), sequence.ledger.marks[-1]
-                if text:
-                    yield text
-            rest = stream.flush()
-            if stops is not None:
-                rest = stops.feed(rest)
-                rest += stops.flush()
-            if rest:
-                yield rest
+                for part in output.parts(yielded):
+                    yielded += 1
+                    yield part
+            yield from output.parts(yielded)
         finally:
             if mine is not None:
                 mine.close()

@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the stop strings of an argument; UsageError for an empty one, or no text."""
+def check_stop_strings(stop: str | Iterable[str], *, has_vocab: bool = True) -> tuple[str, ...]:
+    """Return the stop strings of an argument.
+
+    Raises UsageError for an empty one, or no text, and Unsupported without a vocabulary.
+    """
     texts = "text, or an iterable of texts"
     found = (stop,) if isinstance(stop, str) else tuple(arguments.items("stop", stop, texts))
     for each in found:
         if not arguments.text("a stop string", each):
             msg = "a stop string must have at least one character"
             raise UsageError(msg)
+    if found and not has_vocab:
+        msg = "this model has no vocabulary: stop strings need text"
+        raise Unsupported(msg, "vocabulary")
     return found
 
 

@@ -14,6 +14,7 @@ from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import Unsupported, UsageError
+from pyllamakv.runtime.generated_text import Usage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +70,7 @@ def test_text_streams_and_others_go_on_meanwhile(ctx: Context) -> None:
     other = batcher.submit("Ho", sampler=said(b"three four"))
     pieces = list(one)
     assert pieces == list("one two")
+    assert one.usage == Usage(3, 0, 7)
     assert (one.finish_reason, one.done, other.finish_reason) == ("end", True, None)
     assert other.text == "three fo"
     assert other.result() == "three four"

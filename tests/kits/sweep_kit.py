@@ -46,6 +46,7 @@ NOT_CONSTRUCTED = {
     "made by Context.logits and Context.logits_all": ("Logits", "LogitsRows"),
     "made by Context.embedding and Sequence.embedding": ("Embedding",),
     "made by Batcher.submit": ("Generation",),
+    "made by Context.generate and Context.chat": ("TextStream", "Usage"),
     "made by AsyncBatcher.submit": ("AsyncGeneration",),
     "made by pyllamakv.record": ("Recording",),
     "a record that the package returns and never reads": (
@@ -66,6 +67,7 @@ NOT_CONSTRUCTED = {
 NOT_CALLED = {
     "what the batcher asks of its generation": (
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
+        "Generation.is_end",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
     ),
     "what a task asks of its generation": ("Generation.parts",),
@@ -892,7 +894,7 @@ class Worker:
         if isinstance(found, contextlib.AbstractContextManager) and not hasattr(found, "close"):
             with found:
                 pass
-        elif isinstance(found, types.GeneratorType):
+        elif isinstance(found, types.GeneratorType | kv.TextStream):
             with contextlib.closing(found):
                 next(found, None)
         elif found is not self.target and callable(getattr(found, "close", None)):

@@ -11,6 +11,7 @@ from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import PromptTooLong, Unsupported, UsageError
+from pyllamakv.runtime.generated_text import Usage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,24 @@ def test_the_same_chat_again(tmp_path: Path) -> None:
     a = ctx.sequence()
     replies = {"".join(ctx.chat([{"role": "user", "content": "Hi"}], 4, sequence=a)) for _ in "ab"}
     assert len(replies) == 1
+
+
+def test_usage_counts_what_the_sequence_had(tmp_path: Path) -> None:
+    """The first chat evaluates all of its prompt, the second only what differs."""
+    ctx = chat_context(tmp_path)
+    a = ctx.sequence()
+    messages = [{"role": "user", "content": "one two"}]
+    first = ctx.chat(messages, 4, sequence=a)
+    reply = "".join(first)
+    n = len(a) - 4
+    assert (first.finish_reason, first.text, first.usage) == ("length", reply, Usage(n, 0, 4))
+    again = ctx.chat(messages, 2, sequence=a)
+    list(again)
+    assert again.usage == Usage(n, n - 1, 2)
+    failed = ctx.chat([{"role": "user", "content": "x" * 100}])
+    with pytest.raises(PromptTooLong):
+        next(failed)
+    assert (failed.finish_reason, failed.usage.reused, failed.tokens) == ("failed", 0, [])
 
 
 def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:

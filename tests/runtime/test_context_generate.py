@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,8 @@ import runtime_kit as kit
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, SamplerParams
-from pyllamakv.errors import Cancelled, NoKVSlot, UsageError
+from pyllamakv.errors import Cancelled, NoKVSlot, Unsupported, UsageError
+from pyllamakv.runtime.generated_text import Usage
 from pyllamakv.runtime.sampler import NumpySampler
 
 if TYPE_CHECKING:
@@ -133,6 +135,69 @@ def test_failures_leave_what_was_yielded(tmp_path: Path) -> None:
     ctx.cancel()
     with pytest.raises(Cancelled):
         next(generating)
+
+
+def test_the_reason_tokens_text_and_usage_follow_the_iteration(tmp_path: Path) -> None:
+    """Check each reason, a character that never ends, and a stop string across tokens."""
+    for chosen, options, reason, text, n in (
+        ([100, 101, 102], {"max_tokens": 3}, "length", "abc", 3),
+        ([100, 101, 2], {}, "end", "ab", 2),
+        ([100, 101, 102, 103], {"stop": "bc"}, "stop", "a", 3),
+        ([100, 101, 2], {"stop": "bc"}, "end", "ab", 2),
+        ([100, 0xF0 + 3], {"max_tokens": 2}, "length", "a\ufffd", 2),
+        ([], {"max_tokens": 0}, "length", "", 0),
+    ):
+        ctx = kit.context(tmp_path)
+        a = ctx.sequence()
+        ctx.decode(a.feed([5, 6, 7]))
+        stream = ctx.generate(a, sampler=Fixed(chosen), **options)
+        assert (stream.finish_reason, stream.tokens, stream.text) == (None, [], "")
+        pieces = list(stream)
+        assert ("".join(pieces), stream.text, stream.finish_reason) == (text, text, reason)
+        assert (stream.tokens, stream.usage) == (chosen[:n], Usage(3, 3, n))
+        assert a.tokens == [5, 6, 7, *chosen[:n]]
+        assert list(stream) == []
+        assert f"3 + {n} tokens, {reason}" in repr(stream)
+
+
+def test_a_failed_or_abandoned_stream_says_so(tmp_path: Path) -> None:
+    """Check a full cache, a cancel and a close, and that a stream without owner ends at once."""
+    ctx = kit.context(tmp_path, n_ctx=8)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5, 5, 5]))
+    stream = ctx.generate(a)
+    with pytest.raises(NoKVSlot) as raised:
+        list(stream)
+    assert (stream.finish_reason, stream.error) == ("failed", raised.value)
+    assert (len(stream.tokens), stream.usage) == (5, Usage(3, 3, 5))
+    a.trim(3)
+    stream = ctx.generate(a)
+    next(stream)
+    ctx.cancel()
+    with pytest.raises(Cancelled):
+        next(stream)
+    assert stream.finish_reason == "cancelled"
+    a.trim(3)
+    stream = ctx.generate(a)
+    next(stream)
+    stream.close()
+    assert (stream.finish_reason, stream.error, list(stream)) == ("cancelled", None, [])
+    freed = ctx.native.freed.count("sampler")
+    for _ in ctx.generate(a):
+        break
+    assert ctx.native.freed.count("sampler") == freed + 1
+
+
+def test_stop_strings_need_a_vocabulary(tmp_path: Path) -> None:
+    """Without one, tokens are generated, and no text in which a stop string could be."""
+    ctx = kit.context(tmp_path)
+    ctx.model.info = dataclasses.replace(ctx.model.info, has_vocab=False)
+    a = ctx.sequence()
+    ctx.decode(a.feed([5]))
+    with pytest.raises(Unsupported, match="stop strings need text"):
+        ctx.generate(a, stop="x")
+    stream = ctx.generate(a, 3)
+    assert (list(stream), len(stream.tokens)) == ([], 3)
 
 
 def test_what_cannot_go_on_is_refused_at_once(tmp_path: Path) -> None:
