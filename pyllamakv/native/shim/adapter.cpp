@@ -33,10 +33,15 @@ int check_nodes(plk_context &context, const std::vector<plk_adapter *> &adapters
 }
 } // namespace
 
+plk_adapter::~plk_adapter() {
+    if (lora != nullptr) {
+        plk::adapters::close(lora);
+    }
+    plk::release(model);
+}
+
 void plk::release(plk_adapter *adapter) {
     if (adapter != nullptr && adapter->users.fetch_sub(1) == 1) {
-        plk::adapters::close(adapter->lora);
-        plk::release(adapter->model);
         delete adapter;
     }
 }
@@ -103,10 +108,17 @@ int plk_adapters_set(plk_context *context, int32_t n, plk_adapter *const *adapte
         if (const int wrong = check_nodes(*context, chosen)) {
             return wrong;
         }
+        const std::vector<void *> wanted = loras_of(chosen);
+        const std::vector<void *> former = loras_of(context->adapters);
         plk::forget_logged();
-        if (!plk::adapters::set(context->ctx, loras_of(chosen), factors)) {
-            plk::adapters::set(context->ctx, loras_of(context->adapters), context->scales);
-            return plk::refuse(PLK_EUNSUPPORTED, "llama.cpp refuses the adapters: %s", plk::logged());
+        const int code = plk::guarded([&] {
+            return plk::adapters::set(context->ctx, wanted, factors)
+                ? PLK_OK
+                : plk::refuse(PLK_EUNSUPPORTED, "llama.cpp refuses the adapters: %s", plk::logged());
+        });
+        if (code != PLK_OK) {
+            plk::adapters::set(context->ctx, former, context->scales);
+            return code;
         }
         for (plk_adapter *each : chosen) {
             each->users.fetch_add(1);

@@ -207,6 +207,19 @@ llama_context_params fill(const plk_model &model, const plk_context_params &aske
 
 } // namespace
 
+plk_context::~plk_context() {
+    if (ctx != nullptr) {
+        if (plk::cells::watch != nullptr) {
+            plk::cells::watch->closed(ctx);
+        }
+        llama_free(ctx);
+    }
+    for (plk_adapter *adapter : adapters) {
+        plk::release(adapter);
+    }
+    plk::release(model);
+}
+
 int32_t plk::flash(const plk_context &context) {
     const int32_t decided = plk::settings::read(context.ctx).flash;
     if (decided >= 0) {
@@ -261,18 +274,15 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
             code = plk::refuse(PLK_EDAMAGED, "the kept cache has positions of 2^30 and more");
         }
         if (code != PLK_OK) {
-            llama_free(handle->ctx);
             return code;
         }
         if (shares_quantized(*handle)) {
-            llama_free(handle->ctx);
             return plk::refuse(PLK_EUNSUPPORTED,
                                "this release keeps no values of this model beside its keys, and "
                                "cannot read quantized ones without flash attention: use type_k "
                                "f16, or flash attention");
         }
         if (asked.n_seq_max > 1 && !plk::cells::limits(handle->ctx).separates_sequences) {
-            llama_free(handle->ctx);
             return plk::refuse(PLK_EUNSUPPORTED,
                                "this release clears the compressed rows of all sequences when one "
                                "is removed: use n_seq_max 1, or a later release");
@@ -296,17 +306,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
 
 void plk_context_free(plk_context *context) {
     plk::guarded([&] {
-        if (context != nullptr) {
-            if (plk::cells::watch != nullptr) {
-                plk::cells::watch->closed(context->ctx);
-            }
-            llama_free(context->ctx);
-            for (plk_adapter *adapter : context->adapters) {
-                plk::release(adapter);
-            }
-            plk::release(context->model);
-            delete context;
-        }
+        delete context;
         return PLK_OK;
     });
 }

@@ -14,6 +14,8 @@
 #include <new>
 #include <vector>
 
+// A destructor frees what its object has, also if an exception ends the creation halfway.
+
 struct plk_model {
     llama_model *model = nullptr;
     plk_model_info info{};
@@ -21,6 +23,8 @@ struct plk_model {
     // References by the handle and by each context: llama.cpp aborts if a model is freed before a
     // context that uses it.
     std::atomic<int> users{1};
+
+    ~plk_model();
 };
 
 struct plk_adapter {
@@ -28,6 +32,8 @@ struct plk_adapter {
     void *lora = nullptr; // its type differs by release
     int32_t n_pairs = 0;
     std::atomic<int> users{1}; // the handle, and each context that uses it
+
+    ~plk_adapter();
 };
 
 struct plk_context {
@@ -63,6 +69,8 @@ struct plk_context {
     std::vector<int32_t> outputs;
     std::vector<int32_t> places; // place -> 1 if it has an output
     std::vector<int32_t> owners;
+
+    ~plk_context();
 };
 
 namespace plk {
@@ -128,7 +136,7 @@ struct Muted {
     ~Muted();
 };
 
-// Release a reference to a model; the last release frees it.
+// Release a reference to a model or an adapter; the last release frees it.
 void release(plk_model *model);
 void release(plk_adapter *adapter);
 

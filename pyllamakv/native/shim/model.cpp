@@ -5,9 +5,14 @@
 #include <climits>
 #include <cstdio>
 
+plk_model::~plk_model() {
+    if (model != nullptr) {
+        plk::load::close(model);
+    }
+}
+
 void plk::release(plk_model *model) {
     if (model != nullptr && model->users.fetch_sub(1) == 1) {
-        plk::load::close(model->model);
         delete model;
     }
 }
@@ -33,27 +38,25 @@ int plk_model_load(const char *path, const plk_model_params *params, plk_model *
         }
         char magic[4] = {};
         const size_t bytes = fread(magic, 1, sizeof(magic), file);
-        fclose(file);
+        fclose(file); // nothing before can throw
         if (bytes != sizeof(magic) || memcmp(magic, "GGUF", sizeof(magic)) != 0) {
             return plk::refuse(PLK_EMODEL, "%s is no GGUF file", path);
         }
         plk::start();
-        llama_model *model = nullptr;
+        auto handle = std::make_unique<plk_model>();
         plk::forget_logged();
         try {
-            model = plk::load::open(path, mine);
+            handle->model = plk::load::open(path, mine);
         } catch (const std::exception &error) {
             return plk::refuse(PLK_EMODEL, "%s: %s", path, error.what());
         }
-        if (model == nullptr) {
+        if (handle->model == nullptr) {
             return plk::refuse(PLK_EMODEL, "llama.cpp cannot load %s: %s", path, plk::logged());
         }
-        auto *handle = new plk_model;
-        handle->model = model;
         handle->offloaded = mine.n_gpu_layers != 0;
         handle->info.size = sizeof(plk_model_info);
-        plk::load::describe(model, handle->info);
-        *out = handle;
+        plk::load::describe(handle->model, handle->info);
+        *out = handle.release();
         return PLK_OK;
     });
 }

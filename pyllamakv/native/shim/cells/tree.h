@@ -170,10 +170,9 @@ template <typename Any> bool extended(const Any &, long) { return false; }
 // cache has none (0.3.20 to 0.3.36).
 template <typename Any>
 auto rotates(const Any &cache, int) -> decltype(cache.build_input_k_rot(nullptr), bool()) {
-    ggml_context *scratch = ggml_init({4 * ggml_tensor_overhead(), nullptr, true});
-    const bool found = scratch != nullptr && cache.build_input_k_rot(scratch) != nullptr;
-    ggml_free(scratch);
-    return found;
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> scratch(
+        ggml_init({4 * ggml_tensor_overhead(), nullptr, true}), ggml_free);
+    return scratch && cache.build_input_k_rot(scratch.get()) != nullptr;
 }
 template <typename Any> bool rotates(const Any &, long) { return true; }
 

@@ -5,6 +5,7 @@
 
 #include "llama-grammar.h"
 
+#include <memory>
 #include <string>
 
 namespace {
@@ -148,7 +149,7 @@ namespace plk::grammar {
 const uint64_t bits = PLK_CAP_GRAMMAR;
 
 struct Grammar {
-    llama_sampler *sampler;
+    std::unique_ptr<llama_sampler, void (*)(llama_sampler *)> sampler;
 };
 
 Grammar *open(const llama_model *model, const char *text) {
@@ -156,28 +157,27 @@ Grammar *open(const llama_model *model, const char *text) {
         return nullptr;
     }
     forget_logged();
-    llama_sampler *sampler = llama_sampler_init_grammar(words(model), text, "root");
-    if (sampler == nullptr) {
+    Grammar grammar{{llama_sampler_init_grammar(words(model), text, "root"), llama_sampler_free}};
+    if (!grammar.sampler) {
         // Some releases log the reason as an incomplete line.
         const bool silent = *logged() == '\0';
         refuse(PLK_EGRAMMAR, "%s", silent ? "a rule is left-recursive" : logged());
         return nullptr;
     }
-    return new Grammar{sampler};
+    return new Grammar(std::move(grammar));
 }
 
-void close(Grammar *grammar) {
-    llama_sampler_free(grammar->sampler);
-    delete grammar;
-}
+void close(Grammar *grammar) { delete grammar; }
 
-void reset(Grammar *grammar) { llama_sampler_reset(grammar->sampler); }
+void reset(Grammar *grammar) { llama_sampler_reset(grammar->sampler.get()); }
 
 void apply(Grammar *grammar, std::vector<llama_token_data> &candidates) {
     llama_token_data_array all{candidates.data(), candidates.size(), -1, false};
-    llama_sampler_apply(grammar->sampler, &all);
+    llama_sampler_apply(grammar->sampler.get(), &all);
 }
 
-void accept(Grammar *grammar, int32_t token) { llama_sampler_accept(grammar->sampler, token); }
+void accept(Grammar *grammar, int32_t token) {
+    llama_sampler_accept(grammar->sampler.get(), token);
+}
 
 } // namespace plk::grammar

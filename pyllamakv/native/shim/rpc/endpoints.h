@@ -3,6 +3,8 @@
 
 #include "groups.h"
 
+#include "ggml-backend.h"
+
 #include <cstdlib>
 #include <netdb.h>
 #include <set>
@@ -12,6 +14,8 @@
 #include <unistd.h>
 
 namespace plk::rpc {
+
+using Backend = std::unique_ptr<std::remove_pointer_t<ggml_backend_t>, void (*)(ggml_backend_t)>;
 
 // Return the number of compute threads of a server: PLK_RPC_THREADS, or one per processor. Threads
 // wait in busy loops: on two processors, two servers of two threads each slow each other down.

@@ -8,10 +8,9 @@ int plk::rpc::serve(const char *endpoint, const char *device, uint64_t memory) {
     if (*device && strcmp(device, "CPU") != 0) {
         return plk::refuse(PLK_EUNSUPPORTED, "this release can serve its CPU only");
     }
-    ggml_backend_t backend = ggml_backend_cpu_init();
-    ggml_backend_cpu_set_n_threads(backend, n_threads());
+    const Backend backend(ggml_backend_cpu_init(), ggml_backend_free);
+    ggml_backend_cpu_set_n_threads(backend.get(), n_threads());
     const size_t total = memory > 0 ? memory : size_t(1) << 34;
-    start_rpc_server(backend, endpoint, total, total);
-    ggml_backend_free(backend);
+    start_rpc_server(backend.get(), endpoint, total, total);
     return plk::refuse(PLK_EEXCEPTION, "the server could not listen");
 }

@@ -39,8 +39,8 @@ template <typename Start> int serve_backend(const char *device, uint64_t memory,
         // Some releases report no memory for the CPU, but a client requires a number.
         available = total = memory > 0 ? memory : size_t(1) << 34;
     }
+    const Backend owned(backend, ggml_backend_free);
     start(backend, available, total);
-    ggml_backend_free(backend);
     return plk::refuse(PLK_EEXCEPTION, "the server could not listen");
 }
 

@@ -182,6 +182,14 @@ struct Sampler {
     Link chain;
 };
 
+// Add a link to a chain. llama.cpp takes it over only if the list of the chain can grow.
+static void add(const Link &chain, Link link) {
+    if (link) {
+        llama_sampler_chain_add(chain.get(), link.get());
+        (void) link.release();
+    }
+}
+
 Sampler *open(const plk_model &model, const plk_sampler_params &params) {
     Link chain = owned(llama_sampler_chain_init(llama_sampler_chain_default_params()));
     const std::string names = params.samplers == nullptr ? order : params.samplers;
@@ -192,12 +200,9 @@ Sampler *open(const plk_model &model, const plk_sampler_params &params) {
             refuse(PLK_EINVAL, "there is no sampler '%.40s', expected %s", name.c_str(), order);
             return nullptr;
         }
-        Link link = make(name, model, params);
-        if (link) {
-            llama_sampler_chain_add(chain.get(), link.release());
-        }
+        add(chain, make(name, model, params));
     }
-    llama_sampler_chain_add(chain.get(), make_last(model, params).release());
+    add(chain, make_last(model, params));
     return new Sampler{std::move(chain)};
 }
 
