@@ -95,10 +95,10 @@ class Library(ClosedOnExit):
             if manifest is not None:
                 _compare(native.about, manifest, path)
                 first_gpu(native, manifest)
-        except LoadError:
+            return cls(native, path, manifest, isolated=isolated)
+        except BaseException:
             native.close()
             raise
-        return cls(native, path, manifest, isolated=isolated)
 
     @property
     def closed(self) -> bool:

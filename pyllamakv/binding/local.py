@@ -240,6 +240,19 @@ class Local:
         if code < 0:
             raise self._error(code, what, doing, **more)
 
+    def _undo(self, handle: int, out: Any, free: Callable[[Any], None]) -> None:
+        """Free a new object after an exception.
+
+        It may be that of a signal handler: Python raises it as soon as a call of C has returned.
+        """
+        tables: tuple[dict[int, Any], ...] = (
+            self._models, self._samplers, self._adapters, self._contexts, self._scratch,
+        )  # fmt: skip
+        for table in tables:
+            table.pop(handle, None)
+        if out[0] != NULL:
+            free(out[0])
+
     def _gone(self, what: str) -> NoReturn:
         raise Closed(f"this {what} was closed; create a new one")
 
@@ -309,14 +322,18 @@ class Local:
         """Load a model or raise ModelError."""
         raw = struct("plk_model_params")
         alive = fill(raw, params)
-        out = ffi.new("plk_model **")
-        code = self._lib.plk_model_load(str(path).encode(), raw, out)
-        del alive
-        self._done(code, f"load {path}", "model")
-        self._drain()
         handle = ModelHandle(next(self._ids))
-        self._models[handle] = out[0]
-        return handle
+        out = ffi.new("plk_model **")
+        try:
+            code = self._lib.plk_model_load(str(path).encode(), raw, out)
+            del alive
+            self._done(code, f"load {path}", "model")
+            self._drain()
+            self._models[handle] = out[0]
+            return handle
+        except BaseException:
+            self._undo(handle, out, self._lib.plk_model_free)
+            raise
 
     def model_free(self, model: ModelHandle) -> None:
         """Free a model after its contexts, samplers and adapters. May be repeated."""
@@ -390,13 +407,17 @@ class Local:
     # adapters
     def adapter_load(self, model: ModelHandle, path: str, n_pairs: int) -> AdapterHandle:
         """Load a LoRA adapter or raise AdapterError."""
-        out = ffi.new("plk_adapter **")
-        code = self._lib.plk_adapter_load(self._model(model), path.encode(), n_pairs, out)
-        self._done(code, f"load {path}", capability=Capability.ADAPTERS)
-        self._drain()
         handle = AdapterHandle(next(self._ids))
-        self._adapters[handle] = (out[0], model)
-        return handle
+        out = ffi.new("plk_adapter **")
+        try:
+            code = self._lib.plk_adapter_load(self._model(model), path.encode(), n_pairs, out)
+            self._done(code, f"load {path}", capability=Capability.ADAPTERS)
+            self._drain()
+            self._adapters[handle] = (out[0], model)
+            return handle
+        except BaseException:
+            self._undo(handle, out, self._lib.plk_adapter_free)
+            raise
 
     def adapter_free(self, adapter: AdapterHandle) -> None:
         """Free an adapter. May be repeated."""
@@ -423,21 +444,26 @@ class Local:
         """Create a context or raise ContextError."""
         raw = struct("plk_context_params")
         alive = fill(raw, params)
-        out = ffi.new("plk_context **")
-        self._drain()  # earlier log lines are not about this context
-        code = self._lib.plk_context_new(self._model(model), raw, out)
-        del alive
-        self._done(code, "make a context", "context")
-        said = self._drain()
-        handle = ContextHandle(next(self._ids))
         of = self.model_info(model)
-        self._contexts[handle] = out[0]
-        info = self.context_info(handle)
-        scratch = self._scratch[handle] = Scratch(out[0], model, of.n_vocab, info.n_seq_max)
-        scratch.buffers = buffers(said)
-        ranks = info.pooling is Pooling.RANK
-        scratch.n_embd = max(1, of.n_cls_out) if ranks else of.n_embd_out
-        return handle
+        handle = ContextHandle(next(self._ids))
+        self._drain()  # earlier log lines are not about this context
+        out = ffi.new("plk_context **")
+        try:
+            code = self._lib.plk_context_new(self._model(model), raw, out)
+            del alive
+            self._done(code, "make a context", "context")
+            said = self._drain()
+            info = self._read_context(out[0])
+            scratch = Scratch(out[0], model, of.n_vocab, info.n_seq_max)
+            scratch.buffers = buffers(said)
+            ranks = info.pooling is Pooling.RANK
+            scratch.n_embd = max(1, of.n_cls_out) if ranks else of.n_embd_out
+            self._scratch[handle] = scratch
+            self._contexts[handle] = out[0]
+            return handle
+        except BaseException:
+            self._undo(handle, out, self._lib.plk_context_free)
+            raise
 
     def context_free(self, context: ContextHandle) -> None:
         """Free a context. May be repeated."""
@@ -448,9 +474,11 @@ class Local:
 
     def context_info(self, context: ContextHandle) -> ContextInfo:
         """Return the properties of a context."""
+        return self._read_context(self._context(context))
+
+    def _read_context(self, context: Any) -> ContextInfo:
         raw = struct("plk_context_info")
-        code = self._lib.plk_context_read(self._context(context), raw)
-        self._done(code, "read the context", "context")
+        self._done(self._lib.plk_context_read(context, raw), "read the context", "context")
         return read(ContextInfo, raw)
 
     def buffers(self, context: ContextHandle) -> list[Buffer]:
@@ -779,13 +807,17 @@ class Local:
         if params.samplers is not None:
             alive.append(ffi.new("char[]", ",".join(params.samplers).encode()))
             raw.samplers = alive[-1]
-        out = ffi.new("plk_sampler **")
-        code = self._lib.plk_sampler_new(self._model(model), raw, out)
-        del alive
-        self._done(code, "make a sampler", "sampler", capability=Capability.SAMPLER)
         handle = SamplerHandle(next(self._ids))
-        self._samplers[handle] = (out[0], model)
-        return handle
+        out = ffi.new("plk_sampler **")
+        try:
+            code = self._lib.plk_sampler_new(self._model(model), raw, out)
+            del alive
+            self._done(code, "make a sampler", "sampler", capability=Capability.SAMPLER)
+            self._samplers[handle] = (out[0], model)
+            return handle
+        except BaseException:
+            self._undo(handle, out, self._lib.plk_sampler_free)
+            raise
 
     def sampler_free(self, sampler: SamplerHandle) -> None:
         """Free a sampler. May be repeated."""

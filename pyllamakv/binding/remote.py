@@ -40,6 +40,13 @@ _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "
 _BY_HAND: Final = ("cancel", "close", "logs")
 #: Operations that free a handle; a finaliser may call them during another call.
 _FREEING: Final = ("model_free", "context_free", "sampler_free", "adapter_free")
+#: Operations that create an object, and those that free it.
+_CREATING: Final = {
+    "model_load": "model_free",
+    "context_new": "context_free",
+    "sampler_new": "sampler_free",
+    "adapter_load": "adapter_free",
+}
 #: Operations that return an array, which is read-only as that of `Local` is.
 _ARRAYS: Final = ("embeddings", "logits", "logits_all")
 
@@ -66,6 +73,10 @@ class Remote(_Declared):
         self._working = False
         self._number = 0
         self._later: deque[tuple[str, int]] = deque()
+        #: Numbers of interrupted requests that create an object, with what frees it.
+        self._abandoned: dict[int, str] = {}
+        #: The last answer: its number, whether it is an error, the result.
+        self._answered: tuple[int, bool, Any] = (-1, False, None)
         self._lines: deque[str] = deque(maxlen=TAIL)
         self._gone: tuple[type[WorkerDied], str, int, int | None, tuple[str, ...]] | None = None
         self._closed = False
@@ -144,6 +155,8 @@ class Remote(_Declared):
         packed = [pack(item, body) for item in arguments]
         with self._lock:
             self._check()
+            if self._abandoned:
+                self._exchange("an interrupted call", None, [])
             while self._later:
                 late, handle = self._later.popleft()
                 self._exchange(late, [handle], [])
@@ -186,9 +199,15 @@ class Remote(_Declared):
             self._raise()
 
     def _exchange(self, operation: str, packed: Any, body: list[Any]) -> Any:
+        """Send a request and return its answer; without ``packed``, only await abandoned ones."""
         self._working = True
         whole = False
         try:
+            if packed is None:
+                whole = True
+                while self._abandoned:
+                    self._receive(operation)
+                return None
             self._number += 1
             self._channel.send(self._number, [operation, *packed], body)
             whole = True
@@ -202,18 +221,35 @@ class Remote(_Declared):
             # message leaves a stream that cannot be parsed.
             if self._gone is None and (not whole or self._channel.reading):
                 self._died(operation, self._process.kill())
+            if operation in _CREATING and self._gone is None:
+                number, failed, result = self._answered
+                if number != self._number:
+                    self._abandoned[self._number] = _CREATING[operation]
+                elif not failed:
+                    self._later.append((_CREATING[operation], result))
             raise
         finally:
             self._working = False
 
     def _answer(self, operation: str, number: int) -> Any:
+        while self._receive(operation) != number:
+            pass
+        _, failed, result = self._answered
+        if failed:
+            raise result
+        return result
+
+    def _receive(self, operation: str) -> int:
+        """Receive one answer and return its number."""
         try:
-            while True:
-                found, failed, result, records = self._channel.answer()
-                self._lines.extend(text for level, text in records if level > 1)
-                forward(records)
-                if found == number:
-                    break
+            found, failed, result, records = self._channel.answer()
+            self._answered = found, failed, result
+            freeing = self._abandoned.pop(found, None)
+            if freeing is not None and not failed:
+                self._later.append((freeing, result))
+            self._lines.extend(text for level, text in records if level > 1)
+            forward(records)
+            return found
         except TimeoutError:
             self._silent(operation)
         except (EOFError, OSError):
@@ -221,9 +257,6 @@ class Remote(_Declared):
         except WireError as error:
             self._process.kill()
             self._died(f"{operation} ({error})", self._process.wait())
-        if failed:
-            raise result
-        return result
 
     # ends
     def _died(self, operation: str, status: int) -> NoReturn:

@@ -92,7 +92,11 @@ def load(model: Model, path: str | os.PathLike[str]) -> Adapter:
         raise AdapterError(f"{place} cannot be read: {error.strerror or error}") from error
     with model.life as raw:
         handle = model.native.adapter_load(raw, str(place.resolve()), n_pairs)
-    return Adapter(model, handle, file, digest)
+    try:
+        return Adapter(model, handle, file, digest)
+    except BaseException:
+        free_quietly(model.native.adapter_free, handle)
+        raise
 
 
 def checked_adapters(model: Model, adapters: Any) -> AdapterScales:

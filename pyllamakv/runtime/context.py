@@ -243,9 +243,15 @@ class Context(ClosedOnExit):
                     "n_seq_max"
                 )
                 raise UsageError(msg)
-            chosen = free[0] if number is None else number
-            self._taken.add(chosen)
-        return Sequence(self, chosen)
+            return self._new_sequence(free[0] if number is None else number)
+
+    def _new_sequence(self, number: int) -> Sequence:
+        try:
+            self._taken.add(number)
+            return Sequence(self, number)
+        except BaseException:  # of a signal handler
+            self._taken.discard(number)
+            raise
 
     @property
     def vacant(self) -> list[int]:

@@ -296,17 +296,22 @@ class Model(LoadedModel, ClosedOnExit):
         if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.has_partial_layers)
         with self.life as model:
-            context = Context(self, new_context(self.native, model, params), params)
-        if chosen:
+            handle = new_context(self.native, model, params)
             try:
-                context.start_adapters(chosen)
+                context = Context(self, handle, params)
             except BaseException:
-                leave(context)
+                free_quietly(self.native.context_free, handle)
                 raise
-        context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
-        if context.kv_file:
-            resume(context)
-        return context
+        try:
+            if chosen:
+                context.start_adapters(chosen)
+            context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
+            if context.kv_file:
+                resume(context)
+            return context
+        except BaseException:
+            leave(context)
+            raise
 
     def sampler(
         self,
@@ -398,8 +403,12 @@ def load(
         raise ModelError(
             msg, code=error.code, log=error.log, architecture=file.architecture
         ) from error
-    on_host = params.n_gpu_layers == 0 and not params.rpc_servers
-    return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
+    try:
+        on_host = params.n_gpu_layers == 0 and not params.rpc_servers
+        return kind(native, handle, file, parent, isolated=isolated, on_host=on_host)
+    except BaseException:
+        free_quietly(native.model_free, handle)
+        raise
 
 
 #: The names of `DefragPlan` and `DefragMover`.

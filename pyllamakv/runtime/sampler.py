@@ -212,14 +212,14 @@ class Sampler(SampledAhead, ClosedOnExit):
         with model.life as raw:
             if json_schema is not None:
                 self.processors.append(SchemaProcessor(model, json_schema))
-            #: Held by the thread that samples.
-            self.life: Handle[Any] = Handle(
-                self._native.sampler_new(raw, params),
-                partial(free_quietly, self._native.sampler_free),
-                "sampler",
-                model.life,
-                exclusive=True,
-            )
+            made = self._native.sampler_new(raw, params)
+            free = partial(free_quietly, self._native.sampler_free)
+            try:
+                #: Held by the thread that samples.
+                self.life: Handle[Any] = Handle(made, free, "sampler", model.life, exclusive=True)
+            except BaseException:
+                free(made)
+                raise
 
     def sample(self, context: Context, index: int = -1) -> int:
         """Return a token sampled from the logits at ``index`` of the last batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -220,3 +221,35 @@ def test_mapped_memory(native: Native, model: ModelHandle, context: ContextHandl
     assert native.mapping_tokens(kept).tolist() == tokens.tolist()
     with pytest.raises(NativeError, match="as many"):
         native.mapping_flush(kept, tokens[:3])
+
+
+CREATIONS = {
+    "model": lambda native, model: native.model_load("fake.gguf", ModelParams()),
+    "context": lambda native, model: native.context_new(model, ContextParams()),
+    "sampler": lambda native, model: native.sampler_new(model, SamplerParams()),
+    "adapter": lambda native, model: native.adapter_load(model, "fake.gguf", 1),
+}
+
+
+@pytest.mark.parametrize("what", CREATIONS)
+def test_creation_that_a_signal_interrupts_frees_the_object(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python raises the exception of a handler right after the call of C, or in a later call."""
+    native = Local(fake())
+    model = native.model_load("fake.gguf", ModelParams())
+    library, objects = native._lib, Mock(wraps=native._lib)
+    name = {"model": "plk_model_load", "adapter": "plk_adapter_load"}.get(what, f"plk_{what}_new")
+
+    def interrupted(*arguments: object) -> int:
+        assert getattr(library, name)(*arguments) == 0
+        raise KeyboardInterrupt
+
+    getattr(objects, name).side_effect = interrupted
+    monkeypatch.setattr(native, "_lib", objects)
+    with pytest.raises(KeyboardInterrupt):
+        CREATIONS[what](native, model)
+    assert getattr(objects, f"plk_{what}_free").call_count == 1
+    tables = native._models, native._contexts, native._scratch, native._samplers, native._adapters
+    assert [len(table) for table in tables] == [1, 0, 0, 0, 0]
+    native.close()

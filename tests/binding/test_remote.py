@@ -7,12 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from fakes.build import HANG, SLOW
 from fakes.opened import LONG, reaped, until
 
+from pyllamakv.binding import remote as binding
 from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
@@ -201,3 +203,22 @@ def test_a_sampler_crosses(remote: Remote, model: ModelHandle, context: ContextH
     sampler = remote.sampler_new(model, SamplerParams())
     remote.decode_one(context, 5, 0, 0)
     assert remote.sample(sampler, context, -1) == 6
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the answer", "after the answer"])
+def test_creation_that_a_signal_interrupts_is_freed_before_the_next_call(
+    remote: Remote, model: ModelHandle, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker creates the context, whose handle nobody gets."""
+    seen: list[str] = []
+    send = remote._channel.send
+    monkeypatch.setattr(
+        remote._channel, "send", lambda n, head, body: (seen.append(head[0]), send(n, head, body))
+    )
+    target, name = (binding, "forward") if late else (remote._channel, "answer")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(target, name, Mock(side_effect=KeyboardInterrupt))
+        remote.context_new(model, ContextParams())
+    assert seen == ["context_new"]
+    remote.context_new(model, ContextParams())
+    assert seen == ["context_new", "context_free", "context_new"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
+import adapter_kit
 import pytest
 import runtime_kit as kit
 from fakes.tiny_gguf import write_gguf
 
+from pyllamakv.binding import handle
 from pyllamakv.errors import Closed, ModelError, Unsupported, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -112,3 +117,38 @@ def test_a_closed_model_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(Closed):
             attempt()
+
+
+@pytest.mark.parametrize("what", ["model", "adapter", "context", "adapted context", "sampler"])
+def test_creation_interrupted_after_its_call_of_c_frees_the_object(
+    what: str, tmp_path: Path
+) -> None:
+    """Ctrl-C in any later call, or before the first one, leaves nothing."""
+    file = adapter_kit.AdapterFile().write(tmp_path / "one.gguf")
+    model = adapter_kit.simulated_model(tmp_path)
+    adapter, native = model.load_adapter(file), model.native
+    library = kit.library()
+    makes: dict[str, Callable[[], Any]] = {
+        "model": lambda: library.load_model(write_gguf(tmp_path / "tiny.gguf")),
+        "adapter": lambda: model.load_adapter(file),
+        "context": lambda: model.context(64, n_seq_max=2),
+        "adapted context": lambda: model.context(64, n_seq_max=2, adapters={adapter: 1.0}),
+        "sampler": model.sampler,
+    }
+    used: Any = library.native if what == "model" else native
+    before = set(used._objects)
+    later = ("model_info", "context_info", "adapters_set", "update", "cells")
+    for number in itertools.count(1):
+        with kit.interrupted(used, later, number) as calls:
+            try:
+                made = makes[what]()
+            except KeyboardInterrupt:
+                assert set(used._objects) == before, f"interrupted in {calls[-1]}"
+                continue
+        made.close()
+        break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle.weakref, "finalize", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            makes[what]()
+    assert set(used._objects) == before
