@@ -88,7 +88,8 @@ prebuilt: ## Build wheels for machines without a compiler
 	@$(call own,wheels) && tools/prebuilt.sh "$$py"
 
 docs: ## Build the API reference from docstrings; warnings are errors
-	@$(call own,docs) && "$$py" -m sphinx -q -W --keep-going docs/reference build/reference
+	@$(call own,docs) && "$$py" -m sphinx -q -W --keep-going docs/reference build/reference && \
+	echo "$(CURDIR)/build/reference/index.html"
 
 lint: ## Check style and types
 	@$(call own,dev) && \

@@ -19,7 +19,8 @@ PYTHON = """
 here=$0
 case "$*" in
 *EXTERNALLY-MANAGED*) [ -z "${MANAGED:-}" ]; exit ;;
-*'distribution("pyllamakv")'*) [ -z "${MOVED:-}" ]; exit ;;
+*'distribution("pyllamakv")'*) echo "${ORIGIN:-$PWD}"; exit ;;
+*'find_spec'*) exit ;;
 *'split("==")'*) exit 1 ;;
 '-m pip --version') [ -z "${NO_PIP:-}" ]; exit ;;
 '-m pip '*) echo "$*" >>"$CALLS"; [ -z "${PIP_FAILS:-}" ]; exit ;;
@@ -112,8 +113,30 @@ def test_other_checkout_in_the_same_python(place: Place) -> None:
     """When another checkout was installed since, this one is installed again."""
     place.python()
     place.run("own", "test")
-    place.run("own", "test", MOVED="1")
+    place.run("own", "test", ORIGIN="/a/checkout that was deleted")
     assert sum("install" in call for call in place.called()) == 2
+
+
+@pytest.mark.parametrize("door", ["own", "here"])
+def test_environment_of_another_checkout(place: Place, tmp_path: Path, door: str) -> None:
+    """An active environment, or a Python, with the package of another checkout stays as it is."""
+    python = place.python()
+    other, active = tmp_path / "another checkout", tmp_path / "active"
+    other.mkdir()
+    (other / "pyproject.toml").touch()
+    (active / "bin").mkdir(parents=True)
+    # In .venv, the stand-in reports no other checkout.
+    body = Path(python).read_text("utf-8").replace("${ORIGIN:-$PWD}", f"{other}")
+    script(active / "bin" / "python", body)
+    done = place.run(door, "test", VIRTUAL_ENV=str(active))
+    assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
+    assert f"has the pyllamakv of {other}: using .venv" in done.stderr
+    assert sum("install" in call for call in place.called()) == 1
+    script(place.programs / "python3", body)
+    if door == "here":
+        done = place.run("here", "test")
+        assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
+        assert f"python3 has the pyllamakv of {other}: using .venv" in done.stderr
 
 
 def test_plain_python_where_pip_may_install(place: Place) -> None:

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Install pyllamakv and its dependencies into a Python if they are missing, and print its path.
 #
-#   tools/bootstrap.sh own  EXTRAS   use the active virtual environment, or .venv
+#   tools/bootstrap.sh own  EXTRAS   use the active virtual environment, or .venv if none is active
+#                                    or if it has the pyllamakv of another checkout
 #   tools/bootstrap.sh here EXTRAS   like own, but prefer python3 if its pip may install packages
 #   tools/bootstrap.sh peer PYTHON   install llama-cpp-python there, without its library
 #   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with that Python
@@ -90,14 +91,26 @@ print("vendor/.installed-" + hashlib.sha256(facts).hexdigest()[:16])
 PYTHON
 }
 
-# Another checkout may have replaced this one in the same Python.
-imports() {
+# Print the directory from which pyllamakv was installed into a Python.
+origin() {
     "$1" -c '
-import importlib.metadata, importlib.util, json, pathlib, sys, urllib.parse
+import importlib.metadata, json, urllib.parse
 origin = importlib.metadata.distribution("pyllamakv").read_text("direct_url.json") or "{}"
-place = urllib.parse.unquote(urllib.parse.urlsplit(json.loads(origin).get("url", "")).path)
+print(urllib.parse.unquote(urllib.parse.urlsplit(json.loads(origin).get("url", "")).path))
+' 2>/dev/null
+}
+
+# Print the other checkout whose pyllamakv a Python imports, if that still exists.
+other() {
+    place=$(origin "$1") || return 1
+    [ "$place" != "$root" ] && [ -e "$place/pyproject.toml" ] && printf '%s\n' "$place"
+}
+
+imports() {
+    [ "$(origin "$1")" = "$root" ] && "$1" -c '
+import importlib.util, sys
 names = ("pyllamakv", "cffi", "numpy", "cmake", "ninja", "typer", "pytest")
-sys.exit(pathlib.Path(place) != pathlib.Path.cwd() or not all(map(importlib.util.find_spec, names)))
+sys.exit(not all(map(importlib.util.find_spec, names)))
 ' >/dev/null 2>&1
 }
 
@@ -112,9 +125,12 @@ install() {
 }
 
 own() {
-    if [ -n "${VIRTUAL_ENV:-}" ] && works "$VIRTUAL_ENV/bin/python"; then
-        python=$VIRTUAL_ENV/bin/python
-    else
+    python=${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}
+    if [ -n "$python" ] && place=$(other "$python"); then
+        say "$VIRTUAL_ENV has the pyllamakv of $place: using .venv"
+        python=
+    fi
+    if [ -z "$python" ] || ! works "$python"; then
         make_venv
         python=$root/.venv/bin/python
     fi
@@ -126,6 +142,10 @@ here() {
     if [ -z "${VIRTUAL_ENV:-}" ]; then
         for python in $(pythons); do
             # Use the first only: its pytest is the one that the shell runs.
+            if place=$(other "$python"); then
+                say "$python has the pyllamakv of $place: using .venv"
+                break
+            fi
             if may_install "$python" && install "$python" "$1"; then
                 printf '%s\n' "$python"
                 return 0
