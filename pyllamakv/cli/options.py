@@ -160,7 +160,7 @@ VariantName = Annotated[
 ]
 PlayedOn = Annotated[
     str,
-    typer.Option("--variant", help="Build to play on; default: as recorded, or newest verified."),
+    typer.Option("--variant", help="Build to play on: stock, patched, 0.3.9+stock, …"),
 ]
 FailingOn = Annotated[
     str, typer.Option("--variant", help="Build that fails; default: as recorded.")

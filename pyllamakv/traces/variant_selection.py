@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pyllamakv
 from pyllamakv import open_variant
+from pyllamakv.building.variant import newest_verified
 from pyllamakv.errors import UsageError
 from pyllamakv.source import releases
 from pyllamakv.traces import trace, trace_scenario
@@ -37,21 +38,34 @@ class ScriptRun:
 def open_run(path: Path, variant: str, model: str = "") -> Iterator[ScriptRun]:
     """Open a build in a worker for a script or a trace, until the end of the block.
 
-    An empty ``variant`` is the newest verified release that is built.
+    An empty ``variant`` is the newest verified release that is built; others are those of `specs`.
     A trace is played with the model and environment of its recording. A script is played as in a
     verification, unless this process's environment differs. ``model`` replaces the model of both.
     Raises ScriptError, UsageError, TraceMismatch and the errors of `pyllamakv.open` before anything
     is played.
     """
     head, lines = trace_scenario.load(path)
+    where: str | Path | None = None
+    if variant:
+        where = _one(head, variant, recorded=trace.is_trace(path))
     if not trace.is_trace(path):
         head = replace(head, environment={**head.environment, **trace.recorded()})
     file = trace.model_file(head, model)
     with (
-        pyllamakv.open(variant or None, isolated=True, env=head.environment) as library,
+        pyllamakv.open(where, isolated=True, env=head.environment) as library,
         closing(ScriptSession(library.native, file=file)) as session,
     ):
         yield ScriptRun(head, lines, session, library.about.variant, file)
+
+
+def _one(head: Head, text: str, *, recorded: bool) -> str | Path:
+    """Return the variant that a text selects for a trace, or for a script, which has no release."""
+    if not recorded and text in ("stock", "patched"):
+        head = Head(spec=f"{newest_verified().manifest.release}+patched")
+    spec, *others = specs(head, [text])
+    if others:
+        raise UsageError(f"expected one build in --variant, not {len(others) + 1}: {text}")
+    return variant_folder(spec, head) if spec == RECORDED else spec
 
 
 #: A patch's name, which extends a spec, as in 0.3.9+full-defrag,kv-counters.

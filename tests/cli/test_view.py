@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,6 +13,8 @@ from fakes.rollback_libraries import Rolling
 from metrics_kit import parse
 
 import pyllamakv
+from pyllamakv.traces import trace as traces
+from pyllamakv.traces import variant_selection
 from pyllamakv.view import raster
 
 
@@ -56,7 +59,7 @@ def test_a_script_is_shown_while_it_runs(opened, capsys) -> None:
 
 def test_what_fails_is_shown_before_it_is_told(opened, capsys) -> None:
     """The operation that ended the script is the last one, and the exit status says it."""
-    code, out, err = cli(capsys, "view", EXAMPLE, "--variant", "stock")
+    code, out, err = cli(capsys, "view", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1
     assert "decode 0: 16 tokens; no-slot" in out.splitlines()[-1]
     assert "line 7 (decode)" in err
@@ -69,13 +72,27 @@ def test_a_trace_is_played_where_asked(trace, opened, capsys) -> None:
     assert "no-slot" in out
 
 
+@pytest.mark.parametrize("verb", ["view", "stats"])
+def test_stock_is_that_of_the_recorded_release(verb, trace, opened, capsys, monkeypatch) -> None:
+    """As in `replay`; of a script, which names no release, that of the newest verified one."""
+    release = traces.read(trace)[0].variant.partition("-")[0]
+    assert cli(capsys, verb, trace, "--variant", "stock")[0] == 1
+    assert opened == [f"{release}+stock"]
+    newest = SimpleNamespace(manifest=SimpleNamespace(release="b11549"))
+    monkeypatch.setattr(variant_selection, "newest_verified", lambda: newest)
+    cli(capsys, verb, EXAMPLE, "--variant", "patched")
+    assert opened[1:] == ["b11549+patched"]
+    assert cli(capsys, verb, trace, "--variant", "stock,patched")[0] == 2
+    assert len(opened) == 2
+
+
 def test_a_timeline_is_written(trace, capsys, tmp_path) -> None:
     """As SVG, with its name on stdout; of a failing run as well."""
     target = tmp_path / "new" / "line.svg"
     code, out, _ = cli(capsys, "view", trace, "--timeline", target)
     assert (code, out) == (0, f"{target}\n")
     assert ET.parse(target).getroot().tag.endswith("svg")
-    code, out, _ = cli(capsys, "view", EXAMPLE, "--variant", "stock", "--timeline", target)
+    code, out, _ = cli(capsys, "view", EXAMPLE, "--variant", "0.3.9+stock", "--timeline", target)
     assert code == 1
     assert "no-slot" in target.read_text(encoding="utf-8")
 
@@ -131,7 +148,7 @@ def test_json_has_every_change(trace, capsys) -> None:
 def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
     """What the recorded cells say is what the library's cells say."""
     found = []
-    for words in ((trace,), (EXAMPLE, "--variant", "patched")):
+    for words in ((trace,), (EXAMPLE, "--variant", "0.3.9+patched")):
         code, out, _ = cli(capsys, "stats", *words, *form)
         assert code == 0
         if form == ("--prometheus",):
@@ -171,7 +188,7 @@ def test_stats_take_labels(trace, opened, capsys) -> None:
 
 def test_stats_of_a_run_that_fails(capsys) -> None:
     """The numbers up to there, the failure among them, and exit 1."""
-    code, out, _ = cli(capsys, "stats", EXAMPLE, "--variant", "stock", "--json")
+    code, out, _ = cli(capsys, "stats", EXAMPLE, "--variant", "0.3.9+stock", "--json")
     assert code == 1
     raw = json.loads(out)
     assert raw["run"]["failures"] == {"decode: no-slot": 1}
@@ -190,7 +207,7 @@ def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys
 def test_a_failed_decode_is_not_said_to_be_unseen(opened, capsys, tmp_path) -> None:
     """`run --trace` looks at the cells after each line; one that changed none has no picture."""
     path = tmp_path / "failed.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--variant", "stock", "--trace", path)[0] == 1
+    assert cli(capsys, "run", EXAMPLE, "--variant", "0.3.9+stock", "--trace", path)[0] == 1
     code, out, err = cli(capsys, "view", path)
     assert code == 0 and "no-slot" in out
     assert "kept no cells" not in err
