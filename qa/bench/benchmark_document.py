@@ -1,10 +1,15 @@
-"""Write figures into a document and its JSON, keeping those that were not measured again."""
+"""Write figures into a document and its JSON, keeping those that were not measured again.
+
+Samples are summarized: the repository has no raw measurements.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from qa.bench.figure import Figure
 
@@ -75,11 +80,29 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def summarized(value: Any) -> Any:
+    """Replace each list of more than three samples by their number, quartiles and extremes."""
+    if isinstance(value, dict):
+        return {name: summarized(part) for name, part in value.items()}
+    numbers = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    if not numbers or len(value) <= 3:
+        return value
+    low, median, high = statistics.quantiles(value, n=4)
+    return {
+        "n": len(value),
+        "quartiles": [low, median, high],
+        "min": min(value),
+        "max": max(value),
+    }
+
+
 def write(path: Path, figures: list[Figure]) -> None:
     """Write the document and its JSON file."""
     merged = merge(read(path), figures)
     # One line per figure, because some have hundreds of numbers.
-    lines = ",\n".join(json.dumps(asdict(figure)) for figure in merged)
+    lines = ",\n".join(
+        json.dumps(asdict(figure) | {"data": summarized(figure.data)}) for figure in merged
+    )
     text = f'{{"figures": [\n{lines}\n]}}\n'
     path.with_suffix(".json").write_text(text, encoding="utf-8")
     path.write_text(render(merged), encoding="utf-8")

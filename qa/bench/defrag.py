@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pyllamakv.errors import KvError
 from pyllamakv.source.releases import TEST_RELEASE
-from qa.bench import contexts, defrag_alternatives, defrag_figures, defrag_in_decode, defrag_options
+from qa.bench import contexts, defrag_figures, ordinary_decodes
 from qa.bench.defrag_workloads import PATTERNS, SETTINGS, CacheShape
 from qa.bench.figure import Figure
 
@@ -32,20 +32,12 @@ LATER_PLAN = tuple((CacheShape("1B", each, 16384), PATTERNS[:1]) for each in (FL
 
 
 def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
-    """Measure the plan, decodes that defragment, and decodes that do not."""
+    """Measure the plan, and decodes that need no defragmentation."""
     spec = f"{release}+patched"
     found = contexts.measure(PLAN, tick, spec=spec, budget=BUDGET)
-    beside = [CacheShape("1B", each, 16384) for each in (FLASH, NONE)]
     return [
         *defrag_figures.targets(GROUP, found),
-        *(defrag_alternatives.passes(GROUP, cache, tick, release) for cache in beside),
-        *(defrag_in_decode.defragmenting_decodes(GROUP, cache, tick, spec) for cache in beside),
-        defrag_in_decode.ordinary_decodes(GROUP, tick, release),
-        *(
-            figure
-            for cache in beside
-            for figure in defrag_options.figures(GROUP, cache, tick, spec)
-        ),
+        ordinary_decodes.figure(GROUP, tick, release),
         *defrag_figures.table(GROUP, found),
         *later(tick),
     ]
@@ -61,6 +53,5 @@ def later(tick: Tick, release: str = LATER) -> list[Figure]:
         return [Figure(group, spec, f"skipped: {reason}")]
     return [
         *defrag_figures.targets(group, found),
-        *(defrag_alternatives.saved(group, cache, tick, spec) for cache, _ in LATER_PLAN),
         *defrag_figures.table(group, found),
     ]

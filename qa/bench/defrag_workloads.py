@@ -106,15 +106,6 @@ class CacheShape:
         return f"skipped: needs {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB there"
 
 
-def caches(
-    shapes: tuple[str, ...] = tuple(SHAPES),
-    cells: tuple[int, ...] = CELLS,
-    settings: tuple[CacheTypes, ...] = SETTINGS,
-) -> list[CacheShape]:
-    """Return the caches of a grid; those in the same table row are adjacent."""
-    return [CacheShape(shape, each, n) for shape in shapes for n in cells for each in settings]
-
-
 def live(pattern: str, cells: int, seed: int = 20261120) -> Live:
     """Return the mask of cells that stay in a full cache, (cells,) bool."""
     numbers = np.arange(cells)

@@ -72,3 +72,15 @@ def test_rounding_keeps_significant_digits() -> None:
     assert measure.rounded(0.0012345) == 0.00123
     assert measure.rounded(123456.0) == 123000.0
     assert measure.rounded(0.0) == 0.0
+
+
+def test_samples_are_summarized(tmp_path: Path) -> None:
+    """A list of samples becomes its number, quartiles and extremes; other values stay."""
+    path = tmp_path / "BENCHMARKS.md"
+    data = {"times": [5.0, 1.0, 2.0, 3.0, 4.0], "lost": 0, "pair": [1, 2], "names": ["a"] * 9}
+    benchmark_document.write(path, [Figure("Loop", "greedy", "1 x", data={"run": data})])
+    (kept,) = benchmark_document.read(path)
+    times = {"n": 5, "quartiles": [1.5, 3.0, 4.5], "min": 1.0, "max": 5.0}
+    assert kept.data == {"run": data | {"times": times}}
+    benchmark_document.write(path, [])
+    assert benchmark_document.read(path) == [kept]

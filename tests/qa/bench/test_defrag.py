@@ -20,12 +20,8 @@ from qa.bench import (
     c_library,
     contexts,
     defrag,
-    defrag_alternatives,
     defrag_figures,
-    defrag_in_decode,
-    defrag_options,
     defrag_workloads,
-    grid,
     memory_bandwidth,
     rounds,
 )
@@ -47,16 +43,6 @@ def measured(cache: CacheShape, pattern: str = "alternate", **changes: object) -
         found, ours=[2.0] * 6, strided=[1.0] * 6, straight=[0.5] * 6, published=[8.0] * 5
     )
     return replace(found, plan=[0.03] * 6, **changes)  # type: ignore[arg-type]
-
-
-def test_grid_has_every_workload_once() -> None:
-    """Two shapes, four sizes, four settings and five patterns; quantized only with flash."""
-    caches = defrag_workloads.caches()
-    assert len(caches) == len(set(caches)) == 32
-    assert len(PATTERNS) == 5
-    assert {each.cells for each in caches} == {4096, 16384, 65536, 131072}
-    assert all(each.setting.flash_attn or each.setting.kind == "f16" for each in caches)
-    assert {each for each, _ in defrag.PLAN} <= set(caches)
 
 
 def test_bytes_are_those_of_the_shapes() -> None:
@@ -169,24 +155,8 @@ def test_table_has_a_row_per_pattern_and_a_column_per_setting(tmp_path: Path) ->
     assert f"| 4096 | alternate | {ours} | {ours} | {gone_text} |" in text
     assert text.count("The cache of a 1B model") == text.count("The cache of a 8B model") == 1
     kept = {each.name: each for each in benchmark_document.read(path)}
-    assert kept["1B, 4096 cells, alternate"].data["flash attention, f16"]["ours"] == [2.0] * 6
+    assert kept["1B, 4096 cells, alternate"].data["flash attention, f16"]["ours"]["n"] == 6
     assert benchmark_document.render(benchmark_document.read(path)) == text
-
-
-@pytest.mark.slow
-def test_grid_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole grid is asked for, in an order that leaves one context open at a time."""
-    asked: list[tuple[CacheShape, tuple[str, ...]]] = []
-
-    def measure(plan, tick, *, spec: str, budget: float) -> list[Measured]:
-        asked.extend(plan)
-        assert spec == "0.3.9+patched"
-        return [measured(cache, pattern) for cache, names in plan for pattern in names]
-
-    monkeypatch.setattr(contexts, "measure", measure)
-    figures = grid.figures(lambda: None)
-    assert sum(len(names) for _, names in asked) == 160
-    assert len([each for each in figures if each.row]) == 40
 
 
 def test_a_release_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,41 +215,3 @@ def test_what_does_not_fit_is_not_opened(patched: Variant, monkeypatch: pytest.M
     plan = [(CacheShape("1B", FLASH, 256), PATTERNS[:2])]
     found = contexts.measure(plan, lambda: None, spec="0.3.9+patched", budget=0.0)
     assert [each.skipped for each in found] == ["skipped: needs 2 GB, 0 GB there"] * 2
-
-
-@pytest.mark.native
-def test_decodes_and_peers_are_measured(
-    stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A decode defragments once, and every competitor leaves a compact cache."""
-    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
-    monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
-    cache = CacheShape("1B", FLASH, 256)
-    healed = defrag_in_decode.defragmenting_decodes(
-        GROUP, cache, lambda: None, "0.3.9+patched", pairs=2
-    )
-    assert all(len(healed.data[name]) == 2 for name in healed.data)
-    assert (
-        len(defrag_in_decode.ordinary_decodes(GROUP, lambda: None, "0.3.9", 2, 4).data["stock"])
-        == 2
-    )
-    assert (
-        len(defrag_alternatives.passes(GROUP, cache, lambda: None, "0.3.9", 2).data["theirs"]) == 2
-    )
-    assert (
-        len(defrag_alternatives.saved(GROUP, cache, lambda: None, "0.3.9+patched", 2).data["ours"])
-        == 2
-    )
-
-
-@pytest.mark.native
-def test_choices_are_weighed(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ordered plan moves more cells than the other, and reports their number."""
-    small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
-    monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    cache = CacheShape("1B", FLASH, 256)
-    found = list(defrag_options.figures(GROUP, cache, lambda: None, "0.3.9+patched"))
-    assert len(found) == len(defrag_options.PATTERNS) + 1
-    assert found[0].limit == "cells moved: 127 and 64"
-    assert found[-1].limit == "cells moved: 64 and 64"

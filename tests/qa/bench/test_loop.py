@@ -13,7 +13,7 @@ from building_kit import manifest
 
 from pyllamakv.building.variant import Variant
 from pyllamakv.errors import CommandFailed, HarnessError, NotBuilt, ToolMissing, Untestable
-from qa.bench import decode_loops, loop, peer_loops, sampling
+from qa.bench import decode_loops, loop, peer_loops
 from qa.bench.measure import Pairs
 from qa.bench.workload import Round, Workload, require_same_result
 
@@ -198,7 +198,7 @@ def test_ours_and_plain_c_come_to_the_same(patched: Variant) -> None:
     from pyllamakv.scenarios import synthetic_models
 
     model = synthetic_models.generate(loop.SHAPE, home() / "models")
-    for work in (*loop.WORKLOADS, *sampling.WORKLOADS):
+    for work in loop.WORKLOADS:
         steps = 2 * (work.burst or 4) if work.kind != "prompt" else 200
         short = Workload(work.name, work.kind, work.sequences, steps, (), work.burst)
         with (

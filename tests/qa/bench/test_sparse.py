@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyllamakv.scenarios import synthetic_models
-from qa.bench import policies, sparse
+from qa.bench import sparse
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -34,13 +34,3 @@ def test_a_sparse_cache_is_measured(stock: Variant, patched: Variant) -> None:
         assert len(each.data["sparse"]) == len(each.data["compacted"]) == 2
         assert all(seconds > 0 for seconds in each.data["moved"])
     assert ticks
-
-
-def test_policies_are_compared(patched: Variant) -> None:
-    """Each workload ran under both policies, and only a sparse one made the threshold move."""
-    found = policies.figures(lambda: None, patched.folder, pairs=2, cells=4096, shape=SMALL)
-    assert len(found) == len(policies.WORKLOADS) * len(sparse.SETTINGS)
-    compact = [each for each in found if "compact cache" in each.name]
-    assert compact
-    assert all("0.0 defragmentations" in each.value for each in compact)
-    assert all(len(each.data["never"]) == 2 for each in found)
