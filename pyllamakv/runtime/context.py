@@ -536,7 +536,7 @@ class Context(ClosedOnExit):
         output = GeneratedText(
             self.model, len(sequence), max_tokens, strings, stop_at_end=stop_at_end, known={}
         )
-        output.cached = len(sequence)
+        output.reuse(len(sequence))
         return TextStream(output, lambda out: self._generate(out, sequence, sampler))
 
     def chat(
@@ -814,7 +814,7 @@ class Context(ClosedOnExit):
                 used.trim(same)
             except PartialRemovalRefused:
                 used.remove()
-            output.cached = len(used)
+            output.reuse(len(used))
             self.prefill(used, tokens[len(used) :])
             yield from self._generate(output, used, sampler)
 

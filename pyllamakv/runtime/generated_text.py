@@ -79,6 +79,10 @@ class GeneratedText:
         """The numbers of tokens so far: of the prompt, those reused, and those generated."""
         return Usage(self._n_prompt, self.cached or 0, len(self.tokens))
 
+    def reuse(self, cached: int) -> None:
+        """State how many prompt tokens were found in the cache."""
+        self.cached = cached
+
     def parts(self, start: int = 0) -> list[str]:
         """Return the parts of the text so far from a number on."""
         return self._parts[start:]
