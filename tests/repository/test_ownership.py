@@ -11,7 +11,7 @@ import pytest
 from pyllamakv.binding import loading
 from pyllamakv.native._plk import ffi
 
-ROOT = Path(__file__).resolve().parent.parent / "pyllamakv"
+ROOT = Path(__file__).resolve().parents[2] / "pyllamakv"
 MODULES = sorted(ROOT.rglob("*.py"))
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

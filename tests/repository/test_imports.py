@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 ROOT = CHECKOUT / "pyllamakv"
 
 #: Layer -> the layers that it may import. `errors` and `home` are open to all.

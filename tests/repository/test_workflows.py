@@ -20,7 +20,7 @@ from pyllamakv.source import git_command
 
 yaml = pytest.importorskip("yaml")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: Programs that every runner has.
 PLAIN = {"cat", "echo", "find", "gh", "git", "python", "sudo"}

@@ -12,7 +12,7 @@ import pytest
 
 import pyllamakv
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.rst"))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from building_kit import script
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 #: A Python whose pip and venv are stand-ins; everything else is the real one's work.
 PYTHON = """

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
-#: Folders without test modules of a package: helpers, data, and the C++ programs with their tests.
-OTHER = {"kits", "data", "native"}
+#: Folders without test modules of a package: helpers, data, C++ programs, and the repository.
+OTHER = {"kits", "data", "native", "repository"}
 FILES = sorted(
     path.relative_to(TESTS)
     for path in TESTS.rglob("test_*.py")
@@ -41,6 +41,13 @@ def test_a_test_is_named_for_a_module(file: Path) -> None:
         f"tests/{file}: no module of {mirrored.relative_to(ROOT)} has this name; "
         f"rename it for the module that it tests"
     )
+
+
+def test_the_page_lists_every_test_of_the_repository() -> None:
+    """Each file of this directory has a row in its README."""
+    folder = TESTS / "repository"
+    rows = re.findall(r"^\| `(test_\w+\.py)` \|", (folder / "README.md").read_text("utf-8"), re.M)
+    assert rows == sorted(path.name for path in folder.glob("test_*.py"))
 
 
 @pytest.mark.slow
