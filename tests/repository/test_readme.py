@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -137,6 +138,33 @@ def test_the_comparison_names_tests_that_exist() -> None:
         tree = ast.parse((readme.ROOT / found[1]).read_text("utf-8"))
         assert found[2] in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
     assert len(rows) > 30
+
+
+def test_the_arguments_of_llama_cpp_python_are_the_same_or_absent() -> None:
+    """A row with "the same" names parameters of ours; one with "absent" names none."""
+    from pyllamakv.runtime.model import Model
+
+    functions = (
+        pyllamakv.OpenLibrary.load_model,
+        Model.context,
+        pyllamakv.Context.chat,
+        pyllamakv.Context.generate,
+        pyllamakv.SamplerParams,
+    )
+    ours = {name for each in functions for name in inspect.signature(each).parameters}
+    page = (readme.ROOT / "docs/from-llama-cpp-python.md").read_text("utf-8").partition("## Names")
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", page[2], re.MULTILINE)
+    same = {name for row, what in rows if what.startswith("the same") for name in words(row)}
+    absent = {name for row, what in rows if what == "absent" for name in words(row)}
+    assert len(same) > 10
+    assert len(absent) > 15
+    assert same <= ours, same - ours
+    assert not absent & ours
+
+
+def words(cell: str) -> list[str]:
+    """Return the names in a cell of a table."""
+    return re.findall(r"\w+", cell)
 
 
 @pytest.mark.peer
