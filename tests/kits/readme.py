@@ -1,9 +1,10 @@
 """Run the code blocks of the documents, compare their output, and refresh it.
 
 Every ``python`` block is run. The ``pyllamakv`` commands of a ``sh`` block are run in the README,
-and in other documents if a ``text`` block with their output follows. Numbers, digests and the data
-directory differ between machines and are not compared. ``python tests/kits/readme.py --write``
-replaces the output in the documents.
+and in other documents if a ``text`` block with their output follows. Digests, times, estimates and
+the data directory differ between machines and are not compared. The documents show the newest
+verified release: where it is not built, other numbers are not compared either.
+``python tests/kits/readme.py --write`` replaces the output in the documents.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ DOCUMENTS = (
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\b[0-9a-f]{16,64}\b|\d+(?:\.\d+)?")
+#: What differs between machines: digests, times, and sums of estimates.
+VOLATILE = re.compile(
+    r"\b[0-9a-f]{16,64}\b|\d+(?:\.\d+)?(?= ?(?:ms|s|seconds)\b)"
+    r"|[\d,]+(?=  estimated: )|(?<=^total) +[\d,]+$",
+    re.MULTILINE,
+)
 #: The release in the id of a build; the documents show the newest verified one.
 BUILD = re.compile(r"\S+(?=-(?:stock|patched)-\w+-[0-9a-f]{16}\b)")
 #: What the documents show for the data directory.
@@ -125,9 +132,12 @@ def run(example: Example) -> str:
     return said.replace(str(home.home()), HOME)
 
 
-def shape(text: str) -> str:
-    """Return a text without its numbers and digests, and with single spaces."""
-    text = NUMBER.sub("#", BUILD.sub("#", text))
+def shape(text: str, *, numbers: bool = False) -> str:
+    """Return a text without what differs between machines, and with single spaces.
+
+    ``numbers`` keeps the other numbers, which depend on the release alone.
+    """
+    text = (VOLATILE if numbers else NUMBER).sub("#", BUILD.sub("#", text))
     lines = (re.sub(r"\s+", " ", line).strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 
