@@ -1,4 +1,4 @@
-"""Write docs/upkeep.md: what was measured, totals, eras, patches, and the verified sample."""
+"""Write docs/upkeep.md: what was measured, totals, patches, and the verified sample."""
 
 from __future__ import annotations
 
@@ -79,15 +79,10 @@ def page(
     oldest = min((one.date for one in found), default="")
     found = [one for one in found if one.mode not in (FORWARD, CARRY_FIRST) or one.date != oldest]
     everything = {"all": lambda one: True, "after July 2026": lambda one: one.date >= RECENT}
-    eras = {era: _in_era(era) for era in _unique(one.era for one in found)}
     lines = [
         *_INTRODUCTION.splitlines(),
         "",
-        *_table("states", everything, found),
-        "",
-        "## By era",
-        "",
-        *_table("era", eras, [one for one in found if one.mode != CARRY_FIRST]),
+        *_table(everything, found),
         "",
         "## By patch",
         "",
@@ -144,9 +139,9 @@ def _limit(one: Measured) -> str:
 
 
 def _table(
-    what: str, groups: Mapping[str, Callable[[Measured], bool]], found: Sequence[Measured]
+    groups: Mapping[str, Callable[[Measured], bool]], found: Sequence[Measured]
 ) -> list[str]:
-    lines = [f"| {what} | mode | states | strict | carried | manual | no manual work | target |"]
+    lines = ["| states | mode | states | strict | carried | manual | no manual work | target |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for name, chosen in groups.items():
         for mode in MODES:
@@ -253,10 +248,6 @@ def _broken(one: Verified) -> str:
     )
     known = f"The ports of today for this state have more: {lacks}." if lacks else ""
     return f"- {one.release}, {_HEADINGS[one.mode]}: {one.reason}. {known}".rstrip()
-
-
-def _in_era(era: str) -> Callable[[Measured], bool]:
-    return lambda one: one.era == era
 
 
 def _unique(names: Iterable[str]) -> list[str]:
