@@ -53,7 +53,7 @@ def command(
     if traces.is_trace(run) and not variant:
         head, lines = traces.read(run)
         timeline = playback.timeline_of_trace(lines, head.spec or head.variant)
-        if timeline.frames:
+        if timeline.frames and timeline.frames[-1].counted is None:
             stats = PictureStats(timeline.frames[-1].picture)
     else:
         with variant_selection.open_run(run, variant, model) as played:

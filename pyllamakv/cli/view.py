@@ -53,6 +53,8 @@ def command(
     _check(timeline, svg, png)
     silent = bool(files) or as_json or bool(line)
     recorded, broken = _follow(run, variant, model, speed, width, silent=silent, plain=plain)
+    if timeline is None:  # only a timeline can show how many cells are used, but not which
+        recorded.frames[:] = [frame for frame in recorded.frames if frame.counted is None]
     numbers = [frame.number for frame in recorded.frames]
     if line:
         recorded.frames[:] = [frame for frame in recorded.frames if frame.number == line]
@@ -161,7 +163,9 @@ def _write(
             continue
         folder.mkdir(parents=True, exist_ok=True)
         for frame in recorded.changes():
-            made = cell_drawing.paint(frame.picture, width)
+            made = cell_drawing.paint(
+                frame.picture, width, heading=f"line {frame.number}: {frame.caption()}"
+            )
             path = folder / f"{frame.number:04d}{suffix}"
             if suffix == ".svg":
                 path.write_text(drawing.svg(made), encoding="utf-8")

@@ -36,7 +36,8 @@ class Frame:
 
     ``failed`` is the result of a failed operation in one word, otherwise empty. ``moves`` contains
     (source, target, cells) of each run of cells that moved, and ``moved`` the number of these
-    cells. ``tokens`` is the number of tokens of a decode, 0 if unknown.
+    cells. ``tokens`` is the number of tokens of a decode, 0 if unknown. ``counted`` is the number
+    of used cells after an operation that recorded no cells: ``picture`` is then an earlier one.
     """
 
     number: int
@@ -47,6 +48,18 @@ class Frame:
     moves: tuple[tuple[int, int, int], ...] = ()
     moved: int = 0
     tokens: int = 0
+    counted: int | None = None
+
+    @property
+    def used(self) -> int:
+        """Return the number of used cells."""
+        return self.picture.used if self.counted is None else self.counted
+
+    def numbers(self) -> str:
+        """Return the statistics of the cells in words."""
+        if self.counted is None:
+            return self.picture.numbers()
+        return f"{self.counted} of {len(self.picture.owner)} cells used; which was not recorded"
 
     @property
     def failure(self) -> str:
@@ -55,7 +68,7 @@ class Frame:
         The number is that of the whole batch. llama.cpp places one micro-batch after another, so a
         batch may fail although its first micro-batch fits into the hole.
         """
-        if self.failed != NO_SLOT or not self.tokens:
+        if self.failed != NO_SLOT or not self.tokens or self.counted is not None:
             return self.failed
         plural = "token" if self.tokens == 1 else "tokens"
         return f"{self.tokens} {plural}, largest hole {self.picture.holes[1]}"
@@ -109,7 +122,7 @@ class Timeline:
             raw = {
                 key: value
                 for key, value in vars(frame).items()
-                if value and key not in ("picture", "moves")
+                if key not in ("picture", "moves") and (value or (key == "counted" and value == 0))
             }
             raw |= {"moves": [list(each) for each in frame.moves]} if frame.moves else {}
             if frame.picture.owner != last:
@@ -135,6 +148,7 @@ class Timeline:
                     tuple((int(a), int(b), int(n)) for a, b, n in each.get("moves", ())),
                     int(each.get("moved", 0)),
                     int(each.get("tokens", 0)),
+                    each.get("counted"),
                 )
             )
         return timeline

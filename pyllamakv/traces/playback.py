@@ -32,11 +32,16 @@ def timeline_of_trace(lines: Iterable[Line], title: str = "") -> Timeline:
 
 
 def frames(lines: Iterable[Line]) -> Iterator[Frame]:
-    """Yield a frame for every line of a trace since the first that has cells."""
+    """Yield a frame for every line of a trace since the first that has cells, or their number.
+
+    A trace may record the cells of some operations, and of others only how many are used.
+    """
     last: Picture | None = None
+    counted: int | None = None
     cells = 0
     for line in lines:
-        cells += script.cells(line.result or {})
+        result = _with_cells(line) if last is None else line.result or {}
+        cells += script.cells(result)
         if cells > script.DRAWN:
             msg = (
                 f"the pictures up to here have {cells} cells, and {script.DRAWN} is the maximum; "
@@ -44,10 +49,25 @@ def frames(lines: Iterable[Line]) -> Iterator[Frame]:
                 "trace that ends before this line"
             )
             raise line.wrong(msg)
-        found = after(line, line.result or {}, last)
+        seen = "picture" in result
+        # Moves cannot be inferred across operations whose cells are unknown.
+        found = after(line, result, None if seen and counted is not None else last)
         if found is not None:
-            last = found.picture
-            yield found
+            last, used = found.picture, result.get("used")
+            if seen:
+                counted = 0 if result is not line.result else None
+            elif isinstance(used, int) and (counted is not None or used != last.used):
+                counted = used
+            yield replace(found, counted=counted)
+
+
+def _with_cells(line: Line) -> dict[str, Any]:
+    """Return the result of a line, with empty cells if it created a context without a picture."""
+    result = line.result or {}
+    n_ctx = result.get("n_ctx")
+    if line.op != "context" or "picture" in result or not isinstance(n_ctx, int):
+        return result
+    return {**result, "picture": {"label": "", "runs": [[FREE, n_ctx]]}}
 
 
 def after(line: Line, result: Mapping[str, Any], last: Picture | None) -> Frame | None:

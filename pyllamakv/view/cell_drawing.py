@@ -73,21 +73,36 @@ def plain(picture: Picture, width: int = 64, rows: int = 16) -> str:
     return draw(picture, width, rows).plain
 
 
-def paint(picture: Picture, columns: int = 64, side: int = 10, *, caption: bool = True) -> Drawing:
+def paint(
+    picture: Picture,
+    columns: int = 64,
+    side: int = 10,
+    *,
+    heading: str = "",
+    caption: bool = True,
+    legend: bool = True,
+) -> Drawing:
     """Return a picture as a drawing, ``columns`` places to a line, each ``side`` wide.
 
-    A place of several cells is divided among their owners by the share of each.
+    A place of several cells is divided among their owners by the share of each. ``heading`` names
+    the operation, above the caption; a legend of the colours is below the cells.
     """
     step, shown = picture.scaled(columns * columns)
     lines = -(-len(shown) // columns)
-    top = 24 if caption else 0
+    top = (24 if caption else 0) + (18 if heading else 0)
     more = f", {step} cells to a place" if step > 1 else ""
     title = picture.caption() + more
     # Letters of size 12 are less than 7 wide on average.
-    width = max(columns * side - 1, 7 * len(title) if caption else 0)
-    made = Drawing(width, top + lines * side - 1, title)
+    texts = [heading, title if caption else ""]
+    width = max(columns * side - 1, 7 * max(map(len, texts)))
+    bottom = top + lines * side - 1
+    entries = palette.legend(picture.owner) if legend else []
+    key, last = drawing.legend(entries, 0, width, bottom + 18)
+    made = Drawing(width, last + 6 if key else bottom, title)
+    if heading:
+        made.add(drawing.Text(heading, 0, 14, role="ink", size=12, bold=True))
     if caption:
-        made.add(drawing.Text(made.title, 0, 14, role="ink", size=12))
+        made.add(drawing.Text(made.title, 0, top - 10, role="ink", size=12))
     boxes: dict[int, list[drawing.Box]] = {}
     for place in range(len(shown)):
         line, at = divmod(place, columns)
@@ -98,6 +113,7 @@ def paint(picture: Picture, columns: int = 64, side: int = 10, *, caption: bool 
             left += part
     for owner in sorted(boxes):
         made.add(Area(palette.role(owner), tuple(boxes[owner]), palette.name(owner)))
+    made.add(*key)
     return made
 
 

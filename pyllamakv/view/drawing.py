@@ -101,6 +101,36 @@ class Drawing:
         self.items += items
 
 
+#: Approximate width of a letter, in font sizes.
+LETTER = 0.55
+
+
+def legend(
+    entries: Iterable[tuple[str, str]], left: float, right: float, y: float
+) -> tuple[list[Item], float]:
+    """Return the items of a legend from a first baseline ``y`` downwards, and its last baseline.
+
+    An entry is a role, "cross" or "diamond", and a text.
+    """
+    items: list[Item] = []
+    x = left
+    for role, text in entries:
+        width = 18 + 11 * LETTER * len(text) + 14
+        if x + width - 14 > right and x > left:
+            x, y = left, y + 20
+        if role == "cross":
+            items.append(Mark("bad", "cross", x + 6, y - 4, 4))
+        elif role == "diamond":
+            items.append(Mark("move", "diamond", x + 6, y - 4, 4))
+        else:
+            items.append(Area(role, ((x, y - 10, 12, 12),)))
+        if role == "counted":
+            items.append(Segment("ink", ((x, y - 10), (x + 12, y - 10)), 1.5))
+        items.append(Text(text, x + 18, y))
+        x += width
+    return items, y
+
+
 def style() -> str:
     """Return the CSS rules under which drawings get their colours, for both schemes."""
     light, dark = palette.LIGHT.roles, palette.DARK.roles

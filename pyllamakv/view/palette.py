@@ -7,6 +7,7 @@ of information: terminal pictures have letters, marks have shapes, areas have to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,7 @@ class Theme:
     soft: str
     line: str
     free: str
+    counted: str
     hole: str
     shared: str
     bad: str
@@ -33,10 +35,7 @@ class Theme:
     @property
     def roles(self) -> dict[str, str]:
         """Return every colour by its role; sequences are ``s0`` to ``s7``."""
-        named = {
-            name: getattr(self, name)
-            for name in ("paper", "ink", "soft", "line", "free", "hole", "shared", "bad", "move")
-        }
+        named = {name: each for name, each in vars(self).items() if name != "sequences"}
         return named | {f"s{number}": each for number, each in enumerate(self.sequences)}
 
 
@@ -46,6 +45,7 @@ LIGHT = Theme(
     soft="#5b6672",
     line="#d8dee6",
     free="#e9edf1",
+    counted="#cdd4db",
     hole="#a7b2bd",
     shared="#49545f",
     bad="#b3251d",
@@ -60,6 +60,7 @@ DARK = Theme(
     soft="#9aa6b2",
     line="#313a44",
     free="#262d35",
+    counted="#3c4650",
     hole="#626e7a",
     shared="#dfe5eb",
     bad="#ff8f85",
@@ -76,6 +77,19 @@ def role(owner: int) -> str:
     if owner == FREE:
         return "free"
     return "shared" if owner == SHARED else f"s{owner % len(LIGHT.sequences)}"
+
+
+def legend(owners: Iterable[int]) -> list[tuple[str, str]]:
+    """Return role and name of each colour that these owners have."""
+    kinds: dict[str, list[int]] = {}
+    present = set(owners)
+    for owner in sorted(present):
+        if owner >= 0:
+            kinds.setdefault(role(owner), []).append(owner)
+    entries = [
+        (kind, f"sequence {', '.join(map(str, mine))}") for kind, mine in sorted(kinds.items())
+    ]
+    return entries + [(role(each), name(each)) for each in (SHARED, FREE) if each in present]
 
 
 def name(owner: int) -> str:

@@ -6,20 +6,24 @@ shows the free cells and the largest hole, which limits a batch that needs conti
 
 Runs of cells are drawn exactly while they are higher than `_BLUR` on average. Where sequences
 interleave more finely, stripes would blur into each other, so a bin of cells is drawn as density:
-its width is divided among the owners by their share of the cells.
+its height is divided among the owners by their share of the cells. Heights remain visible where
+columns are narrow or equal bins are side by side; parts of a width would become solid blocks.
+
+Operations that recorded no cells show how many are used. Cells above the highest one that was used
+are not drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 
 from pyllamakv.errors import UsageError
-from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture, most_frequent, shares
+from pyllamakv.scenarios.cell_picture import FREE, Picture, most_frequent, shares
 from pyllamakv.scenarios.frames import Frame, Timeline
-from pyllamakv.view import palette
-from pyllamakv.view.drawing import Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
+from pyllamakv.view import drawing, palette
+from pyllamakv.view.drawing import LETTER, Area, Band, Box, Drawing, Mark, Segment, Text, Tooltip
 
 #: Margins around the cells: on the left for numbers, on the right, and above for marks.
 LEFT, RIGHT, TOP = 60.0, 20.0, 88.0
@@ -29,16 +33,17 @@ _NARROW, _WIDE, _COLUMN = 440.0, 860.0, 72.0
 _HEIGHT, _ROWS = 256, 320
 #: Runs that are at most this high on average blur into each other: two pixels of a screen.
 _BLUR = 2.0
-#: Height of a bin that is drawn as density: low enough for the shape, high enough for the shares.
-_BIN = 8.0
+#: Height of a bin that is drawn as density, at least, and for each owner: low enough for the
+#: shape, high enough for the shares.
+_BIN, _SHARE = 8.0, 3.0
+#: Most owners whose shares a bin has room for.
+_SHARES = 8
 #: Most columns; in a longer timeline several operations share one.
 _COLUMNS = 400
 #: Height of the numbers below the cells.
 _STRIP = 48.0
 #: Maximum number of operations with names below them.
 _NAMED = 32
-#: Approximate width of a letter, in font sizes.
-_LETTER = 0.55
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Column:
     def picture(self) -> Picture:
         """Return the cells after the last frame."""
         return self.frames[-1].picture
+
+    @property
+    def counted(self) -> int | None:
+        """Return the number of used cells if it is all that is known of them."""
+        return self.frames[-1].counted
 
     @property
     def failed(self) -> bool:
@@ -70,10 +80,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Plot:
-    """The layout of the cells of each column."""
+    """The layout of the ``cells`` that are drawn in each column; the cache has ``total``."""
 
     columns: tuple[Column, ...]
     cells: int
+    total: int
+    owners: int
     width: float
     step: int
     cell: float
@@ -81,7 +93,13 @@ class Plot:
     @property
     def bin(self) -> int:
         """Return the number of cells in a bin: a whole number of rows."""
-        return max(1, round(_BIN / (self.cell * self.step))) * self.step
+        height = max(_BIN, _SHARE * min(self.owners, _SHARES))
+        return max(1, round(height / (self.cell * self.step))) * self.step
+
+    @property
+    def unknown(self) -> int:
+        """Count the operations that recorded no cells."""
+        return sum(frame.counted is not None for each in self.columns for frame in each.frames)
 
     @property
     def gap(self) -> float:
@@ -131,24 +149,26 @@ def paint(timeline: Timeline, title: str = "") -> Drawing:
     owners = sorted({owner for frame in timeline.frames for owner in frame.picture.owner})
     below = plot.bottom + 14
     named = len(timeline) <= _NAMED and len(plot.columns) == len(timeline)
-    names = 11 * _LETTER * max(len(frame.op) for frame in timeline.frames)
+    names = 11 * LETTER * max(len(frame.op) for frame in timeline.frames)
     turned = names > plot.pitch - 4
     axis = below + _STRIP + (14 + names if named and turned else 18 if named else 32)
-    legend = _legend(plot, owners, LEFT + plot.width, axis + 26)
-    notes = [Text(note, 16, legend[1] + 20 + 16 * line) for line, note in enumerate(_notes(plot))]
-    bottom = legend[1] + 14 + 16 * len(notes)
+    entries = _legend(plot, owners)
+    legend, last = drawing.legend(entries, LEFT, LEFT + plot.width + RIGHT, axis + 26)
+    notes = [Text(note, 16, last + 20 + 16 * line) for line, note in enumerate(_notes(plot))]
+    bottom = last + 14 + 16 * len(notes)
     made = Drawing(LEFT + plot.width + RIGHT, bottom, title or timeline.title or "cells")
     made.add(
         Text(title or timeline.title or "The cells of a cache", 16, 27, "ink", 15, bold=True),
         Text(_subtitle(timeline, plot), 16, 45),
         *_grid(plot),
         *_cells(plot),
+        *_counts(plot),
         *_bands(plot),
         *_streams(plot),
         *_marks(plot),
         *_strip(plot, below),
         *_axis(plot, below + _STRIP, named=named, turned=turned),
-        *legend[0],
+        *legend,
         *notes,
         *_tips(plot, below + _STRIP),
     )
@@ -169,7 +189,15 @@ def _subtitle(timeline: Timeline, plot: Plot) -> str:
 
 
 def _notes(plot: Plot) -> Iterator[str]:
-    """Yield explanations of rows that are not one cell in one colour."""
+    """Yield explanations of what is not one cell in one colour."""
+    if plot.unknown:
+        frames = sum(len(column.frames) for column in plot.columns)
+        yield (
+            f"{plot.unknown} of {frames} operations recorded no cells: the height shows how many "
+            "are used, not which."
+        )
+    if plot.cells < plot.total:
+        yield f"Cells {plot.cells} to {plot.total - 1} were never used and are not drawn."
     if plot.step > 1:
         yield f"A row shows {plot.step} cells in the colour of most of them."
     if any(len(each) > 1 for column in plot.columns for each, *_ in runs_of(column.picture, plot)):
@@ -182,16 +210,16 @@ def _boxes(plot: Plot) -> Iterator[tuple[int, Box]]:
 
     def close(run: Run, first: int, last: int) -> Iterator[tuple[int, Box]]:
         parts, start, length = run
-        left, whole = plot.left(first), plot.right(last) - plot.left(first)
-        # A line between bars distinguishes them from solid runs, if there is room.
-        line = 1.0 if len(parts) > 1 and plot.pitch >= 12 else 0.0
+        left, width = plot.left(first), plot.right(last) - plot.left(first)
+        height = length * plot.cell
+        bottom = plot.y(start)
         for owner, share in parts:
-            height = length * plot.cell - line
-            yield owner, (left, plot.y(start + length) + line, whole * share, height)
-            left += whole * share
+            bottom -= height * share
+            yield owner, (left, bottom, width, height * share)
 
     for number, column in enumerate(plot.columns):
-        runs = set(runs_of(column.picture, plot))
+        unknown = column.counted is not None
+        runs = {(((FREE, 1.0),), 0, plot.cells)} if unknown else set(runs_of(column.picture, plot))
         ended = [run for run in open_ if plot.gap or run not in runs]
         for run in ended:
             yield from close(run, open_.pop(run), number - 1)
@@ -210,6 +238,19 @@ def _cells(plot: Plot) -> Iterator[Area]:
         yield Area(palette.role(owner), tuple(boxes[owner]))
 
 
+def _counts(plot: Plot) -> Iterator[Area | Segment]:
+    """Yield the number of used cells where it is all that is known."""
+    boxes: list[Box] = []
+    for number, column in enumerate(plot.columns):
+        if column.counted is not None:
+            left, y = plot.left(number), plot.y(min(column.counted, plot.cells))
+            boxes.append((left, y, plot.right(number) - left, plot.bottom - y))
+    if boxes:
+        yield Area("counted", tuple(boxes))
+        for x, y, width, _ in boxes:
+            yield Segment("ink", ((x, y), (x + width, y)), 1.5)
+
+
 def _bands(plot: Plot) -> Iterator[Band]:
     """Yield bands from the old to the new place of moved cells, if there is space."""
     if plot.gap < 6:
@@ -218,7 +259,7 @@ def _bands(plot: Plot) -> Iterator[Band]:
         edges: dict[int, list[tuple[float, float, float, float, float, float]]] = {}
         (frame,) = column.frames
         for source, target, length in frame.moves:
-            if target >= len(frame.picture.owner):
+            if target >= len(frame.picture.owner) or max(source, target) + length > plot.cells:
                 continue
             edges.setdefault(frame.picture.owner[target], []).append(
                 (
@@ -236,7 +277,7 @@ def _bands(plot: Plot) -> Iterator[Band]:
 
 def _streams(plot: Plot) -> Iterator[Segment]:
     for start in plot.columns[-1].picture.starts:
-        y = plot.y(start)
+        y = plot.y(min(start, plot.cells))
         yield Segment("paper", ((LEFT, y), (LEFT + plot.width, y)), 2)
 
 
@@ -253,7 +294,7 @@ def _marks(plot: Plot) -> Iterator[Segment | Mark | Text]:
             at = x - 8 if both else x
             yield Segment("bad", ((x, TOP - 4), (x, plot.bottom)), 1, dash=True)
             yield Mark("bad", "cross", at, y, 4 if plot.pitch >= 10 else 2.5)
-            half = 11 * _LETTER * len(column.failure) / 2
+            half = 11 * LETTER * len(column.failure) / 2
             label = min(max(x, LEFT + half), max(LEFT + plot.width - half, LEFT + half))
             if label - half >= free_from:  # otherwise it would cover the label before it
                 yield Text(column.failure, label, y - 12, "bad", anchor="middle")
@@ -275,15 +316,16 @@ def _strip(plot: Plot, top: float) -> Iterator[Area | Segment | Text]:
     for number, column in enumerate(plot.columns):
         left, width = plot.left(number), plot.right(number) - plot.left(number)
         size = max(1, len(column.picture.owner))
-        unused = (size - column.picture.used) / size * _STRIP
-        hole = column.picture.holes[1] / size * _STRIP
+        unused = (size - column.frames[-1].used) / size * _STRIP
         free.append((left, bottom - unused, width, unused))
-        together.append((left, bottom - hole, width, hole))
+        if column.counted is None:
+            hole = column.picture.holes[1] / size * _STRIP
+            together.append((left, bottom - hole, width, hole))
     yield Area("free", tuple(free))
     yield Area("hole", tuple(together))
     yield Segment("line", ((LEFT, bottom), (LEFT + plot.width, bottom)))
     yield Text("free", 14, top + _STRIP / 2, anchor="middle", turned=True)
-    yield Text(str(plot.cells), LEFT - 9, top + 8, anchor="end")
+    yield Text(str(plot.total), LEFT - 9, top + 8, anchor="end")
     yield Text("0", LEFT - 9, bottom + 4, anchor="end")
 
 
@@ -310,40 +352,17 @@ def _axis(plot: Plot, top: float, *, named: bool, turned: bool) -> Iterator[Text
     yield Text("line of the trace", LEFT + plot.width, top + 30, anchor="end")
 
 
-def _legend(
-    plot: Plot, owners: list[int], right: float, y: float
-) -> tuple[list[Area | Mark | Text], float]:
-    """Return the items of the legend from ``y`` downwards, and its lower edge."""
-    kinds: dict[str, list[int]] = {}
-    for owner in owners:
-        if owner >= 0:
-            kinds.setdefault(palette.role(owner), []).append(owner)
-    entries: list[tuple[str, str]] = []
-    for role, mine in sorted(kinds.items()):
-        entries.append((role, f"sequence {', '.join(map(str, mine))}"))
-    if SHARED in owners:
-        entries.append(("shared", "shared"))
-    entries.append(("free", "free"))
+def _legend(plot: Plot, owners: Iterable[int]) -> list[tuple[str, str]]:
+    """Return the entries of the legend."""
+    entries = palette.legend({*owners, FREE})
     entries.append(("hole", "largest hole"))
+    if plot.unknown:
+        entries.append(("counted", "used, sequence not recorded"))
     if any(column.failed for column in plot.columns):
         entries.append(("cross", "failed"))
     if any(column.moved for column in plot.columns):
         entries.append(("diamond", "cells moved"))
-    items: list[Area | Mark | Text] = []
-    x = LEFT
-    for role, text in entries:
-        width = 18 + 11 * _LETTER * len(text) + 14
-        if x + width - 14 > right + RIGHT and x > LEFT:
-            x, y = LEFT, y + 20
-        if role == "cross":
-            items.append(Mark("bad", "cross", x + 6, y - 4, 4))
-        elif role == "diamond":
-            items.append(Mark("move", "diamond", x + 6, y - 4, 4))
-        else:
-            items.append(Area(role, ((x, y - 10, 12, 12),)))
-        items.append(Text(text, x + 18, y))
-        x += width
-    return items, y
+    return entries
 
 
 def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
@@ -353,7 +372,7 @@ def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
             said.append(f"and {len(column.frames) - 5} more")
         left = plot.left(number)
         box = (left, TOP, plot.pitch, bottom - TOP)
-        yield Tooltip(box, "\n".join([*said, column.picture.numbers()]))
+        yield Tooltip(box, "\n".join([*said, column.frames[-1].numbers()]))
 
 
 def lay_out(timeline: Timeline) -> Plot:
@@ -363,9 +382,29 @@ def lay_out(timeline: Timeline) -> Plot:
         Column(tuple(timeline.frames[at : at + share])) for at in range(0, len(timeline), share)
     )
     width = min(_WIDE, max(_NARROW, len(columns) * _COLUMN))
-    step = max(1, -(-timeline.cells // _ROWS))
-    rows = -(-timeline.cells // step)
-    return Plot(columns, timeline.cells, width, step, max(1, _HEIGHT // rows) / step)
+    cells = _drawn(timeline)
+    step = max(1, -(-cells // _ROWS))
+    rows = -(-cells // step)
+    present = {owner for frame in timeline.frames for owner in frame.picture.owner}
+    height = max(1, _HEIGHT // rows) / step
+    return Plot(columns, cells, timeline.cells, len(present), width, step, height)
+
+
+def _drawn(timeline: Timeline) -> int:
+    """Return how many cells to draw: all up to the highest that was used, and some more.
+
+    The number is a round one, as those of the axis are.
+    """
+    highest = 0
+    for frame in timeline.frames:
+        owner = frame.picture.owner
+        used = next((at for at in range(len(owner), highest, -1) if owner[at - 1] != FREE), 0)
+        highest = max(highest, used, frame.counted or 0)
+    if not highest:
+        return timeline.cells
+    step = 1 << max(0, (highest - 1).bit_length() - 3)
+    drawn = -(-(highest + 1) // step) * step
+    return drawn if drawn <= 3 * timeline.cells // 4 else timeline.cells
 
 
 def ticks(cells: int, most: int = 5) -> list[int]:
@@ -396,7 +435,7 @@ def runs_of(picture: Picture, plot: Plot) -> Iterator[Run]:
 
     A row of several cells has the colour of most of them.
     """
-    owners = picture.owner
+    owners = picture.owner[: plot.cells]
     at = 0
     for fine, bins in groupby(
         range(0, len(owners), plot.bin),

@@ -259,3 +259,15 @@ def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path)
     assert ET.parse(svg).getroot().tag.endswith("svg")
     for picture in (tmp_path / "all").iterdir():
         ET.parse(picture)
+
+
+def test_a_trace_without_cells_has_a_timeline_of_their_number(capsys, tmp_path) -> None:
+    """The shipped one recorded the cells of two operations only."""
+    target = tmp_path / "line.svg"
+    code, _, err = cli(capsys, "view", EXAMPLE.with_name("stock-fails.jsonl"), "--timeline", target)
+    assert code == 0 and "recorded no cells" in err
+    said = [each.text or "" for each in ET.parse(target).iter("{http://www.w3.org/2000/svg}text")]
+    assert any("112 of 114 operations recorded no cells" in each for each in said)
+    assert "used, sequence not recorded" in said
+    code, out, _ = cli(capsys, "view", EXAMPLE.with_name("stock-fails.jsonl"), "--line", "5")
+    assert code == 2 and not out

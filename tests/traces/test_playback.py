@@ -53,6 +53,28 @@ def test_a_trace_becomes_a_timeline() -> None:
     assert found.cells == 4
 
 
+def test_operations_without_cells_have_their_number() -> None:
+    """Until the next picture, the number of used cells is all that is known."""
+    lines = [
+        line(2, "context", {"n_ctx": 8, "used": 0}),
+        line(3, "decode", {"status": 0, "used": 3}, feed={"0": 3}),
+        line(4, "decode", {"status": 1, "used": 3}, feed={"0": 9}),
+        line(5, "remove", {"picture": runs((-1, 2), (1, 2), (-1, 4)), "used": 2}, seq=0),
+        line(6, "decode", {"status": 1, "used": 2}, feed={"0": 9}),
+        line(7, "decode", {"status": 0, "used": 4}, feed={"0": 2}),
+        line(8, "shift", {"done": True}),
+    ]
+    found = playback.timeline_of_trace(lines)
+    assert found.cells == 8
+    assert [frame.counted for frame in found.frames] == [0, 3, 3, None, None, 4, 4]
+    assert [frame.used for frame in found.frames] == [0, 3, 3, 2, 2, 4, 4]
+    assert [frame.failure for frame in found.frames if frame.failed] == [
+        "no-slot", "9 tokens, largest hole 4",
+    ]  # fmt: skip
+    assert not any(frame.moved for frame in found.frames)
+    assert Timeline.from_json(found.to_json()) == found
+
+
 @pytest.mark.regression(
     "a few bytes of a trace could name as many cells as memory has room for, in one picture "
     "after the other",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
-from pyllamakv.view.cell_drawing import draw, letter, plain, svg
+from pyllamakv.view import drawing
+from pyllamakv.view.cell_drawing import draw, letter, paint, plain, svg
 
 
 def snapshot() -> Snapshot:
@@ -51,6 +52,23 @@ def test_svg_is_well_formed_and_complete() -> None:
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert names[1:] == ["shared", "free", "sequence 0"]
     assert "a < b & c" in (names[0] or "")
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[1:] == ["sequence 0", "shared", "free"]
+
+
+def test_a_drawing_names_its_operation() -> None:
+    """The operation is above the caption, and everything is inside the drawing."""
+    picture = Picture("", (0, 8, FREE) * 20)
+    made = paint(picture, columns=16, heading="line 7: decode 0: 16 tokens; no-slot")
+    texts = [item for item in made.items if isinstance(item, drawing.Text)]
+    assert [text.text for text in texts] == [
+        "line 7: decode 0: 16 tokens; no-slot", picture.caption(), "sequence 0, 8", "free",
+    ]  # fmt: skip
+    assert texts[0].y < texts[1].y < texts[2].y < made.height
+    cells = [b for i in made.items if isinstance(i, drawing.Area) for b in i.boxes]
+    assert min(y for _, y, _, _ in cells) > texts[1].y
+    assert max(y + height for _, y, _, height in cells) <= made.height
+    assert max(x + width for x, _, width, _ in cells) <= made.width
 
 
 @given(st.lists(st.integers(-2, 70), max_size=200))

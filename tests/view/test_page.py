@@ -188,3 +188,20 @@ def test_the_releases_of_a_watch() -> None:
     ):
         assert said in text
     assert "New releases" not in page.render(RESULTS[:1], compare(RESULTS[:1], {}))
+
+
+def test_each_verdict_is_explained_once() -> None:
+    """The table of meanings has every word once."""
+    text = page.render(RESULTS, compare(RESULTS, {}))
+    table = text.partition("Meaning of the verdicts")[2].partition("</table>")[0]
+    words = re.findall(r'<span class="tag \w+">([\w-]+)</span>', table)
+    assert sorted(words) == sorted([*map(str, Verdict), "holds"])
+
+
+def test_long_names_wrap() -> None:
+    """The path of a release may break anywhere: no rule keeps first columns on one line."""
+    style = page.TEMPLATE.read_text("utf-8").partition("<style>")[2].partition("</style>")[0]
+    rules = re.findall(r"([^{}]+){([^{}]*)}", style)
+    first = [body for names, body in rules if "td:first-child" in names]
+    assert any("overflow-wrap: anywhere" in body for body in first)
+    assert not any("nowrap" in body for body in first)

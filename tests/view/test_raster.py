@@ -22,7 +22,7 @@ def test_cells_have_their_colours(scheme) -> None:
     """In the middle of each cell is the colour of its owner, in either scheme."""
     image_module = pytest.importorskip("PIL.Image")
     owners = (0, SHARED, FREE, 7)
-    made = cell_drawing.paint(Picture("x", owners), columns=2, side=10, caption=False)
+    made = cell_drawing.paint(Picture("x", owners), columns=2, side=10, caption=False, legend=False)
     image = image_module.open(io.BytesIO(raster.png(made, scheme=scheme, scale=3)))
     assert image.format == "PNG"
     assert image.size == (57, 57)

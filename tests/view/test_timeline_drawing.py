@@ -154,11 +154,59 @@ def test_interleaved_cells_are_drawn_by_share() -> None:
     bars: dict[str, list[drawing.Box]] = {}
     for item in made.items:
         if isinstance(item, Area) and item.role in ("s0", "s1"):
-            bars.setdefault(item.role, []).extend(b for b in item.boxes if 4 < b[3] < 9)
+            bars.setdefault(item.role, []).extend(b for b in item.boxes if b[2] > 100)
     one, other = bars["s0"], bars["s1"]
-    assert len(one) == len(other) == -(-1024 // 56)  # 8 rows of 7 cells
-    assert all(a[2] * 3 == pytest.approx(b[2]) for a, b in zip(one, other, strict=True))
-    assert "A bar shows 56 interleaved cells: each owner's share of them." in texts(made)
+    assert len(one) == len(other) == -(-1024 // 36)  # 9 rows of 4 cells
+    assert all(a[3] * 3 == pytest.approx(b[3]) for a, b in zip(one, other, strict=True))
+    assert "A bar shows 36 interleaved cells: each owner's share of them." in texts(made)
     blocks = [0] * 512 + [1] * 512 + [FREE] * 1024
     solid = timeline_drawing.paint(Timeline("x", [frame(1, blocks)]))
     assert not any(said.startswith("A bar shows") for said in texts(solid))
+
+
+def test_interleaved_owners_alternate_in_every_column() -> None:
+    """Also where bars of a long timeline are equal side by side: no owner fills a block."""
+    owner = [FREE] * 4096
+    frames = []
+    for n in range(300):
+        owner[2 * n : 2 * n + 2] = [0, 1]
+        frames.append(frame(n + 1, list(owner)))
+    made = timeline_drawing.paint(Timeline("x", frames))
+    bottom = max(y + h for i in made.items if isinstance(i, Area) for _, y, _, h in i.boxes) / 2
+    for role in ("s0", "s1"):
+        boxes = [b for i in made.items if isinstance(i, Area) and i.role == role for b in i.boxes]
+        assert len(boxes) > 30 and max(height for _, y, _, height in boxes if y < bottom) < 8
+
+
+def test_cells_that_were_never_used_are_left_out() -> None:
+    """The axis ends above the highest used cell, and the picture says so; the strip has all."""
+    made = timeline_drawing.paint(Timeline("x", [frame(1, [0] * 600 + [FREE] * 3496)]))
+    assert {"640", "Cells 640 to 4095 were never used and are not drawn."} <= set(texts(made))
+    assert texts(made).count("4096") == 1  # at the strip
+    for owner in ([0] * 60 + [FREE] * 4, [FREE] * 64, [FREE] * 63 + [1]):
+        said = texts(timeline_drawing.paint(Timeline("x", [frame(1, owner)])))
+        assert "64" in said and not any(each.startswith("Cells ") for each in said)
+
+
+def test_operations_without_cells_show_how_many_are_used() -> None:
+    """Their columns have the height of the used cells and no owner, and no largest hole."""
+    frames = [
+        frame(1, [FREE] * 64, counted=16),
+        frame(2, [FREE] * 64, counted=48, failed="no-slot", tokens=20),
+        frame(3, [0] * 24 + [FREE] * 40, "remove"),
+    ]
+    made = timeline_drawing.paint(Timeline("x", frames))
+    (counted,) = [i for i in made.items if isinstance(i, Area) and i.role == "counted"][:1]
+    one, other = counted.boxes
+    assert other[3] == pytest.approx(3 * one[3])
+    said = texts(made)
+    assert (
+        "2 of 3 operations recorded no cells: the height shows how many are used, not which."
+        in said
+    )
+    assert {"used, sequence not recorded", "no-slot"} <= set(said)
+    titles = [item.text for item in made.items if isinstance(item, drawing.Tooltip)]
+    assert "16 of 64 cells used; which was not recorded" in titles[0]
+    holes = [i for i in made.items if isinstance(i, Area) and i.role == "hole"]
+    assert len(holes[0].boxes) == 1
+    assert "used, sequence not recorded" not in texts(timeline_drawing.paint(timeline()))
