@@ -77,6 +77,37 @@ def test_links_lead_to_headings() -> None:
             assert anchor in spelled, f"{path.name}: {file}#{anchor}"
 
 
+def test_commands_of_the_documents_have_these_verbs_and_options() -> None:
+    """Every `pyllamakv VERB --option`, in a block or in a sentence, is one of the command line."""
+    import typer
+
+    from pyllamakv.cli import main
+    from pyllamakv.cli.lazy_group import load
+
+    root: Any = typer.main.get_command(main.app)
+    verbs = {name: load(module) for name, (module, _) in main.Commands.modules.items()}
+    shared = {option for each in root.params for option in each.opts} | {"--help", "--json"}
+    checked = 0
+    for path in [readme.ROOT / "README.md", *(readme.ROOT / "docs").glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        found = re.findall(r"`(pyllamakv [a-z][^`]*)`", prose)
+        for fence in readme.FENCE.finditer(text):
+            found += re.findall(r"^(?:\$ )?(pyllamakv [a-z].*)$", fence[2], re.MULTILINE)
+        for line in found:
+            words = re.split(r"\s[#|]\s|\s{2,}", line.replace("\n", " "))[0].split()
+            assert words[1] in verbs, f"{path.name}: {line}"
+            command, rest = verbs[words[1]], words[2:]
+            while rest and rest[0] in getattr(command, "commands", {}):
+                command, rest = command.commands[rest[0]], rest[1:]
+            known = {name for each in command.params for name in each.opts + each.secondary_opts}
+            own = rest[: rest.index("--")] if "--" in rest else rest
+            used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(own)))
+            checked += len(used)
+            assert used <= known | shared, f"{path.name}: {line}"
+    assert checked > 50
+
+
 def test_the_module_has_what_the_documents_call_its_own() -> None:
     """`kv.open` is of the module, and `ctx.kv.defrag` of a context: neither is called the other."""
     names = ("README.md", "CHANGELOG.md", *readme.DOCUMENTS, "docs/mmap-kv.md")
