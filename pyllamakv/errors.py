@@ -48,6 +48,7 @@ __all__ = [
     "Locked",
     "ManifestError",
     "ModelError",
+    "ModelUnverified",
     "NativeError",
     "NoKVSlot",
     "NoPortApplies",
@@ -79,6 +80,7 @@ __all__ = [
     "SourceError",
     "StaleLogits",
     "StateError",
+    "StateForeign",
     "ToolMissing",
     "TraceMismatch",
     "TreeDirty",
@@ -397,6 +399,13 @@ class ModelError(NativeError):
         self.architecture = architecture
 
 
+class ModelUnverified(ModelError):
+    """The content of a model or adapter is unknown: its file is gone, or changed after the load.
+
+    Load the file again, or pass ``accept_unverified_model=True`` if the content is the same.
+    """
+
+
 class AdapterError(NativeError):
     """A LoRA adapter cannot be loaded: damaged, no adapter, or of another model."""
 
@@ -577,6 +586,17 @@ class StateError(NativeError):
     ) -> None:
         super().__init__(message, code=code, log=log)
         self.saved = dict(saved or {})
+
+
+class StateForeign(StateError):
+    """A saved sequence is of another model, cache or adapters, or its model is unverified.
+
+    ``differences`` has the names of the properties that differ or are unknown.
+    """
+
+    def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
 
 
 # Errors of the cache managers.

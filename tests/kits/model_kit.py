@@ -22,6 +22,10 @@ WHEEL = "llm_little-1.0-py3-none-any.whl"
 #: Random bytes, so that the wheel is about as large as the content.
 CONTENT = b"GGUF" + b"".join(hashlib.sha256(bytes([n])).digest() * 40 for n in range(200))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
+#: The definition is in `pyllamakv.content_digest`: one chunk.
+DIGEST = hashlib.sha256(
+    b"pyllamakv content 1\n" + len(CONTENT).to_bytes(8, "little") + bytes.fromhex(SHA256)
+).hexdigest()
 
 
 def write_wheel(folder: Path, members: dict[str, bytes]) -> Path:
@@ -45,6 +49,7 @@ def pin(folder: Path, monkeypatch: pytest.MonkeyPatch, wheel: Path) -> catalog.P
         "wheel_sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
         "member": MEMBER,
         "sha256": SHA256,
+        "digest": DIGEST,
     }
     lines = ["version = 1", "[[model]]", *(f'{key} = "{value}"' for key, value in facts.items())]
     lock = folder / "models.lock.toml"

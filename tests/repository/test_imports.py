@@ -37,6 +37,7 @@ TOP = {
     "__init__.py",
     "__main__.py",
     "closing.py",
+    "content_digest.py",
     "cpus.py",
     "errors.py",
     "home.py",
@@ -47,6 +48,7 @@ TOP = {
 SHARED = {
     "pyllamakv.building.manifest",
     "pyllamakv.closing",
+    "pyllamakv.content_digest",
     "pyllamakv.cpus",
     "pyllamakv.errors",
     "pyllamakv.home",
