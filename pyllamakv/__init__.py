@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         KVFileFull,
         LoadError,
         ModelError,
+        ModelUnverified,
         NativeError,
         NoKVSlot,
         NoSlotAvailable,
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         SharedCells,
         StaleLogits,
         StateError,
+        StateForeign,
         TraceMismatch,
         Unsupported,
         UsageError,
@@ -126,9 +128,10 @@ _MODULES = {
         "AdapterError ArgumentTypeError BudgetTooSmall "
         "Busy Cancelled ChatTemplateError Closed ContextError CpuFeaturesMissing DecodeError "
         "DeviceLost GrammarError "
-        "KvError LoadError ModelError NoTokenAllowed SchemaError "
+        "KvError LoadError ModelError ModelUnverified NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
-        "SharedCells StaleLogits StateError Unsupported UsageError WorkerDied WorkerTimeout "
+        "SharedCells StaleLogits StateError StateForeign Unsupported UsageError WorkerDied "
+        "WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull "
         "PrefixStoreBusy PrefixStoreDamaged PrefixStoreError PrefixStoreForeign PrefixStoreFull"
@@ -214,6 +217,7 @@ __all__ = [
     "Model",
     "ModelError",
     "ModelInfo",
+    "ModelUnverified",
     "Moves",
     "NativeError",
     "NoKVSlot",
@@ -246,6 +250,7 @@ __all__ = [
     "Snapshot",
     "StaleLogits",
     "StateError",
+    "StateForeign",
     "TextStream",
     "TokenLogprobs",
     "TraceMismatch",

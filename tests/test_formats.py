@@ -1,4 +1,7 @@
-"""Files that earlier code wrote are still read: their content, not only their head."""
+"""Files that earlier code wrote are still read: their content, not only their head.
+
+They have no digest of the model, so that the caller must accept them by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ import pytest
 
 import pyllamakv as kv
 from pyllamakv.building.variant import Variant
-from pyllamakv.errors import KVFileError, StateError
+from pyllamakv.errors import (
+    KVFileError,
+    KVFileForeign,
+    PrefixStoreForeign,
+    StateError,
+    StateForeign,
+)
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import lockfile
 
@@ -48,7 +57,9 @@ def test_a_saved_sequence_is_restored(patched: Variant) -> None:
     with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:
         with model.context(**formats.SHAPE) as context:
             sequence = context.sequence(1)
-            sequence.restore(saved)
+            with pytest.raises(StateForeign, match=r"earlier version.*accept_unverified_model"):
+                sequence.restore(saved)
+            sequence.restore(saved, accept_unverified_model=True)
             assert list(sequence.tokens) == formats.TOKENS[0]
             found = formats.logits_after(context, sequence)
         assert np.abs(found - expected(model, 0)).max() < TOLERANCE
@@ -71,8 +82,12 @@ def test_a_kept_cache_goes_on(patched: Variant, tmp_path: Path) -> None:
     """Tokens and cells of both sequences, and logits of the next token of each."""
     kept = tmp_path / "cache.kv"
     shutil.copyfile(formats.FOLDER / "cache.kv", kept)
-    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
-        with model.context(**formats.SHAPE, kv_backing=kept, kv_keep=True) as context:
+    with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:
+        options = {**formats.SHAPE, "kv_backing": kept, "kv_keep": True}
+        with pytest.raises(KVFileForeign, match=r"unverified.*accept_unverified_model") as refused:
+            model.context(**options)
+        assert model.digest() in str(refused.value)
+        with model.context(**options, accept_unverified_model=True) as context:
             for number, tokens in formats.TOKENS.items():
                 sequence = context.sequence(number)
                 assert list(sequence.tokens) == tokens
@@ -101,14 +116,17 @@ def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
         kv.open(patched.folder) as lib,
         lib.load_model(synthetic_models.tiny()) as model,
         model.context(**formats.SHAPE) as context,
-        kv.PrefixCache(context, store=store) as cache,
     ):
+        with pytest.raises(PrefixStoreForeign, match="accept_unverified_model=True"):
+            kv.PrefixCache(context, store=store)
+        cache = kv.PrefixCache(context, store=store, accept_unverified_model=True)
         for number, tokens in formats.TOKENS.items():
             with cache.acquire([*tokens, 11]) as lease:
                 assert lease.cached == len(tokens)
                 lease.prefill()
                 found = context.logits().copy()
             assert np.abs(found - expected(model, number)).max() < TOLERANCE
+        cache.close()
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ class Branches:
         self.attach(node, sequence)
         if not self.can_trim and not self.state_bytes:
             try:
-                saved = len(sequence.save())
+                saved = len(sequence.save(portable=False))
             except (NativeError, Unsupported, MemoryError):
                 saved = 0  # no more than an estimate: not worth losing a sequence for
             self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
@@ -423,10 +423,10 @@ class Branches:
         beside = self.provider(top.parent, top) if start else None
         try:
             if beside is None:
-                return sequence.save()
+                return sequence.save(portable=False)
             sequence.remove(0, start)
             try:
-                return sequence.save()
+                return sequence.save(portable=False)
             finally:
                 sequence.share(beside, 0, start)
         except WorkerDied:

@@ -273,7 +273,7 @@ class SequenceRewinder:
         if pos < ring.due:
             return
         try:
-            ring.put(Checkpoint(pos, sequence.save()))
+            ring.put(Checkpoint(pos, sequence.save(portable=False)))
         except (NativeError, Unsupported, MemoryError) as error:
             LOGGER.info("no checkpoints are kept: %s", error)
             self.saves = False

@@ -393,7 +393,7 @@ def _close_gap(seq: runtime.Sequence, begin: int, end: int) -> None:
     """Remove begin <= p < end and shift later positions down, in cells of their own."""
     if _sharers(seq, end):
         try:
-            seq.restore(seq.save())
+            seq.restore(seq.save(portable=False))
         except StateError as error:
             raise restore_full_error(seq, len(seq), error) from error
     seq.remove(begin, end)

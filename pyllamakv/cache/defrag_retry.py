@@ -121,7 +121,7 @@ def copy_shared_window(context: Context, sequences: Iterable[Sequence]) -> bool:
         for each in sequences:
             if any((cells.has(each.id) & (cells.sharers > 1)).any() for cells in shared):
                 try:
-                    each.restore(each.save())
+                    each.restore(each.save(portable=False))
                 except (StateError, Unsupported) as error:
                     LOGGER.info("sequence %d keeps its shared cells: %s", each.id, error)
                 else:

@@ -169,7 +169,9 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
     try:
         if pages:
             assert branches.pager is not None
-            page = branches.write_page(branches.pager, lease.sequence.save(), 0, node.end)
+            page = branches.write_page(
+                branches.pager, lease.sequence.save(portable=False), 0, node.end
+            )
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
         elif branches.vacant:

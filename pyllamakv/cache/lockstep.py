@@ -181,7 +181,9 @@ class _Undo:
         self._ends = {number: cache.length(number) for number in numbers}
         self._saved: dict[int, bytes] = {}
         if _keeps_no_past(cache) and not last:
-            self._saved = {i: cache.sequences[i].save() for i, end in self._ends.items() if end}
+            self._saved = {
+                i: cache.sequences[i].save(portable=False) for i, end in self._ends.items() if end
+            }
 
     def run(self) -> None:
         for number, end in self._ends.items():

@@ -79,7 +79,10 @@ class PrefixCache(ClosedOnExit):
     the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
     store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
     ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
-    evictions write to it. Raises PrefixStoreError, or a subclass that names the reason. ``policy``
+    evictions write to it. A store is of one model, which the digest of its files identifies; with
+    ``accept_unverified_model``, a store of an unverified model, or of an earlier version, is used
+    as well, and by a model that cannot be verified. Raises PrefixStoreError, or a subclass that
+    names the reason, and ModelUnverified. ``policy``
     selects the branch that is evicted first: "lru", "lfu", "lrfu" or "gdsf"
     (docs/prefix-cache.md). Saved states are evicted by their own value.
 
@@ -98,8 +101,10 @@ class PrefixCache(ClosedOnExit):
         store: str | PathLike[str] | None = None,
         checkpoints: CheckpointSchedule | None = None,
         policy: EvictionPolicyName = eviction_policy.DEFAULT,
+        accept_unverified_model: bool = False,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
+        accept = arguments.flag("accept_unverified_model", accept_unverified_model)
         policy = eviction_policy.checked(policy)
         entries = arguments.whole_or_none("entries", entries)
         budget = arguments.whole_or_none("budget", budget, 0)
@@ -132,7 +137,9 @@ class PrefixCache(ClosedOnExit):
             if self.branches.pager is not None:
                 self.branches.pager.close()
             raise
-        self.stored = None if store is None else StoredBranches(context, store, budget)
+        self.stored: StoredBranches | None = None
+        if store is not None:
+            self.stored = StoredBranches(context, store, budget, accept_unverified_model=accept)
         if self.stored is not None:
             self.counts.add("damaged", len(self.stored.store.removed))
         context.keepers.add(self)

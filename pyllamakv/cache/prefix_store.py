@@ -28,6 +28,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common
+from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import (
     BudgetTooSmall,
     PrefixStoreBusy,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 #: Maximum number of tokens of a page of cells. A flush rewrites at most one page that is not full.
 PAGE_TOKENS: Final = 256
+#: The model of an identity if its digest is unknown.
+UNVERIFIED: Final = "unverified"
 SUFFIX: Final = ".page"
 PART: Final = ".part"
 _STORE, _LOCK = "store.json", "lock"
@@ -308,7 +311,8 @@ def _read_page(path: Path, digest: str, *, contents: bool) -> tuple[StoredPage, 
 class PrefixStore:
     """Write and read the pages of one directory. One object at a time has the lock.
 
-    ``identity`` names what the pages depend on; None accepts that of an existing store. ``budget``
+    ``identity`` names what the pages depend on; None accepts that of an existing store. With
+    ``accept_unverified_model``, the model may differ if one of both is not a digest. ``budget``
     limits the bytes of all pages. Opening removes unusable files, and pages beyond the budget.
     Raises PrefixStoreBusy, PrefixStoreForeign, PrefixStoreDamaged or PrefixStoreError, with the
     store unchanged.
@@ -320,6 +324,7 @@ class PrefixStore:
         identity: Mapping[str, str] | None,
         *,
         budget: int | None = None,
+        accept_unverified_model: bool = False,
     ) -> None:
         self.folder = folder = arguments.path("store", path).absolute()
         self._process = os.getpid()
@@ -335,7 +340,7 @@ class PrefixStore:
         except OSError as error:
             raise _failed(folder / _LOCK, error) from error
         try:
-            self._identity = self._check_identity(wanted)
+            self._identity = self._check_identity(wanted, accept=accept_unverified_model)
             self._digest = _digest(self._identity)
             found = scan(folder)
         except BaseException:
@@ -378,7 +383,7 @@ class PrefixStore:
             msg = f"{self.folder} is not a prefix store and has files: name a new directory"
             raise PrefixStoreForeign(msg, self.folder)
 
-    def _check_identity(self, wanted: Identity | None) -> Identity:
+    def _check_identity(self, wanted: Identity | None, *, accept: bool) -> Identity:
         if wanted is not None and not os.path.lexists(self.folder / _STORE):
             facts = {
                 "format": _FORMAT,
@@ -394,8 +399,16 @@ class PrefixStore:
             return found
         there, here = dict(found), dict(wanted)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        verified = is_digest(there.get("model")) and is_digest(here.get("model"))
+        if accept and names == ["model"] and not verified:
+            return found
         shown = ", ".join(f"{name} {there.get(name)} (here {here.get(name)})" for name in names)
         msg = f"{self.folder} belongs to another model, build or shape: {shown}; use another path"
+        if not verified and names == ["model"]:
+            msg += (
+                ", or, if the model is the same and only unverified, pass "
+                "accept_unverified_model=True"
+            )
         raise PrefixStoreForeign(msg, self.folder, names)
 
     # Search...

@@ -423,7 +423,7 @@ class SlotCache(ClosedOnExit):
         if ledger.moved or ledger.next != len(ledger) or tokens_to_key(ledger.tokens) in states:
             return
         try:
-            states.put(tokens_to_key(ledger.tokens), sequence.save())
+            states.put(tokens_to_key(ledger.tokens), sequence.save(portable=False))
         except (NativeError, Unsupported, MemoryError) as error:
             if isinstance(error, WorkerDied):
                 raise
@@ -771,7 +771,7 @@ class ParkedSlot:
         #: The saved sequence; empty if it cannot be saved, so that its tokens are decoded again.
         self.saved = b""
         try:
-            self.saved = slot.sequence.save() if self.tokens else b""
+            self.saved = slot.sequence.save(portable=False) if self.tokens else b""
         except (NativeError, Unsupported, MemoryError) as error:
             if isinstance(error, WorkerDied):
                 raise

@@ -19,10 +19,11 @@ import numpy as np
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import eviction
 from pyllamakv.cache import token_groups as grouping
-from pyllamakv.cache.prefix_store import PAGE_TOKENS, PrefixStore, StoredPrefix
+from pyllamakv.cache.prefix_store import PAGE_TOKENS, UNVERIFIED, PrefixStore, StoredPrefix
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
 from pyllamakv.errors import (
     BudgetTooSmall,
+    ModelUnverified,
     NativeError,
     PartialRemovalRefused,
     PrefixStoreBusy,
@@ -34,7 +35,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import backing, state, state_slices
+from pyllamakv.runtime import adapter, state, state_slices
 
 if TYPE_CHECKING:
     import os
@@ -55,15 +56,22 @@ B = TypeVar("B")
 READERS: Final = 2
 
 
-def identity(context: Context) -> dict[str, str]:
+def identity(context: Context, *, accept_unverified_model: bool = False) -> dict[str, str]:
     """Return what stored pages depend on, as named strings.
 
-    The model is identified by its metadata and samples of its weights, the build by its name
-    without the digest. Numbers of cells, batches and threads do not matter.
+    The model and the adapters are identified by digests of their files, the build by its name
+    without the digest. Numbers of cells, batches and threads do not matter. Raises ModelUnverified,
+    unless an unverified model is accepted.
     """
     model, info = context.model, context.info
+    try:
+        digest = model.digest()
+    except ModelUnverified:
+        if not accept_unverified_model:
+            raise
+        digest = UNVERIFIED
     found = {
-        "model": backing.identity(model).rpartition(" ")[2],
+        "model": digest,
         "build": context.native.about.variant.rpartition("-")[0] or context.native.about.variant,
         "memory": info.memory.name,
         "streams": str(info.n_streams),
@@ -74,19 +82,27 @@ def identity(context: Context) -> dict[str, str]:
     trained = model.meta(f"{model.file.architecture}.rope.scaling.original_context_length")
     if trained is not None:
         found["cells"] = f"{info.n_ctx} for {info.n_seq_max} sequences"
-    shape = state.compatibility(context)
-    return found | {name: str(shape[name]) for name in shape if name != "model"}
+    applied = adapter.digest(tuple(context.adapters.items()))
+    found |= {"adapters": applied} if applied else {}
+    return found | {name: str(value) for name, value in state.shape(context).items()}
 
 
 class StoredBranches:
     """Connect a prefix cache with its store. Raises the errors of `PrefixStore`."""
 
     def __init__(
-        self, context: Context, path: str | os.PathLike[str], budget: int | None = None
+        self,
+        context: Context,
+        path: str | os.PathLike[str],
+        budget: int | None = None,
+        *,
+        accept_unverified_model: bool = False,
     ) -> None:
         context.native.about.require(Capability.STATES, "save the state of a sequence")
         self.context = context
-        self.store = PrefixStore(path, identity(context), budget=budget)
+        accept = accept_unverified_model
+        needed = identity(context, accept_unverified_model=accept)
+        self.store = PrefixStore(path, needed, budget=budget, accept_unverified_model=accept)
         for file, why in self.store.removed.items():
             LOG.warning("%s was removed: %s", file, why)
         if self.store.stuck is not None:
@@ -282,7 +298,7 @@ class StoredBranches:
     ) -> state.SavedSequence:
         numbers = np.frombuffer(tokens, np.int32)
         positions = np.arange(start, start + len(numbers), dtype=np.int32)
-        return state.SavedSequence(state.compatibility(self.context), numbers, positions, raw)
+        return state.SavedSequence(numbers, positions, raw)
 
     def _read_cells(self, wanted: tuple[StoredPage, slice]) -> state_slices.CellState:
         """Return some cells of a page."""

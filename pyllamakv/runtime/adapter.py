@@ -6,7 +6,9 @@ first, against the tensors of the model.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from pyllamakv import content_digest
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, free_quietly
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import AdapterError, ModelError, UsageError
-from pyllamakv.runtime.backing import sampled_digest
 from pyllamakv.runtime.ggml_types import CACHE_TYPES, number_type
 from pyllamakv.runtime.gguf_file import check_file
 
@@ -50,11 +52,13 @@ class Adapter(ClosedOnExit):
     Contexts that use it keep it after `close`.
     """
 
-    def __init__(self, model: Model, handle: AdapterHandle, file: ModelFile, digest: str) -> None:
+    def __init__(self, model: Model, handle: AdapterHandle, file: ModelFile) -> None:
         self.model = model
         self.file = file
-        #: A digest of the file, equal for equal files.
-        self.digest = digest
+        facts = file.records[0].facts
+        #: Identifies the content within the model object: the same file has the same name.
+        self.name = secrets.token_hex(8) if facts is None else ":".join(map(str, facts))
+        self._digest: str | None = None
         self.life: Handle[Any] = Handle(
             handle, partial(free_quietly, model.native.adapter_free), "adapter", model.life
         )
@@ -63,6 +67,15 @@ class Adapter(ClosedOnExit):
     def path(self) -> Path:
         """Return the path of the file."""
         return self.file.path
+
+    def digest(self) -> str:
+        """Return the digest of all bytes of the file, as `Model.digest` does.
+
+        Raises ModelUnverified if the file is gone, or changed after the load.
+        """
+        if self._digest is None:
+            self._digest = content_digest.compute(self.file.records)
+        return self._digest
 
     @property
     def closed(self) -> bool:
@@ -86,14 +99,10 @@ def load(model: Model, path: str | os.PathLike[str]) -> Adapter:
     except ModelError as error:
         raise AdapterError(str(error)) from error
     n_pairs = _check(file, model)
-    try:
-        digest = sampled_digest(place, repr(sorted(file.meta.items())))
-    except OSError as error:
-        raise AdapterError(f"{place} cannot be read: {error.strerror or error}") from error
     with model.life as raw:
         handle = model.native.adapter_load(raw, str(place.resolve()), n_pairs)
     try:
-        return Adapter(model, handle, file, digest)
+        return Adapter(model, handle, file)
     except BaseException:
         free_quietly(model.native.adapter_free, handle)
         raise
@@ -121,12 +130,22 @@ def checked_adapters(model: Model, adapters: Any) -> AdapterScales:
 
 
 def identify(adapters: AdapterScales) -> str:
-    """Return a text that is equal for equal adapters and scales; empty for none.
+    """Return a text that is equal for the same adapter files and scales; empty for none.
 
-    The order does not matter. Two adapters of equal files are one with the sum of their scales only
-    in exact arithmetic, so they stay two.
+    It identifies them within one `Model`, without reading the files. The order does not matter. Two
+    adapters of equal files are one with the sum of their scales only in exact arithmetic, so they
+    stay two.
     """
-    return ", ".join(sorted(f"{adapter.digest} x {scale!r}" for adapter, scale in adapters))
+    return ", ".join(sorted(f"{adapter.name} x {scale!r}" for adapter, scale in adapters))
+
+
+def digest(adapters: AdapterScales) -> str:
+    """Return a digest of the content of adapters and of their scales; empty for none.
+
+    Raises ModelUnverified.
+    """
+    found = ", ".join(sorted(f"{adapter.digest()} x {scale!r}" for adapter, scale in adapters))
+    return hashlib.sha256(found.encode()).hexdigest()[:32] if found else ""
 
 
 def _check(file: ModelFile, model: Model) -> int:

@@ -7,27 +7,27 @@ may be kept: the next process can use the content written by `KV.flush`.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Backing, Capability
+from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import (
     KVFileDamaged,
     KVFileDirty,
     KVFileError,
     KVFileForeign,
-    ModelError,
+    ModelUnverified,
     Unsupported,
     UsageError,
 )
-from pyllamakv.runtime import flushed_copy
+from pyllamakv.runtime import adapter, flushed_copy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Native,
         RawCells,
     )
+    from pyllamakv.runtime.adapter import AdapterScales
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.model import Model
@@ -47,11 +48,9 @@ LOG = logging.getLogger("pyllamakv.runtime")
 
 KeepName = Literal["fresh"]
 
-#: Number and size of the blocks of a model file that its identity includes.
-_PIECES: Final = 256
-_PIECE: Final = 4096
-#: Bytes of a model's name in its identity.
-_LONGEST_NAME: Final = 40
+#: In the identity of a kept file: what precedes the digest of the adapters, and the digest of a
+#: model without one.
+_ADAPTERS, UNVERIFIED = " with adapters ", "unverified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +100,11 @@ def choose(
     backing: str | os.PathLike[str],
     keep: bool | KeepName,
     huge: bool,
-    adapters: str = "",
+    adapters: AdapterScales = (),
+    *,
+    accept: bool = False,
 ) -> BackingChoice:
-    """Return a checked choice, or raise UsageError or Unsupported.
-
-    ``adapters`` is as in `identity`.
-    """
+    """Return a checked choice, or raise UsageError, Unsupported or the errors of `_kept_for`."""
     huge = arguments.flag("kv_huge", huge)
     if isinstance(keep, str):
         arguments.choice("kv_keep", keep, ("fresh",))
@@ -142,42 +140,30 @@ def choose(
         msg = f"{path} is a directory; name a file in it to keep the cache"
         raise UsageError(msg)
     number = 0 if not keep else 2 if keep == "fresh" else 1
-    kept_for = identity(model, adapters) if keep else None
+    kept_for = _kept_for(model, path, adapters, accept=accept) if keep else None
     return BackingChoice(Backing.FILE, str(path), number, huge, kept_for)
 
 
-def identity(model: Model, adapters: str = "") -> str:
-    """Return an identification of a model: its metadata, and samples of all weights.
+def _kept_for(model: Model, path: Path, adapters: AdapterScales, *, accept: bool) -> str:
+    """Return the identity that a kept file must have, or gets: digests of model and adapters.
 
-    ``adapters`` identifies the LoRA adapters in use, and is empty without any. A file keeps at most
-    127 bytes of it, so the name of the model is cut, never the digest. Raises ModelError if the
-    file of the model cannot be read any longer.
+    With ``accept``, it is that of the file, if its model or this one is unverified. The library
+    refuses a file with another one. Raises ModelUnverified.
     """
+    applied = adapter.digest(adapters)
     try:
-        digest = sampled_digest(model.path, model.fingerprint + adapters)
-    except OSError as error:
-        msg = (
-            f"{model.path} cannot be read: {error.strerror or error}; what is kept on disk is for "
-            "one model, which its file identifies: put it back, or load the model from its new path"
-        )
-        raise ModelError(msg) from error
-    name = os.fsencode(model.path.stem)[:_LONGEST_NAME].decode("utf-8", "ignore")
-    return f"{name} {digest}"
-
-
-def sampled_digest(path: Path, more: str = "") -> str:
-    """Return a digest of a text and of a file's size and samples, in hexadecimal.
-
-    Raises OSError.
-    """
-    found = hashlib.sha256(more.encode())
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        found.update(str(size).encode())
-        for i in range(_PIECES):
-            file.seek(max(0, size - _PIECE) * i // (_PIECES - 1))
-            found.update(file.read(_PIECE))
-    return found.hexdigest()[:32]
+        own = model.digest()
+    except ModelUnverified:
+        if not accept:
+            raise
+        own = UNVERIFIED
+    here = f"{own}{_ADAPTERS}{applied}" if applied else own
+    there = flushed_copy.kept_for(path) if accept else None
+    if there is None:
+        return here
+    kept, _, with_adapters = there.partition(_ADAPTERS)
+    verified = is_digest(kept) and is_digest(own)
+    return here if verified or with_adapters != applied else there
 
 
 def read(context: Context) -> KVMemory:
@@ -236,9 +222,21 @@ class KVFile:
 
 
 def new_context(native: Native, model: ModelHandle, params: ContextParams) -> ContextHandle:
-    """Create a context. The file of a killed process is restored to its last flush first."""
+    """Create a context. The file of a killed process is restored to its last flush first.
+
+    Raises KVFileForeign, also with the advice for a file of an unverified model.
+    """
     try:
         return native.context_new(model, params)
+    except KVFileForeign as error:
+        kept = flushed_copy.kept_for(params.kv_path or "")
+        if kept is None or is_digest(kept.partition(_ADAPTERS)[0]):
+            raise
+        msg = (
+            f"{error}; the model of the file is unverified: if it is this one, pass "
+            "accept_unverified_model=True"
+        )
+        raise KVFileForeign(msg) from error
     except KVFileDirty:
         if params.kv_path is None or not flushed_copy.restore(params.kv_path):
             raise

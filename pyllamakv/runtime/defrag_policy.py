@@ -193,7 +193,7 @@ def measure_defrag_costs(
         filler, live = context.sequence(), context.sequence()
         context.prefill(filler, [1] * (cells - 2 * ATTENTION_PADDING))
         context.prefill(live, [1] * (ATTENTION_PADDING - 64))
-        below, above = filler.save(), live.save()
+        below, above = filler.save(portable=False), live.save(portable=False)
         for _ in range(rounds):
             context.clear()
             filler.restore(below)

@@ -26,6 +26,7 @@ _PART: Final = ".flushed.part"
 _BEGIN: Final = struct.Struct("<8sII")
 _GENERATION: Final = slice(40, 48)
 _IDENTITY: Final = slice(48, 472)
+_MODEL: Final = slice(216, 344)
 _MAGIC: Final = b"llama-kv"
 _CLEAN: Final = 0xC33CC33C
 #: Bytes that are copied at a time, and the size of holes.
@@ -107,6 +108,14 @@ def restore(path: str | os.PathLike[str]) -> bool:
         except OSError as error:
             raise _failed(path, error, "its last flush could not be restored") from error
     return True
+
+
+def kept_for(path: str | os.PathLike[str]) -> str | None:
+    """Return the text that names the model of a kept cache; None if the file is none."""
+    header = _header(Path(path))
+    if len(header) < _IDENTITY.stop or not header.startswith(_MAGIC):
+        return None
+    return header[_MODEL].partition(b"\0")[0].decode("utf-8", "replace") or None
 
 
 def _copy(file: Path) -> Path:

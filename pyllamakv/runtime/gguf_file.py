@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.content_digest import FileRecord, record
 from pyllamakv.errors import ModelError, UsageError
 from pyllamakv.runtime.ggml_types import number_type
 
@@ -20,6 +22,8 @@ _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _MOST = 1 << 32
 #: Alignment of tensors and its default. ggml aborts unless it is a power of two.
 _ALIGNMENT, _USUAL = "general.alignment", 32
+#: The number of files of a model, and the end of a first file's name.
+_SPLITS, _FIRST = "split.count", re.compile(r"-00001-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class ModelFile:
     """The header of a GGUF file.
 
     ``meta`` has its values, None for an array, and ``kinds`` the GGUF type of each. ``n_meta`` and
-    ``n_tensors`` count repeated names as well.
+    ``n_tensors`` count repeated names as well. ``records`` has the file, and the other files of a
+    split model, as they were when the header was read.
     """
 
     path: Path
@@ -46,6 +51,7 @@ class ModelFile:
     meta: dict[str, Any]
     kinds: dict[str, int]
     tensors: dict[str, TensorHeader]
+    records: tuple[FileRecord, ...]
 
     @property
     def has_partial_layers(self) -> bool:
@@ -113,7 +119,7 @@ def check_file(path: str | os.PathLike[str], noun: str = "model") -> ModelFile:
             start = opened.read(8)
             _check_magic(file, start)
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(file, _Header(data), noun)
+                return _read(file, _Header(data), noun, record(file.absolute(), opened.fileno()))
     except FileNotFoundError:
         msg = f"there is no {noun} file {file}"
         raise ModelError(msg) from None
@@ -144,7 +150,7 @@ def _check_magic(file: Path, start: bytes) -> None:
         raise ModelError(msg)
 
 
-def _read(file: Path, header: _Header, noun: str) -> ModelFile:
+def _read(file: Path, header: _Header, noun: str, first: FileRecord) -> ModelFile:
     header.skip(4)
     version, n_tensors, n_meta = header.read("I"), header.read("Q"), header.read("Q")
     if n_tensors > _MOST or n_meta > _MOST:
@@ -171,7 +177,21 @@ def _read(file: Path, header: _Header, noun: str) -> ModelFile:
             "it again"
         )
         raise ModelError(msg)
-    return ModelFile(file, architecture, version, n_meta, n_tensors, meta, kinds, tensors)
+    records = (first, *map(record, _other_files(first.path, meta.get(_SPLITS))))
+    return ModelFile(file, architecture, version, n_meta, n_tensors, meta, kinds, tensors, records)
+
+
+def _other_files(first: Path, n_files: Any) -> list[Path]:
+    """Return the other files of a split model, named as llama.cpp names them."""
+    found = _FIRST.search(first.name)
+    if not isinstance(n_files, int) or n_files < 2 or found is None:
+        return []
+    if int(found[1]) != n_files or found.end() != len(first.name):
+        return []
+    begin = first.name[: found.start()]
+    return [
+        first.with_name(f"{begin}-{n:05d}-of-{n_files:05d}.gguf") for n in range(2, n_files + 1)
+    ]
 
 
 def _end_of_tensors(

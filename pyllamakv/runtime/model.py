@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import secrets
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pyllamakv import content_digest
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
 from pyllamakv.binding.protocol import (
@@ -32,7 +33,7 @@ from pyllamakv.runtime.memory_estimate import check_memory
 from pyllamakv.runtime.sampler import Sampler, params_from_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pyllamakv.binding.protocol import ModelHandle, ModelInfo, Native
     from pyllamakv.runtime.adapter import Adapter
@@ -69,6 +70,9 @@ class Model(LoadedModel, ClosedOnExit):
         self.life: Handle[Any] = Handle(
             handle, partial(free_quietly, native.model_free), "model", parent
         )
+        #: A random name of this object, in what is saved and restored within it.
+        self.origin = secrets.token_hex(8)
+        self._digest: str | None = None
         #: The properties of the model.
         self.info: ModelInfo = native.model_info(handle)
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -79,11 +83,17 @@ class Model(LoadedModel, ClosedOnExit):
         """Return the path of the file."""
         return self.file.path
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the file's metadata, equal for equal models."""
-        facts = repr((sorted(self.file.meta.items()), self.info.n_params, self.info.n_bytes))
-        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+    def digest(self, progress: Callable[[str, int, int | None], None] | None = None) -> str:
+        """Return the digest of all bytes of the model's files, 64 hexadecimal digits.
+
+        Everything that is kept outside of this object (saved sequences, stores, kept files) has it.
+        The first call reads the files, unless the data directory has their digest. ``progress`` is
+        called with a description, the bytes done, and their total. Raises ModelUnverified if a file
+        is gone, or changed after the load.
+        """
+        if self._digest is None:
+            self._digest = content_digest.compute(self.file.records, progress)
+        return self._digest
 
     def meta(self, key: str) -> str | None:
         """Return a metadata value of the file as text, or None."""
@@ -222,6 +232,7 @@ class Model(LoadedModel, ClosedOnExit):
         kv_keep: bool | KeepName = False,
         kv_huge: bool = False,
         adapters: Mapping[Adapter, float] | None = None,
+        accept_unverified_model: bool = False,
         guard: Literal["on", "off"] = "on",
     ) -> Context:
         """Create a context.
@@ -249,10 +260,13 @@ class Model(LoadedModel, ClosedOnExit):
         ``kv_backing`` is "heap", "mmap" or a path. ``kv_keep`` reuses the content of that file
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
         subclasses of KVFileError. ``adapters`` maps LoRA adapters to their scales, and is part of
-        the identity of a kept file: see `Context.set_adapters`. ``guard`` "off" disables all checks
-        and the rollback of failed decodes, only in a library opened with ``isolated=True``. Raises
-        UsageError or Unsupported (with the name of the parameter), NotEnoughMemory before any
-        allocation, or ContextError if the library refuses.
+        the identity of a kept file: see `Context.set_adapters`. A kept file is of one model, which
+        its digest identifies; with ``accept_unverified_model``, a file of an unverified model, or
+        of an earlier version, is used as well, and by a model that cannot be verified. ``guard``
+        "off" disables all checks and the rollback of failed decodes, only in a library opened with
+        ``isolated=True``. Raises UsageError or Unsupported (with the name of the parameter),
+        ModelUnverified for a kept file, NotEnoughMemory before any allocation, or ContextError if
+        the library refuses.
         """
         _ = self.life.raw
         arguments.choice("guard", guard, ("on", "off"))
@@ -263,6 +277,7 @@ class Model(LoadedModel, ClosedOnExit):
             )
             raise UsageError(msg)
         policy = checked(defrag_policy)
+        accept = arguments.flag("accept_unverified_model", accept_unverified_model)
         chosen = adapter.checked_adapters(self, {} if adapters is None else adapters)
         if defrag_costs is not None:
             arguments.instance("defrag_costs", defrag_costs, DefragCosts, "DefragCosts or None")
@@ -291,7 +306,7 @@ class Model(LoadedModel, ClosedOnExit):
             defrag_mover=defrag_mover,
             defrag_threads=defrag_threads,
             guard=guard == "on",
-            backing=choose(self, kv_backing, kv_keep, kv_huge, adapter.identify(chosen)),
+            backing=choose(self, kv_backing, kv_keep, kv_huge, chosen, accept=accept),
         )
         if self.on_host and not params.kv_backing:
             check_memory(self.info, params, uneven=self.file.has_partial_layers)
@@ -397,7 +412,8 @@ def load(
     _ = parent.raw
     file = check_file(path)
     try:
-        handle = native.model_load(str(Path(path).resolve()), params)
+        # The other files of a split model are next to a link, not next to what it points to.
+        handle = native.model_load(str(file.path.absolute()), params)
     except ModelError as error:
         msg = f"{error} (architecture {file.architecture!r})"
         raise ModelError(

@@ -243,21 +243,29 @@ class Sequence(ClosedOnExit):
             context.native.seq_div(context.handle, self.id, first, end, by)
             self._move(p0, p1, lambda p: p // divisor)
 
-    def save(self) -> bytes:
+    def save(self, *, portable: bool = True) -> bytes:
         """Return the tokens and their content of the cache, for `restore`.
 
-        Raises Unsupported if the build cannot save a sequence, and StateError if it fails.
+        A portable state contains the digest of the model's files, and fits every process that
+        loads them; see `Model.digest`. With ``portable=False``, it fits this `Model` object alone,
+        and needs no digest. If a file of the model has changed after the load, a warning is logged,
+        and the state is unverified. Raises Unsupported if the build cannot save a sequence, and
+        StateError if it fails.
         """
-        return state.save(self)
+        return state.save(self, portable=arguments.flag("portable", portable))
 
-    def restore(self, saved: bytes) -> None:
+    def restore(self, saved: bytes, *, accept_unverified_model: bool = False) -> None:
         """Replace the sequence by a result of `save` with the same model and cache types.
 
-        Raises StateError, with nothing changed, if the state does not fit.
+        A state of the same `Model` object needs no digest. ``accept_unverified_model`` accepts a
+        state of a model whose digest is unknown, or if that of this model is; a state with another
+        digest is always refused. Raises StateForeign or another StateError, with nothing changed,
+        if the state does not fit.
         """
+        accept = arguments.flag("accept_unverified_model", accept_unverified_model)
         if not isinstance(saved, bytes | bytearray | memoryview):
             raise arguments.wrong_type("saved", saved, "the bytes that Sequence.save() returned")
-        state.restore(self, bytes(saved))
+        state.restore(self, bytes(saved), accept_unverified_model=accept)
 
     @Uninterrupted()
     def close(self) -> None:

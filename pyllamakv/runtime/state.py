@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import NativeError, StateError, WorkerDied
-from pyllamakv.runtime import state_parser, state_slices
+from pyllamakv.content_digest import is_digest
+from pyllamakv.errors import ModelUnverified, NativeError, StateError, StateForeign, WorkerDied
+from pyllamakv.runtime import adapter, state_parser, state_slices
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -25,8 +28,12 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
 
+LOG = logging.getLogger("pyllamakv.runtime")
+
 _MAGIC = b"PLKSEQ1\n"
 _HEAD = struct.Struct("<8sII")
+_UNKNOWN = "it was saved for one Model object alone (portable=False), or by an earlier version"
+_UNVERIFIED = "unverified"
 _REFUSED = (
     "the library refused the state: it may belong to another release, be damaged, or the cache has "
     "no hole large enough; nothing was changed"
@@ -35,34 +42,45 @@ _REFUSED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSequence:
-    """An unpacked save: model and shape, tokens and positions (n,) int32, the library's bytes.
+    """An unpacked save: tokens and positions (n,) int32, the library's bytes, model and shape.
 
     ``first_moved`` is as in a `Ledger`.
     """
 
-    fits: dict[str, Any]
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
-    raw: bytes | memoryview
+    raw: bytes | memoryview = b""
     first_moved: int | None = None
+    fits: dict[str, Any] = field(default_factory=dict)
 
 
-def save(sequence: Sequence) -> bytes:
+def save(sequence: Sequence, *, portable: bool) -> bytes:
     """Return a sequence as bytes; `Sequence.save` describes it."""
     context = sequence.context
+    sequence.check(context)
+    identity = _identity(context) if portable else {}
+    if "unverified" in identity:
+        LOG.warning("a saved sequence is of an unverified model: %s", identity["unverified"])
     with context.lock:
         sequence.check(context)
         context.native.about.require(Capability.STATES, "save the state of a sequence")
         ledger = sequence.ledger
         raw = context.native.state_save(context.handle, sequence.id) if len(ledger) else b""
-        return pack(context, ledger, raw)
+        return pack(context, ledger, raw, identity)
 
 
-def pack(context: Context, ledger: Ledger, raw: bytes) -> bytes:
-    """Serialise a sequence's tokens and the library's state; `unpack` is the inverse."""
+def pack(
+    context: Context, ledger: Ledger, raw: bytes, identity: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """Serialise a sequence's tokens and the library's state; `unpack` is the inverse.
+
+    Without ``identity``, only the same `Model` object can restore it.
+    """
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
-    about = {"fits": compatibility(context), "tokens": len(ledger), "exact": ledger.first_moved}
+    applied = {"adapters": _UNVERIFIED if context.adapters_key else ""}
+    fits = {**shape(context), **applied, **identity, "origin": _origin(context)}
+    about = {"fits": fits, "tokens": len(ledger), "exact": ledger.first_moved}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
     return _HEAD.pack(_MAGIC, len(head), zlib.crc32(body)) + body
@@ -90,29 +108,65 @@ def unpack(saved: bytes) -> SavedSequence:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         msg = f"this saved sequence cannot be read: {error}"
         raise StateError(msg) from error
-    return SavedSequence(fits, tokens, positions, bytes(body[size + 8 * n :]), first_moved)
+    return SavedSequence(tokens, positions, bytes(body[size + 8 * n :]), first_moved, fits)
 
 
-def restore(sequence: Sequence, saved: bytes) -> None:
+def restore(sequence: Sequence, saved: bytes, *, accept_unverified_model: bool) -> None:
     """Restore a saved sequence: see `Sequence.restore`."""
-    load(sequence, unpack(saved))
+    content = unpack(saved)
+    sequence.check(sequence.context)
+    _check_fits(sequence.context, content.fits, accept=accept_unverified_model)
+    load(sequence, content)
+
+
+def _check_fits(context: Context, fits: dict[str, Any], *, accept: bool) -> None:
+    """Raise StateForeign unless a save is of this model, cache type and these adapters."""
+    here: dict[str, Any] = shape(context)
+    wrong = [key for key in here if fits.get(key) != here[key]]
+    if wrong:
+        shown = ", ".join(f"{key} {fits.get(key)} (here {here[key]})" for key in wrong)
+        msg = f"this saved sequence belongs to another model or cache: {shown}; nothing was changed"
+        raise StateForeign(msg, wrong)
+    if fits.get("origin") == _origin(context):
+        return
+    applied, there = _adapters(context), fits.get("adapters", "")
+    if there != applied or applied == _UNVERIFIED:
+        msg = (
+            f"this saved sequence was evaluated with other LoRA adapters: their digest is "
+            f"{there or 'none'}, here {applied or 'none'}; use the adapters and scales of the "
+            "save; nothing was changed"
+        )
+        raise StateForeign(msg, ("adapters",))
+    there = fits.get("digest")
+    known = is_digest(there)
+    if accept and not known:
+        return
+    own, path = _identity(context), context.model.path
+    if known and there == own["digest"]:
+        return
+    if known and is_digest(own["digest"]):
+        msg = (
+            f"this saved sequence is of another model: its digest is {there}, and that of {path} "
+            f"is {own['digest']}; load the model of the save; nothing was changed"
+        )
+        raise StateForeign(msg, ("digest",))
+    if accept:
+        return  # this model is unverified
+    why = own.get("unverified") if known else fits.get("unverified", _UNKNOWN)
+    msg = (
+        f"the model of this saved sequence cannot be compared with this one: {why} (digest of the "
+        f"save: {there if known else 'unknown'}, of {path}: {own['digest'] or 'unknown'}); if it "
+        "is the same model, pass accept_unverified_model=True; nothing was changed"
+    )
+    raise StateForeign(msg, ("digest",))
 
 
 def load(sequence: Sequence, content: SavedSequence) -> None:
-    """Replace a sequence by an unpacked save. Raises StateError, with nothing changed."""
+    """Replace a sequence by an unpacked save of its model. Raises StateError; nothing changes."""
     context = sequence.context
     with context.lock:
         sequence.check(context)
         context.native.about.require(Capability.STATES, "restore the state of a sequence")
-        here = compatibility(context)
-        wrong = [key for key in here if content.fits.get(key) != here[key]]
-        if wrong:
-            shown = ", ".join(f"{key} {content.fits.get(key)} (here {here[key]})" for key in wrong)
-            msg = (
-                f"this saved sequence belongs to another model or cache: {shown}; nothing was "
-                f"changed"
-            )
-            raise StateError(msg)
         n_vocab = context.model.info.n_vocab
         if ((content.tokens < 0) | (content.tokens >= n_vocab)).any():
             msg = f"this save has tokens outside [0, {n_vocab}); nothing was changed"
@@ -286,20 +340,40 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
     return free, largest
 
 
-def compatibility(context: Context) -> dict[str, Any]:
-    """Return what a save and a context must have in common: model, types, layout of V, adapters."""
+def _origin(context: Context) -> list[str]:
+    """Return what identifies model and adapters within the process, without reading their files."""
+    return [context.model.origin, context.adapters_key]
+
+
+def _identity(context: Context) -> dict[str, str]:
+    """Return the digests of model and adapters; with the reason, if the model is unverified."""
+    found = {"digest": "", "adapters": _adapters(context)}
+    try:
+        found["digest"] = context.model.digest()
+    except ModelUnverified as error:
+        found["unverified"] = str(error)
+    return found
+
+
+def _adapters(context: Context) -> str:
+    """Return the digest of the adapters, empty for none."""
+    try:
+        return adapter.digest(tuple(context.adapters.items()))
+    except ModelUnverified as error:
+        LOG.warning("the adapters of a sequence are unverified: %s", error)
+        return _UNVERIFIED
+
+
+def shape(context: Context) -> dict[str, Any]:
+    """Return what a save and a context must have in common besides the content of the model."""
     info, params = context.model.info, context.params
-    # Saves of earlier versions have no adapters.
-    adapters = {"adapters": context.adapters_key} if context.adapters_key else {}
     return {
         "n_vocab": info.n_vocab,
         "n_embd": info.n_embd,
         "n_layer": info.n_layer,
         "n_head_kv": info.n_head_kv,
         "n_params": info.n_params,
-        "model": context.model.fingerprint,
         "type_k": params.type_k,
         "type_v": params.type_v,
         "v_transposed": context.info.v_transposed,
-        **adapters,
     }

@@ -43,6 +43,8 @@ def gguf_bytes(
 
 
 def write_gguf(path: Path, **options: object) -> Path:
-    """Write such a file and return its path."""
-    path.write_bytes(gguf_bytes(**options))
+    """Write such a file and return its path; one with these bytes is left as it is."""
+    content = gguf_bytes(**options)
+    if not path.is_file() or path.read_bytes() != content:
+        path.write_bytes(content)
     return path
