@@ -75,7 +75,7 @@ def states(_folder: Path) -> Target:
         found = state.unpack(data)
         if len(found.tokens) != len(found.positions):
             raise WrongAnswer("a saved sequence has different numbers of positions and tokens")
-        return [len(found.tokens) > 0, found.exact is None]
+        return [len(found.tokens) > 0, found.first_moved is None]
 
     return Target(
         run, (_saved(b"raw"), _saved(b"")), (_HERE + "runtime.state",), post_process=summed
