@@ -97,7 +97,9 @@ def defragment(context: Context, error: NoKVSlot) -> bool:
         report = context.kv.defrag()
     except Unsupported:
         return False
-    LOGGER.info("defragmented: %s cells moved in %.6f s", report.cells, report.seconds)
+    LOGGER.info(
+        "defragmented (%s): %s cells moved in %.6f s", report.method, report.cells, report.seconds
+    )
     return True
 
 

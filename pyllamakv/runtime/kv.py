@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -24,14 +24,21 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.snapshot import KVStats
 
 
+#: How a defragmentation moved cells.
+DefragMethod = Literal["none", "in-place", "restore"]
+
+
 @dataclass(frozen=True, slots=True)
 class DefragReport:
     """The result of one defragmentation: runs, cells and bytes moved, batches of moves, graphs.
 
     A field is None if the build cannot report it. ``seconds`` is wall time, and ``plan_seconds``
     the part for the plan. ``scratch`` is the maximum of bytes beyond the cache that any
-    defragmentation of this context needed. If ``restored``, sequences were saved and restored, and
-    ``bytes`` is the size of their states.
+    defragmentation of this context needed.
+
+    ``method`` states how the cells moved: "none" (no cell had to move), "in-place" (the library
+    moved them) or "restore" (sequences were saved, removed and restored, and ``bytes`` is the size
+    of their states). ``refusal`` is the library's reason for not moving cells, None if it can.
     """
 
     moves: int | None
@@ -40,7 +47,8 @@ class DefragReport:
     passes: int | None
     graphs: int | None
     seconds: float
-    restored: bool = False
+    method: DefragMethod
+    refusal: str | None = None
     plan_seconds: float | None = None
     scratch: int | None = None
 
@@ -120,8 +128,9 @@ class KV:
         """Move the used cells together, so that the free cells form one hole.
 
         If the library cannot move cells, sequences are saved, removed and restored instead, unless
-        ``fallback`` is False. Raises Unsupported with the reason if neither is possible; the cache
-        is unchanged then. With ``defrag_trim``, the freed memory is returned to the system.
+        ``fallback`` is False; ``method`` and ``refusal`` of the report state this. Raises
+        Unsupported with the reason if neither is possible; the cache is unchanged then. With
+        ``defrag_trim``, the freed memory is returned to the system.
         """
         fallback = arguments.flag("fallback", fallback)
         with self._context.lock:
@@ -137,8 +146,17 @@ class KV:
     def _arrange(self, *, fallback: bool) -> DefragReport:
         context = self._context
         before = self.try_snapshot()
-        if not context.info.defrag and fallback and before is not None and before.streams:
-            return self._repack(before)
+        try:
+            return self._move(before)
+        except Unsupported as error:
+            if context.info.defrag or not fallback or before is None or not before.streams:
+                raise
+            refusal = str(error)
+        return self._repack(before, refusal)
+
+    def _move(self, before: Snapshot | None) -> DefragReport:
+        """Let the library move the cells. Raises Unsupported with nothing changed if it cannot."""
+        context = self._context
         if Capability.DEFRAG not in context.native.about.capabilities:
             msg = (
                 "this build cannot defragment this memory; a patched variant can where the "
@@ -158,17 +176,26 @@ class KV:
             passes=_known(raw.passes),
             graphs=_known(raw.graphs),
             seconds=raw.ns / 1e9,
+            method="none" if cells == 0 else "in-place",
             plan_seconds=None if raw.plan_ns < 0 else raw.plan_ns / 1e9,
             scratch=_known(raw.scratch_bytes),
         )
 
-    def _repack(self, before: Snapshot) -> DefragReport:
+    def _repack(self, before: Snapshot, refusal: str) -> DefragReport:
         begin = time.perf_counter()
         done = defrag_by_restore.repack(self._context, before)
         seconds = time.perf_counter() - begin
         found = before.moves_to(self._read())
-        restored = done.rounds > 0
-        return DefragReport(found.runs, found.cells, done.bytes, done.rounds, 0, seconds, restored)
+        return DefragReport(
+            moves=found.runs,
+            cells=found.cells,
+            bytes=done.bytes,
+            passes=done.rounds,
+            graphs=0,
+            seconds=seconds,
+            method="restore" if done.rounds else "none",
+            refusal=refusal,
+        )
 
     def update(self) -> None:
         """Apply pending shifts and pending copies between streams."""

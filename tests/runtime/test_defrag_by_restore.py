@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
         assert (now.k == old.k).all()
         assert (now.v == old.v).all()
     assert high.tokens == [20, 21, 22, 23, 24]
-    assert report.restored
+    assert report.method == "restore"
+    assert "cannot defragment this memory" in report.refusal
     assert (report.cells, report.passes, report.graphs) == (5, 1, 0)
     assert report.bytes == len(ctx.native.state_save(ctx.handle, high.id))
     ctx.decode([low.feed([7]), high.feed([8])])
@@ -62,6 +64,30 @@ def test_a_compact_cache_costs_nothing(tmp_path: Path) -> None:
     ctx.native.state_save = None
     report = ctx.kv.defrag()
     assert (report.cells, report.moves, report.bytes, report.passes) == (0, 0, 0, 0)
+    assert report.method == "none"
+
+
+def test_the_report_states_how_cells_moved(tmp_path: Path) -> None:
+    """A library that moves cells is "in-place"; one that refuses this memory names its reason."""
+    ctx = kit.context(tmp_path, {"contiguous": False})
+    sparse(ctx)
+    report = ctx.kv.defrag()
+    assert (report.method, report.refusal, report.cells) == ("in-place", None, 5)
+    assert ctx.kv.defrag().method == "none"
+    ctx = kit.context(tmp_path, {"contiguous": False})
+    sparse(ctx)
+    ctx.native.defrag = lambda _: refused("cell indexes are kept elsewhere")
+    ctx.info = replace(ctx.info, defrag=False)
+    report = ctx.kv.defrag()
+    assert (report.method, report.refusal) == ("restore", "cell indexes are kept elsewhere")
+    ctx.info = replace(ctx.info, defrag=True)
+    with pytest.raises(Unsupported, match="kept elsewhere"):
+        ctx.kv.defrag()
+
+
+def refused(reason: str) -> NoReturn:
+    """Refuse a defragmentation, as a library does."""
+    raise Unsupported(reason, "DEFRAG")
 
 
 def test_shared_cells_are_refused(tmp_path: Path) -> None:
