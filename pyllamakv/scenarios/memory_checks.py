@@ -35,12 +35,19 @@ GARBAGE = (b"\0", b"\1\0\0\0" * 16, bytes(range(256)))
 
 
 def exercise_memory(
-    lab: Lab, player: Player, *, window: int = 0, rows: bool = True, shifts: bool = True
+    lab: Lab,
+    player: Player,
+    *,
+    window: int = 0,
+    rows: bool = True,
+    shifts: bool = True,
+    moves: bool = True,
 ) -> None:
     """Decode, copy, trim, shift, save, restore, defragment; invalid input must be refused.
 
     With ``rows`` False, rows are not compared, for memory whose states contain more than rows. With
-    ``shifts`` False, nothing is shifted, for memory in which llama.cpp aborts.
+    ``shifts`` False, nothing is shifted, for memory in which llama.cpp aborts. With ``moves``, the
+    patches claim to move the cells of this memory in place: the library must not refuse.
     """
     verify = partial(verify_memory, lab, player, window, rows=rows)
     done: dict[str, bool] = {}
@@ -66,9 +73,14 @@ def exercise_memory(
     verify()
     player.fill({0: 24})
     player.remove(1)
-    if player.info.defrag:
+    claimed = moves and bool(lab.native.about.capabilities & Capability.DEFRAG_OPTIONS)
+    if player.info.defrag or claimed:
         with player.unchanged(window=window) if rows else nullcontext():
             done["defragmented"] = supported(player.defrag)
+        lab.expect(
+            done["defragmented"] or not claimed,
+            "the patches move the cells of this memory, but the library refused",
+        )
     verify()
     if player.ledger.streams:
         # llama.cpp's `keep` affects one stream only, so remove the other sequences one by one.

@@ -127,9 +127,12 @@ class Reference:
         params = replace(
             player.params, n_ctx=cells, swa_full=True, kv_backing=0, kv_path=None, kv_keep=0
         )
+        if self._spares or self._may_lose:
+            # In one micro-batch: between two, no other sequence owns the cells of the first one,
+            # and the slot of the second one may remove what the first one sees.
+            params = replace(params, n_ubatch=params.n_batch)
         if self._spares:
-            # In one micro-batch: between two, no sequence owned the cells of the first one.
-            params = replace(params, n_ubatch=params.n_batch, n_seq_max=params.n_seq_max + 1)
+            params = replace(params, n_seq_max=params.n_seq_max + 1)
         return player.native.context_new(player.model, params)
 
     def _grow(self) -> None:

@@ -32,7 +32,7 @@ def run(lab: Lab) -> None:
         f"{len(warnings)} warnings that the cache is on the heap: {warnings}",
     )
     require_deterministic(lab, player)
-    exercise_memory(lab, player, window=WINDOW, rows=False)
+    exercise_memory(lab, player, window=WINDOW, rows=False, moves=False)
     player.fill({0: 150, 2: 70}, interleave=True)
     # The source of a copy ends before the next decode.
     player.copy(0, 3)

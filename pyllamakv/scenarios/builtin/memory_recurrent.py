@@ -26,7 +26,7 @@ def run(lab: Lab) -> None:
     lab.expect(counted is None, f"a memory without cells reports counters: {counted}")
     _no_cells_to_move(lab, player)
     require_deterministic(lab, player)
-    exercise_memory(lab, player)
+    exercise_memory(lab, player, moves=False)
     lab.note(split=supported(lambda: player.decode({0: 160})))
     verify_memory(lab, player)
     if player.native.about.probes.get("rollback") == "patched":
