@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
+#: Methods of an array that change it.
+_IN_PLACE = frozenset(
+    ("fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort")
+)
+
+
 class _View(NDArrayOperatorsMixin):
-    """A view of results of a decode, valid until the next one."""
+    """A read-only array of results of a decode, valid until the next one.
+
+    Attributes and methods are those of a numpy array, and work on a read-only copy. A later decode
+    writes into the memory of the view, so no array that this class returns shares it.
+    """
 
     __slots__ = ("_context", "_epoch", "_lock", "_values")
     #: What the view shows, for messages.
@@ -50,6 +60,16 @@ class _View(NDArrayOperatorsMixin):
         """Return an independent array."""
         return self._read().copy()
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg)
+        if name in _IN_PLACE:
+            raise self._read_only()
+        values = self.copy()
+        values.flags.writeable = False
+        return getattr(values, name)
+
     def __len__(self) -> int:
         return len(self._values)
 
@@ -57,7 +77,10 @@ class _View(NDArrayOperatorsMixin):
         found = self._read()[index]
         return found.copy() if isinstance(found, np.ndarray) else found
 
-    def __iter__(self) -> Iterator[np.float32]:
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._read_only()
+
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.copy())
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Any:
@@ -67,8 +90,14 @@ class _View(NDArrayOperatorsMixin):
         return np.array(self._read(), dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        changed = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        if any(isinstance(each, _View) for each in changed):
+            raise self._read_only()
         plain = [each._read() if isinstance(each, _View) else each for each in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return self.copy().__reduce__()  # copy, deepcopy and pickle make an array
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.shape}{', stale' if self.stale else ''}>"
@@ -84,20 +113,28 @@ class _View(NDArrayOperatorsMixin):
             raise StaleLogits(msg)
         return self._values
 
+    def _read_only(self) -> UsageError:
+        msg = (
+            f"{self._noun} are read-only, because the next decode overwrites them: change a copy, "
+            f"np.array({self._noun})"
+        )
+        return UsageError(msg)
+
 
 class Logits(_View):
     """A view of the logits (n_vocab,) float32 of one row of the last batch, without a copy.
 
-    Indexing, numpy functions and operators read it and return new objects. A read raises
-    StaleLogits after a later decode, and Closed after the context was closed. `copy` returns a
-    permanent array.
+    Indexing, operators, functions of numpy and methods of an array (``max``, ``astype``) read it
+    and return new objects. A read raises StaleLogits after a later decode, and Closed after the
+    context was closed. `copy` and ``np.array`` return a permanent array. Changes in place raise
+    UsageError.
     """
 
     __slots__ = ()
 
-    def argmax(self) -> int:
+    def argmax(self, axis: int | None = None) -> int:
         """Return the most likely token, the lowest id of equal ones."""
-        return int(self._read().argmax())
+        return int(self._read().argmax(axis))  # without a copy: for every sampled token
 
     def top(self, n: int = 5) -> list[tuple[int, float]]:
         """Return the ``n`` most likely tokens with their logits, best first."""
@@ -110,14 +147,11 @@ class Logits(_View):
 class LogitsRows(_View):
     """A view of the logits (n, n_vocab) float32 of all rows of the last batch.
 
-    Reads work, and become stale, as with `Logits`.
+    Reads work, and become stale, as with `Logits`: ``argmax(axis=1)`` (n,) is the most likely token
+    of each row.
     """
 
     __slots__ = ()
-
-    def argmax(self) -> NDArray[np.int32]:
-        """Return the most likely token of each row (n,), the lowest id of equal ones."""
-        return np.asarray(self._read().argmax(axis=1), dtype=np.int32)
 
 
 class Embedding(_View):

@@ -376,7 +376,7 @@ class NumpySampler(SampledAhead):
         rows = context.logits_all()
         check_single_sequence(uses_penalties(self.params), len(rows))
         if self.params.temperature <= 0 and not uses_penalties(self.params):
-            found: list[int] = rows.argmax().tolist()
+            found: list[int] = rows.argmax(axis=1).tolist()
             return found
         return [self._take(row) for row in rows.copy()]
 

@@ -395,7 +395,7 @@ def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
                 if way == "together":
                     ctx.step_all(lanes, tokens)
                     tokens = sampler.sample_all(ctx)
-                    assert tokens == ctx.logits_all().argmax().tolist()
+                    assert tokens == ctx.logits_all().argmax(axis=1).tolist()
                 else:
                     chosen = []
                     for lane, token in zip(lanes, tokens, strict=True):

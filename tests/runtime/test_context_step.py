@@ -131,11 +131,11 @@ def test_rows_become_stale_as_single_logits_do(tmp_path: Path) -> None:
     ctx.decode([a.feed([1, 2]), b.feed([3, 4], logits="all")])
     rows = ctx.logits_all()
     assert rows.shape == (3, ctx.n_vocab)
-    assert rows.argmax().tolist() == [ctx.logits(place).argmax() for place in (1, 2, 3)]
+    assert rows.argmax(axis=1).tolist() == [ctx.logits(place).argmax() for place in (1, 2, 3)]
     kept = rows.copy()
     ctx.step(a, 5)
     assert rows.stale
-    for read in (rows.argmax, rows.copy, lambda: rows[0]):
+    for read in (lambda: rows.argmax(axis=1), rows.copy, lambda: rows[0]):
         with pytest.raises(StaleLogits):
             read()
     assert kept.shape == (3, ctx.n_vocab)
@@ -151,7 +151,7 @@ def test_all_places_are_picked_as_one_by_one(tmp_path: Path, temperature: float)
     one, many = NumpySampler(params), NumpySampler(params)
     assert many.sample_all(ctx) == [one.sample(ctx, place) for place in range(3)]
     with ctx.model.sampler() as sampler:
-        assert sampler.sample_all(ctx) == ctx.logits_all().argmax().tolist()
+        assert sampler.sample_all(ctx) == ctx.logits_all().argmax(axis=1).tolist()
 
 
 def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import pickle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +28,11 @@ READS = [
     lambda x: np.max(x),
     lambda x: list(x),
     lambda x: x == x,
+    lambda x: x.max(),
+    lambda x: x.astype(np.float64),
+    lambda x: x.tolist(),
+    lambda x: x.ndim,
+    lambda x: copy.deepcopy(x),
 ]
 
 
@@ -71,20 +79,69 @@ def test_the_end_of_the_context_is_said(tmp_path: Path) -> None:
         logits.copy()
 
 
-def test_they_cannot_be_written(tmp_path: Path) -> None:
-    """Check that what indexing gives is the caller's own, and the view is read-only."""
+CHANGES = [
+    lambda x: operator.iadd(x, 1),
+    lambda x: np.exp(x, out=x),
+    lambda x: np.add.at(x, 0, 1),
+    lambda x: np.clip(x, 0, 1, out=x),
+    lambda x: np.put(x, 0, 1),
+    lambda x: operator.setitem(x, 0, 1),
+    lambda x: x.sort(),
+    lambda x: x.fill(0),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
+    """A write into the memory of the library would change what the sampler in C reads."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    for view in (ctx.logits(), ctx.logits_all()):
+        before = view.copy()
+        with pytest.raises(UsageError, match=r"read-only.*np\.array\(logits\)"):
+            change(view)
+        assert np.array_equal(view, before)
+
+
+def test_they_share_no_memory_with_results(tmp_path: Path) -> None:
+    """A slice is an array of its own, and a result that is a view of its array is read-only."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
     logits = ctx.logits()
     part = logits[:3]
     part[:] = 7
     assert logits[0] == 0
-    with pytest.raises(TypeError):
-        logits[0] = 1
+    memory = logits._values
+    for found in (logits.T, logits.reshape(-1, 1), logits.astype(np.float32, copy=False), part):
+        assert not np.shares_memory(found, memory)
     with pytest.raises(ValueError, match="only be copied"):
         np.asarray(logits, copy=False) if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else (
             logits.__array__(copy=False)
         )
+
+
+ARRAY = [
+    lambda x: x.max(axis=-1), lambda x: x.sum(), lambda x: x.mean(), lambda x: x.std(),
+    lambda x: x.ndim, lambda x: x.size, lambda x: x.shape, lambda x: x.tolist(),
+    lambda x: x.astype(np.float16), lambda x: x.argmax(), lambda x: x.argmax(axis=-1),
+    lambda x: np.argmax(x), lambda x: np.argmax(x, axis=-1), lambda x: x.argsort(),
+    lambda x: np.sort(x), lambda x: np.exp(x), lambda x: np.logaddexp.reduce(x, axis=-1),
+    lambda x: np.where(x > 1, x, 0), lambda x: x.T, lambda x: np.float32(2) * x, lambda x: -x,
+    lambda x: np.array(x), lambda x: copy.copy(x), lambda x: pickle.loads(pickle.dumps(x)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", ARRAY)
+def test_they_behave_as_an_array(tmp_path: Path, read) -> None:
+    """One row and all rows, with the same values and types as an array of numpy."""
+    ctx = kit.context(tmp_path)
+    ctx.decode(ctx.sequence().feed([1, 2, 3], logits="all"))
+    for view in (ctx.logits(), ctx.logits_all()):
+        found, expected = read(view), read(np.array(view))
+        assert np.array_equal(found, expected)
+        assert np.asarray(found).dtype == np.asarray(expected).dtype
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ctx.logits().nothing
 
 
 def test_places_without_logits_are_refused(tmp_path: Path) -> None:
