@@ -795,7 +795,7 @@ class Local:
     def sampler_new(self, model: ModelHandle, params: SamplerParams) -> SamplerHandle:
         """Create a sampler over a model's vocabulary."""
         raw = struct("plk_sampler_params")
-        alive = fill(raw, params)
+        alive = fill(raw, params.seeded())
         bias: list[Any] = list(params.logit_bias)  # pairs, after the checks of its class
         alive += (
             ffi.new("int32_t[]", [token for token, _ in bias]),

@@ -9,8 +9,9 @@ own `Local`; the classes of `pyllamakv.runtime` use either.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, Final, NewType, Protocol
 
@@ -38,9 +39,10 @@ _CONTEXT: Final = (
     (0, 2, "kv_keep"),
     (-1, 4, "pooling"),
 )
+#: The largest seed of a sampler.
+_MAX_SEED: Final = 2**32 - 2
 #: Limits of `SamplerParams`. A new sampler allocates memory for the last n tokens.
 _SAMPLER: Final = (
-    (0, 2**32 - 1, "seed"),
     (-1, arguments.INT32, "top_k"),
     (0, 1 << 20, "penalty_last_n dry_penalty_last_n"),
     (1, 1 << 20, "dry_allowed_length"),
@@ -495,14 +497,15 @@ class SamplerParams:
     penalizes tokens that extend a repetition of more than ``dry_allowed_length`` tokens;
     ``dry_breakers`` are strings that no repetition crosses. ``dynatemp_range`` is added to and
     subtracted from the temperature, by the entropy. ``grammar`` is a text in GBNF with a rule
-    ``root``. llama.cpp draws a random seed in place of ``seed`` 2**32 - 1.
+    ``root``. Samplers with equal parameters and an equal ``seed`` choose equal tokens from equal
+    logits; with None, each sampler draws a random seed.
 
     These values turn a sampler off: ``top_k`` 0 and -1, ``top_p`` and ``typical_p`` 1,
     ``penalty_repeat`` 1, and 0 for the others. Raises UsageError for mirostat and adaptive_target
     at temperature 0, and for a parameter of a sampler that ``samplers`` does not name.
     """
 
-    seed: int = 0
+    seed: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -532,6 +535,8 @@ class SamplerParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        # llama.cpp draws another seed for each sampler in place of the largest number.
+        _put(self, "seed", arguments.whole_or_none("seed", self.seed, 0, _MAX_SEED))
         for low, high, names in _SAMPLER:
             _check(self, arguments.integer, names, low, high)
         for least, most, names in _SAMPLER_NUMBERS:
@@ -578,6 +583,12 @@ class SamplerParams:
             "temperature": self.temperature not in (0.0, 1.0) or self.dynatemp_range > 0,
         }
         return {name for name, active in on.items() if active}
+
+    def seeded(self) -> SamplerParams:
+        """Return these parameters with a seed, a random one in place of None."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=int.from_bytes(os.urandom(4), "little") % (_MAX_SEED + 1))
 
     @property
     def keeps_history(self) -> bool:

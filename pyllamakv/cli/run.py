@@ -44,7 +44,10 @@ def command(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, max=2**32 - 2, help="Random seed; default: a new one."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Record a trace to this file.")
     ] = None,

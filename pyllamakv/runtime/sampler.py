@@ -185,7 +185,11 @@ class Sampler(SampledAhead, ClosedOnExit):
         top_logprobs: int | None = None,
     ) -> None:
         arguments.instance("model", model, LoadedModel, "a Model")
-        self.params = check_params(params)
+        if json_schema is not None and getattr(params, "grammar", None) is not None:
+            msg = "grammar and json_schema both restrict the text; pass one of them"
+            raise UsageError(msg)
+        #: The parameters in effect, with the seed.
+        self.params = params = check_params(params).seeded()
         _check_capabilities(params, model.native.about.capabilities)
         self.processors = list(arguments.items("processors", processors, "functions"))
         for each in self.processors:
@@ -348,7 +352,8 @@ class NumpySampler(SampledAhead):
     """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
 
     def __init__(self, params: SamplerParams | None = None) -> None:
-        self.params = SamplerParams() if params is None else check_params(params)
+        #: The parameters in effect, with the seed.
+        self.params = (SamplerParams() if params is None else check_params(params)).seeded()
         more = [each for each in self.params.needs if each != Capability.SAMPLER]
         if more or self.params.logit_bias:
             name = (more[0].name or "") if more else "SAMPLER"

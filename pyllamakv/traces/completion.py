@@ -39,7 +39,7 @@ def complete_prompts(
     max_tokens: int = 64,
     n_ctx: int = 0,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     trace: Path | None = None,
     **options: Any,
 ) -> tuple[list[Completion], dict[str, Any]]:

@@ -126,7 +126,7 @@ def test_any_value_can_be_shown() -> None:
         *((ModelParams, {"n_gpu_layers": wrong}) for wrong in (-1, 2**31, 1.0, True, None)),
         *((ModelParams, {name: 1}) for name in ("use_mmap", "use_mlock", "vocab_only")),
         *((ModelParams, {name: b"a"}) for name in ("rpc_servers", "devices")),
-        *((SamplerParams, {"seed": wrong}) for wrong in (-1, 2**32, 1.5, None)),
+        *((SamplerParams, {"seed": wrong}) for wrong in (-1, 2**32 - 1, 1.5)),
         *((SamplerParams, {"temperature": wrong}) for wrong in (-1.0, NAN, INF, 1e300, "1")),
         *((SamplerParams, {name: 1.1}) for name in ("top_p", "min_p", "top_k")),
         *((SamplerParams, {"penalty_last_n": wrong}) for wrong in (-1, 2**31 - 1, 1.0)),

@@ -13,6 +13,7 @@ from fakes.simulated import ALL
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.errors import Closed, NoTokenAllowed, Unsupported, UsageError
 from pyllamakv.runtime.sampler import NumpySampler, token_logprobs
@@ -268,6 +269,27 @@ def test_bad_processors_are_named(tmp_path: Path) -> None:
     ):
         sampler.sample(ctx)
     assert sampler.logprobs == []
+
+
+def test_a_seed_repeats_and_no_seed_is_random(tmp_path: Path) -> None:
+    """The seed that a sampler drew is in its parameters, for a repetition."""
+    options = {"temperature": 1.0}
+    first, second = (kv.NumpySampler(kv.SamplerParams(**options)) for _ in range(2))
+    again = kv.NumpySampler(first.params)
+    logits = np.zeros(1000, np.float32)
+    draws = [
+        [each.sample_logits(logits.copy()) for _ in range(8)] for each in (first, second, again)
+    ]
+    assert draws[0] == draws[2] != draws[1]
+    first.reset()
+    assert first.sample_logits(logits.copy()) == draws[0][0]
+    model = kit.model(tmp_path)
+    with model.sampler() as one, model.sampler() as other, model.sampler(seed=7) as chosen:
+        assert one.params.seed != other.params.seed
+        assert chosen.params.seed == 7
+        assert repr(chosen) == "<Sampler seed=7>"
+    assert repr(chosen) == "<Sampler closed>"
+    assert kv.SamplerParams().seed is None
 
 
 def test_accepted_tokens_are_checked(tmp_path: Path) -> None:
