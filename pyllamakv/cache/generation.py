@@ -15,7 +15,7 @@ from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.generated_text import GeneratedText
-from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler
+from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler, sample_token
 from pyllamakv.runtime.stop_strings import check_stop_strings
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Generation(GeneratedText):
     def sample_token(self, context: Context) -> bool:
         """Sample a token with the own sampler and accept it. An error of the sampler ends it."""
         try:
-            token = self.sampler.sample(context, self.ledger.logits_at)
+            token = sample_token(self.sampler, context, self.ledger.logits_at)
         except Exception as error:
             self.end("failed", error)
             return False

@@ -48,6 +48,7 @@ from pyllamakv.runtime.sampler import (
     Sampler,
     check_sampler,
     make_sampler,
+    sample_token,
     sampler_option,
 )
 from pyllamakv.runtime.sequence import Sequence, checked
@@ -837,7 +838,7 @@ class Context(ClosedOnExit):
             while not output.done:
                 if token < 0:
                     self._refresh(sequence)
-                    token = picker.sample(self, sequence.ledger.logits_at)
+                    token = sample_token(picker, self, sequence.ledger.logits_at)
                     mark = sequence.ledger.marks[-1]
                 if output.is_end(token):
                     token = -1
@@ -851,7 +852,7 @@ class Context(ClosedOnExit):
                 if output.accept_token(decoded):
                     # Sample the next token before the caller gets this one and possibly decodes
                     # others.
-                    token, mark = picker.sample(self), sequence.ledger.marks[-1]
+                    token, mark = sample_token(picker, self), sequence.ledger.marks[-1]
                 for part in output.parts(yielded):
                     yielded += 1
                     yield part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,6 +84,15 @@ def check_sampler(sampler: Any) -> None:
         raise arguments.wrong_type("sampler", sampler, expected)
 
 
+def sample_token(sampler: TokenSampler, context: Context, index: int = -1) -> int:
+    """Return a token of a sampler; raise UsageError if it returns anything else."""
+    token = sampler.sample(context, index)
+    if type(token) is not int or not 0 <= token < context.n_vocab:
+        name = f"the result of {type(sampler).__name__}.sample"
+        token = arguments.integer(name, token, 0, context.n_vocab - 1)
+    return token
+
+
 def context_lock(context: Context) -> Handle[Any]:
     """Return the lock of a context; raise ArgumentTypeError for another object."""
     try:
@@ -98,7 +107,8 @@ class LogitsProcessor(Protocol):
     def __call__(self, tokens: list[int], logits: NDArray[np.float32]) -> None:
         """Change ``logits`` (n_vocab,) in place; -inf excludes a token.
 
-        ``tokens`` were sampled since the sampler was created or reset.
+        ``tokens`` were sampled since the sampler was created or reset. A result other than None
+        raises UsageError.
         """
 
 
@@ -172,7 +182,8 @@ class Sampler(SampledAhead, ClosedOnExit):
     ``processors`` are called in order before each choice, the one for ``json_schema`` last. With
     ``top_logprobs``, `logprobs` has an entry for each sampled token, with this number of most
     likely tokens. Either makes it a sampler of one sequence. Raises Unsupported, with the
-    capability, for a sampler that the build lacks; GrammarError; SchemaError.
+    capability, for a sampler that the build lacks; GrammarError; SchemaError; UsageError for a
+    grammar together with ``json_schema``.
     """
 
     def __init__(
@@ -250,7 +261,13 @@ class Sampler(SampledAhead, ClosedOnExit):
             raise UsageError(msg)
         changed = logits.copy() if self.processors else logits
         for process in self.processors:
-            process(self._tokens, changed)
+            result = process(self._tokens, changed)
+            if result is not None:
+                msg = (
+                    "a processor must change the logits in place and return None, not "
+                    f"{arguments.shown(result)}: write logits[...] = scores"
+                )
+                raise UsageError(msg)
         if self.processors and not (changed < np.inf).all():
             msg = "a processor set a logit to nan or inf: expected finite numbers and -inf"
             raise UsageError(msg)
@@ -335,6 +352,20 @@ class Sampler(SampledAhead, ClosedOnExit):
         """Free the sampler; further use raises Closed."""
         self.life.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self.life.closed else _changed_options(self.params)
+        return f"<Sampler {state}>"
+
+
+def _changed_options(params: SamplerParams) -> str:
+    """Return the options that differ from their defaults, and the seed."""
+    changed = {
+        each.name: value
+        for each in fields(params)
+        if (value := getattr(params, each.name)) != each.default
+    }
+    return ", ".join(f"{name}={arguments.shown(value)}" for name, value in changed.items())
+
 
 def _check_capabilities(params: SamplerParams, there: Capability) -> None:
     """Raise Unsupported if a build lacks a sampler that is on."""
@@ -384,6 +415,9 @@ class NumpySampler(SampledAhead):
             found: list[int] = rows.argmax(axis=1).tolist()
             return found
         return [self._take(row) for row in rows.copy()]
+
+    def __repr__(self) -> str:
+        return f"<NumpySampler {_changed_options(self.params)}>"
 
     def _take(self, logits: NDArray[np.float32]) -> int:
         token = self.sample_logits(logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis_profile  # noqa: F401
 import numpy as np
@@ -269,6 +269,46 @@ def test_bad_processors_are_named(tmp_path: Path) -> None:
     ):
         sampler.sample(ctx)
     assert sampler.logprobs == []
+
+
+def test_a_processor_that_returns_scores_is_refused(tmp_path: Path) -> None:
+    """Those of other libraries return the scores; without the error, they would have no effect."""
+    ctx = kit.context(tmp_path)
+    ctx.step(ctx.sequence(), 5)
+    with (
+        ctx.model.sampler(processors=[lambda tokens, logits: logits + 1]) as sampler,
+        pytest.raises(UsageError, match="in place and return None, not an array"),
+    ):
+        sampler.sample(ctx)
+
+
+@pytest.mark.parametrize("wrong", [None, "5", 5.0, -1, 10**6])
+def test_a_sampler_that_returns_no_token_is_named(tmp_path: Path, wrong: object) -> None:
+    """In a generation of a context and of a batcher; the sequence keeps its tokens."""
+
+    class Wrong:
+        def sample(self, context: kv.Context, index: int = -1) -> Any:
+            return wrong
+
+    ctx = kit.context(tmp_path)
+    a = ctx.sequence()
+    ctx.step(a, 5)
+    expected = r"the result of Wrong\.sample must be a whole number from 0 to"
+    with pytest.raises(UsageError, match=expected):
+        next(ctx.generate(a, 3, Wrong()))
+    assert a.tokens == [5]
+    a.close()
+    with kv.SlotCache(ctx) as cache, kv.Batcher(cache) as batcher:
+        one = batcher.submit([1, 2], 3, sampler=Wrong())
+        with pytest.raises(UsageError, match=expected):
+            one.result()
+        assert one.finish_reason == "failed"
+
+
+def test_a_grammar_with_a_schema_is_refused(tmp_path: Path) -> None:
+    """Both restrict the text; together they may allow none."""
+    with pytest.raises(UsageError, match="grammar and json_schema both"):
+        kit.model(tmp_path).sampler(grammar='root ::= "a"', json_schema={"type": "object"})
 
 
 def test_a_seed_repeats_and_no_seed_is_random(tmp_path: Path) -> None:
