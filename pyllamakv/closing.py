@@ -1,15 +1,30 @@
-"""A base for objects with `close()` that are used in a `with` statement."""
+"""Bases for objects that own a resource: used in a `with` statement, and never copied."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from pyllamakv.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-class ClosedOnExit(ABC):
+class NotCopied:
+    """Refuse `copy`, `deepcopy` and `pickle`: a copy would use what the original closes."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        msg = (
+            f"a {type(self).__name__} cannot be copied or pickled, because it owns native memory, "
+            "files or threads: use the object itself, or create another one"
+        )
+        raise ArgumentTypeError(msg)
+
+
+class ClosedOnExit(NotCopied, ABC):
     """Call `close()` at the end of a `with` block. Subclasses define `close()`."""
 
     @abstractmethod

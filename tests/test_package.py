@@ -20,6 +20,14 @@ def test_every_public_name_is_there() -> None:
         _ = pyllamakv.nothing
 
 
+def test_every_public_object_has_a_repr() -> None:
+    """Also those that own handles: the default shows only an address."""
+    public = [getattr(pyllamakv, name) for name in pyllamakv.__all__]
+    classes = [each for each in public if isinstance(each, type)]
+    without = [each.__name__ for each in classes if each.__repr__ is object.__repr__]
+    assert without == ["Cache", "CacheManager", "Lease"], "only protocols"
+
+
 def test_the_import_loads_nothing_heavy() -> None:
     """Check that neither numpy nor cffi nor git comes with `import pyllamakv`."""
     code = (

@@ -15,6 +15,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Busy, Closed, WorkerDied
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class _Node(Generic[Raw]):
                 self.parent.children.remove(self)  # type: ignore[arg-type]
 
 
-class Handle(Generic[Raw]):
+class Handle(NotCopied, Generic[Raw]):
     """Own one native object: a library, a model, a context or a sampler."""
 
     _node: _Node[Raw]

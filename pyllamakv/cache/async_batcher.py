@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyllamakv.cache.batcher import MAX_WAIT, Batcher
 from pyllamakv.cache.generation import Generation
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Closed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class AsyncBatcher:
+class AsyncBatcher(NotCopied):
     """Generate for several tasks at once, with the sequences of a cache manager.
 
     The arguments are those of `Batcher`. A thread of its own uses the context from the first call
@@ -76,6 +77,9 @@ class AsyncBatcher:
         for each in tuple(self._live):
             each.cancel()  # ends the running decode
         await asyncio.to_thread(thread.join)
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._batcher)[1:]}"
 
     async def __aenter__(self) -> Self:
         return self
@@ -140,7 +144,7 @@ class AsyncBatcher:
         self._live = [each for each in self._live if not each.generation.done]
 
 
-class AsyncGeneration:
+class AsyncGeneration(NotCopied):
     """The text that continues a prompt. `AsyncBatcher.submit` creates it.
 
     ``async for`` yields the text from its start, and raises the error of a failure. Leaving the

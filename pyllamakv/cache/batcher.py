@@ -190,6 +190,12 @@ class Batcher(ClosedOnExit):
         )  # fmt: skip
 
     def interrupt(self, generation: Generation) -> None:
+    def __repr__(self) -> str:
+        queue = self._queue
+        return (
+            f"<Batcher of {self.manager!r}, {len(queue.active)} active, {len(queue.waiting)} wait>"
+        )
+
         """Cancel the running decode if it includes this generation. Thread-safe."""
         arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:

@@ -12,6 +12,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_states import checked_positions
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.generated_text import GeneratedText
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sequence import Sequence
 
 
-class Generation(GeneratedText):
+class Generation(NotCopied, GeneratedText):
     """The text that continues a prompt. `Batcher.submit` creates it.
 
     Iteration runs steps of the batcher, for all its generations, until this one has more text.

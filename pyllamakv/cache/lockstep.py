@@ -38,6 +38,9 @@ class LockstepCache(ClosedOnExit):
         # Caches that cannot be rewound come last: after they succeed, no other cache can fail.
         self._order = sorted(self.caches, key=_keeps_no_past)
 
+    def __repr__(self) -> str:
+        return f"<LockstepCache of {', '.join(map(repr, self.caches))}>"
+
     def length(self, sequence: int) -> int:
         """Return the position of the sequence's next token."""
         return self.caches[0].length(self._checked(sequence))

@@ -22,7 +22,7 @@ from pyllamakv.cache.prefix_states import StatePoints
 from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
-from pyllamakv.closing import ClosedOnExit
+from pyllamakv.closing import ClosedOnExit, NotCopied
 from pyllamakv.errors import (
     BudgetTooSmall,
     Cancelled,
@@ -564,7 +564,7 @@ class PrefixCache(ClosedOnExit):
 LOOKAHEAD_TOKENS = 64
 
 
-class PrefixLease:
+class PrefixLease(NotCopied):
     """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases."""
 
     def __init__(
@@ -766,7 +766,7 @@ class PrefixLease:
         return f"<PrefixLease {state}, {self.cached} cached, {len(self.rest)} to decode>"
 
 
-class ParkedPrefix:
+class ParkedPrefix(NotCopied):
     """A branch of a prefix cache that is kept for a lease. `PrefixLease.park` creates it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.prefix_states import StatePoints, StateStore
 from pyllamakv.cache.prefix_tree import tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
-from pyllamakv.closing import ClosedOnExit
+from pyllamakv.closing import ClosedOnExit, NotCopied
 from pyllamakv.errors import (
     Closed,
     KVCacheFull,
@@ -596,7 +596,7 @@ class Slot:
         return length
 
 
-class SlotLease:
+class SlotLease(NotCopied):
     """A slot for one prompt, from `SlotCache.acquire`, which a ``with`` block releases.
 
     ``cached`` is the number of the prompt's tokens that the slot has already, and ``rest`` are the
@@ -758,7 +758,7 @@ class SlotLease:
         self._cache.discard(slot, keep, discard)
 
 
-class ParkedSlot:
+class ParkedSlot(NotCopied):
     """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
 
     def __init__(self, cache: SlotCache, slot: Slot, keep: int, points: StatePoints | None) -> None:

@@ -62,6 +62,10 @@ class Batch:
         self._logits: list[bool] = []
         self._arrays: BatchArrays | None = None
 
+    def __repr__(self) -> str:
+        n = len(self._token) if self._arrays is None else len(self._arrays.token)
+        return f"<Batch of {n} tokens>"
+
     def add(
         self, token: int, pos: int, sequences: int | Iterable[int] = 0, logits: bool = False
     ) -> Batch:

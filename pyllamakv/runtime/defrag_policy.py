@@ -19,6 +19,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.handle import LoadedModel
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decode_failure
 
@@ -68,7 +69,7 @@ FLASH_ATTN_COSTS = DefragCosts(attend=0.013e-9, move=0.19e-9)
 STANDARD_COSTS = DefragCosts(attend=0.23e-9, move=0.6e-9)
 
 
-class DefragPolicy:
+class DefragPolicy(NotCopied):
     """Watch one context and defragment it by a policy.
 
     In every call, the caller holds the context's lock.

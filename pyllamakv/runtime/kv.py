@@ -10,6 +10,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, defrag_by_restore, state_parser
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
@@ -68,11 +69,14 @@ class KVRows:
     type_v: NumberType | None
 
 
-class KV:
+class KV(NotCopied):
     """Access the KV cache of one context."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
+
+    def __repr__(self) -> str:
+        return f"<KV of {self._context!r}>"
 
     def snapshot(self) -> Snapshot:
         """Read all cells. Raises Unsupported if the build cannot.

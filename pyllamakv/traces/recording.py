@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
+from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import ggml_types as types
 from pyllamakv.runtime.context import Context, intercept
@@ -85,13 +86,17 @@ def rows(context: Context, model: str) -> list[dict[str, Any]]:
     return found
 
 
-class Recording:
+class Recording(NotCopied):
     """The progress of a recording: ``path``, ``rows`` so far, and ``error`` if it failed."""
 
     def __init__(self, path: Path, notes: RowWriter) -> None:
         #: The file of the trace.
         self.path = path
         self._notes = notes
+
+    def __repr__(self) -> str:
+        state = f"failed: {self.error}" if self.error else f"{self.rows} rows"
+        return f"<Recording {self.path}, {state}>"
 
     @property
     def rows(self) -> int:
