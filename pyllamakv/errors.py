@@ -524,7 +524,17 @@ class NoKVSlot(DecodeError):
 
 
 class Cancelled(DecodeError):
-    """A decode was cancelled; `Context.emptied` lists the sequences without tokens now."""
+    """A decode or a generation was cancelled.
+
+    `Context.emptied` lists the sequences without tokens now. ``text`` is what a generation had
+    generated before.
+    """
+
+    def __init__(
+        self, message: str, *, code: int = 2, log: Sequence[str] = (), text: str = ""
+    ) -> None:
+        super().__init__(message, code=code, log=log)
+        self.text = text
 
 
 # Errors of chats and samplers.

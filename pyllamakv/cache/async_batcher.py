@@ -147,9 +147,10 @@ class AsyncBatcher(NotCopied):
 class AsyncGeneration(NotCopied):
     """The text that continues a prompt. `AsyncBatcher.submit` creates it.
 
-    ``async for`` yields the text from its start, and raises the error of a failure. Leaving the
-    iteration early cancels the generation, also if its task is cancelled: the sequence is free
-    after the next step. ``generation`` has the tokens, which other threads must not change.
+    ``async for`` yields the text from its start, and raises the error of a failure, or `Cancelled`
+    with the text so far after `cancel`. Leaving the iteration early cancels the generation, also if
+    its task is cancelled: the sequence is free after the next step. ``generation`` has the tokens,
+    which other threads must not change.
     """
 
     def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
@@ -174,7 +175,7 @@ class AsyncGeneration(NotCopied):
         return self.generation.usage
 
     async def result(self) -> str:
-        """Wait for the end and return the text, or raise the error of a failure."""
+        """Wait for the end and return the text, or raise the error, as ``async for`` does."""
         return "".join([part async for part in self])
 
     def cancel(self) -> None:

@@ -184,18 +184,19 @@ class Batcher(ClosedOnExit):
         return BatcherStats(
             len(queue.waiting), len(queue.active), self._decodes + more, self._tokens + each,
             self._generated + each,
-            self._slot_failures, sum(queue.ended.values()), queue.ended["cancelled"],
-            queue.ended["failed"], sum(one.parked is not None for one in queue.waiting),
+            self._slot_failures, sum(queue.ended[reason] for reason in ("end", "stop", "length")),
+            queue.ended["cancelled"], queue.ended["failed"],
+            sum(one.parked is not None for one in queue.waiting),
             queue.parks, queue.resumes,
         )  # fmt: skip
 
-    def interrupt(self, generation: Generation) -> None:
     def __repr__(self) -> str:
         queue = self._queue
         return (
             f"<Batcher of {self.manager!r}, {len(queue.active)} active, {len(queue.waiting)} wait>"
         )
 
+    def interrupt(self, generation: Generation) -> None:
         """Cancel the running decode if it includes this generation. Thread-safe."""
         arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:
@@ -477,6 +478,7 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
 class BatcherStats:
     """The totals of a batcher: batches and their tokens, generations by how they ended.
 
+    ``finished`` generations are complete, without the ``cancelled`` and ``failed`` ones.
     ``waiting`` and ``active`` generations have not ended; ``parked`` of the waiting ones gave up
     their sequence. Generations were parked ``parks`` times and resumed ``resumes`` times.
     ``slot_failures`` counts decodes that found no cells; a retry serves most of them.

@@ -13,7 +13,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.closing import NotCopied
-from pyllamakv.errors import PartialRemovalRefused, ReprocessNeeded, UsageError
+from pyllamakv.errors import Cancelled, PartialRemovalRefused, ReprocessNeeded, UsageError
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.generated_text import GeneratedText
 from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler, sample_token
@@ -38,7 +38,8 @@ class Generation(NotCopied, GeneratedText):
 
     Iteration runs steps of the batcher, for all its generations, until this one has more text.
     ``finish_reason`` is None while the generation runs, then "end" (end-of-generation token),
-    "stop" (stop string), "length" (``max_tokens``), "cancelled" or "failed", with ``error``.
+    "stop" (stop string), "length" (``max_tokens``), "cancelled" or "failed". The last two have an
+    ``error``, which iteration and `result` raise: `Cancelled` with the text so far, or the reason.
     """
 
     def __init__(self, batcher: Batcher, asked: Request) -> None:
@@ -85,7 +86,7 @@ class Generation(NotCopied, GeneratedText):
         return "".join(self)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the text from its start, as it is generated. Raises the error of a failure."""
+        """Yield the text from its start, as it is generated. Raises `error` at the end."""
         at = 0
         while True:
             while at < len(self._parts):
@@ -167,6 +168,9 @@ class Generation(NotCopied, GeneratedText):
         if self.finish_reason is not None:
             return
         super().end(reason, error)
+        if self.finish_reason == "cancelled" and self.error is None:
+            msg = f"the generation was cancelled after {len(self.tokens)} tokens"
+            self.error = Cancelled(msg, text=self.text)
         try:
             self.release_lease()
         finally:

@@ -846,7 +846,7 @@ class Context(ClosedOnExit):
                     break
                 if cancels != self.cancels:
                     msg = "the generation was cancelled; yielded tokens are in the sequence"
-                    raise Cancelled(msg, code=2)
+                    raise Cancelled(msg, text=output.text)
                 self.step(sequence, token)
                 decoded, token = token, -1
                 if output.accept_token(decoded):

@@ -12,7 +12,7 @@ from batching_kit import PROMPTS, Fixed, alone, said
 from pyllamakv.cache.async_batcher import AsyncBatcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import Busy, Closed, DecodeError, UsageError, WorkerDied
+from pyllamakv.errors import Busy, Cancelled, Closed, DecodeError, UsageError, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -86,13 +86,15 @@ def test_stop_strings_and_samplers_are_those_of_the_batcher(ctx: Context) -> Non
 @pytest.mark.parametrize("how", ["task", "break", "cancel", "submit"])
 def test_a_cancelled_task_frees_its_sequence(ctx: Context, how: str) -> None:
     """Whether the task ends while it waits, or leaves the iteration; others continue."""
+    parts: list[str] = []
 
     async def reads(generation: AsyncGeneration, started: asyncio.Event) -> None:
-        async for _ in generation:
+        async for text in generation:
             started.set()
             if how == "break":
                 break
             if how == "cancel":
+                parts.append(text)
                 generation.cancel()
 
     async def main(front: AsyncBatcher) -> None:
@@ -109,6 +111,11 @@ def test_a_cancelled_task_frees_its_sequence(ctx: Context, how: str) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+        elif how == "cancel":
+            with pytest.raises(Cancelled, match="was cancelled after") as caught:
+                await task
+            assert caught.value.text == one.text == "".join(parts)
+            assert parts
         else:
             await task
         await ended(front, "cancelled", 1)
@@ -180,7 +187,8 @@ def test_closing_cancels_what_runs(ctx: Context) -> None:
         await asyncio.sleep(0)
         await front.aclose()
         await front.aclose()
-        await asyncio.gather(*tasks)
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(each) for each in errors} == {Cancelled}
         assert {each.finish_reason for each in many} == {"cancelled"}
         with pytest.raises(Closed):
             await front.submit("Hi")
