@@ -80,6 +80,11 @@ _MEANS: Final = {
 #: The place that the shim writes before the message about a grammar.
 _PLACE: Final = re.compile(r"line (\d+), column (\d+): ")
 
+#: What llama.cpp and ggml log about a failed allocation.
+_ALLOCATION: Final = re.compile(
+    r"(failed|unable) to allocate|insufficient memory|out of memory|bad_alloc", re.IGNORECASE
+)
+
 _FILE: Final[dict[int, tuple[type[KVFileError], str]]] = {
     Code.ESPACE: (KVFileFull, "free space, or choose another directory or a smaller n_ctx"),
     Code.EBUSY: (KVFileBusy, "close the other context first, or choose another file"),
@@ -124,7 +129,10 @@ def error(
         return NoTokenAllowed(f"{message}; relax the grammar, the schema or the logit biases")
     if code == Code.EREFUSED and doing in {"sequence", "cache"}:
         return PartialRemovalRefused(message)
-    if code == Code.EMEMORY and doing == "context":
+    allocation = any(map(_ALLOCATION.search, (text, *log)))
+    if doing == "context" and (
+        code == Code.EMEMORY or (allocation and code in (Code.ECONTEXT, Code.EEXCEPTION))
+    ):
         small = NotEnoughMemory(f"{message}; make n_ctx or n_seq_max smaller")
         small.code, small.log = code, tuple(log)
         return small

@@ -35,7 +35,7 @@ from pyllamakv.runtime.batch import Batch, as_int32
 from pyllamakv.runtime.breakdown import MemoryBreakdown, memory_breakdown
 from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.model import Model
-from pyllamakv.runtime.reservation import check_address_space, reserve
+from pyllamakv.runtime.reservation import reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +127,6 @@ class ContextCache(ClosedOnExit):
         type_k, type_v = pair
         options |= {"type_k": type_k, "type_v": type_v, "n_seq_max": max_sequences}
         cells = capacity * max_sequences
-        check_address_space(model, cells, max_batch, **options)
         context = model.context(cells, max_batch, **options)
         try:
             cache = cls(context, checkpoints=checkpoints, fill_cache=fill_cache)

@@ -16,6 +16,11 @@ from pyllamakv.runtime.ggml_types import number_type
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextParams, ModelInfo
+    from pyllamakv.runtime.model import Model
+
+#: Address space that llama.cpp maps for its graphs, and without which it aborts: some releases
+#: reserve 65536 nodes (406 MiB), and threads have arenas.
+GRAPHS = 640 << 20
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -47,16 +52,41 @@ def available_bytes(pid: int | None = None) -> int | None:
     return max(0, min(known)) if known else None
 
 
-def check_memory(info: ModelInfo, params: ContextParams, *, uneven: bool = False) -> None:
-    """Raise NotEnoughMemory when a context of these parameters cannot fit."""
-    needed, available = context_bytes(info, params, uneven=uneven), available_bytes()
-    if available is not None and needed > available:
+def check_memory(
+    info: ModelInfo, params: ContextParams, *, uneven: bool = False, pid: int | None = None
+) -> None:
+    """Raise NotEnoughMemory when a context of these parameters cannot fit.
+
+    ``pid`` is the process that makes the context; None: this one. With a limit of the address
+    space, llama.cpp would abort where it maps its graphs.
+    """
+    needed, available = context_bytes(info, params, uneven=uneven), available_bytes(pid)
+    if not params.kv_backing and available is not None and needed > available:
         msg = (
             f"a context of n_ctx {params.n_ctx} needs at least {_readable(needed)} and "
             f"{_readable(available)} are available; lower n_ctx, or use a smaller type_k and "
             "type_v (q8_0 halves f16)"
         )
         raise NotEnoughMemory(msg, needed=needed, available=available)
+    room = address_space_left(pid)
+    if room is None:
+        return
+    n_ctx = params.n_ctx or info.n_ctx_train
+    n_ubatch = min(params.n_ubatch, params.n_batch, n_ctx)
+    needed += GRAPHS + 4 * n_ctx * n_ubatch * (1 if params.flash_attn else info.n_head)
+    if room < needed:
+        msg = (
+            f"a context of {n_ctx} cells may map {_readable(needed)}, {_readable(GRAPHS)} of them "
+            f"for graphs, and {_readable(room)} of address space are available; raise the limit "
+            "(ulimit -v)"
+        )
+        raise NotEnoughMemory(msg, needed=needed, available=room)
+
+
+def worker_pid(model: Model) -> int | None:
+    """Return the process that has the memory of a model; None: this one."""
+    pid = getattr(model.native, "pid", None)
+    return pid if model.isolated and isinstance(pid, int) else None
 
 
 def _row(kind: int, width: int) -> int:

@@ -29,7 +29,7 @@ from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
-from pyllamakv.runtime.memory_estimate import check_memory
+from pyllamakv.runtime.memory_estimate import check_memory, worker_pid
 from pyllamakv.runtime.sampler import Sampler, params_from_options
 
 if TYPE_CHECKING:
@@ -308,8 +308,9 @@ class Model(LoadedModel, ClosedOnExit):
             guard=guard == "on",
             backing=choose(self, kv_backing, kv_keep, kv_huge, chosen, accept=accept),
         )
-        if self.on_host and not params.kv_backing:
-            check_memory(self.info, params, uneven=self.file.has_partial_layers)
+        if self.on_host:
+            uneven = self.file.has_partial_layers
+            check_memory(self.info, params, uneven=uneven, pid=worker_pid(self))
         with self.life as model:
             handle = new_context(self.native, model, params)
             try:

@@ -9,56 +9,23 @@ full cache; its size is checked against the available memory instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import ContextParams, MemoryType
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import Cancelled, DecodeError, NotEnoughMemory, WorkerDied
 from pyllamakv.runtime import memory_estimate
 from pyllamakv.runtime.batch import Batch
-from pyllamakv.runtime.ggml_types import cache_type
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.model import Model
 
 #: A log level that no record has.
 _SILENT = 5
 
-#: Address space that llama.cpp maps for its graphs, and without which it aborts: some releases
-#: reserve 65536 nodes (406 MiB), and threads have arenas. Then the small allocations of a batch.
-GRAPHS, SLACK = 640 << 20, 8 << 20
-
-
-def check_address_space(model: Model, n_ctx: int, n_batch: int, **options: Any) -> None:
-    """Raise NotEnoughMemory if the limit of address space would make llama.cpp abort.
-
-    The arguments are those of `Model.context`.
-    """
-    room = memory_estimate.address_space_left(_pid(model))
-    if room is None:
-        return
-    flash_attn = arguments.flash_attn(options.get("flash_attn", False))
-    n_ubatch = arguments.integer("n_ubatch", options.get("n_ubatch", 512), 1, arguments.INT32)
-    n_ubatch = min(n_ubatch, n_batch, n_ctx)
-    params = ContextParams(
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_ubatch=n_ubatch,
-        type_k=cache_type(options.get("type_k", "f16"), "K").number,
-        type_v=cache_type(options.get("type_v", "f16"), "V").number,
-    )
-    attention = 4 * n_ctx * n_ubatch * (1 if flash_attn else model.info.n_head)
-    needed = GRAPHS + memory_estimate.context_bytes(model.info, params) + attention
-    if room < needed:
-        msg = (
-            f"a context of {n_ctx} cells may map {needed >> 20} MiB, {GRAPHS >> 20} of them for "
-            f"graphs, and {room >> 20} MiB of address space are available; raise the limit "
-            f"(ulimit -v)"
-        )
-        raise NotEnoughMemory(msg, needed=needed, available=room)
+#: Bytes of the small allocations of a batch.
+SLACK = 8 << 20
 
 
 def reserve(context: Context, *, fill_cache: bool = False) -> None:
@@ -77,9 +44,10 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
     except (DecodeError, MemoryError, WorkerDied) as error:
         raise _too_little(context, str(error)) from error
     needed = work_bytes(context) + SLACK
-    available = (
-        memory_estimate.available_bytes(_pid(context.model)) if context.model.on_host else None
-    )
+    available = None
+    if context.model.on_host:
+        pid = memory_estimate.worker_pid(context.model)
+        available = memory_estimate.available_bytes(pid)
     if available is not None and available < needed:
         msg = f"{needed} bytes of work space are needed and {available} are available"
         raise _too_little(context, msg, needed=needed, available=available)
@@ -103,11 +71,6 @@ def _too_little(
         f"{context.info.n_ctx} cells: {why}; lower n_ctx, n_batch or n_ubatch"
     )
     return NotEnoughMemory(msg, needed=needed, available=available)
-
-
-def _pid(model: Model) -> int | None:
-    pid = getattr(model.native, "pid", None)
-    return pid if model.isolated and isinstance(pid, int) else None
 
 
 def _warm(context: Context) -> None:

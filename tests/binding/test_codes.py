@@ -55,6 +55,19 @@ def test_code_and_object_choose_the_class(
         assert made.log == ("a", "b")
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["failed to allocate buffer of size 6", "ggml_aligned_malloc: insufficient memory"],
+)
+def test_a_failed_allocation_of_a_context_is_named(line: str) -> None:
+    """llama.cpp returns no context, and only its log has the reason."""
+    made = codes.error(Code.ECONTEXT, "make a context", "none", doing="context", log=["x", line])
+    assert type(made) is errors.NotEnoughMemory
+    assert made.log == ("x", line)
+    other = codes.error(Code.ESTATE, "save", "none", doing="state", log=[line])
+    assert type(other) is errors.StateError
+
+
 def test_unsupported_names_the_capability() -> None:
     """What is missing is a field, not only a text."""
     made = codes.error(Code.EUNSUPPORTED, "defragment", capability=Capability.DEFRAG)

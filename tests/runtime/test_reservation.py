@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runtime_kit
@@ -69,7 +70,7 @@ def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: bool) -> None:
     """Also where address space is not asked for first: whatever creation lets pass is enough."""
-    monkeypatch.setattr(reservation, "GRAPHS", -(1 << 40))
+    monkeypatch.setattr(memory_estimate, "GRAPHS", -(1 << 40))
     made = []
     for room in range(2, 44, 4):
         with kv.open(built("0.3.36+patched").folder, isolated=True) as library:
@@ -128,8 +129,26 @@ def test_a_limit_that_would_end_the_process(
 ) -> None:
     """Some releases abort when they find no address space for their graphs."""
     model = runtime_kit.model(tmp_path)
-    reservation.check_address_space(model, 64, 64)
-    monkeypatch.setattr(memory_estimate, "address_space_left", lambda _=None: reservation.GRAPHS)
-    with pytest.raises(kv.NotEnoughMemory, match="ulimit"):
-        kv.ContextCache.init(model)
-    assert model.native.freed == []
+    model.context(64).close()
+    native: Any = model.native
+    freed = list(native.freed)
+    monkeypatch.setattr(memory_estimate, "available_bytes", lambda _=None: None)
+    left = memory_estimate.GRAPHS
+    monkeypatch.setattr(memory_estimate, "address_space_left", lambda _=None: left)
+    for create in (kv.ContextCache.init, kv.Model.context):
+        with pytest.raises(kv.NotEnoughMemory, match="ulimit"):
+            create(model)
+    assert native.freed == freed
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+@pytest.mark.parametrize("mib", [200, 400, 560])
+def test_a_context_beyond_the_limit_of_a_process(mib: int) -> None:
+    """A worker with too little address space refuses the context, and does not abort."""
+    with kv.open(built("0.3.9+patched").folder, isolated=True) as library:
+        model = library.load_model(synthetic_models.model("deep"))
+        _limit(library.native.pid, mib * MIB)  # type: ignore[attr-defined]
+        with pytest.raises(kv.NotEnoughMemory):
+            model.context(n_ctx=16384)
+        assert library.load_model(synthetic_models.model("tiny")).info.n_layer == 1
