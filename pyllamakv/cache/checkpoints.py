@@ -16,6 +16,7 @@ from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.defrag_retry import restore_full_error
 from pyllamakv.errors import NativeError, PartialRemovalRefused, StateError, Unsupported
 from pyllamakv.runtime import state, swa
+from pyllamakv.runtime.sequence import shift_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +180,7 @@ def why_no_gap_removal(sequence: Sequence, begin: int, end: int) -> str | None:
     if info.memory.keeps_states or info.can_remove_partly is False:
         return "this memory stores one state per sequence, which cannot be removed in part"
     if not info.can_shift:
-        return "this context's memory cannot shift positions"
+        return shift_refusal(sequence.context)
     return _window(sequence, sequence.ledger.without(begin, end))
 
 

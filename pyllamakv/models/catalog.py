@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pyllamakv import content_digest
-from pyllamakv.errors import LockFileError, ModelUnverified, NotFetched, UnknownModel
+from pyllamakv.errors import (
+    ArgumentTypeError,
+    LockFileError,
+    ModelUnverified,
+    NotFetched,
+    UnknownModel,
+)
 from pyllamakv.home import home
 from pyllamakv.source.releases import is_safe_name
 
@@ -89,7 +95,13 @@ def known() -> dict[str, PinnedModel]:
 
 
 def named(name: str) -> PinnedModel:
-    """Return the model of a name. Raises UnknownModel with the closest names."""
+    """Return the model of a name.
+
+    Raises ArgumentTypeError for anything but text, and UnknownModel with the closest names.
+    """
+    if not isinstance(name, str):
+        msg = f"the name of a model must be text, not {name!r} (type {type(name).__name__})"
+        raise ArgumentTypeError(msg)
     models = known()
     if name in models:
         return models[name]

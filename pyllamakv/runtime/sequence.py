@@ -21,6 +21,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import embedding, state, swa
 from pyllamakv.runtime.batch import Feed, as_int32
+from pyllamakv.runtime.ggml_types import number_type
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.logits import Embedding, Logits
+
+#: Metadata key of models with several positions per token, by architecture.
+_SECTIONS = "{}.rope.dimension_sections"
 
 
 class Sequence(ClosedOnExit):
@@ -307,8 +311,7 @@ class Sequence(ClosedOnExit):
 
     def _check_shift(self, p0: int | None, p1: int | None, allow_shared: bool) -> None:
         if not self.context.info.can_shift:
-            msg = "this context's memory cannot shift positions"
-            raise Unsupported(msg, "shift")
+            raise Unsupported(shift_refusal(self.context), "shift")
         if (allow_shared and not self.context.stream_per_sequence) or not self.context.guard:
             return
         others = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
@@ -422,6 +425,19 @@ def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | N
         context.native.seq_cp(context.handle, other.id, sequence.id, first, last + 1)
         sequence.ledger.copy_from(other.ledger, first, last + 1, share=True)
         return end - start
+
+
+def shift_refusal(context: Context) -> str:
+    """Return why a context whose ``info.can_shift`` is False cannot shift positions."""
+    keys = number_type(context.params.type_k)
+    why = "llama.cpp cannot rotate the keys of this model"
+    if context.info.memory is MemoryType.NONE:
+        why = "the model has no memory"
+    elif keys.name == "bf16" or keys.quantized:
+        why = f"this release cannot rotate keys of type {keys.name}; create it with type_k='f16'"
+    elif context.model.meta(_SECTIONS.format(context.model.file.architecture)) is not None:
+        why = "a token of this model has several positions"
+    return f"the memory of this context cannot shift positions: {why}"
 
 
 def _refused(number: int, p0: int | None, p1: int | None) -> PartialRemovalRefused:

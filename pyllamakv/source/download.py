@@ -75,7 +75,10 @@ def _download(
             problem = "the resumed file had another hash"
             failed += 1
             continue
-        msg = f"{place.name} has SHA-256 {found}, expected {sha256}; the file was deleted"
+        msg = (
+            f"{place.name} from {redacted(url)} has SHA-256 {found}, expected {sha256}; the file "
+            "was deleted"
+        )
         raise HashMismatch(msg, sha256, found)
     kept = " The received part is kept; the next attempt resumes it." if part.is_file() else ""
     msg = f"cannot download {place.name} from {redacted(url)}: {problem}.{kept}"

@@ -9,8 +9,8 @@ import pytest
 from model_kit import CONTENT, MEMBER, NAME, pin, write_wheel
 from source_kit import isolate
 
-from pyllamakv import content_digest
-from pyllamakv.errors import LockFileError, NotFetched, UnknownModel
+from pyllamakv import content_digest, models
+from pyllamakv.errors import ArgumentTypeError, LockFileError, NotFetched, UnknownModel
 from pyllamakv.models import catalog
 
 
@@ -94,3 +94,11 @@ def test_two_models_of_one_name(model: catalog.PinnedModel) -> None:
     catalog.LOCK.write_text("[[model]]".join((head, entry + "\n", entry)), "utf-8")
     with pytest.raises(LockFileError, match="two models of one name"):
         catalog.known()
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"smollm2-135m", ["smollm2-135m"]])
+@pytest.mark.parametrize("call", [models.get, models.find])
+def test_a_name_is_text(call, wrong: object) -> None:
+    """Anything else is an error of the type, also what cannot be compared."""
+    with pytest.raises(ArgumentTypeError, match="the name of a model must be text"):
+        call(wrong)

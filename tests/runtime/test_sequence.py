@@ -233,8 +233,19 @@ def test_division_rounds_down(tmp_path: Path) -> None:
 def test_a_memory_that_cannot_shift_says_so(tmp_path: Path) -> None:
     """Check that llama.cpp, which would abort, is not asked."""
     a = filled(tmp_path, can_shift=False)
-    with pytest.raises(Unsupported, match="cannot shift"):
+    with pytest.raises(Unsupported, match=r"cannot shift positions: .* keys of this model"):
         a.shift(None, None, 1)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_a_type_that_cannot_shift_is_named(tmp_path: Path, kind: str) -> None:
+    """Some releases rotate no keys of these types; another type of K helps."""
+    ctx = kit.context(tmp_path, {"can_shift": False}, type_k=kind)
+    a = ctx.sequence()
+    ctx.step(a, 5)
+    for move in (lambda: a.shift(None, None, 1), lambda: a.divide(None, None, 2)):
+        with pytest.raises(Unsupported, match=f"rotate keys of type {kind}; .*type_k='f16'"):
+            move()
 
 
 def test_a_closed_sequence_is_gone(tmp_path: Path) -> None:
