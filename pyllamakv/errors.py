@@ -561,7 +561,16 @@ class GrammarError(UsageError):
 
 
 class SchemaError(UsageError):
-    """A JSON schema is invalid or unsupported, or no document meets it."""
+    """A JSON schema is invalid or unsupported, or no document meets it.
+
+    ``path`` is the JSON pointer of the part at fault: empty for the whole schema, and if unknown.
+    ``pattern`` is the regular expression at fault, or empty.
+    """
+
+    def __init__(self, message: str, *, path: str = "", pattern: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.pattern = pattern
 
 
 class NoTokenAllowed(KvError):

@@ -7,6 +7,8 @@ logits. The extra ``json`` installs the library.
 from __future__ import annotations
 
 import json
+import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -37,6 +39,20 @@ def compile_tokens(model: Model) -> Any:
     """
     llguidance, words = _library(), Vocabulary(model)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.ends or None)
+
+
+#: Keywords whose values are data and no schemas.
+_DATA = frozenset(("const", "default", "enum", "examples"))
+#: Maximum of `expanded_size`, and of the parts of a schema in which an error is looked for.
+MAX_PATTERN, _MAX_PARTS = 100_000, 1000
+#: The error of an object that llguidance reports in place of that of its property.
+_REQUIRED = re.compile(r"required property '(.*)' is unsatisfiable")
+#: The parts of a regular expression whose number counts.
+_ATOMS = re.compile(
+    r"(?P<times>\{\d+(?:,\d*)?\})|(?P<open>\((?:\?(?:P?<[^>]*>|[^:)]*:))?)|(?P<close>\))"
+    r"|(?P<free>[*+?|^$])|(?P<atom>\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.)",
+    re.DOTALL,
+)
 
 
 class Vocabulary:
@@ -98,20 +114,23 @@ class Vocabulary:
 class SchemaProcessor:
     """Exclude tokens that cannot continue a JSON document; a `LogitsProcessor`.
 
-    After a complete document, only end-of-generation tokens remain. Raises SchemaError if the
-    schema is invalid, has unsupported keywords, or cannot be met.
+    After a complete document, only end-of-generation tokens remain. Raises SchemaError, with the
+    path and the pattern at fault, if the schema is invalid, has unsupported keywords, or cannot be
+    met.
     """
 
     def __init__(self, model: Model, schema: Mapping[str, Any] | str) -> None:
         llguidance, text = _library(), schema_text(schema)
         try:
+            document = json.loads(text)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SchemaError(f"the JSON schema is invalid: {error}") from error
+        _check_patterns(document)
         tokens = model.schema_tokens
         self._matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
         if self._matcher.is_error():
-            raise SchemaError(f"the JSON schema cannot be used: {_reason(self._matcher)}")
+            raise _located(tokens, document, _reason(self._matcher))
         self._ends = list(tokens.eos_tokens)
         self._seen: list[int] = []
 
@@ -138,8 +157,109 @@ class SchemaProcessor:
 
 
 def _reason(matcher: Any) -> str:
+    """Return the error of a matcher in one line, without its state and the text of a pattern."""
     text: str = matcher.get_error()
-    return text.strip().partition("\n")[0]
+    lines = text.partition("\n<state>")[0].strip().splitlines()
+    more = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join((lines[0], *more))
+
+
+def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas in a schema with their JSON pointers, an outer one before its parts.
+
+    A pattern of ``patternProperties`` is the schema of a text.
+    """
+    left = [("", document)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, list):
+            left += [(f"{path}/{i}", each) for i, each in enumerate(value)]
+        if not isinstance(value, dict):
+            continue
+        yield path, value
+        if path.endswith("/patternProperties"):
+            for pattern in value:
+                yield f"{path}/{_escaped(pattern)}", {"type": "string", "pattern": pattern}
+        left += [
+            (f"{path}/{_escaped(key)}", each) for key, each in value.items() if key not in _DATA
+        ]
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _located(tokens: Any, document: Any, reason: str) -> SchemaError:
+    """Return the error of a schema, with the smallest part that has the same error alone."""
+    matcher, shared = _library().LLMatcher, {}
+    if isinstance(document, dict):
+        shared = {key: document[key] for key in ("$defs", "definitions") if key in document}
+
+    def reason_of(part: Any) -> str | None:
+        if not isinstance(part, dict):
+            return None
+        try:
+            text = json.dumps({**shared, **part})
+            grammar = matcher.grammar_from_json_schema(text, defaults=_LAYOUT)
+        except ValueError:
+            return None
+        alone = matcher(tokens, grammar, log_level=0)
+        return _reason(alone) if alone.is_error() else None
+
+    place, part, why = "", document, reason
+    for path, each in islice(_parts(document), _MAX_PARTS):
+        if path.count("/") < place.count("/"):
+            continue
+        found = reason_of(each)
+        if found == why:
+            place, part = path, each
+            if (required := _REQUIRED.search(why)) and required[1] in each.get("properties", ()):
+                # The error of the object hides that of the property.
+                why = reason_of(each["properties"][required[1]]) or why
+    pattern = part.get("pattern", "") if isinstance(part, dict) else ""
+    msg = f"the JSON schema cannot be used: {reason if why == reason else f'{reason}: {why}'}"
+    if pattern:
+        msg += f": pattern {arguments.shown(pattern)}"
+    return SchemaError(msg + (f", at {place}" if place else ""), path=place, pattern=pattern)
+
+
+def _check_patterns(document: Any) -> None:
+    """Raise SchemaError for a pattern whose repetitions make too many copies.
+
+    llguidance expands them: 1,000,000 copies took 5 seconds, and then no token was allowed.
+    """
+    for path, part in _parts(document):
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and expanded_size(pattern) > MAX_PATTERN:
+            msg = (
+                f"the repetitions of pattern {arguments.shown(pattern)} make more than "
+                f"{MAX_PATTERN} copies, at {path}: nested repetitions multiply"
+            )
+            raise SchemaError(msg, path=path, pattern=pattern)
+
+
+def expanded_size(pattern: str) -> int:
+    """Return the number of characters and classes in a regular expression without repetitions.
+
+    ``{m,n}`` counts as n copies, and ``*`` as one.
+    """
+    sizes, last = [0], 0
+    for match in _ATOMS.finditer(pattern):
+        kind = match.lastgroup
+        if kind == "open":
+            sizes.append(0)
+            last = 0
+        elif kind == "close" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif kind == "times":
+            copies = max(1, *(int(n) for n in re.findall(r"\d{1,9}", match[0])))
+            sizes[-1] += last * (copies - 1)
+            last *= copies
+        elif kind == "atom":
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
 
 
 def schema_text(schema: Mapping[str, Any] | str) -> str:

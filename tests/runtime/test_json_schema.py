@@ -177,6 +177,71 @@ def test_bad_schemas_are_refused(tmp_path: Path, schema: Any, message: str) -> N
     assert "sampler" not in model.native.created
 
 
+def text_with(**keywords: Any) -> dict[str, Any]:
+    """Return the schema of a text, in a schema with other parts."""
+    parts = {"n": {"type": "null"}, "a/b": {"type": "string", **keywords}}
+    return {"type": "object", "properties": parts, "required": ["a/b"]}
+
+
+INSIDE = "/properties/a~1b"
+BAD_PARTS = [
+    (text_with(pattern="^a{2,1}$"), INSIDE, "^a{2,1}$", "the start must be <= the end"),
+    (text_with(pattern="^(a$"), INSIDE, "^(a$", "unclosed group"),
+    (text_with(pattern="^(a{1000}){1000}$"), INSIDE, "^(a{1000}){1000}$", "100000 copies"),
+    (text_with(pattern="a{999999999}"), INSIDE, "a{999999999}", "more than 100000 copies"),
+    (text_with(minLength=3, maxLength=2), INSIDE, "", "minLength (3) is greater than"),
+    (text_with(maxLength=-1), INSIDE, "", "'maxLength', got -1"),
+    (text_with(**{"not": {}}), INSIDE, "", "not"),
+    ({"type": "array", "minItems": 3, "maxItems": 2}, "", "", "minItems (3) is greater than"),
+    ({"$defs": {"x": {"pattern": "a{2,1}"}}, "$ref": "#/$defs/x"}, "/$defs/x", "a{2,1}", "start"),
+    (
+        {"type": "object", "patternProperties": {"a{2,1}": {"type": "null"}}},
+        "/patternProperties/a{2,1}", "a{2,1}", "the start must be",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "path", "pattern", "message"), BAD_PARTS)
+def test_the_part_at_fault_is_named(
+    tmp_path: Path, schema: dict[str, Any], path: str, pattern: str, message: str
+) -> None:
+    """With its JSON pointer and pattern, in the message and as fields."""
+    with pytest.raises(SchemaError) as caught:
+        SchemaProcessor(kit.model(tmp_path), schema)
+    assert (caught.value.path, caught.value.pattern) == (path, pattern)
+    text = str(caught.value)
+    assert message in text
+    assert path in text
+    assert pattern in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0), ("abc", 3), ("a{3}", 3), ("(ab){2,3}", 6), ("(a{10}b){10}", 110), ("a*b+c?", 3),
+        ("[a{5}]{4}", 4), (r"\(a{2}\)", 4), (r"\p{Greek}{7}", 7), ("a{,3}", 5), ("(a|b){0}", 2),
+        ("(?:a{100}){100}", 10_000), ("((a{1000}){1000}){1000}", 10**9), (r"[\]a]{3}(?<n>b){2}", 5),
+    ],
+)  # fmt: skip
+def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
+    """Nested repetitions multiply; braces in classes and escapes are none."""
+    assert json_schema.expanded_size(pattern) == size
+
+
+def test_bounds_of_a_valid_schema_are_not_expanded(tmp_path: Path) -> None:
+    """The number of items and characters may be large, and data is no schema."""
+    model = kit.model(tmp_path)
+    for schema in (
+        {"type": "array", "items": {"type": "null"}, "maxItems": 10**9},
+        text_with(minLength=10**6, maxLength=10**9),
+        text_with(pattern="^a{0,100000}$"),
+        {"const": {"pattern": "(a{1000}){1000}"}},
+        {"enum": [{"pattern": "(a{1000}){1000}"}]},
+    ):
+        SchemaProcessor(model, schema)(([]), np.zeros(model.info.n_vocab, dtype=np.float32))
+
+
 def test_other_types_are_refused(tmp_path: Path) -> None:
     """A schema is a mapping or text."""
     for wrong in (5, [1], b"{}", True):
