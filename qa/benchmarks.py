@@ -23,6 +23,7 @@ GROUPS = {
     "managers": ("manager_overhead", True),
     "peers": ("cache_peers", False),
     "mapped": ("mapped_memory", False),
+    "identity": ("identity", False),
     "hardware": ("hardware", False),
 }
 
@@ -45,9 +46,9 @@ def bench(
     `calls` and `loop` compare Python with C, `generation` several clients with
     llama-cpp-python, and `peers` prompt caches with those of llama-cpp-python and llama-server.
     `moving` defragments caches, `sparse` and `server` compact them, `mapped` maps them to files.
-    `managers` compares cache managers with decodes by hand. `hardware` builds for a device,
-    repeats `moving` and `sparse` on it, and runs scenarios in few settings, also those of
-    llama-server.
+    `identity` computes the digest of a model. `managers` compares cache managers with decodes by
+    hand. `hardware` builds for a device, repeats `moving` and `sparse` on it, and runs scenarios in
+    few settings, also those of llama-server.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

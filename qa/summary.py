@@ -183,6 +183,11 @@ CLAIMS = (
         "^tokens per second, batcher",
     ),
     Claim(
+        "The digest that identifies a model adds nothing to saves and restores in one process",
+        "The identity of a model",
+        "^save and restore",
+    ),
+    Claim(
         "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
         "llama-server, a sparse cache",
         "",
