@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -252,3 +253,15 @@ def test_a_small_script_takes_little_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 25
+
+
+def test_the_page_on_scripts_lists_every_operation_and_argument() -> None:
+    """The table names all operations, all their arguments, and no others."""
+    page = (EXAMPLES.parent / "docs" / "scripts.md").read_text(encoding="utf-8")
+    table = page.partition("| op |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?) \|(.*?)\|.*\|$", table, re.MULTILINE)
+    assert {op for names, _ in rows for op in re.findall(r"\w+", names)} == set(script.OPERATIONS)
+    for names, arguments in rows:
+        known = {name for op in re.findall(r"\w+", names) for name in script.OPERATIONS[op]}
+        listed = set(re.findall(r"`(\w+\??)`", arguments))
+        assert listed - {"ok", "any"} == known, names
