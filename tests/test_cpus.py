@@ -49,3 +49,21 @@ def test_affinity_and_quota_limit_the_cpus(monkeypatch: pytest.MonkeyPatch) -> N
     for limit, expected in ((None, 3), (2, 2), (8, 3), (0, 3)):
         monkeypatch.setattr(cpus, "quota", lambda *_, limit=limit: limit)
         assert cpus.usable_cpus() == expected
+
+
+def test_cpus_of_others_are_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks runs as well; without the file, none is taken."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cpus, "_LOAD", tmp_path / "loadavg")
+    for text, most, expected in (
+        ("0.10 0.20 0.30 1/123 4567", 4, 4),
+        ("0.10 0.20 0.30 2/123 4567", 4, 3),
+        ("0.10 0.20 0.30 3/123 4567", 2, 2),
+        ("9.10 0.20 0.30 40/123 4567", 4, 1),
+        ("0.00 0.00 0.00 0/0 0", 4, 4),
+        ("garbage", 3, 3),
+    ):
+        cpus._LOAD.write_text(text)
+        assert cpus.free_cpus(most) == expected, text
+    cpus._LOAD.unlink()
+    assert cpus.free_cpus(4) == 4

@@ -6,10 +6,12 @@ for a block, to record or to watch every call.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ from pyllamakv.binding.protocol import (
     SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
+from pyllamakv.cpus import free_cpus
 from pyllamakv.errors import (
     Cancelled,
     DecodeError,
@@ -75,6 +78,9 @@ Work = Feed | Batch | Iterable[Feed]
 
 #: Maximum number of steps in one C call, whose output has the tokens of all steps.
 _STEPS = 1 << 14
+
+#: Seconds between two choices of the number of threads. A choice takes about 0.02 ms.
+_ADAPT_EVERY = 0.25
 
 #: The types of the items of a list that needs no conversion.
 _INTEGERS = {int}
@@ -172,10 +178,18 @@ class Outputs:
 class Context(ClosedOnExit):
     """A context of llama.cpp. `Model.context` creates it; one thread at a time may use it.
 
-    ``ledgers`` records the content of every sequence, by id. ``epoch`` counts decodes.
+    ``ledgers`` records the content of every sequence, by id. ``epoch`` counts decodes. With
+    ``adapt_threads``, ``params.n_threads`` is the most threads: it uses as many as CPUs are idle.
     """
 
-    def __init__(self, model: Model, handle: ContextHandle, params: ContextParams) -> None:
+    def __init__(
+        self,
+        model: Model,
+        handle: ContextHandle,
+        params: ContextParams,
+        *,
+        adapt_threads: bool = False,
+    ) -> None:
         #: The model of the context.
         self.model = model
         self.native = native = model.native
@@ -212,6 +226,8 @@ class Context(ClosedOnExit):
         self.cancels = 0
         self.outputs = Outputs(embeds=params.embeddings)
         self.defrag_policy = DefragPolicy(self, "never")
+        #: When `_adapt_threads` is due.
+        self._threads_due = 0.0 if adapt_threads else math.inf
         self._group: StepGroup | None = None  # that stepped last
         self._adapters: AdapterScales = ()
         #: Identifies the adapters and scales in use; empty without any.
@@ -387,6 +403,8 @@ class Context(ClosedOnExit):
                 token = arguments.integer("token", token)
             if not 0 <= token < self.n_vocab:
                 self._check_token(token)
+            if monotonic() >= self._threads_due:
+                self._adapt_threads()
             ledger, number, policy = sequence.ledger, sequence.id, self.defrag_policy
             if policy.dirty:
                 policy.before_decode()
@@ -581,14 +599,26 @@ class Context(ClosedOnExit):
         return TextStream(output, lambda out: self._chat(out, tokens, sampler, sequence))
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
-        """Set the number of compute threads; ``n_threads_batch`` is for more than one token."""
+        """Set the number of compute threads; ``n_threads_batch`` is for more than one token.
+
+        Afterwards, the numbers no longer depend on the load of the machine.
+        """
         n_threads = arguments.integer("n_threads", n_threads, 1, arguments.INT32)
         n_threads_batch = arguments.whole_or_none(
             "n_threads_batch", n_threads_batch, 1, arguments.INT32
         )
         with self.lock as handle:
+            self._threads_due = math.inf
             self.native.threads(handle, n_threads, n_threads_batch or n_threads)
             self.info = self.native.context_info(handle)
+
+    def _adapt_threads(self) -> None:
+        """Choose the number of threads for the present load. The caller holds the lock."""
+        self._threads_due = monotonic() + _ADAPT_EVERY
+        n_threads = free_cpus(self.params.n_threads)
+        if n_threads != self.info.n_threads:
+            self.native.threads(self.handle, n_threads, n_threads)
+            self.info = self.native.context_info(self.handle)
 
     def cancel(self) -> None:
         """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""
@@ -691,6 +721,8 @@ class Context(ClosedOnExit):
                 embedding.check_batch(self, batch)
             every = np.ones(len(batch.token), np.int8)
             batch = BatchArrays(batch.token, batch.pos, batch.counts, batch.seq, every)
+        if monotonic() >= self._threads_due:
+            self._adapt_threads()
         if self.defrag_policy.dirty:
             self.defrag_policy.before_decode()
         self.epoch += 1
@@ -755,6 +787,8 @@ class Context(ClosedOnExit):
 
     def _begin(self, group: StepGroup) -> list[int]:
         """Begin a step; return the position of each sequence's next token."""
+        if monotonic() >= self._threads_due:
+            self._adapt_threads()
         if self.defrag_policy.dirty:
             self.defrag_policy.before_decode()
         self.epoch += 1

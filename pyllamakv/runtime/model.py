@@ -240,8 +240,9 @@ class Model(LoadedModel, ClosedOnExit):
         ``n_ctx`` is the number of cells, ``n_batch`` the maximum number of tokens per decode,
         ``n_ubatch`` that of a micro-batch, and ``n_seq_max`` the number of sequences. llama.cpp may
         raise or lower them, ``n_batch`` for example to ``n_ctx``: `Context.info` has the results.
-        ``n_threads`` None is PYLLAMAKV_THREADS, else the number of CPUs that the process may use,
-        or 1 if contexts of this release compute wrong results with several threads each.
+        ``n_threads`` None is PYLLAMAKV_THREADS, else the number of CPUs that the process may use
+        without those that other threads occupy, chosen again while decodes run; or 1 if contexts
+        of this release compute wrong results with several threads each.
         ``flash_attn`` is True or "on", False or "off", or None or "auto" (llama.cpp decides).
         With ``embeddings``, decodes compute embeddings instead of logits. ``pooling`` combines
         those of a sequence: "mean", "cls" (the first token), "last", "rank" (the model's
@@ -311,10 +312,11 @@ class Model(LoadedModel, ClosedOnExit):
         if self.on_host:
             uneven = self.file.has_partial_layers
             check_memory(self.info, params, uneven=uneven, pid=worker_pid(self))
+        adapts = n_threads is n_threads_batch is None and not os.environ.get(_THREADS)
         with self.life as model:
             handle = new_context(self.native, model, params)
             try:
-                context = Context(self, handle, params)
+                context = Context(self, handle, params, adapt_threads=adapts)
             except BaseException:
                 free_quietly(self.native.context_free, handle)
                 raise

@@ -11,6 +11,7 @@ from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KvError, NotEnoughMemory, Unsupported, UsageError
+from pyllamakv.runtime import context as context_module
 from pyllamakv.runtime import model as model_module
 
 if TYPE_CHECKING:
@@ -127,3 +128,45 @@ def test_a_wrong_variable_is_named(
     with pytest.raises(UsageError, match="PYLLAMAKV_THREADS must be a number from 1 to 512"):
         model.context(16)
     assert model.context(16, n_threads=1).info.n_threads == 1
+
+
+def test_the_default_threads_follow_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are chosen again at most four times a second, by each way to decode."""
+    now, free = [0.0], [2]
+    monkeypatch.delenv("PYLLAMAKV_THREADS", raising=False)
+    monkeypatch.setattr(model_module, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(context_module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(context_module, "free_cpus", lambda most: min(most, free[0]))
+    library = kit.library(capabilities=ALL | Capability.THREADS)
+    model = library.load_model(write_gguf(tmp_path / "tiny.gguf"))
+    context = model.context(64, n_seq_max=2)
+    assert (context.params.n_threads, context.info.n_threads) == (3, 3)
+    a, b = context.sequence(), context.sequence()
+    sampler = model.sampler()
+    for wanted, decode in (
+        (2, lambda: context.prefill(a, [5, 6])),
+        (1, lambda: context.step(a, 7)),
+        (3, lambda: context.step_all([a, b], [8, 9])),
+        (1, lambda: context.advance([a], [8], 1, sampler)),
+    ):
+        free[0] = wanted
+        before = context.info.n_threads
+        now[0] += 0.2
+        if wanted != 2:  # the first choice is due at once
+            decode()
+            assert context.info.n_threads == before
+        now[0] += 0.2
+        decode()
+        info = context.info
+        assert info.n_threads == info.n_threads_batch == wanted
+    context.set_threads(3)
+    fixed = [context, model.context(16, n_threads=3), model.context(16, n_threads_batch=3)]
+    monkeypatch.setenv("PYLLAMAKV_THREADS", "3")
+    fixed.append(model.context(16))
+    free[0] = 1
+    for each in fixed:
+        now[0] += 1
+        each.prefill(each.sequence() if each is not context else a, [5])
+        assert each.info.n_threads == 3
