@@ -30,6 +30,15 @@ _QUOTED = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
 _MODE = re.compile(rb"[0-7]{6}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _PREFIX = re.compile(r"\A[abciow]/")
+#: The id of a file without content.
+_EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+_INDEX = re.compile(rb"^index ([0-9a-f]{7,64})\.\.([0-9a-f]{7,64})(?: \d{6})?\r?$", re.MULTILINE)
+#: The last line of `git diff --stat`, which `git format-patch` writes after the message.
+_STAT = re.compile(
+    rb"^ (\d{1,9}) files? changed(?:, (\d{1,9}) insertions?\(\+\))?"
+    rb"(?:, (\d{1,9}) deletions?\(-\))?\r?$",
+    re.MULTILINE,
+)
 _NOTHING = "/dev/null"
 _MODES = ("100644", "100755", "120000")
 
@@ -112,6 +121,12 @@ class FilePatch:
         return self.new or self.old or ""
 
     @property
+    def blobs(self) -> tuple[str, str] | None:
+        """Return the ids of the old and the new content, possibly abbreviated, if it has them."""
+        match = _INDEX.search(self.header)
+        return (match[1].decode(), match[2].decode()) if match else None
+
+    @property
     def data(self) -> bytes:
         """Return the text of the file's part in the patch."""
         return self.header + b"".join(hunk.data for hunk in self.hunks)
@@ -124,6 +139,11 @@ class Patch:
     header: bytes
     files: tuple[FilePatch, ...]
     trailer: bytes = b""
+
+    @property
+    def signed(self) -> bool:
+        """Return whether the text ends with a signature, as mails of git do: it is not cut off."""
+        return self.trailer.lstrip(b"\r\n").startswith(b"--")
 
     @property
     def data(self) -> bytes:
@@ -156,8 +176,10 @@ class Patch:
         delta = gone.old_count - gone.new_count
         before, after = target.hunks[: number - 1], target.hunks[number:]
         left = (*before, *(hunk.moved(delta) for hunk in after))
+        # The index line states the content that all hunks make.
+        header = re.sub(rb"^index [^\n]*\n", b"", target.header, flags=re.MULTILINE)
         files = tuple(
-            replace(file, hunks=left) if file is target else file
+            replace(file, header=header, hunks=left) if file is target else file
             for file in self.files
             if file is not target or left
         )
@@ -193,8 +215,8 @@ def split(data: bytes) -> tuple[bytes, ...]:
 def parse(data: bytes, name: str = "patch") -> Patch:
     """Parse the text of one patch; ``name`` is the file named in errors.
 
-    Raises PatchFormatError for text without a change, wrong line counts, binary parts, paths that
-    leave the tree, and mailboxes with more than one patch (see `split`).
+    Raises PatchFormatError for text without a change, wrong line counts, text that ends too early,
+    binary parts, paths that leave the tree, and mailboxes with more than one patch (see `split`).
     """
     reader = _PatchReader(data, name)
     header = reader.until_file()
@@ -212,7 +234,30 @@ def parse(data: bytes, name: str = "patch") -> Patch:
     patch = Patch(header, _without_directories(reader, files), lead)
     if patch.data != data:  # Check that the output equals the input.
         raise PatchFormatError(f"{name} cannot be stored byte for byte.", name)
+    if not patch.signed:
+        _check_complete(patch, name)
     return patch
+
+
+def _check_complete(patch: Patch, name: str) -> None:
+    """Refuse a patch that has less than the diffstat of its mail states."""
+    stats = _STAT.findall(patch.header)
+    if not stats:
+        return
+    stated = tuple(int(number or 0) for number in stats[-1])
+    hunks = [hunk for file in patch.files for hunk in file.hunks]
+    found = (
+        len(patch.files),
+        sum(len(hunk.added) for hunk in hunks),
+        sum(len(hunk.removed) for hunk in hunks),
+    )
+    if any(has < said for has, said in zip(found, stated, strict=True)):
+        what = "{} files, {} added and {} removed lines"
+        msg = (
+            f"{name} is cut off: its diffstat states {what.format(*stated)}, it has "
+            f"{what.format(*found)}. Get the patch again; if you edited it, remove the diffstat."
+        )
+        raise PatchFormatError(msg, name)
 
 
 def _without_directories(reader: _PatchReader, files: Sequence[FilePatch]) -> tuple[FilePatch, ...]:
@@ -257,6 +302,8 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
         start = reader.at + 1
         ranges, head, lines = _hunk(reader)
         hunks.append(Hunk(*ranges, head, lines, start))
+    if not hunks:
+        _check_without_hunks(reader, facts)
     if facts.names and hunks:
         # `diff -N` names a file that is not there, with an empty range.
         facts.created |= hunks[0].old_start == hunks[0].old_count == 0
@@ -280,6 +327,20 @@ def _file(reader: _PatchReader, lead: bytes) -> FilePatch:
     )
 
 
+def _check_without_hunks(reader: _PatchReader, facts: _FileFacts) -> None:
+    """Refuse a part that states a change of content, or nothing, and has no hunk."""
+    index = _INDEX.search(facts.raw)
+    ids = (index[1].decode(), index[2].decode()) if index else ("", "")
+    if facts.created or facts.deleted:
+        # Of an empty file: the ids of nothing and of no content.
+        whole = bool(index) and all(not id_.strip("0") or _EMPTY.startswith(id_) for id_ in ids)
+    else:
+        moved = facts.old_mode != facts.new_mode or facts.old != facts.new or facts.copied
+        whole = moved and ids[0] == ids[1]
+    if facts.headed or not whole:
+        raise reader.wrong("the part of a file has no hunk: the patch is cut off.")
+
+
 @dataclass
 class _FileFacts:
     """Collect the facts in the header of one file."""
@@ -292,6 +353,8 @@ class _FileFacts:
     created: bool = False
     deleted: bool = False
     copied: bool = False
+    #: Whether the part has the lines `---` and `+++`, which hunks follow.
+    headed: bool = False
     #: Both names of a part without a `diff --git` line, as `diff -ru` and quilt write it.
     names: tuple[str, ...] = ()
 
@@ -355,6 +418,10 @@ class _PatchReader:
                 return b"".join(self.lines[start : self.at]) + self.until_file()
             if line[:1] in (b" ", b"+", b"-", b"\\") or line.startswith(b"@@ -"):
                 raise self.wrong("the hunk before has more lines than its counts state.")
+            if not line.endswith(b"\n") and (
+                b"diff --git ".startswith(line) or b"@@ -".startswith(line)
+            ):
+                raise self.wrong(f"the patch is cut off: it ends with {line!r}.")
             self.at += 1
         return b"".join(self.lines[start : self.at])
 
@@ -376,6 +443,7 @@ def _file_header(reader: _PatchReader) -> _FileFacts:
         if plain and old == f"{new}.orig":
             old = new
         facts.names = (old, new) if plain else ()
+        facts.headed = True
         facts.old, facts.new = facts.old or old, facts.new or new
     elif facts.old is None or facts.new is None:
         if named is None:
@@ -431,6 +499,8 @@ def _hunk(reader: _PatchReader) -> tuple[_Ranges, bytes, tuple[bytes, ...]]:
     while left_old > 0 or left_new > 0:
         line = reader.peek()
         mark = line[:1]
+        if line and not line.endswith(b"\n"):
+            raise reader.wrong("the last line has no line end: the patch is cut off.")
         if mark in (b" ", b"\n") or (mark == b"\r" and line == b"\r\n"):
             left_old, left_new = left_old - 1, left_new - 1
         elif mark == b"-":

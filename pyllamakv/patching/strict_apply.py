@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pyllamakv.errors import PatchConflict
+from pyllamakv.errors import PatchConflict, PatchFormatError
 from pyllamakv.patching import headings, hunk_locator
+from pyllamakv.source.tree_export import blob_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pyllamakv.patching.hunks import FilePatch, Hunk, Patch
 
@@ -130,6 +131,8 @@ class TreeOverlay:
         parts: list[list[Placement]] = []
         for file in patch.files:
             found, changes = _file(trial, file)
+            if file is patch.files[-1] and not patch.signed and all(p.good for p in found):
+                _check_last_blob(trial, file, changes)
             parts.append(found)
             trial.changes.update(changes)
         # Only now: git writes a file before it deletes the folder that was in its place.
@@ -138,6 +141,28 @@ class TreeOverlay:
             if below:
                 parts[number] = _all(file, "exists", expected="no folder", found=f"a file {below}")
         return tuple(placement for part in parts for placement in part), trial.changes
+
+
+def _check_last_blob(
+    draft: TreeOverlay, file: FilePatch, changes: Mapping[str, DraftEntry | None]
+) -> None:
+    """Refuse the last part of a patch if hunks at its end are missing.
+
+    That shows only in a file with exactly the content that the patch was made for: the result must
+    have the id that the patch states.
+    """
+    before = draft.entry(file.old) if file.old else None
+    after = changes.get(file.path)
+    if file.blobs is None or after is None or (file.old and before is None):
+        return
+    old, new = file.blobs
+    same = set(old) == {"0"} if before is None else blob_id(before.data).startswith(old)
+    if same and not blob_id(after.data).startswith(new):
+        msg = (
+            f"the part of {file.path} is cut off: it makes blob {blob_id(after.data)[:12]}, "
+            f"expected {new[:12]}. Get the patch again; if you edited it, remove its `index` line."
+        )
+        raise PatchFormatError(msg, file.path, file.line)
 
 
 def conflict(bad: Placement, placements: tuple[Placement, ...], name: str) -> PatchConflict:
