@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from email.errors import MessageError
 from email.header import decode_header, make_header
 from email.utils import parseaddr, parsedate_to_datetime
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 LICENCE = "MIT; the lines around the changes are llama.cpp's (MIT)"
 _MAIL_DATE = "Fri, 20 Nov 2026 00:00:00 +0000"
 _FIELD = re.compile(r"(From|Date|Subject): (.*)")
+#: Fields of DEP-3, the header of Debian's patches, by what a mail calls them.
+_DEP3 = {"Author": "From", "Description": "Subject", "Last-Update": "Date"}
+_DEP3_FIELD = re.compile(r"([A-Z][A-Za-z-]*): ?(.*)")
+#: What quilt and Subversion write before the part of a file.
+_INDEX = re.compile(r"^Index: .*\n=+\n", re.MULTILINE)
 _TAG = re.compile(r"\A\[PATCH[^\]]*\] *")
 #: What git leaves of a name; without any of it there is no name.
 _LETTER = re.compile(r"""[^\x00-\x20.,:;<>"\\']""")
@@ -72,8 +78,15 @@ def write(definition: Definition, port: Port) -> bytes:
 
 
 def parse(data: bytes) -> MailHeader:
-    """Read author, date, subject and message from a header; text without mail lines is a body."""
-    text = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    """Read author, date, subject and message from a header of git, or of DEP-3.
+
+    Text without such lines is a body. Text that is not UTF-8 is Latin-1.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    text = _INDEX.sub("", text.replace("\r\n", "\n"))
     found: dict[str, str] = {}
     lines = text.split("\n")
     if lines and lines[0].startswith("From ") and "Mon Sep 17" in lines[0]:
@@ -92,6 +105,9 @@ def parse(data: bytes) -> MailHeader:
         else:
             break
         taken += 1
+    debian = _dep3(text)
+    if debian is not None:
+        return debian
     if not found:
         return MailHeader(body=_body(text))
     taken += _in_body(lines[taken:], found)
@@ -103,6 +119,36 @@ def parse(data: bytes) -> MailHeader:
         subject=_TAG.sub("", _decoded(found.get("Subject", ""))),
         body=_body("\n".join(lines[taken:])),
     )
+
+
+def _dep3(text: str) -> MailHeader | None:
+    """Read the header of a Debian patch (https://dep-team.pages.debian.net/deps/dep3/).
+
+    The message is the description after its first line, and the fields that have no place in a
+    commit, such as ``Forwarded``.
+    """
+    head, _, rest = text.strip().partition("\n\n")
+    fields: list[tuple[str, str]] = []
+    for line in head.split("\n"):
+        match = _DEP3_FIELD.fullmatch(line)
+        if match:
+            fields.append((match[1], match[2]))
+        elif line.startswith((" ", "\t")) and fields:
+            name, value = fields[-1]
+            fields[-1] = (name, f"{value}\n{line.strip()}")
+        elif line != "---":
+            return None
+    found = {_DEP3.get(name, name): value for name, value in reversed(fields)}
+    if not any(name in _DEP3 for name, _ in fields):
+        return None
+    subject, _, description = found.get("Subject", "").partition("\n")
+    left = [f"{name}: {value}" for name, value in fields if _DEP3.get(name, name) not in
+            ("From", "Date", "Subject")]  # fmt: skip
+    lines = ["" if line == "." else line for line in description.split("\n")]
+    name, email = _author(_decoded(found.get("From", "")))
+    parts = ["\n".join(lines), _body(rest), "\n".join(left)]
+    body = "\n\n".join(part for part in parts if part)
+    return MailHeader(name, email, found.get("Date", ""), subject.strip(), body)
 
 
 def _in_body(lines: list[str], found: dict[str, str]) -> int:
@@ -146,7 +192,8 @@ def author_and_message(port: Port) -> tuple[dict[str, str], str]:
 def _date(said: str) -> str:
     """Return a date in git's format, or nothing if it cannot be parsed."""
     try:
-        when = parsedate_to_datetime(said)
+        iso = re.fullmatch(r"\d{4}-\d\d-\d\d", said)
+        when = datetime.fromisoformat(f"{said}T00:00Z") if iso else parsedate_to_datetime(said)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return git_command.DATE
     return when.isoformat() if 1970 < when.year < 2099 else git_command.DATE

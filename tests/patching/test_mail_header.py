@@ -44,6 +44,54 @@ def test_foreign_headers(data: bytes, mail: MailHeader) -> None:
     assert mail_header.parse(data) == mail
 
 
+DEP3 = """Description: Clear the cells
+ The first reason.
+ .
+ And more.
+Author: Jürgen B <j@b.example>
+Forwarded: not-needed
+Last-Update: 2026-11-20
+
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_debian_header_has_author_date_and_message(encoding: str) -> None:
+    """Fields without a place in a commit stay in the message; Latin-1 is read as such."""
+    index = "---\nIndex: llama.cpp/src/x.cpp\n=====================\n"
+    assert mail_header.parse((DEP3 + index).encode(encoding)) == MailHeader(
+        "Jürgen B",
+        "j@b.example",
+        "2026-11-20",
+        "Clear the cells",
+        "The first reason.\n\nAnd more.\n\nForwarded: not-needed",
+    )
+
+
+def test_a_debian_date_is_that_of_the_commit() -> None:
+    """It has no time and no zone."""
+    port = Port("p", Patch(DEP3.encode(), ()), "")
+    author, message = mail_header.author_and_message(port)
+    assert author == {
+        "GIT_AUTHOR_NAME": "Jürgen B",
+        "GIT_AUTHOR_EMAIL": "j@b.example",
+        "GIT_AUTHOR_DATE": "2026-11-20T00:00:00+00:00",
+    }
+    assert message.startswith("Clear the cells\n\nThe first reason.\n")
+
+
+def test_the_lines_of_quilt_are_no_message() -> None:
+    """`Index:` lines come before the part of each file, the first one after the message."""
+    data = b"Why.\n\nIndex: a/src/x.cpp\n===================================\n"
+    assert mail_header.parse(data) == MailHeader(body="Why.")
+
+
+def test_an_author_in_latin_1_is_read() -> None:
+    """A raw byte in a mail is no reason to lose the name."""
+    data = "From: Jürgen B <j@b.example>\nSubject: [PATCH] x\n\nBody\n".encode("latin-1")
+    assert mail_header.parse(data) == MailHeader("Jürgen B", "j@b.example", "", "x", "Body")
+
+
 @pytest.mark.parametrize(
     ("body", "name", "message"),
     [
