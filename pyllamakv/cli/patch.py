@@ -33,6 +33,7 @@ from pyllamakv.cli.stdout import note, write_json, write_lines
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.patch_import import ApplyResult
     from pyllamakv.patching.rebase import Rebased
     from pyllamakv.patching.series import Series
@@ -95,10 +96,9 @@ def apply(
         patched = applying.apply(
             target, names or None, series=_series_of(patches), store=store, progress=progress
         )
+    _check_series(patched)
     if to is not None:
         store.export(patched.commit, to)
-    for skip in patched.skipped:
-        note(f"skipped {skip.id}: {skip.reason}")
     facts = {
         "release": patched.release,
         "commit": patched.commit,
@@ -108,6 +108,20 @@ def apply(
         "skipped": {skip.id: skip.reason for skip in patched.skipped},
     }
     _result(facts, as_json)
+
+
+def _check_series(patched: PatchedRelease) -> None:
+    """Report skipped patches; raise NoPortApplies for those that are meant for the release."""
+    failed = [skip for skip in patched.skipped if skip.failed and not skip.contained]
+    if failed:
+        reasons = "".join(f"\n  {skip.id}: {skip.reason}" for skip in failed)
+        msg = (
+            f"{len(failed)} patches of the series do not apply to {patched.release}, nothing was "
+            f"written: rebase them, limit their `releases`, or name the patches to apply.{reasons}"
+        )
+        raise errors.NoPortApplies(msg, [error for skip in failed for error in skip.conflicts])
+    for skip in patched.skipped:
+        note(f"skipped {skip.id}: {skip.reason}")
 
 
 @app.command()
@@ -177,9 +191,8 @@ def export_series(
         patched = applying.apply(
             target, names or None, series=_series_of(patches), store=store, progress=progress
         )
+    _check_series(patched)
     found = exporting.mail_series(store, target.commit, patched)
-    for skip in patched.skipped:
-        note(f"skipped {skip.id}: {skip.reason}")
     if to is None:
         for mail in found:
             sys.stdout.buffer.write(mail.data)

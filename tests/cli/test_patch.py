@@ -210,3 +210,30 @@ def test_no_text_of_a_patch_gives_orders_to_the_terminal(
         assert all(sign.isprintable() or sign == "\n" for sign in out + err)
     out = call(bench, capsys, "show", "two")[1]
     assert "\\x1b]0;x\\x07[bold]" in out and "\\x1b[2J\\x9bBecause" in out
+
+
+@pytest.mark.parametrize("verb", ["apply", "export-series"])
+@pytest.mark.parametrize("releases", ["", "==0.3.1"])
+def test_a_series_is_applied_whole_or_not_at_all(
+    bench: SeriesSandbox,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    verb: str,
+    releases: str,
+) -> None:
+    """A patch that conflicts is an error, unless its `releases` exclude the release."""
+    changed = OLD | {"src/b.cpp": numbered(20, l5="five")}
+    bench.add_patch("three", {"0.3.1": (OLD, changed)})
+    for name in ("one", "two"):
+        file = bench.folder / name / "patch.toml"
+        text = file.read_text("utf-8").replace('releases = ""', f'releases = "{releases}"')
+        file.write_text(text, "utf-8")
+    target = tmp_path / "target"
+    code, out, err = call(bench, capsys, verb, "0.3.2", "--to", str(target), "--json")
+    if releases:
+        assert (code, target.exists()) == (0, True)
+        assert "skipped one: is meant for ==0.3.1, not for 0.3.2" in err
+    else:
+        assert (code, target.exists()) == (3, False)
+        assert "1 patches of the series do not apply to 0.3.2, nothing was written" in out + err
+        assert "cannot be carried from 0.3.1: src/a.cpp:40" in out + err
