@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import manifest as manifests
+from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import DiskFull, ManifestError, ScriptError, TraceMismatch, UsageError
 from pyllamakv.home import variant_roots
 from pyllamakv.traces import model_digest, script
@@ -291,8 +292,11 @@ def model_file(head: Head, given: str = "") -> Path:
     Raises TraceMismatch for a different model, UsageError if there is none.
     """
     path = model_digest.find(given or head.model, head.identity)
+    # Traces of earlier versions have no digest of the whole file.
+    if not is_digest(head.identity):
+        return path
     found = model_digest.identity(path)
-    if head.identity and found != head.identity:
+    if found != head.identity:
         msg = (
             f"this trace was recorded on another model ({head.model}, digest {head.identity}) than "
             f"{path} (digest {found}); pass the right one with --model"

@@ -1,10 +1,11 @@
-"""Models are distinguished by a small part of their files."""
+"""Models of traces have names, and are distinguished by their files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from fakes.tiny_gguf import gguf_bytes, write_gguf
 from model_kit import CONTENT, NAME, pin, write_wheel
 
 from pyllamakv.errors import NotFetched, UsageError
@@ -38,24 +39,22 @@ def test_a_fetched_model_is_recorded_by_name(tmp_path: Path, monkeypatch) -> Non
 
 
 def test_other_weights_are_another_model(tmp_path: Path) -> None:
-    """Files with equal headers and other tensors differ, though not every byte is read."""
-    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
-    data = bytearray(4 << 20)
-    one.write_bytes(data)
-    data[model_digest.HEADER + 10 :] = b"x" * (len(data) - model_digest.HEADER - 10)
+    """A file with one other byte differs."""
+    one, other = write_gguf(tmp_path / "one.gguf"), tmp_path / "other.gguf"
+    data = bytearray(one.read_bytes())
+    data[-1] = 1
     other.write_bytes(data)
     assert model_digest.identity(one) != model_digest.identity(other)
     assert model_digest.name(one) == str(one)
     # A file that is replaced is looked at again.
     before = model_digest.identity(one)
-    one.write_bytes(b"GGUF")
+    one.write_bytes(gguf_bytes(architecture="qwen2"))
     assert model_digest.identity(one) != before
 
 
 def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -> None:
     """The recorded path comes first, then the user's model if it is that one; else a fix."""
-    mine = tmp_path / "mine.gguf"
-    mine.write_bytes(b"GGUF and more")
+    mine = write_gguf(tmp_path / "mine.gguf")
     digest = model_digest.identity(mine)
     assert model_digest.find(str(mine), digest) == mine
     with pytest.raises(UsageError, match="--model"):
@@ -64,5 +63,5 @@ def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -
     assert model_digest.find("/no/such/model.gguf", digest) == mine
     with pytest.raises(UsageError, match="was not found"):
         model_digest.find("/no/such/model.gguf", "another")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="there is no model file"):
         model_digest.identity(tmp_path / "missing.gguf")
