@@ -174,10 +174,6 @@ def import_patch(
             raise UsageError(f"{folder / each} exists already; choose another id.")
     tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
-    if not is_safe_name(chosen.name):
-        raise UsageError(
-            f"{chosen.name} has no archive; a base must be a release in the lock file."
-        )
     covered = _bounds(chosen, until)
     written: dict[Path, str | bytes] = {}
     files = []
@@ -275,14 +271,27 @@ def _applied(draft: TreeOverlay, ports: Sequence[Port]) -> int:
 
 
 def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path | str) -> Release:
-    for trial in tried:
+    """Return the release to write ports for.
+
+    Files and markers are named for it, so a release of a git URL or directory is none.
+    """
+    possible = [trial for trial in tried if is_safe_name(trial.release.name)]
+    if named and not is_safe_name(base):
+        raise UsageError(f"{base} has no archive; a base must be a release in the lock file.")
+    for trial in possible:
         if trial.release.name == base and trial.applies:
             return trial.release
         if trial.release.name == base and named and trial.conflict:
             raise trial.conflict
     if named:
         raise UsageError(f"{base} is not among the releases that were tried.")
-    good = sorted((t for t in tried if t.applies), key=lambda t: t.release.order, reverse=True)
+    good = sorted((t for t in possible if t.applies), key=lambda t: t.release.order, reverse=True)
+    if not good and any(trial.applies for trial in tried):
+        names = ", ".join(trial.release.name for trial in tried if trial.applies)
+        raise UsageError(
+            f"{path} applies to {names} only, which has no archive; a base must be a release in "
+            "the lock file."
+        )
     if not good:
         conflicts = [trial.conflict for trial in tried if trial.conflict]
         listed = "".join(f"\n  {trial.release.name}: {trial.conflict}" for trial in tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -315,6 +316,24 @@ def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
     )
     assert done.findings == ()
     assert series.load(own).order == ("x",)
+
+
+def test_the_base_has_an_archive(
+    bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release of a git URL that fits best is tried, and another one becomes the base."""
+    monkeypatch.setattr(patch_import.trees, "ensure_fetched", lambda _, release, *__: release)
+    spec = "git:https://example.org/x.git@main"
+    bench.releases[spec] = replace(bench.releases.pop("0.3.1"), name=spec, kind="git")
+    file = tmp_path / "mine.patch"
+    file.write_bytes(diff(OLD, NEW))
+    with pytest.raises(UsageError, match="has no archive"):
+        take(bench, file, base=spec)
+    done = take(bench, file)
+    assert (done.base, set(done.applies)) == ("0.3.2", {"0.3.2", spec})
+    del bench.releases["0.3.2"]
+    with pytest.raises(UsageError, match="main only, which has no archive"):
+        take(bench, file, "other")
 
 
 def test_refusals(bench: SeriesSandbox, tmp_path: Path) -> None:
