@@ -21,6 +21,7 @@ GROUPS = {
     "sparse": ("sparse", False),
     "server": ("sparse_server", False),
     "managers": ("manager_overhead", True),
+    "threads": ("busy_machine", False),
     "peers": ("cache_peers", False),
     "mapped": ("mapped_memory", False),
     "identity": ("identity", False),
@@ -47,8 +48,9 @@ def bench(
     llama-cpp-python, and `peers` prompt caches with those of llama-cpp-python and llama-server.
     `moving` defragments caches, `sparse` and `server` compact them, `mapped` maps them to files.
     `identity` computes the digest of a model. `managers` compares cache managers with decodes by
-    hand. `hardware` builds for a device, repeats `moving` and `sparse` on it, and runs scenarios in
-    few settings, also those of llama-server.
+    hand, and `threads` numbers of threads beside busy processes. `hardware` builds for a device,
+    repeats `moving` and `sparse` on it, and runs scenarios in few settings, also those of
+    llama-server.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

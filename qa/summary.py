@@ -63,6 +63,11 @@ CLAIMS = (
         "a snapshot",
     ),
     Claim(
+        "The default number of threads takes at most twice as long as the best, also on busy CPUs",
+        "Threads on a busy machine",
+        "the default over the best",
+    ),
+    Claim(
         "Decoding from Python is as fast as plain C",
         "The decode loop",
         r"(greedy|logits only), 8 sequences(, 16 steps a call)?$",
