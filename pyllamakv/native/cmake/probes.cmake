@@ -71,6 +71,31 @@ function(plk_choose folder out)
     set(${out} ${sources} PARENT_SCOPE)
 endfunction()
 
+# Set `out` to the definitions that name the defects of a tree which no header shows, by the text of
+# its sources.
+function(plk_markers tree out)
+    set(found "")
+    # All contexts share this counter of a matrix product between 0.3.6 and b5640 (llama.cpp #14035).
+    set(file "${tree}/ggml/src/ggml-cpu/llamafile/sgemm.cpp")
+    if(EXISTS "${file}")
+        file(STRINGS "${file}" lines REGEX "static std::atomic<int64_t> +current_chunk")
+        if(lines)
+            list(APPEND found PLK_SHARED_COUNTER)
+        endif()
+    endif()
+    # For a few days in July 2025 (0.3.12), the loop that splits a batch of a recurrent model lacked
+    # the end at an empty micro-batch: it never ended and used all memory (llama.cpp #14575).
+    set(file "${tree}/src/llama-memory-recurrent.cpp")
+    if(EXISTS "${file}")
+        file(STRINGS "${file}" loop REGEX "balloc\\.get_n_used\\(\\) < balloc\\.get_n_tokens\\(\\)")
+        file(STRINGS "${file}" end REGEX "ubatch\\.n_tokens == 0")
+        if(loop AND NOT end)
+            list(APPEND found PLK_ENDLESS_SPLIT)
+        endif()
+    endif()
+    set(${out} ${found} PARENT_SCOPE)
+endfunction()
+
 # Set `out` to the command that checks a source file without writing output.
 function(plk_compiler_words out)
     separate_arguments(flags NATIVE_COMMAND "${CMAKE_CXX_FLAGS}")

@@ -43,6 +43,9 @@ thread_local int32_t most_nodes = 0;
 
 thread_local bool muted = false;
 
+// The releases that need this number (0.3.7 to 0.3.16, in which a graph has a maximum) only log it:
+// the graphs of a context are private or temporary. Without a plausible number, check_nodes assumes
+// half of the maximum.
 const std::string nodes_of_a_graph = "graph nodes  = ";
 
 // Before 0.3, levels were numbered from 2 (error) to 5 (debug), and none marked a continuation.

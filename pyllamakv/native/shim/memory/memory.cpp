@@ -1,23 +1,14 @@
 // Memory functions llama_memory_* (0.3.10 and later).
 #include "groups.h"
 
-#if __has_include("llama-arch.h")
-#include "llama-arch.h"
-#endif
-
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = true;
 
-namespace {
-// For a few days in July 2025 (0.3.12), splitting a batch of a recurrent model never ended and used
-// all memory. In the headers, only the number of architectures identifies these trees.
-#if __has_include("llama-arch.h")
-constexpr int architectures = LLM_ARCH_UNKNOWN;
+#ifdef PLK_ENDLESS_SPLIT
+const bool plk::memory::decodes_states = false;
 #else
-constexpr int architectures = 0;
+const bool plk::memory::decodes_states = true;
 #endif
-} // namespace
-const bool plk::memory::decodes_states = architectures != 73;
 const bool plk::memory::clears_states = true;
 const bool plk::memory::restarts_states = true;
 const bool plk::memory::restores_states = true;
