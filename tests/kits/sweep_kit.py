@@ -67,7 +67,7 @@ NOT_CONSTRUCTED = {
 NOT_CALLED = {
     "what the batcher asks of its generation": (
         "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
-        "Generation.is_end",
+        "Generation.is_end", "Generation.reuse",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
     ),
     "what a task asks of its generation": ("Generation.parts",),
