@@ -4,6 +4,12 @@
 #include "failing.h"
 #include "groups.h"
 
+#include <cstddef>
+
+// the most rows that a kernel collects
+static size_t max_rows = 65535;
+#define LLAMA_KV_DEFRAG_MAX_ROWS max_rows
+
 #include "llama-kv-defrag-ggml.h"
 
 #include <algorithm>
@@ -459,6 +465,45 @@ static void test_graphs() {
     }
 }
 
+// Nothing collects more rows at once than a kernel can, and pieces move the same cells as a whole would.
+static void test_rows() {
+    const auto rows_of = [](const ggml_tensor * t) { return (size_t) t->src[1]->ne[0]; };
+
+    for (const size_t limit : { (size_t) 1, (size_t) 3, (size_t) 30, (size_t) 65535 }) {
+        max_rows = limit;
+        for (int variant = 0; variant < 8; ++variant) {
+            const bool trans = variant & 1;
+            const order kept = variant & 4 ? ORDER_KEPT : ORDER_FEWEST;
+            machine m;
+            m.scatters = variant & 2;
+            const auto can = m.all[1].can;
+            m.all[1].can = [&](const ggml_tensor * t) {
+                CHECK(t->op != GGML_OP_GET_ROWS || rows_of(t) <= limit);
+                return can(t);
+            };
+            const auto used = limit == 65535 ? alternate(140000) : alternate(181);
+            const auto tensors = one(&m.device, GGML_TYPE_F32, trans ? 2 : 1, used.size(), trans);
+            stream s(tensors, used);
+            const plan p = planned(used, kept);
+            CHECK(carried_out(s, p, &m, MOVER_GATHER, kept).res == RESULT_GRAPHS);
+            s.check(p.n_used);
+            const auto & last = p.moves.back();
+            const size_t n_rows = m.scatters && !trans ? p.n_cells : last.dst + last.len - p.moves[0].dst;
+            CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == (int) ((n_rows + limit - 1)/limit));
+            CHECK(limit != 65535 || p.n_used > limit);
+        }
+    }
+    // more pieces than a graph has nodes: copied instead
+    max_rows = 1;
+    machine m(100);
+    const auto tensors = one(&m.device, GGML_TYPE_F32, 1, 181);
+    const auto used = alternate(181);
+    stream s(tensors, used);
+    CHECK(carried_out(s, planned(used), &m, MOVER_GATHER).res == RESULT_GRAPHS);
+    CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == 0 && m.sched.n_computed[GGML_OP_CPY] > 0);
+    max_rows = 65535;
+}
+
 // A single graph is allocated before it writes, and moves that do not overlap can be made again: only several graphs of
 // an ordered plan are reserved, because this takes time.
 static void test_reservations() {
@@ -557,7 +602,8 @@ static void test_slices() {
         const auto tensors = one(&m.device, GGML_TYPE_F32, 20, n_full);
         stream s(tensors, full);
         const auto out = carried_out(s, far, &m, MOVER_GATHER);
-        CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == 2 && out.sum.n_graphs == 1 && far.n_cells == 2);
+        // without ggml_set_rows, 524,285 rows take nine pieces
+        CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == (scatters ? 2 : 2*9) && out.sum.n_graphs == 1 && far.n_cells == 2);
         CHECK(out.sum.n_scratch == 16*4*(n_full - 3) + 4*(n_full - 3) + 12*2);
     }
 }
@@ -745,7 +791,7 @@ int main(int argc, char ** argv) {
     return run_group(argc, argv, {
         { "cells", test_cells }, { "failures", test_failures }, { "faults", test_faults }, { "graphs", test_graphs },
         { "middle", test_middle }, { "moves", test_moves }, { "overlaps", test_overlaps }, { "picks", test_picks },
-        { "reservations", test_reservations }, { "scratch", test_scratch }, { "slices", test_slices }, { "throws", test_throws },
+        { "reservations", test_reservations }, { "rows", test_rows }, { "scratch", test_scratch }, { "slices", test_slices }, { "throws", test_throws },
         { "worth", test_worth },
     });
 }

@@ -53,6 +53,7 @@ GROUPS = {
         "overlaps",
         "picks",
         "reservations",
+        "rows",
         "scratch",
         "slices",
         "throws",
@@ -127,6 +128,7 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
                 "moves": ("ggml_backend_sched_synchronize(g->sched);", ""),
                 "overlaps": ("n_bytes/n_copies", "n_bytes/p.moves.size()"),
                 "picks": ("(bytes != 2 && bytes != 4)", "bytes != 2"),
+                "rows": ("i += n_max", "i += n_rows"),
                 "scratch": ("n_scratch + buf.size() + ready", "n_scratch + ready"),
                 "slices": ("v0*ct.where.stride", "0*ct.where.stride"),
                 "throws": (

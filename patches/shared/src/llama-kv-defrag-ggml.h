@@ -78,20 +78,20 @@ public:
     move_graph(const move_graph &) = delete;
     move_graph & operator=(const move_graph &) = delete;
 
-    // Return the input tensor for a list of cell indexes. `values` must stay valid until the graph is computed.
+    // Return the input tensor for n cell indexes of a list. `values` must stay valid until the graph is computed.
     template <typename T>
-    ggml_tensor * add_input(ggml_type type, const std::vector<T> & values) {
+    ggml_tensor * add_input(ggml_type type, const std::vector<T> & values, size_t begin, size_t n) {
         for (const auto & known : inputs) {
-            if (known.data == values.data()) {
+            if (known.data == values.data() + begin) {
                 return known.t;
             }
         }
 
-        auto * t = ggml_new_tensor_1d(ctx, type, values.size());
+        auto * t = ggml_new_tensor_1d(ctx, type, n);
 
         ggml_set_input(t);
 
-        inputs.push_back({ t, values.data() });
+        inputs.push_back({ t, values.data() + begin });
 
         return t;
     }
@@ -258,6 +258,12 @@ inline void add_copies(graph_list & res, const graphs & g, const std::vector<cel
 // cells collected by index: a few nodes per tensor, independent of the number of moves
 //
 
+// Maximum number of rows of one ggml_get_rows: CUDA kernels of 0.3.9 abort with more, because each row is a block in the
+// second dimension of their grid. Tests set another value.
+#ifndef LLAMA_KV_DEFRAG_MAX_ROWS
+#define LLAMA_KV_DEFRAG_MAX_ROWS 65535
+#endif
+
 // Copies values bit for bit, as 32-bit words or, in transposed tensors, as a float type of the same size.
 class gather {
 public:
@@ -287,6 +293,10 @@ public:
     bool fits(const cell_tensor & ct) const {
         const size_t bytes = ct.where.cell;
 
+        if (n_nodes() > g.max_nodes) {
+            return false;
+        }
+
         if (ct.where.n_rows > 1 ? (bytes != 2 && bytes != 4) || ct.where.n_rows*bytes % 4 != 0 : bytes % 4 != 0) {
             return false;
         }
@@ -305,9 +315,7 @@ public:
             }
         }
 
-        // graph nodes per slice: views, operations, the tensor and the indexes
-        const size_t n_each  = 12;
-        const size_t n_batch = std::max<size_t>(1, (g.max_nodes - n_each)/n_each);
+        const size_t n_batch = std::max<size_t>(1, (g.max_nodes - n_nodes())/n_nodes());
 
         for (size_t i = 0; i < todo.size(); i += n_batch) {
             std::unique_ptr<move_graph> mg(new move_graph(g));
@@ -338,6 +346,29 @@ private:
         size_t n;
     };
 
+    // A part of a list of rows that one ggml_get_rows can collect.
+    struct piece {
+        size_t begin;
+        size_t n;
+    };
+
+    static std::vector<piece> get_pieces(size_t n_rows) {
+        const size_t n_max = LLAMA_KV_DEFRAG_MAX_ROWS;
+
+        std::vector<piece> res;
+
+        for (size_t i = 0; i < n_rows; i += n_max) {
+            res.push_back({ i, std::min(n_max, n_rows - i) });
+        }
+
+        return res;
+    }
+
+    // Return the maximum number of graph nodes of a slice: views, operations, the tensor and the indexes.
+    size_t n_nodes() const {
+        return 12*get_pieces(kept.size()).size();
+    }
+
     // Return the number of units that a slice consists of: words of a cell, or rows if transposed.
     static size_t n_values(const cell_tensor & ct) {
         return ct.where.n_rows > 1 ? ct.where.n_rows : ct.where.cell/4;
@@ -352,9 +383,11 @@ private:
         return std::max<size_t>(16, std::min(n_values(ct), MAX_SCRATCH/n_bytes(ct)) & ~(size_t) 15);
     }
 
-    // Add values [v0, v0 + n) of a tensor to a graph; return false if no backend supports the operations.
+    // Add values [v0, v0 + n) of a tensor to a graph; return false if no backend supports the operations. All pieces are
+    // collected before the first one is written: a cell may be the source of one piece and the destination of another.
     bool add(move_graph & mg, const cell_tensor & ct, size_t v0, size_t n) const {
-        std::vector<ggml_tensor *> ops;
+        std::vector<ggml_tensor *> found; // in scratch memory
+        std::vector<ggml_tensor *> moved; // in the cache
 
         const size_t cell = ct.where.cell;
         const size_t offs = ct.offs + first*cell;
@@ -362,34 +395,55 @@ private:
         if (ct.where.n_rows > 1) {
             const auto type = cell == 2 ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
-            const auto rows = [&](size_t n_cells) {
-                return mg.add_view(ct.t, type, offs + v0*ct.where.stride, n_cells, n, ct.where.stride);
+            const auto rows = [&](size_t begin, size_t n_cells) {
+                return mg.add_view(ct.t, type, offs + begin*cell + v0*ct.where.stride, n_cells, n, ct.where.stride);
             };
 
             // ggml_get_rows needs one row per cell, so transpose, collect, and transpose back
-            auto * cells = ggml_cont(mg.ctx, ggml_transpose(mg.ctx, rows(n_span)));
+            auto * cells = ggml_cont(mg.ctx, ggml_transpose(mg.ctx, rows(0, n_span)));
             auto * words = mg.add_view(cells, GGML_TYPE_F32, 0, n*cell/4, n_span, n*cell);
-            auto * found = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, kept));
-            auto * back  = ggml_transpose(mg.ctx, mg.add_view(found, type, 0, n, kept.size(), n*cell));
 
-            ops = { cells, found, ggml_cpy(mg.ctx, back, rows(kept.size())) };
+            found.push_back(cells);
+
+            for (const auto & each : get_pieces(kept.size())) {
+                found.push_back(ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, kept, each.begin, each.n)));
+
+                auto * back = ggml_transpose(mg.ctx, mg.add_view(found.back(), type, 0, n, each.n, n*cell));
+
+                moved.push_back(ggml_cpy(mg.ctx, back, rows(each.begin, each.n)));
+            }
         } else {
             auto * words = mg.add_view(ct.t, GGML_TYPE_F32, offs + 4*v0, n, n_span, cell);
 
             // copy only the cells that move if the backend has ggml_set_rows
-            auto * found = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, src));
-            auto * moved = scatter(mg.ctx, words, found, mg.add_input(GGML_TYPE_I64, dst), 0);
+            for (const auto & each : get_pieces(src.size())) {
+                auto * rows = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, src, each.begin, each.n));
+                auto * set  = scatter(mg.ctx, words, rows, mg.add_input(GGML_TYPE_I64, dst, each.begin, each.n), 0);
 
-            if (moved) {
-                ops = { found, moved };
+                if (!set || !backend_for(g, ct.t, { rows, set })) {
+                    found.clear();
+                    moved.clear();
+                    break;
+                }
+
+                found.push_back(rows);
+                moved.push_back(set);
             }
 
-            if (!moved || !backend_for(g, ct.t, ops)) {
-                found = ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, kept));
+            if (moved.empty()) {
+                for (const auto & each : get_pieces(kept.size())) {
+                    found.push_back(ggml_get_rows(mg.ctx, words, mg.add_input(GGML_TYPE_I32, kept, each.begin, each.n)));
 
-                ops = { found, ggml_cpy(mg.ctx, found, mg.add_view(ct.t, GGML_TYPE_F32, offs + 4*v0, n, kept.size(), cell)) };
+                    auto * to = mg.add_view(ct.t, GGML_TYPE_F32, offs + each.begin*cell + 4*v0, n, each.n, cell);
+
+                    moved.push_back(ggml_cpy(mg.ctx, found.back(), to));
+                }
             }
         }
+
+        auto ops = found;
+
+        ops.insert(ops.end(), moved.begin(), moved.end());
 
         auto * backend = backend_for(g, ct.t, ops);
 
@@ -399,9 +453,8 @@ private:
 
         for (auto * op : ops) {
             mg.place(op, backend);
+            mg.add(op);
         }
-
-        mg.add(ops.back());
 
         return true;
     }
