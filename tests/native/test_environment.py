@@ -1,4 +1,4 @@
-"""Environment variables compact the cache of any program that loads the ordinary libraries."""
+"""Patches in a program that loads the ordinary libraries: variables, buffers, exceptions."""
 
 from __future__ import annotations
 
@@ -87,3 +87,15 @@ def test_stock(tmp_path: Path) -> None:
     model = str(synthetic_models.model("tiny"))
     variables = {"LLAMA_KV_DEFRAG_THOLD": "half", "LLAMA_KV_DEFRAG_PLAN": "best"}
     assert run(program, model, "0.5", **variables) == "no counters\n"
+
+
+@pytest.fixture(scope="module", params=["0.3.9", "b11549"])
+def release(request: pytest.FixtureRequest) -> str:
+    """Return a release with mapped caches: the test release and the newest one."""
+    return f"{request.param}+patched"
+
+
+def test_an_exception_in_a_shift_keeps_the_abort_callback(release: str, tmp_path: Path) -> None:
+    """A decode after a shift that threw is aborted by the callback of the context."""
+    program = linked(release, "throwing_shift", tmp_path)
+    assert run(program, str(synthetic_models.model("tiny"))) == "the callback was kept\n"
