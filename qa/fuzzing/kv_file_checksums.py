@@ -14,7 +14,7 @@ from random import Random
 _A, _B, _ALL = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
 _SUM, _SUM_CELLS = 16, 24
 SIZE = 88 + 3 * 128
-_FORMAT = 2
+_FORMAT = 3
 #: Offset of the state, and its value in a file that was never flushed.
 STATE, SCRATCH = 12, struct.pack("<I", 0x96699669)
 

@@ -27,7 +27,7 @@ static int zero_says           = 0;
 static int flock_says          = 0;
 static int msync_says          = 0;
 static int mincore_says        = 0;
-static int smaps_says          = 0; // opening /proc/self/smaps
+static int pagemap_says        = 0; // opening /proc/self/pagemap
 static int pwrite_says         = 0;
 static int fsync_says          = 0;
 
@@ -52,6 +52,9 @@ extern "C" int open(const char * path, int flags, ...) {
     va_start(more, flags);
     const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, int) : 0;
     va_end(more);
+    if (std::strcmp(path, "/proc/self/pagemap") == 0) {
+        return once(pagemap_says) != 0 ? -1 : (int) ::syscall(SYS_openat, AT_FDCWD, path, flags, 0);
+    }
     if (once((flags & O_TMPFILE) == O_TMPFILE ? open_temporary_says : open_says) != 0) {
         return -1;
     }
@@ -125,16 +128,6 @@ extern "C" int mincore(void *, size_t len, unsigned char * pages) noexcept {
         pages[i] = i < 2 ? 0xff : 0xfe;
     }
     return 0;
-}
-
-extern "C" std::FILE * fopen(const char * path, const char * mode) {
-    if (std::strcmp(path, "/proc/self/smaps") == 0 && once(smaps_says) != 0) {
-        return nullptr;
-    }
-    int flags = std::strchr(mode, '+') ? O_RDWR : *mode == 'r' ? O_RDONLY : O_WRONLY;
-    flags |= *mode == 'r' ? 0 : *mode == 'w' ? O_CREAT | O_TRUNC : O_CREAT | O_APPEND;
-    const int fd = (int) ::syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0600);
-    return fd < 0 ? nullptr : ::fdopen(fd, mode);
 }
 
 static std::string folder;
@@ -317,16 +310,15 @@ static void test_layout() {
         auto opts = anonymous();
         opts.huge = huge;
         cache c(opts);
-        CHECK(*(volatile char *) c.mapped->data() == 0);
         CHECK(advised == (huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+        const size_t unit = huge ? 2u << 20 : page_size();
         size_t end = 0;
         for (const auto & t : c.mapped->get_tensors()) {
-            CHECK(t.offset % page_size() == 0);
-            CHECK(t.offset >= end + page_size());
-            CHECK(t.n_reserved >= t.n_bytes && t.n_reserved < t.n_bytes + page_size());
+            CHECK(t.offset == end && t.n_reserved % unit == 0);
+            CHECK(t.n_reserved >= t.n_bytes && t.n_reserved < t.n_bytes + unit);
             end = t.offset + t.n_reserved;
         }
-        CHECK(c.mapped->size() == end + page_size());
+        CHECK(c.mapped->size() == end && c.mapped->reserved() == end);
         CHECK(c.mapped->owns(c.mapped->data()) && !c.mapped->owns(c.mapped->data() + c.mapped->size()));
         CHECK(!c.mapped->get_is_kept() && c.mapped->get_file_bytes() == 0);
     }
@@ -367,29 +359,45 @@ static void test_zero() {
     CHECK(failure_of([] { mapping m(nullptr, (size_t) 1 << 62, false); }) == FAILURE_MEMORY);
 }
 
-// what is resident, by what the system tells of it
+// the resident bytes, by the two sources of the system
 static void test_counting() {
     cache c(anonymous());
     const int next = ::dup(1);
     ::close(next);
+    // reading commits nothing
+    c.each(0, 10, [](char & byte, size_t) { CHECK(*(volatile char *) &byte == 0); });
+    CHECK(c.mapped->committed() == 0);
     c.fill(0, 0, 10);
     const size_t seen = c.mapped->committed();
     CHECK(seen >= c.mapped->get_tensors().size()*page_size());
     CHECK(::dup(1) == next && ::close(next) == 0); // no file is left open
 
-    // where files do not tell, the pages do
-    smaps_says = EACCES;
-    CHECK(c.mapped->committed() == c.mapped->get_tensors().size()*2*page_size());
-    CHECK(smaps_says == 0);
-    for (const auto & t : c.mapped->get_tensors()) {
-        CHECK(t.n_committed == 2*page_size());
+    // a child process that shares the pages changes no number, here or there
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        std::_Exit(c.mapped->committed() == seen ? 0 : 1);
     }
-    smaps_says   = EACCES;
-    mincore_says = ENOMEM;
-    CHECK(c.mapped->committed() == (c.mapped->get_tensors().size() - 1)*2*page_size());
-    CHECK(c.mapped->get_tensors()[0].n_committed == 0);
-
     CHECK(c.mapped->committed() == seen);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+
+    // a page of written zeros is resident, too
+    const auto & v = c.mapped->get_tensors()[3];
+    const size_t before = c.mapped->committed();
+    std::memset(c.mapped->data() + v.offset + 3*page_size(), 0, page_size());
+    CHECK(c.mapped->committed() == before + page_size());
+
+    // without pagemap: what mincore() reports
+    const size_t after = before + page_size();
+    const size_t first = c.mapped->get_tensors()[0].n_committed;
+    pagemap_says = EACCES;
+    CHECK(c.mapped->committed() == after - first + 2*page_size() && pagemap_says == 0);
+    CHECK(c.mapped->get_tensors()[0].n_committed == 2*page_size());
+    pagemap_says = EACCES;
+    mincore_says = ENOMEM;
+    CHECK(c.mapped->committed() == after - first && mincore_says == 0);
+    CHECK(c.mapped->committed() == after);
 }
 
 static void test_trim() {
@@ -800,14 +808,18 @@ static void test_damaged() {
     CHECK(opening(opts) == FAILURE_DAMAGED);
 
     // cut short, before or behind all that cells use
-    for (const size_t n : { (size_t) 100000, tensors[3].offset + tensors[3].n_bytes }) {
+    for (const size_t n : { (size_t) 100000, tensors[3].offset + tensors[3].n_bytes - 1 }) {
         flushed();
         CHECK(::truncate(opts.path.c_str(), (off_t) n) == 0);
         CHECK(opening(opts) == FAILURE_DAMAGED && opening(opts) == FAILURE_DAMAGED);
     }
-    flushed();
-    poke(opts.path, 8, 77); // the format: a later version
-    CHECK(opening(opts) == FAILURE_FOREIGN);
+    // the format: of a later version, and of the one with pages between tensors
+    for (const char format : { 77, 2 }) {
+        flushed();
+        poke(opts.path, 8, format);
+        CHECK(message_of([&] { cache c(opts); }) == opts.path + " has format " + std::to_string(format) + ", expected 3");
+        CHECK(opening(opts) == FAILURE_FOREIGN);
+    }
     ::unlink(opts.path.c_str());
 }
 
@@ -989,6 +1001,25 @@ static void test_options() {
     ::setenv("LLAMA_KV_BACKING", folder.c_str(), 1);
     ::setenv("LLAMA_KV_BACKING_HUGE", "0", 1);
     CHECK(effective().kind == KIND_TEMP && !effective().huge);
+    // a value that is not valid has no effect, and names no file
+    CHECK(effective().ignored.empty());
+    for (const char * wrong : { "mmpa", "Mmap", "mmap ", "file.kv", "1", ".kv" }) {
+        ::setenv("LLAMA_KV_BACKING", wrong, 1);
+        CHECK(effective().kind == KIND_HEAP && effective().path.empty());
+        CHECK(effective().ignored == std::vector<std::string>{ std::string("LLAMA_KV_BACKING is '") + wrong +
+            "', which is ignored; expected heap, mmap, a directory, or a file whose path contains a '/'" });
+        CHECK(make(some_tensors(), N_CELLS, N_STREAM) == nullptr && !exists(wrong));
+    }
+    for (const char * wrong : { "yes", "01", " 1" }) {
+        ::setenv("LLAMA_KV_BACKING_HUGE", wrong, 1);
+        CHECK(!effective().huge && effective().ignored.size() == 2);
+        CHECK(effective().ignored[1] == std::string("LLAMA_KV_BACKING_HUGE is '") + wrong + "', which is ignored; expected 1 or 0");
+    }
+    ::setenv("LLAMA_KV_BACKING", "", 1);
+    ::setenv("LLAMA_KV_BACKING_HUGE", "", 1);
+    CHECK(effective().kind == KIND_HEAP && effective().ignored.empty());
+    ::setenv("LLAMA_KV_BACKING", ".", 1); // a directory that exists
+    CHECK(effective().kind == KIND_TEMP && effective().ignored.empty());
     ::setenv("LLAMA_KV_BACKING", (folder + "/file").c_str(), 1);
     current().keep = KEEP_IT; // of a file that this thread has named, not of the environment's
     CHECK(effective().kind == KIND_FILE && effective().keep == KEEP_NOT);
@@ -1061,27 +1092,48 @@ static void test_checksum() {
     CHECK(seen.insert(checksum(data.data(), data.size(), 1)).second);
 }
 
-// access to the page between two tensors ends the process
-static void test_guard() {
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        std::signal(SIGSEGV, SIG_DFL);
-        std::signal(SIGBUS, SIG_DFL);
-        cache c(anonymous());
-        const auto & t = c.mapped->get_tensors()[0];
-        *(volatile char *) (c.mapped->data() + t.offset + t.n_reserved) = 1;
-        std::_Exit(0);
+// Every byte of the buffer that ggml gets can be written, and none of them is the header or the cells of a file.
+static void test_contract() {
+    for (const bool huge : { false, true }) {
+        for (const auto & opts : { anonymous(), named("contract") }) {
+            auto asked = opts;
+            asked.huge = huge;
+            {
+                cache c(asked);
+                c.fill(0, 0, 10);
+                if (c.mapped->get_is_kept()) {
+                    c.mapped->flush(nullptr);
+                }
+                c.mapped->touch();
+                char * begin = c.mapped->get_buffer();
+                const size_t n = c.mapped->get_buffer_size();
+                CHECK(begin + n == c.mapped->data() + c.mapped->size() && n == c.mapped->reserved());
+                for (const auto & t : c.mapped->get_tensors()) {
+                    CHECK(c.mapped->data() + t.offset >= begin && c.mapped->data() + t.offset + t.n_bytes <= begin + n);
+                }
+                for (const char byte : { 7, 0 }) {
+                    std::memset(begin, byte, n);
+                    CHECK(std::count(begin, begin + n, byte) == (ptrdiff_t) n);
+                }
+                c.fill(0, 0, 10);
+                if (c.mapped->get_is_kept()) {
+                    c.mapped->flush(nullptr);
+                }
+            }
+            if (asked.keep == KEEP_IT) {
+                cache c(asked);
+                CHECK(c.mapped->get_is_resumed() && c.mapped->get_generation() == 2 && c.holds(0, 0, 10));
+            }
+        }
+        ::unlink(named("contract").path.c_str());
     }
-    int status = 0;
-    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
 }
 
 int main(int argc, char ** argv) {
     const std::map<std::string, void (*)()> groups = {
         { "answers",  test_answers  }, { "checksum", test_checksum }, { "copy",    test_copy    },
         { "counting", test_counting }, { "damaged",  test_damaged  }, { "dirty",   test_dirty   },
-        { "foreign",  test_foreign  }, { "guard",    test_guard    }, { "keep",    test_keep    },
+        { "foreign",  test_foreign  }, { "contract", test_contract }, { "keep",    test_keep    },
         { "owners",   test_owners   }, { "empty",    test_empty    },
         { "layout",   test_layout   }, { "lazy",     test_lazy     }, { "numbers", test_numbers },
         { "options",  test_options  }, { "power",    test_power    }, { "scratch", test_scratch },

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <list>
 #include <set>
 
@@ -93,7 +94,7 @@ static void test_alloc() {
         graph g;
         const asked memory(KIND_ANON);
         const auto buf = allocated(mapped, g);
-        CHECK(mapped && !buf->theirs && buf->base == mapped->data() && buf->size == mapped->size());
+        CHECK(mapped && !buf->theirs && buf->base == mapped->get_buffer() && buf->size == mapped->get_buffer_size());
         const auto & list = mapped->get_tensors();
         CHECK(list.size() == 2 && list[0].name == "cache_k_l0" && list[1].name == "cache_v_l0" && !list[1].by_row);
         CHECK(mapped->get_n_cells() == N_CELLS && mapped->get_n_stream() == N_STREAM);
@@ -160,6 +161,84 @@ static void test_clear() {
     CHECK(other.cleared == 2 && byte == 7);
     clear(mapped, buf.get());
     CHECK(buf->cleared == 0 && byte == 0);
+}
+
+// Upstream's tests write to the whole buffer of a cache, and to the first and last bytes of its tensors.
+static void test_contract() {
+    for (const auto kind : { KIND_ANON, KIND_TEMP, KIND_FILE }) {
+        std::shared_ptr<backing> mapped;
+        graph g;
+        const asked memory(kind);
+        if (kind == KIND_TEMP) {
+            current().path = folder();
+        }
+        const auto buf = allocated(mapped, g);
+        for (const char byte : { 5, 0 }) {
+            ggml_backend_buffer_clear(buf.get(), byte);
+            for (const auto & t : g.all) {
+                const char * data = (const char *) t.data;
+                CHECK(data >= buf->base && data + ggml_nbytes(&t) <= buf->base + buf->size);
+                CHECK(data[0] == byte && data[ggml_nbytes(&t) - 1] == byte);
+            }
+        }
+        CHECK(mapped->get_generation() == 0); // the header of a file is not in the buffer
+    }
+}
+
+// what is logged of the memory of a cache, and of variables with wrong values
+static void test_log() {
+    const auto line = [](const std::string & where) { return "log_backing: KV cache (host) is in " + where + "\n"; };
+    const auto logs = [](enum kind kind, enum keep keep = KEEP_NOT) {
+        std::shared_ptr<backing> mapped;
+        graph g;
+        const asked memory(kind, keep);
+        logged().clear();
+        allocated(mapped, g);
+        return logged();
+    };
+    CHECK(logs(KIND_HEAP) == line("upstream's memory"));
+    CHECK(logs(KIND_ANON) == line("anonymous mapped memory"));
+    CHECK(logs(KIND_FILE) == line("the file " + folder() + "/cache"));
+    CHECK(logs(KIND_FILE, KEEP_IT) == line("the kept file " + folder() + "/cache"));
+
+    ::setenv("LLAMA_KV_BACKING", folder().c_str(), 1);
+    CHECK(logs(KIND_HEAP) == line("a temporary file in " + folder()));
+    ::setenv("LLAMA_KV_BACKING", "mmpa", 1);
+    const std::string ignored =
+        "LLAMA_KV_BACKING is 'mmpa', which is ignored; expected heap, mmap, a directory, or a file whose path contains a '/'\n";
+    CHECK(logs(KIND_HEAP) == ignored + line("upstream's memory"));
+    CHECK(logs(KIND_ANON) == ignored + line("anonymous mapped memory"));
+    ::unsetenv("LLAMA_KV_BACKING");
+}
+
+// caches of releases with and without cells that have more than a file contains
+struct plain_cache {};
+struct ext_cache {
+    bool more;
+    bool has_cell_ext() const { return more; }
+};
+
+static void test_refusals() {
+    const auto why = [](enum keep keep, const std::function<void(const backing &)> & check) {
+        std::shared_ptr<backing> mapped;
+        graph g;
+        const asked memory(keep == KEEP_NOT ? KIND_ANON : KIND_FILE, keep);
+        const auto buf = allocated(mapped, g);
+        try {
+            check(*mapped);
+        } catch (const error & e) {
+            CHECK(current().failed == e.why && std::strstr(e.what(), "n-gram"));
+            return e.why;
+        }
+        return FAILURE_NONE;
+    };
+    for (const auto keep : { KEEP_IT, KEEP_FRESH }) {
+        CHECK(why(keep, [](const backing & b) { check_cells(b, ext_cache{ true }, false); }) == FAILURE_UNSUPPORTED);
+        CHECK(why(keep, [](const backing & b) { check_cells(b, plain_cache(), true); }) == FAILURE_UNSUPPORTED);
+        CHECK(why(keep, [](const backing & b) { check_cells(b, ext_cache{ false }, false); }) == FAILURE_NONE);
+        CHECK(why(keep, [](const backing & b) { check_cells(b, plain_cache(), false); }) == FAILURE_NONE);
+    }
+    CHECK(why(KEEP_NOT, [](const backing & b) { check_cells(b, ext_cache{ true }, true); }) == FAILURE_NONE);
 }
 
 // cells of the years before they were a class
@@ -232,7 +311,8 @@ static void test_cells() {
 
 int main(int argc, char ** argv) {
     return run_group(argc, argv, {
-        { "alloc", test_alloc }, { "cells", test_cells }, { "clear", test_clear }, { "describe", test_describe },
-        { "devices", test_devices }, { "sets", test_sets },
+        { "alloc", test_alloc }, { "cells", test_cells }, { "clear", test_clear }, { "contract", test_contract },
+        { "describe", test_describe }, { "devices", test_devices }, { "log", test_log }, { "refusals", test_refusals },
+        { "sets", test_sets },
     });
 }

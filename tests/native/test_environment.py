@@ -95,6 +95,47 @@ def release(request: pytest.FixtureRequest) -> str:
     return f"{request.param}+patched"
 
 
+@pytest.fixture(scope="module")
+def buffers(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a program that writes to every byte of a cache's buffers."""
+    return linked(release, "buffers", tmp_path_factory.mktemp("buffers"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backing", "where"),
+    [
+        (None, "info: upstream's memory"),
+        ("heap", "warning: upstream's memory"),
+        ("mmap", "warning: anonymous mapped memory"),
+        ("DIRECTORY", "warning: a temporary file in DIRECTORY"),
+        ("DIRECTORY/cache", "warning: the file DIRECTORY/cache"),
+        ("mmpa", "warning: upstream's memory"),
+    ],
+)
+def test_every_byte_of_a_buffer_can_be_written(
+    buffers: Path,
+    backing: str | None,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A buffer of ggml is written, cleared and used again; its memory is logged."""
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    if backing is not None:
+        variables["LLAMA_KV_BACKING"] = backing.replace("DIRECTORY", str(tmp_path))
+    level, memory = where.replace("DIRECTORY", str(tmp_path)).split(": ")
+    expected = [f"{level} log_backing: KV cache (CPU) is in {memory}", "2 tensors in 1 buffers"]
+    if backing == "mmpa":
+        wrong = "LLAMA_KV_BACKING is 'mmpa', which is ignored; expected heap, mmap, a directory, or"
+        expected.insert(0, f"warning {wrong} a file whose path contains a '/'")
+    printed = run(buffers, str(synthetic_models.model("tiny")), **variables)
+    assert printed.splitlines() == expected
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_an_exception_in_a_shift_keeps_the_abort_callback(release: str, tmp_path: Path) -> None:
     """A decode after a shift that threw is aborted by the callback of the context."""
     program = linked(release, "throwing_shift", tmp_path)

@@ -41,7 +41,7 @@ def mapped(size: int) -> int:
 
 def test_what_is_told_is_what_the_kernel_counts(model: kv.Model) -> None:
     """Committed bytes, in all and per layer, equal the resident pages in smaps."""
-    # 40960 cells of 64 bytes make tensors of a size that no other mapping has.
+    # K and V of 40960 cells of 64 bytes make a buffer of a size that no other mapping has.
     with model.context(n_ctx=40960, n_batch=64, flash_attn=True, kv_backing="mmap") as ctx:
         size = 40960 * 64
         assert ctx.kv.memory.committed == 0
@@ -49,17 +49,17 @@ def test_what_is_told_is_what_the_kernel_counts(model: kv.Model) -> None:
         for n in (1, 63, 500):
             ctx.prefill(sequence, TOKENS[:1] * n)
             memory = ctx.kv.memory
-            assert memory.committed == mapped(size)
+            assert memory.committed == mapped(2 * size)
             assert sum(layer.committed for layer in memory.layers) == memory.committed
             assert sum(layer.reserved for layer in memory.layers) == memory.reserved == 2 * size
             used = len(sequence) * 64 * 2
             assert used <= (memory.committed or 0) <= used + 2 * 2 * resource.getpagesize()
         sequence.trim(64)
         before = ctx.kv.memory.committed or 0
-        assert ctx.kv.trim() == before - mapped(size)
-        assert mapped(size) == 2 * resource.getpagesize()
+        assert ctx.kv.trim() == before - mapped(2 * size)
+        assert mapped(2 * size) == 2 * resource.getpagesize()
         ctx.clear()
-        assert mapped(size) == 0
+        assert mapped(2 * size) == 0
 
 
 @pytest.mark.parametrize("flash", [False, True])

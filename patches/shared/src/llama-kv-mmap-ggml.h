@@ -2,8 +2,11 @@
 #define LLAMA_KV_MMAP_GGML_H
 
 // Allocates the tensors of a KV cache in mapped memory (llama-kv-mmap.h). This file uses only ggml's public interface
-// and is identical for all its versions.
+// and llama.cpp's log macros, and is identical for all their versions.
+//
+// All tensors of a cache are in one buffer of ggml, as upstream allocates them. Each byte of it may be read and written.
 
+#include "llama-impl.h"
 #include "llama-kv-mmap.h"
 
 #include "ggml.h"
@@ -67,7 +70,7 @@ inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_c
 
     res = make(std::move(list), n_cells, n_stream);
 
-    ggml_backend_buffer_t buf = ggml_backend_cpu_buffer_from_ptr(res->data(), res->size());
+    ggml_backend_buffer_t buf = ggml_backend_cpu_buffer_from_ptr(res->get_buffer(), res->get_buffer_size());
     if (!buf) {
         return nullptr;
     }
@@ -85,6 +88,29 @@ inline ggml_backend_buffer_t alloc_mapped(std::shared_ptr<backing> & res, ggml_c
     return buf;
 }
 
+// Log where the tensors of a cache in a buffer type are: in mapped memory, or nullptr as upstream allocates them. Log the
+// variables with values that are not valid. If a variable is set, this is a warning: newer programs of upstream hide what
+// the library logs as information.
+inline void log_backing(ggml_backend_buffer_type_t buft, const backing * mapped) {
+    const auto opts = effective();
+
+    for (const auto & text : opts.ignored) {
+        LLAMA_LOG_WARN("%s\n", text.c_str());
+    }
+
+    const std::string where =
+        !mapped                            ? "upstream's memory" :
+        mapped->get_kind() == KIND_ANON    ? "anonymous mapped memory" :
+        mapped->get_kind() == KIND_TEMP    ? "a temporary file in " + opts.path :
+        mapped->get_is_kept()              ? "the kept file " + mapped->get_path() : "the file " + mapped->get_path();
+
+    if (get_variable("LLAMA_KV_BACKING").empty()) {
+        LLAMA_LOG_INFO("%s: KV cache (%s) is in %s\n", __func__, ggml_backend_buft_name(buft), where.c_str());
+    } else {
+        LLAMA_LOG_WARN("%s: KV cache (%s) is in %s\n", __func__, ggml_backend_buft_name(buft), where.c_str());
+    }
+}
+
 // Allocate the tensors of ctx, all of one cache and with buffer type buft: in mapped memory if the options of this
 // thread request it, else with upstream's function. Throws error if mapped memory fails, instead of using the heap. If
 // mapped memory is requested, upstream's function allocates only layers on devices, of caches that are not kept.
@@ -92,12 +118,36 @@ inline ggml_backend_buffer_t alloc(std::shared_ptr<backing> & res, ggml_context 
         uint32_t n_cells, uint32_t n_stream, bool v_trans) {
     ggml_backend_buffer_t buf = alloc_mapped(res, ctx, buft, n_cells, n_stream, v_trans);
 
+    log_backing(buft, buf ? res.get() : nullptr);
+
     return buf ? buf : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft);
+}
+
+// Return cache.has_cell_ext() of the releases that declare it, else false.
+template <typename Cache>
+auto has_cell_ext(const Cache & cache, int) -> decltype(cache.has_cell_ext()) {
+    return cache.has_cell_ext();
+}
+
+template <typename Cache>
+bool has_cell_ext(const Cache &, long) {
+    return false;
+}
+
+// Throw error if a cache is kept whose cells have more than a file contains: 2D positions (M-RoPE), or what upstream calls
+// cell extensions, such as the tokens of n-gram embeddings. A resumed cache would lack them.
+template <typename Cache>
+void check_cells(const backing & mapped, const Cache & cache, bool is_2d) {
+    if (mapped.get_is_kept() && (is_2d || has_cell_ext(cache, 0))) {
+        current().failed = FAILURE_UNSUPPORTED;
+        throw error(FAILURE_UNSUPPORTED, "cells of this model have more than positions and sequences (2D positions, or tokens "
+            "for n-gram embeddings): their KV cache cannot be kept in a file");
+    }
 }
 
 // Set a buffer of the cache to zero. New mapped memory is zero already; writing zeros would commit every page.
 inline void clear(const std::shared_ptr<backing> & mapped, ggml_backend_buffer_t buf) {
-    if (mapped && ggml_backend_buffer_get_base(buf) == mapped->data()) {
+    if (mapped && ggml_backend_buffer_get_base(buf) == mapped->get_buffer()) {
         mapped->clear();
     } else {
         ggml_backend_buffer_clear(buf, 0);

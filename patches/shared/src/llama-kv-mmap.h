@@ -12,8 +12,9 @@
 //   heap       upstream's allocation
 //   mmap       anonymous memory
 //   DIR        an unlinked temporary file in this directory
-//   FILE       this file; its content is not kept
-// LLAMA_KV_BACKING_HUGE=1 requests huge pages, which are faster to touch but are committed in units of 2 MB.
+//   FILE       this file, whose path contains a '/'; its content is not kept
+// LLAMA_KV_BACKING_HUGE=1 requests huge pages, which are faster to touch but are committed in units of 2 MB. A value that
+// is not valid has no effect, and effective() describes it: a misspelled word never becomes the name of a file.
 //
 // Disk space is allocated before the file is mapped and is never freed while it is mapped: a full disk is an error when
 // the cache is created, never a SIGBUS later. Therefore trim() releases the memory of a file, but not its disk space.
@@ -100,7 +101,9 @@ struct options {
     uint32_t n_seq_max = 64; // maximum number of sequences; a kept file stores a bit for each per cell
 
     // Outputs. n_asked: number of caches with a named file since take_made(). failed: reason of the last failure.
-    // on_heap: set by use_heap_for(), overrides kind.
+    // on_heap: set by use_heap_for(), overrides kind. ignored: a text for each variable with a value that is not valid.
+    std::vector<std::string> ignored;
+
     uint32_t     n_asked = 0;
     enum failure failed  = FAILURE_NONE;
     bool         on_heap = false;
@@ -381,12 +384,6 @@ public:
     char * data() const { return base; }
     size_t size() const { return n; }
 
-    // Deny all access to a range of whole pages. The kernel then counts the memory before and after it separately, and
-    // an access beyond the pages of a tensor faults.
-    void guard(size_t begin, size_t end) {
-        ::mprotect(base + begin, end - begin, PROT_NONE);
-    }
-
     // Release the whole pages within a range; they read as zeros afterwards. Return the number of bytes released.
     size_t release(size_t offset, size_t len) {
         const size_t begin = round_up(offset, page_size());
@@ -436,54 +433,55 @@ private:
     size_t n;
 };
 
-// Set n_committed of each tensor to its resident bytes. base: start of the mapping. Requires a guard before and after
-// each tensor, so that smaps has separate entries. Without /proc, mincore() reports which pages are in memory.
-inline void count_committed(const char * base, std::vector<tensor> & tensors) {
-    for (auto & t : tensors) {
-        t.n_committed = 0;
-    }
+// Return the resident bytes of a range of whole pages; 0 if the system does not report them.
+inline size_t count_committed(const char * begin, size_t n) {
+    const size_t n_pages = n/page_size();
+
+    size_t res = 0;
 #ifdef __linux__
-    std::FILE * in = std::fopen("/proc/self/smaps", "re");
-    if (in) {
-        char line[512];
+    // bits of an entry of pagemap; EXCLUSIVE: no other process maps the page
+    const uint64_t PRESENT   = 1ull << 63;
+    const uint64_t OF_FILE   = 1ull << 61;
+    const uint64_t EXCLUSIVE = 1ull << 56;
 
-        tensor * at = nullptr;
+    // A page that was only read is the kernel's page of zeros, which uses no memory: it is present, anonymous and not
+    // exclusive. So is a page that a forked process shares, which has content.
+    const auto is_zero = [](const char * page) {
+        return *page == 0 && std::memcmp(page, page + 1, page_size() - 1) == 0;
+    };
 
-        while (std::fgets(line, sizeof(line), in)) {
-            unsigned long long begin, end, kb;
+    std::vector<uint64_t> entries(n_pages);
 
-            if (std::sscanf(line, "%llx-%llx ", &begin, &end) == 2) {
-                at = nullptr;
+    const int     fd     = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    const size_t  n_read = n_pages*sizeof(uint64_t);
+    const ssize_t n_done = fd < 0 ? -1 : ::pread(fd, entries.data(), n_read, (off_t) ((uintptr_t) begin/page_size()*sizeof(uint64_t)));
 
-                for (auto & t : tensors) {
-                    const auto first = (unsigned long long) (uintptr_t) (base + t.offset);
+    if (fd >= 0) {
+        ::close(fd);
+    }
 
-                    if (begin >= first && end <= first + t.n_reserved) {
-                        at = &t;
-                        break;
-                    }
-                }
-            } else if (at && std::sscanf(line, "Rss: %llu kB", &kb) == 1) {
-                at->n_committed += (size_t) kb*1024;
+    if (n_done == (ssize_t) n_read) {
+        for (size_t i = 0; i < n_pages; ++i) {
+            if (entries[i] & PRESENT && (entries[i] & (OF_FILE | EXCLUSIVE) || !is_zero(begin + i*page_size()))) {
+                res += page_size();
             }
         }
 
-        std::fclose(in);
-        return;
+        return res;
     }
-#endif
-    for (auto & t : tensors) {
-#ifdef __APPLE__
-        std::vector<char> pages(t.n_reserved/page_size());
+
+    std::vector<unsigned char> pages(n_pages);
 #else
-        std::vector<unsigned char> pages(t.n_reserved/page_size());
+    std::vector<char> pages(n_pages);
 #endif
-        if (::mincore((void *) (uintptr_t) (base + t.offset), t.n_reserved, pages.data()) == 0) {
-            for (const auto page : pages) {
-                t.n_committed += page & 1 ? page_size() : 0;
-            }
+    // counts pages of zeros too
+    if (::mincore((void *) (uintptr_t) begin, n, pages.data()) == 0) {
+        for (const auto page : pages) {
+            res += page & 1 ? page_size() : 0;
         }
     }
+
+    return res;
 }
 
 // The header of a kept file. It is followed by the search heads of all streams (uint64_t), the sequences (n_words
@@ -519,7 +517,7 @@ enum : uint32_t {
 
 inline const char * magic() { return "llama-kv"; }
 
-enum : uint32_t { FORMAT = 2 };
+enum : uint32_t { FORMAT = 3 };
 
 // The mapping of one cache, and its file if it has one.
 class backing {
@@ -537,34 +535,26 @@ public:
 
         path = number == 0 ? opts.path : opts.path + "." + std::to_string(number);
 
-        // Each tensor starts on a page boundary, with a guard page before it. The start of the mapping stays readable:
-        // the RPC backend reads from the start of every buffer, also of buffers of other backends.
-        size_t n = opts.kind == KIND_ANON ? page_size() : round_up(sizeof(header) + n_meta(), page_size());
-        n_head = n;
+        // The tensors follow the head in whole pages without gaps, so that all memory after the head can be one buffer
+        // of ggml, and no page contains parts of two tensors.
+        const size_t unit = opts.huge ? 2u << 20 : page_size();
 
-        const size_t align = opts.huge ? 2u << 20 : page_size();
+        n_head = opts.kind == KIND_ANON ? 0 : round_up(sizeof(header) + n_meta(), unit);
+
+        size_t n = n_head;
 
         for (auto & t : tensors) {
-            t.offset     = round_up(n + page_size(), align);
-            t.n_reserved = round_up(std::max<size_t>(t.n_bytes, 1), page_size());
+            t.offset     = n;
+            t.n_reserved = round_up(std::max<size_t>(t.n_bytes, 1), unit);
 
-            n = t.offset + t.n_reserved;
+            n += t.n_reserved;
         }
-
-        n += page_size();
 
         if (opts.kind != KIND_ANON) {
             open_file(n);
         }
 
         map.reset(new mapping(f.is_open() ? &f : nullptr, n, opts.huge));
-
-        size_t end = n_head;
-        for (const auto & t : tensors) {
-            map->guard(end, t.offset);
-            end = t.offset + t.n_reserved;
-        }
-        map->guard(end, n);
 
         if (has_content) {
             verify();
@@ -581,10 +571,17 @@ public:
         }
     }
 
+    // The whole mapping: offsets of tensors are relative to it.
     char * data() const { return map->data(); }
     size_t size() const { return map->size(); }
 
+    // The memory of all tensors. Every byte of it may be read and written.
+    char * get_buffer()      const { return data() + n_head; }
+    size_t get_buffer_size() const { return size() - n_head; }
+
     const std::vector<tensor> & get_tensors() const { return tensors; }
+
+    const std::string & get_path() const { return path; }
 
     enum kind get_kind()       const { return opts.kind; }
     uint32_t  get_n_cells()    const { return n_cells; }
@@ -674,10 +671,10 @@ public:
 
     // Return the resident bytes of all tensors, and update n_committed of each.
     size_t committed() {
-        count_committed(data(), tensors);
-
         size_t res = 0;
-        for (const auto & t : tensors) {
+        for (auto & t : tensors) {
+            t.n_committed = count_committed(data() + t.offset, t.n_reserved);
+
             res += t.n_committed;
         }
 
@@ -1005,8 +1002,12 @@ public:
 
     char * data() const { return nullptr; }
     size_t size() const { return 0; }
+    char * get_buffer() const { return nullptr; }
+    size_t get_buffer_size() const { return 0; }
 
     const std::vector<tensor> & get_tensors() const { return tensors; }
+
+    const std::string & get_path() const { return path; }
 
     enum kind get_kind()       const { return KIND_HEAP; }
     uint32_t  get_n_cells()    const { return 0; }
@@ -1029,28 +1030,57 @@ public:
 
 private:
     std::vector<tensor> tensors;
+    std::string         path;
 };
 
 #endif
+
+// Return whether path is a directory.
+inline bool is_directory(const std::string & path) {
+#if LLAMA_KV_MMAP_SUPPORTED
+    struct stat st;
+
+    return ::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+#else
+    (void) path;
+
+    return false;
+#endif
+}
+
+// Return the value of a variable; an empty text if it is not set.
+inline std::string get_variable(const char * name) {
+    const char * res = std::getenv(name);
+
+    return res ? res : "";
+}
 
 // Return current(), or the options of the environment for what it leaves at the default. A path that is a directory
 // selects KIND_TEMP.
 inline options effective() {
     options res = current();
 
-    const char * backing = std::getenv("LLAMA_KV_BACKING");
-    const char * huge    = std::getenv("LLAMA_KV_BACKING_HUGE");
+    const std::string backing = get_variable("LLAMA_KV_BACKING");
+    const std::string huge    = get_variable("LLAMA_KV_BACKING_HUGE");
 
-    if (backing && *backing && res.kind == KIND_HEAP) {
-        const std::string text = backing;
+    const auto ignore = [&](const char * name, const std::string & value, const char * expected) {
+        res.ignored.push_back(std::string(name) + " is '" + value.substr(0, 100) + "', which is ignored; expected " + expected);
+    };
 
-        res.kind = text == "heap" ? KIND_HEAP : text == "mmap" ? KIND_ANON : KIND_FILE;
-        res.path = res.kind == KIND_FILE ? text : "";
+    const bool is_path = backing.find('/') != std::string::npos || is_directory(backing);
+
+    if (!backing.empty() && backing != "heap" && backing != "mmap" && !is_path) {
+        ignore("LLAMA_KV_BACKING", backing, "heap, mmap, a directory, or a file whose path contains a '/'");
+    } else if (!backing.empty() && res.kind == KIND_HEAP) {
+        res.kind = backing == "heap" ? KIND_HEAP : backing == "mmap" ? KIND_ANON : KIND_FILE;
+        res.path = res.kind == KIND_FILE ? backing : "";
         res.keep = KEEP_NOT;
     }
 
-    if (huge && std::strcmp(huge, "1") == 0) {
+    if (huge == "1") {
         res.huge = true;
+    } else if (!huge.empty() && huge != "0") {
+        ignore("LLAMA_KV_BACKING_HUGE", huge, "1 or 0");
     }
 
     if (res.on_heap) {
@@ -1058,13 +1088,9 @@ inline options effective() {
         res.keep = KEEP_NOT;
     }
 
-#if LLAMA_KV_MMAP_SUPPORTED
-    struct stat st;
-
-    if (res.kind == KIND_FILE && ::stat(res.path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
+    if (res.kind == KIND_FILE && is_directory(res.path)) {
         res.kind = KIND_TEMP;
     }
-#endif
 
     return res;
 }

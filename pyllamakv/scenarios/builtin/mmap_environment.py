@@ -1,8 +1,12 @@
-"""The workload of `story` in mapped memory and in a file, selected by environment variables."""
+"""The workload of `story` in memory that environment variables select: mapped, a file, or none.
+
+A misspelled variable has no effect.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
@@ -13,13 +17,36 @@ from pyllamakv.scenarios.scenario import CACHES, Scenario
 if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
 
+#: Not a path, and no name of a memory.
+WRONG = "mmpa"
+
 
 def run(lab: Lab) -> None:
     """Run the workload of `story`; a decode defragments if the patches include that."""
     lab.needs(Capability.MAPPING)
     if not lab.place.host:
         _open_on_a_device(lab)
-    story.run(lab)
+    backing = dict(lab.setting.environment)["LLAMA_KV_BACKING"]
+    lab.logs()
+    lab.player().close()
+    _check_log(lab, backing, "\n".join(lab.logs()))
+    if backing == WRONG:
+        lab.expect(not Path(WRONG).exists(), f"LLAMA_KV_BACKING={WRONG} created a file")
+    else:
+        story.run(lab)
+
+
+def _check_log(lab: Lab, backing: str, log: str) -> None:
+    """Fail the claim unless the log names the memory of the cache, and a wrong value."""
+    where = "upstream's memory"
+    if lab.place.host and backing != WRONG:
+        where = "anonymous mapped memory" if backing == "mmap" else f"a temporary file in {backing}"
+    lab.expect(f" is in {where}" in log, f"the log does not name {where!r}: {log!r}")
+    ignored = f"LLAMA_KV_BACKING is '{WRONG}', which is ignored; expected heap, mmap, a directory"
+    lab.expect(
+        (ignored in log) == (backing == WRONG),
+        f"LLAMA_KV_BACKING={backing} is logged as {log!r}",
+    )
 
 
 def _open_on_a_device(lab: Lab) -> None:
@@ -40,6 +67,6 @@ SCENARIO = Scenario(
     settings=tuple(
         replace(setting, environment=(("LLAMA_KV_BACKING", backing),))
         for setting in (CACHES[0], CACHES[3])
-        for backing in ("mmap", "/tmp")
+        for backing in ("mmap", "/tmp", WRONG)
     ),
 )

@@ -57,7 +57,12 @@ inline std::unique_ptr<ggml_backend_buffer> make_buffer(ggml_backend_buffer_type
 inline bool ggml_backend_buffer_is_host(ggml_backend_buffer_t buf) { return buf->type->is_host; }
 inline ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buf) { return buf->type; }
 inline void * ggml_backend_buffer_get_base(ggml_backend_buffer_t buf) { return buf->base; }
-inline void ggml_backend_buffer_clear(ggml_backend_buffer_t buf, int) { buf->cleared++; }
+inline void ggml_backend_buffer_clear(ggml_backend_buffer_t buf, int value) {
+    if (buf->base && buf->type && buf->type->is_host) {
+        std::memset(buf->base, value, buf->size);
+    }
+    buf->cleared++;
+}
 
 inline void ggml_backend_tensor_alloc(ggml_backend_buffer_t buf, ggml_tensor * t, void * at) {
     t->buffer = buf;

@@ -17,4 +17,5 @@ inline std::string & logged() {
     } while (0)
 
 #define LLAMA_LOG_DEBUG LLAMA_LOG_ERROR
+#define LLAMA_LOG_INFO  LLAMA_LOG_ERROR
 #define LLAMA_LOG_WARN  LLAMA_LOG_ERROR
