@@ -229,8 +229,10 @@ def new_context(native: Native, model: ModelHandle, params: ContextParams) -> Co
     try:
         return native.context_new(model, params)
     except KVFileForeign as error:
+        # The library has one error for another format, model, build and shape.
         kept = flushed_copy.kept_for(params.kv_path or "")
-        if kept is None or is_digest(kept.partition(_ADAPTERS)[0]):
+        verified = kept is None or is_digest(kept.partition(_ADAPTERS)[0])
+        if verified or "kept for another model" not in str(error):
             raise
         msg = (
             f"{error}; the model of the file is unverified: if it is this one, pass "
