@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         ReprocessNeeded,
         SchemaError,
+        SequenceChanged,
         SharedCells,
         StaleLogits,
         StateError,
@@ -130,8 +131,8 @@ _MODULES = {
         "DeviceLost GrammarError "
         "KvError LoadError ModelError ModelUnverified NoTokenAllowed SchemaError "
         "NativeError NoKVSlot NotBuilt NotEnoughMemory PartialRemovalRefused PromptTooLong "
-        "SharedCells StaleLogits StateError StateForeign Unsupported UsageError WorkerDied "
-        "WorkerTimeout "
+        "SequenceChanged SharedCells StaleLogits StateError StateForeign Unsupported UsageError "
+        "WorkerDied WorkerTimeout "
         "KVCacheFull NoSlotAvailable Unsupported PagingError ReprocessNeeded TraceMismatch "
         "KVFileBusy KVFileDamaged KVFileDirty KVFileError KVFileForeign KVFileFull "
         "PrefixStoreBusy PrefixStoreDamaged PrefixStoreError PrefixStoreForeign PrefixStoreFull"
@@ -245,6 +246,7 @@ __all__ = [
     "SamplerParams",
     "SchemaError",
     "Sequence",
+    "SequenceChanged",
     "SharedCells",
     "SlotCache",
     "Snapshot",

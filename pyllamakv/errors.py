@@ -460,11 +460,15 @@ class Closed(KvError, RuntimeError):
 
 
 class Busy(KvError, RuntimeError):
-    """A second thread used a context that is in use."""
+    """Another thread, a signal handler or a callback used a context that is in use."""
 
 
 class StaleLogits(KvError, RuntimeError):
     """The logits were overwritten by a later decode."""
+
+
+class SequenceChanged(KvError, RuntimeError):
+    """A generation cannot continue, because something else changed the end of its sequence."""
 
 
 class WorkerDied(NativeError):

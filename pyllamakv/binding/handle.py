@@ -1,18 +1,20 @@
 """Own native objects: the order in which they are freed, and the thread that uses them.
 
 Use a handle with ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a context)
-serves one thread at a time and refuses a second one with `Busy`. In ``with handle.reading()``, a
-thread waits until the running call ends, and calls of other threads wait for it. A shared handle (a
-model) serves several, and cannot be closed meanwhile. Closing closes the children first, or nothing
-if one of them is in use. A finaliser frees an object that was dropped without `close`, in the same
-order.
+serves one operation at a time: another thread gets `Busy`, and so does other code that the same
+thread runs meanwhile, such as a signal handler. In ``with handle.reading()``, a thread waits until
+the running call ends, and calls of other threads wait for it. A shared handle (a model) serves
+several, and cannot be closed meanwhile. Closing closes the children first, or nothing if one of
+them is in use. A finaliser frees an object that was dropped without `close`, in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from contextlib import contextmanager, suppress
+from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyllamakv.closing import NotCopied
@@ -20,12 +22,37 @@ from pyllamakv.errors import Busy, Closed, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from pyllamakv.binding.protocol import Native
 
 Raw = TypeVar("Raw", bound=int)
 R = TypeVar("R")
+
+_CONTEXTLIB = vars(contextlib)
+#: Packages whose frames belong to the operation that called them.
+_OURS = frozenset({__name__.partition(".")[0], "contextlib", "functools"})
+
+
+def _is_nested(frame: FrameType | None, holder: FrameType | None) -> bool | None:
+    """Return whether a frame belongs to the operation of ``holder``, a frame below it.
+
+    False if code of others was called between them, and None if ``holder`` has ended.
+    """
+    ours = True
+    while frame is not None:
+        if frame is holder:
+            return ours
+        ours = ours and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
+        frame = frame.f_back
+    return None
+
+
+def _holder(frame: FrameType) -> FrameType:
+    """Return the frame that holds what ``frame`` enters: `ExitStack.enter_context` ends at once."""
+    while frame.f_globals is _CONTEXTLIB and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 class _Node(Generic[Raw]):
@@ -36,6 +63,7 @@ class _Node(Generic[Raw]):
         "closed",
         "free",
         "gate",
+        "holder",
         "lock",
         "parent",
         "raw",
@@ -58,8 +86,12 @@ class _Node(Generic[Raw]):
         self.closed = False
         # Reentrant, because operations on a context are nested.
         self.lock = threading.RLock()
-        # Held while `raw` is used without the lock (cancel), and while it is freed.
-        self.gate = threading.Lock()
+        # The frame that entered first. Signal handlers and callbacks run in the same thread, so
+        # only frames show whether a call is a part of the operation.
+        self.holder: FrameType | None = None
+        # Held while `raw` is used without the lock (cancel), and while it is freed. Reentrant,
+        # because a signal handler may cancel.
+        self.gate = threading.RLock()
         # Number of threads in `Handle.reading`; other threads wait for them.
         self.readers = 0
         # Whether the thread that holds the lock is one of them.
@@ -80,6 +112,34 @@ class _Node(Generic[Raw]):
             if self.lock.acquire(timeout=0.01):
                 return True
         return False
+
+    def check_nested(self, frame: FrameType) -> None:
+        """Raise Busy, with the node unlocked, for code that the operation in progress has called.
+
+        ``frame`` is of the thread that has locked the node, and asks for it.
+        """
+        nested = _is_nested(frame, self.holder)
+        if nested is None:
+            # The exception of a signal handler struck when the last holder left.
+            self.holder = frame
+        elif not nested:
+            self.lock.release()
+            raise Busy(
+                f"the {self.what} is in use by a call that this one interrupted or that called "
+                "it: use it after that call"
+            )
+
+    def leave(self) -> None:
+        """Count one use less, and unlock the node."""
+        self.users -= 1
+        if not self.users:
+            self.holder = None
+        self.lock.release()
+
+    def wait_for_readers(self) -> None:
+        """Wait up to a second until no thread is, or waits, in `Handle.reading`."""
+        with self.turn:
+            self.turn.wait_for(lambda: not self.readers, timeout=1.0)
 
     def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
         """Lock this node and all below it; return the first one that is in use."""
@@ -167,18 +227,18 @@ class Handle(NotCopied, Generic[Raw]):
         return node.raw
 
     def __enter__(self) -> Raw:
-        """Begin to use it; raises Busy when another thread does, Closed when it is gone."""
+        """Begin to use it; raises Busy when another operation does, Closed when it is gone."""
         node = self._node
         if self._exclusive:
             if node.readers and not node.users:
                 # Without this, a loop of calls would take the lock again before a reader gets it.
-                with node.turn:
-                    node.turn.wait_for(lambda: not node.readers, timeout=1.0)
+                node.wait_for_readers()
             if not node.acquire():
-                raise Busy(
-                    f"the {node.what} is in use by another thread: use one {node.what} per "
-                    "thread, or wait for it"
-                )
+                raise self._busy()
+            if node.users:
+                node.check_nested(_getframe(1))
+            else:
+                node.holder = _holder(_getframe(1))
             node.users += 1
         else:
             # A shared lock is held briefly: to count, and to close.
@@ -197,31 +257,53 @@ class Handle(NotCopied, Generic[Raw]):
     ) -> None:
         node = self._node
         if self._exclusive:
-            node.users -= 1
-            node.lock.release()
+            node.leave()
         else:
             with node.lock:
                 node.users -= 1
+
+    def _busy(self) -> Busy:
+        what = self._node.what
+        return Busy(
+            f"the {what} is in use by another thread: use one {what} per thread, or wait for it"
+        )
+
+    def let_readers(self) -> None:
+        """Let waiting `reading` of other threads in, between two calls of one operation."""
+        node = self._node
+        if not node.readers or node.users != 1:
+            return
+        holder = node.holder
+        node.leave()
+        node.wait_for_readers()
+        node.lock.acquire()
+        node.users, node.holder = 1, holder
+        _ = self.raw
 
     @contextmanager
     def reading(self) -> Iterator[Raw]:
         """Wait until no other thread uses the object, then use it for a short read.
 
-        Raises Closed. Meanwhile, calls of other threads wait instead of raising Busy.
+        Raises Closed. Meanwhile, calls of other threads wait instead of raising Busy. Raises Busy
+        for code that an operation of this thread has called.
         """
-        node = self._node
+        node, frame = self._node, _getframe(2)
         with node.turn:
             node.readers += 1
         try:
-            with node.lock:
-                outermost = not node.users
-                node.reading = node.reading or outermost
-                node.users += 1
-                try:
-                    yield self.raw
-                finally:
-                    node.users -= 1
-                    node.reading = node.reading and not outermost
+            node.lock.acquire()
+            outermost = not node.users
+            if outermost:
+                node.holder = frame
+            else:
+                node.check_nested(frame)
+            node.users += 1
+            node.reading = node.reading or outermost
+            try:
+                yield self.raw
+            finally:
+                node.reading = node.reading and not outermost
+                node.leave()
         finally:
             with node.turn:
                 node.readers -= 1
@@ -247,6 +329,30 @@ class Handle(NotCopied, Generic[Raw]):
                 "it or wait for it"
             )
         self._finalizer.detach()
+
+
+class Results(Generic[Raw]):
+    """Use an exclusive handle as `Handle` does, to read the results of the last call.
+
+    A callback of an operation, such as a sampler, may do so during the operation.
+    """
+
+    def __init__(self, handle: Handle[Raw]) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> Raw:
+        node = self._handle._node
+        if not node.acquire():
+            raise self._handle._busy()
+        if not node.users:
+            node.holder = _holder(_getframe(1))
+        node.users += 1
+        if node.closed:
+            node.leave()
+        return self._handle.raw
+
+    def __exit__(self, *_: object) -> None:
+        self._handle._node.leave()
 
 
 def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:

@@ -14,8 +14,9 @@ from bisect import insort
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pyllamakv.cache import defrag_retry
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.generation import (
     Generation,
+    changed_elsewhere,
     checked_request,
     drop_last_token,
     follow_ledger,
@@ -33,6 +35,7 @@ from pyllamakv.cache.generation import (
 )
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
+    Busy,
     Cancelled,
     Closed,
     DecodeError,
@@ -50,7 +53,7 @@ from pyllamakv.runtime.context import Context
 from pyllamakv.runtime.sampler import Sampler, make_sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pyllamakv.cache.interface import CacheManager
     from pyllamakv.runtime.context import Context
@@ -58,8 +61,32 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sampler import NumpySampler, Sampler, TokenSampler
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 #: Number of steps after which a waiting generation takes the place of one that has run as long.
 MAX_WAIT = 1024
+
+
+def _exclusive(
+    method: Callable[Concatenate[Batcher, P], R],
+) -> Callable[Concatenate[Batcher, P], R]:
+    """Run one call at a time; others get Busy: of threads, signal handlers and samplers."""
+
+    @wraps(method)
+    def run(self: Batcher, /, *given: P.args, **options: P.kwargs) -> R:
+        if self._running:
+            raise Busy(
+                "the batcher is in a call that this one interrupted or that called it, or that "
+                "another thread makes: use it after that call"
+            )
+        try:
+            self._running = True
+            return method(self, *given, **options)
+        finally:
+            self._running = False
+
+    return run
 
 
 class Batcher(ClosedOnExit):
@@ -99,13 +126,16 @@ class Batcher(ClosedOnExit):
         self._queue = GenerationQueue(manager, max_wait)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
+        self._running = False
         #: The fast path for the active generations, until one is added, ends or is cancelled.
         self._decode_only: DecodeOnlyBatch | None = None
-        self._lock = threading.Lock()
+        # Reentrant, because a signal handler may cancel a generation.
+        self._lock = threading.RLock()
         #: Number of cancels of the context by this batcher, and of all that it has handled.
         self._interrupts, self._cancels = 0, context.cancels
         self._steps = self._decodes = self._tokens = self._generated = self._slot_failures = 0
 
+    @_exclusive
     def submit(
         self,
         prompt: str | Iterable[int] | None = None,
@@ -144,11 +174,13 @@ class Batcher(ClosedOnExit):
         self._queue.submit(made, self._steps)
         return made
 
+    @_exclusive
     def step(self) -> bool:
         """Decode one batch. Returns False if no generation is left.
 
         A failing generation does not affect the others. Raises an error only if all end with it:
-        the context was closed, or its worker died.
+        the context was closed, or its worker died. Meanwhile, other threads, signal handlers and
+        samplers get Busy from the batcher.
         """
         try:
             decode_only = self._decode_only
@@ -211,8 +243,9 @@ class Batcher(ClosedOnExit):
                 with suppress(Closed):
                     self.context.cancel()
 
+    @_exclusive
     def close(self) -> None:
-        """Cancel all generations. The manager stays open."""
+        """Cancel all generations. The manager stays open. Raises Busy during a step."""
         self._leave_decode_only()
         try:
             self._queue.end_all("cancelled")
@@ -273,11 +306,16 @@ class Batcher(ClosedOnExit):
     # The general path: generations start or end.
 
     def _step(self) -> None:
-        # Generations that ended before an exception such as Ctrl-C are still in the queue.
+        # After an exception such as Ctrl-C, tokens may be sampled and not accepted, and generations
+        # that ended are still in the queue.
+        for one in tuple(self._queue.active):
+            one.accept_sample()
         self._remove_ended(tuple(self._queue))
         self._sweep()
-        for one in self._queue.active:
+        for one in tuple(self._queue.active):
             drop_last_token(one)
+            if (error := changed_elsewhere(one)) is not None:
+                self._queue.end(one, "failed", error)
         self._queue.rotate(self._steps)
         self._queue.admit(self._steps)
         # In place: of generations with the same last step, another one is first next time.
@@ -330,15 +368,20 @@ class Batcher(ClosedOnExit):
             return
         self._feeding = portions
         try:
-            decode(self.context, portions)
+            # The logits are those of this decode until all tokens are sampled.
+            with self.context.lock:
+                decode(self.context, portions)
+                self._decodes += 1
+                self._tokens += sum(n for _, n in portions)
+                ready = [one for one, _ in portions if one.is_decoded and one.max_tokens != 0]
+                record_step([one for one, _ in portions], self._steps)
+                choose(self.context, self._greedy, ready)
         except (DecodeError, Unsupported) as error:
             self._failed(error, portions, defragged=defragged)
             return
         finally:
             self._feeding = []
-        self._decodes += 1
-        self._tokens += sum(n for _, n in portions)
-        self._choose([one for one, _ in portions])
+        self._accept([one for one, _ in portions], ready)
 
     def _failed(
         self, error: DecodeError | Unsupported, portions: list[Portion], *, defragged: bool = False
@@ -379,28 +422,28 @@ class Batcher(ClosedOnExit):
         ):
             self._queue.end(portions[0][0], "failed", error)
 
-    def _choose(self, fed: list[Generation]) -> None:
-        context, greedy, ready = self.context, self._greedy, []
-        record_step(fed, self._steps)
+    def _accept(self, fed: list[Generation], ready: list[Generation]) -> None:
+        """Continue the generations that have a sampled token, and prepare the others."""
         for one in fed:
-            if len(one.all_tokens) == len(one.ledger.tokens):
+            if one.is_decoded:
                 if one.max_tokens == 0:
                     self._queue.end(one, "length")
-                else:
-                    ready.append(one)
             elif one.lease is not None:
                 one.lease.checkpoint()
-        if not ready:
-            return
         self._generated += len(ready)
-        if all(one.sampler is greedy for one in ready):
-            tokens = [greedy.sample(context)] if len(ready) == 1 else greedy.sample_all(context)
-            for one, token in zip(ready, tokens, strict=True):
-                one.accept_token(token)
-        else:
-            for one in ready:
-                one.sample_token(context)
+        for one in ready:
+            one.accept_sample()
         self._remove_ended(ready)
+
+
+def choose(context: Context, greedy: Sampler | NumpySampler, ready: Sequence[Generation]) -> None:
+    """Sample a token for each generation from the logits of the last decode."""
+    if len(ready) > 1 and all(one.sampler is greedy for one in ready):
+        for one, token in zip(ready, greedy.sample_all(context), strict=True):
+            one.keep_sample(token)
+    else:
+        for one in ready:
+            one.sample(context)
 
 
 #: Number of steps after which a waiting generation gets priority over those being decoded.
@@ -655,7 +698,7 @@ class DecodeOnlyBatch:
     """
 
     __slots__ = (
-        "_alike", "_context", "_greedy", "_rooms", "_sequences", "cancels",
+        "_alike", "_context", "_epoch", "_greedy", "_rooms", "_sequences", "cancels",
         "decoding", "generations", "limit", "portions", "steps",
     )  # fmt: skip
 
@@ -674,6 +717,7 @@ class DecodeOnlyBatch:
         self.cancels = cancels
         self.decoding = False
         self._context = context
+        self._epoch = context.epoch
         self._greedy = greedy
         #: Whether all generations use the greedy sampler, which samples for all in one call.
         self._alike = all(one.sampler is greedy for one in generations)
@@ -688,9 +732,11 @@ class DecodeOnlyBatch:
         context = self._context
         if context.cancels != self.cancels or self.steps == self.limit:
             return NOTHING
+        if context.epoch != self._epoch:  # another decode, which may have changed a sequence
+            return NOTHING
         tokens = []
         for one, ledger, reserve in self._rooms:
-            have = len(ledger.tokens)
+            have, end = len(ledger.tokens), ledger.marks[-1:]
             if len(one.all_tokens) != have + 1:
                 return NOTHING
             try:
@@ -702,25 +748,30 @@ class DecodeOnlyBatch:
                 return NOTHING
             token = one.all_tokens[-1]
             if len(ledger.tokens) != have:
+                if ledger.marks[-1:] != end:
+                    return NOTHING  # others removed tokens
                 follow_ledger(one, have)
             tokens.append(token)
-        self.decoding = True
-        if len(tokens) == 1:
-            context.step(self._sequences[0], token)
-        else:
-            context.step_all(self._sequences, tokens)
-        self.decoding = False
-        self.steps += 1
-        outcome = GOING
-        if self._alike:
+        with context.lock:
+            if any(len(one.all_tokens) != len(ledger.tokens) + 1 for one, ledger, _ in self._rooms):
+                return NOTHING
+            self.decoding = True
             if len(tokens) == 1:
-                return GOING if one.accept_token(self._greedy.sample(context)) else ENDED
-            chosen = self._greedy.sample_all(context)
-            for one, token in zip(self.generations, chosen, strict=True):
-                if not one.accept_token(token):
-                    outcome = ENDED
-        else:
-            for one in self.generations:
-                if not one.sample_token(context):
-                    outcome = ENDED
+                context.step(self._sequences[0], token)
+            else:
+                context.step_all(self._sequences, tokens)
+            self.decoding = False
+            self.steps += 1
+            self._epoch = context.epoch
+            if self._alike and len(tokens) > 1:
+                chosen = self._greedy.sample_all(context)
+                for one, token in zip(self.generations, chosen, strict=True):
+                    one.keep_sample(token)
+            else:
+                for one in self.generations:
+                    one.sample(context)
+        outcome = GOING
+        for one in self.generations:
+            if not one.accept_sample():
+                outcome = ENDED
         return outcome

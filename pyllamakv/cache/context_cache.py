@@ -8,8 +8,8 @@ call is refused.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry
@@ -43,6 +43,21 @@ if TYPE_CHECKING:
     from pyllamakv.cache.checkpoints import Checkpoint
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Hold the context during an operation of several calls."""
+
+    @wraps(method)
+    def run(self: Any, /, *given: P.args, **options: P.kwargs) -> R:
+        with self.context.lock:
+            return method(self, *given, **options)
+
+    return run
 
 
 class ContextCache(ClosedOnExit):
@@ -151,6 +166,7 @@ class ContextCache(ClosedOnExit):
             raise UsageError(msg)
         return self.sequences[number]
 
+    @_locked
     def start_forward(
         self,
         tokens: Sequence[int],
@@ -183,6 +199,7 @@ class ContextCache(ClosedOnExit):
             for number, more in counts.items():
                 self.rewinder.record_decoded(self.sequences[number], more)
 
+    @_locked
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Share a prefix: see `Cache.copy_prefix`."""
         length = arguments.integer("length", length, 0)
@@ -222,6 +239,7 @@ class ContextCache(ClosedOnExit):
         self.can_resume(sequence, target)
         return self.rewinder.latest_resumable(self.runtime_sequence(sequence), target)
 
+    @_locked
     def remove(
         self, sequence: int, begin: int, end: int | None = None, *, unshare: bool = False
     ) -> None:

@@ -13,7 +13,13 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.closing import NotCopied
-from pyllamakv.errors import Cancelled, PartialRemovalRefused, ReprocessNeeded, UsageError
+from pyllamakv.errors import (
+    Cancelled,
+    PartialRemovalRefused,
+    ReprocessNeeded,
+    SequenceChanged,
+    UsageError,
+)
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.generated_text import GeneratedText
 from pyllamakv.runtime.sampler import Sampler, check_sampler, make_sampler, sample_token
@@ -72,6 +78,8 @@ class Generation(NotCopied, GeneratedText):
         self.ledger: Ledger
         #: All tokens of the sequence: the decoded ones, then those to decode.
         self.all_tokens: list[int] = []
+        #: The token that was sampled and not accepted yet, or the error of the sampler.
+        self.sampled: int | Exception | None = None
         #: Number of the last step that decoded its tokens.
         self.last_step = 0
 
@@ -147,12 +155,29 @@ class Generation(NotCopied, GeneratedText):
             lease.release()
             raise
 
-    def sample_token(self, context: Context) -> bool:
-        """Sample a token with the own sampler and accept it. An error of the sampler ends it."""
+    @property
+    def is_decoded(self) -> bool:
+        """Return whether no token waits to be decoded, so that the next one can be sampled."""
+        return len(self.all_tokens) == len(self.ledger.tokens)
+
+    def sample(self, context: Context) -> None:
+        """Sample a token with the own sampler, or keep the sampler's error."""
         try:
-            token = sample_token(self.sampler, context, self.ledger.logits_at)
+            self.sampled = sample_token(self.sampler, context, self.ledger.logits_at)
         except Exception as error:
-            self.end("failed", error)
+            self.sampled = error
+
+    def keep_sample(self, token: int) -> None:
+        """Keep a token that the batcher sampled for several generations at once."""
+        self.sampled = token
+
+    def accept_sample(self) -> bool:
+        """Accept the sampled token, or end with the error; return False if the generation ended."""
+        token, self.sampled = self.sampled, None
+        if token is None:
+            return self.finish_reason is None
+        if isinstance(token, Exception):
+            self.end("failed", token)
             return False
         return self.accept_token(token)
 
@@ -207,7 +232,7 @@ def make_room(one: Generation, n: int) -> bool:
     ``one.stream`` follows what the lease discards. Raises NoKVSlot if not enough cells are free.
     """
     ledger, lease = one.ledger, one.lease
-    have = len(ledger.tokens)
+    have, end = len(ledger.tokens), ledger.marks[-1:]
     assert lease is not None
     try:
         lease.make_room(n)
@@ -215,12 +240,32 @@ def make_room(one: Generation, n: int) -> bool:
         follow_ledger(one, have, needed.tokens)
         return False
     if len(ledger.tokens) != have:
+        # The lease discards tokens before the last one; only others remove that.
+        if ledger.marks[-1:] != end:
+            return False
         follow_ledger(one, have)
     return True
 
 
+def changed_elsewhere(one: Generation) -> SequenceChanged | None:
+    """Return the error of a generation whose sequence others have changed; None if it continues.
+
+    Tokens that others removed from the end are decoded again.
+    """
+    have = one.ledger.tokens
+    behind = one.sequence.open and len(have) < len(one.all_tokens)
+    if behind and have == one.all_tokens[: len(have)]:
+        return None
+    what = "changed its tokens" if one.sequence.open else "closed it"
+    msg = f"sequence {one.sequence.id} belongs to a generation, and something else {what}"
+    return SequenceChanged(msg)
+
+
 def drop_last_token(one: Generation) -> None:
-    """Remove the last token if an exception prevented sampling after it."""
+    """Remove the last token if an exception prevented sampling after it.
+
+    The generation has accepted what was sampled.
+    """
     if one.sequence.open and len(one.all_tokens) == len(one.ledger.tokens):
         try:
             one.sequence.trim(len(one.all_tokens) - 1)

@@ -7,7 +7,7 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
@@ -63,17 +63,20 @@ class LockstepCache(ClosedOnExit):
             msg = f"the batch has {len(tokens)} tokens; the smallest cache takes {self.max_batch}"
             raise UsageError(msg)
         undo: list[_Undo] = []
-        try:
-            for cache in self._order:
-                undo.append(_Undo(cache, numbers, last=cache is self._order[-1]))
-                cache.start_forward(tokens, positions, sequences, logits)
-        except BaseException:
-            for step in reversed(undo):
-                step.run()
-            # In a memory with states, a failure also empties sequences outside of the batch.
-            for number in range(self.max_sequences):
-                self._align(number)
-            raise
+        with ExitStack() as stack:
+            for cache in self.caches:
+                stack.enter_context(cache.context.lock)
+            try:
+                for cache in self._order:
+                    undo.append(_Undo(cache, numbers, last=cache is self._order[-1]))
+                    cache.start_forward(tokens, positions, sequences, logits)
+            except BaseException:
+                for step in reversed(undo):
+                    step.run()
+                # In a memory with states, a failure also empties sequences outside of the batch.
+                for number in range(self.max_sequences):
+                    self._align(number)
+                raise
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Share a prefix in all caches or in none.
@@ -82,10 +85,13 @@ class LockstepCache(ClosedOnExit):
         """
         source, target = self._checked(source), self._checked(target)
         length = arguments.integer("length", length, 0)
-        for cache in self.caches:
-            cache.check_copy(source, target, length)
-        with self._in_step(target, 0):
-            return max([cache.copy_prefix(source, target, length) for cache in self.caches])
+        with ExitStack() as stack:
+            for cache in self.caches:
+                stack.enter_context(cache.context.lock)
+            for cache in self.caches:
+                cache.check_copy(source, target, length)
+            with self._in_step(target, 0):
+                return max([cache.copy_prefix(source, target, length) for cache in self.caches])
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Return whether all caches can resume there."""
@@ -112,11 +118,14 @@ class LockstepCache(ClosedOnExit):
         """
         sequence = self._checked(sequence)
         begin, end = check_range(begin, end)
-        for cache in self.caches:
-            cache.check_remove(sequence, begin, end, unshare=unshare)
-        with self._in_step(sequence, begin):
+        with ExitStack() as stack:
             for cache in self.caches:
-                cache.remove(sequence, begin, end, unshare=unshare)
+                stack.enter_context(cache.context.lock)
+            for cache in self.caches:
+                cache.check_remove(sequence, begin, end, unshare=unshare)
+            with self._in_step(sequence, begin):
+                for cache in self.caches:
+                    cache.remove(sequence, begin, end, unshare=unshare)
 
     def check(self) -> None:
         """Raise AssertionError unless each cache agrees with its cells and with the others."""

@@ -229,9 +229,10 @@ class PrefixCache(ClosedOnExit):
         if not key.startswith(parked.key) or len(key) == len(parked.key):
             msg = "the tokens do not continue the parked ones: give these and at least one more"
             raise UsageError(msg)
-        self._make_way(parked.node)
-        lease = self._lease(key, parked.groups, (), parked)
-        parked.close()
+        with self.context.lock:
+            self._make_way(parked.node)
+            lease = self._lease(key, parked.groups, (), parked)
+            parked.close()
         self.counts.add("resumes")
         self.counts.add("resumed_tokens", lease.cached)
         return lease
@@ -622,14 +623,17 @@ class PrefixLease(NotCopied):
         logits = arguments.flag("logits", logits)
         prompt, context = self._prompt, self.cache.context
         cancels = context.cancels
+        end = self.ledger.marks[-1:]
         while (here := len(self.ledger)) < prompt:
             if context.cancels != cancels:
                 msg = f"cancelled with {prompt - here} tokens left; the others remain"
                 raise Cancelled(msg, code=2)
+            self.sequence.check_end(end, f"{prompt - here} tokens of the prompt are left")
             stop = here + self.limit_batch(prompt - here)
             tokens = key_to_tokens(self.key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
             self._decode(tokens, logits=logits and stop == prompt)
             self.checkpoint()
+            end = self.ledger.marks[-1:]
 
     def limit_batch(self, n: int) -> int:
         """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""

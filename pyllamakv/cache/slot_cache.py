@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -663,11 +664,16 @@ class SlotLease(NotCopied):
         Raises KVCacheFull if not even a defragmentation helps.
         """
         given: list[int] = []
-        together: tuple[Group, ...] = ()
         if tokens is not None:
             many = [tokens] if isinstance(tokens, int | np.integer) else tokens
             given = as_int32(many, "tokens").tolist()
+        with self._cache.context.lock:
+            self._decode(None if tokens is None else given)
+
+    def _decode(self, tokens: list[int] | None) -> None:
+        together: tuple[Group, ...] = ()
         self._decode_again()
+        given = tokens or []
         if tokens is None:
             given = self.prompt[len(self.sequence) :]
             together = self._slot.groups
@@ -676,7 +682,10 @@ class SlotLease(NotCopied):
             raise UsageError(msg)
         context, start = self._cache.context, len(self.sequence)
         at, end, size = start, start + len(given), context.info.n_batch
+        mark = self._tokens.marks[-1:]
         while at < end:
+            context.lock.let_readers()
+            self.sequence.check_end(mark, f"{end - at} tokens are left")
             upto = grouping.floor(together, at + self.limit_batch(min(size, end - at)))
             self._room(upto - at)
             piece = given[at - start : upto - start]
@@ -687,6 +696,7 @@ class SlotLease(NotCopied):
             )
             at = upto
             self.checkpoint()
+            mark = self._tokens.marks[-1:]
 
     def limit_batch(self, n: int) -> int:
         """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
@@ -706,14 +716,19 @@ class SlotLease(NotCopied):
         """
         if self.released:
             raise UsageError(PARKED_LATE)
-        parked = ParkedSlot(self._cache, self._slot, self.keep, self.points)
-        self._cache.count_parked(parked)
-        self.release()
+        with self._cache.context.lock:
+            parked = ParkedSlot(self._cache, self._slot, self.keep, self.points)
+            self._cache.count_parked(parked)
+            self.release()
         return parked
 
     def release(self) -> None:
         """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
-        if not self.released:
+        if self.released:
+            return
+        with ExitStack() as stack:
+            with suppress(Closed):
+                stack.enter_context(self._cache.context.lock)
             self.released = True
             self._cache.release_slot(self._slot)
 

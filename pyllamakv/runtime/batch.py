@@ -222,6 +222,11 @@ def _as_flags(values: Any) -> NDArray[np.int8]:
     return np.ascontiguousarray(flags, dtype=np.int8)
 
 
+def as_list(work: Feed | Batch | Iterable[Feed]) -> Feed | Batch | list[Feed]:
+    """Return the items of an iterable of feeds, before the context is locked."""
+    return work if isinstance(work, Feed | Batch) else arguments.items("work", work, _WORK)
+
+
 def to_arrays(context: Context, work: Feed | Batch | Iterable[Feed]) -> BatchArrays:
     """Return the arrays of a batch, or of feeds, each continuing its sequence.
 

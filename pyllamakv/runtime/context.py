@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyllamakv.binding import arguments, codes
-from pyllamakv.binding.handle import Handle, free_quietly
+from pyllamakv.binding.handle import Handle, Results, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
     DecodeStatus,
@@ -38,7 +38,15 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime import adapter, decode_failure, embedding
 from pyllamakv.runtime.backing import KVFile
-from pyllamakv.runtime.batch import Batch, BatchArrays, Feed, as_int32, check_batch, to_arrays
+from pyllamakv.runtime.batch import (
+    Batch,
+    BatchArrays,
+    Feed,
+    as_int32,
+    as_list,
+    check_batch,
+    to_arrays,
+)
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.generated_text import GeneratedText, TextStream
@@ -202,8 +210,11 @@ class Context(ClosedOnExit):
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         self.kv_file = KVFile(native, self.ledgers, params.kv_path) if params.kv_keep else None
         free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
-        #: Held by the thread that uses the context. A second thread gets Busy.
+        #: Held by the operation that uses the context. Other threads, signal handlers and callbacks
+        #: get Busy.
         self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
+        #: The same lock for reads of results, which a sampler called by an operation needs.
+        self.results = Results(self.lock)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
         #: Whether decodes compute embeddings of all tokens, and no logits.
         self.embeds = params.embeddings
@@ -376,6 +387,7 @@ class Context(ClosedOnExit):
         ):
             self.step(work.sequence, int(work.tokens[0]))
             return
+        work = as_list(work)
         with self.lock:
             batch = to_arrays(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
@@ -384,6 +396,7 @@ class Context(ClosedOnExit):
 
     def try_decode(self, work: Work) -> DecodeStatus:
         """Decode like `decode`, but return statuses 1 and 2 instead of raising."""
+        work = as_list(work)
         with self.lock:
             batch = to_arrays(self, work)
             code = self._run(batch, positions=isinstance(work, Batch))
@@ -432,6 +445,7 @@ class Context(ClosedOnExit):
         Row i belongs to sequence i, also for `logits_all` and ``sample_all``. Raises as `decode`
         does.
         """
+        sequences, tokens = _as_lists(sequences, tokens)
         with self.lock as handle:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids
@@ -462,6 +476,7 @@ class Context(ClosedOnExit):
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
         sampler.check_context(self)
         sampler.check_in_c()
+        sequences, tokens = _as_lists(sequences, tokens)
         with self.lock as handle, sampler.life as raw:
             group = self._group_of(sequences)
             given, ids = self._given(group, tokens), group.ids
@@ -520,13 +535,19 @@ class Context(ClosedOnExit):
             raise UsageError(msg)
         if self.guard:
             decode_failure.check_length(self, len(sequence) + len(rest))
-        for start in range(0, len(rest), size):
-            if cancels != self.cancels:
-                msg = f"cancelled with {len(rest) - start} tokens left; the others remain"
-                raise Cancelled(msg, code=2)
-            final = start + size >= len(rest)
-            wanted: LogitsChoice = "last" if logits and final else "none"
-            self.decode(Feed(sequence, rest[start : start + size], wanted))
+        with self.lock:
+            end = sequence.ledger.marks[-1:]
+            for start in range(0, len(rest), size):
+                if start:
+                    self.lock.let_readers()
+                if cancels != self.cancels:
+                    msg = f"cancelled with {len(rest) - start} tokens left; the others remain"
+                    raise Cancelled(msg, code=2)
+                sequence.check_end(end, f"{len(rest) - start} tokens of the prompt are left")
+                final = start + size >= len(rest)
+                wanted: LogitsChoice = "last" if logits and final else "none"
+                self.decode(Feed(sequence, rest[start : start + size], wanted))
+                end = sequence.ledger.marks[-1:]
 
     def generate(
         self,
@@ -634,7 +655,7 @@ class Context(ClosedOnExit):
         """
         if type(index) is not int:
             index = arguments.integer("index", index)
-        with self.lock as handle:
+        with self.results as handle:
             outputs = self.outputs
             if outputs.embeds or not outputs.every or not -outputs.n <= index < outputs.n:
                 outputs.check(index)
@@ -645,7 +666,7 @@ class Context(ClosedOnExit):
 
         Raises StaleLogits if there are none.
         """
-        with self.lock as handle:
+        with self.results as handle:
             if not self.outputs.n or self.embeds:
                 self.outputs.count()
             return LogitsRows(self, self.native.logits_all(handle, self.n_vocab), self.epoch)
@@ -840,19 +861,20 @@ class Context(ClosedOnExit):
                 sampler.begin(used, new=True)
             if self.guard:
                 decode_failure.check_length(self, len(tokens))  # before anything is removed
-            # The last token is always decoded, for its logits.
-            pairs = zip(used.tokens, tokens[:-1], strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
-            same = min(same, len(used))
-            # Shifted tokens have other positions than those of a prompt.
-            if used.positions[:same] != list(range(same)):
-                same = 0
-            try:
-                used.trim(same)
-            except PartialRemovalRefused:
-                used.remove()
-            output.reuse(len(used))
-            self.prefill(used, tokens[len(used) :])
+            with self.lock:
+                # The last token is always decoded, for its logits.
+                pairs = zip(used.tokens, tokens[:-1], strict=False)
+                same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
+                same = min(same, len(used))
+                # Shifted tokens have other positions than those of a prompt.
+                if used.positions[:same] != list(range(same)):
+                    same = 0
+                try:
+                    used.trim(same)
+                except PartialRemovalRefused:
+                    used.remove()
+                output.reuse(len(used))
+                self.prefill(used, tokens[len(used) :])
             yield from self._generate(output, used, sampler)
 
     def _generate(
@@ -869,26 +891,29 @@ class Context(ClosedOnExit):
                 picker.begin(sequence, new=False)
             if output.max_tokens == 0:
                 output.end("length")
-            elif isinstance(picker, SampledAhead) and len(sequence):
-                token, mark = picker.take_ahead(sequence), sequence.ledger.marks[-1]
+            elif isinstance(picker, SampledAhead):
+                with self.lock:
+                    token, mark = picker.take_ahead(sequence)
             while not output.done:
-                if token < 0:
-                    self._refresh(sequence)
-                    token = sample_token(picker, self, sequence.ledger.logits_at)
-                    mark = sequence.ledger.marks[-1]
-                if output.is_end(token):
-                    token = -1
-                    output.end("end")
-                    break
-                if cancels != self.cancels:
-                    msg = "the generation was cancelled; yielded tokens are in the sequence"
-                    raise Cancelled(msg, text=output.text)
-                self.step(sequence, token)
-                decoded, token = token, -1
-                if output.accept_token(decoded):
-                    # Sample the next token before the caller gets this one and possibly decodes
-                    # others.
-                    token, mark = sample_token(picker, self), sequence.ledger.marks[-1]
+                with self.lock:
+                    if token < 0:
+                        self._refresh(sequence)
+                        token = sample_token(picker, self, sequence.ledger.logits_at)
+                        mark = sequence.ledger.marks[-1]
+                    sequence.check_end([mark], f"token {token} was sampled after another one")
+                    if output.is_end(token):
+                        token = -1
+                        output.end("end")
+                        break
+                    if cancels != self.cancels:
+                        msg = "the generation was cancelled; yielded tokens are in the sequence"
+                        raise Cancelled(msg, text=output.text)
+                    self.step(sequence, token)
+                    decoded, token = token, -1
+                    if output.accept_token(decoded):
+                        # Sample the next token before the caller gets this one and possibly decodes
+                        # others.
+                        token, mark = sample_token(picker, self), sequence.ledger.marks[-1]
                 for part in output.parts(yielded):
                     yielded += 1
                     yield part
@@ -918,6 +943,13 @@ class Context(ClosedOnExit):
         last = sequence.ledger.tokens[-1]
         sequence.trim(len(sequence) - 1)
         self.step(sequence, last)
+
+
+def _as_lists(sequences: Iterable[Sequence], tokens: Any) -> tuple[Iterable[Sequence], Any]:
+    """Return the items of other iterables than lists, before the context is locked."""
+    if type(sequences) is not list:
+        sequences = arguments.items("sequences", sequences, "sequences of this context")
+    return sequences, tokens if type(tokens) is list else as_int32(tokens, "tokens").tolist()
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def together(context: Context) -> bool:
 
 def read(context: Context, index: int) -> Embedding:
     """Return the view of an embedding; ``index`` is as in `Native.embeddings`."""
-    with context.lock as handle:
+    with context.results as handle:
         if not context.outputs.n:
             raise StaleLogits("there are no embeddings: no decode yet, or the last decode failed")
         try:
@@ -168,5 +168,6 @@ def _embed_batch(
             sequence = stack.enter_context(context.sequence())
             feeds.append(sequence.feed(tokens, "all"))
             room -= len(tokens)
-        context.decode(feeds)
-        return [read(context, each.sequence.id).copy() for each in feeds]
+        with context.lock:
+            context.decode(feeds)
+            return [read(context, each.sequence.id).copy() for each in feeds]

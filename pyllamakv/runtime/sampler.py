@@ -168,12 +168,15 @@ class SampledAhead:
         # Some copied tokens have no mark, but -1.
         self._ahead = (weakref.ref(sequence), mark, token) if mark >= 0 else None
 
-    def take_ahead(self, sequence: Sequence) -> int:
-        """Return the token once; -1 if there is none, or the sequence has another last token."""
+    def take_ahead(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the token and the mark once; twice -1 if there is none.
+
+        There is none if the sequence has another last token.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0]() is not sequence:
-            return -1
-        return ahead[2] if sequence.ledger.marks[-1:] == [ahead[1]] else -1
+            return -1, -1
+        return (ahead[2], ahead[1]) if sequence.ledger.marks[-1:] == [ahead[1]] else (-1, -1)
 
 
 class Sampler(SampledAhead, ClosedOnExit):

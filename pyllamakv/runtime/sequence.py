@@ -13,6 +13,7 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     Closed,
     PartialRemovalRefused,
+    SequenceChanged,
     SharedCells,
     StaleLogits,
     Unsupported,
@@ -111,10 +112,11 @@ class Sequence(ClosedOnExit):
         Raises StaleLogits if that decode had no logits of this token.
         """
         self.check(self.context)
-        if self.ledger.logits_epoch != self.context.epoch:
-            msg = "the last decode has no logits of this sequence's last token"
-            raise StaleLogits(msg)
-        return self.context.logits(self.ledger.logits_at)
+        with self.context.results:
+            if self.ledger.logits_epoch != self.context.epoch:
+                msg = "the last decode has no logits of this sequence's last token"
+                raise StaleLogits(msg)
+            return self.context.logits(self.ledger.logits_at)
 
     def embedding(self) -> Embedding:
         """Return a view of the pooled embedding (n,) of this sequence's tokens in the last batch.
@@ -299,6 +301,19 @@ class Sequence(ClosedOnExit):
         if context is not self.context:
             msg = f"sequence {self.id} belongs to another context"
             raise UsageError(msg)
+
+    def check_end(self, marks: list[int], why: str) -> None:
+        """Raise SequenceChanged, with the reason, unless ``marks`` are those of the last token.
+
+        Raises Closed if this was closed. The list is empty for an empty sequence.
+        """
+        self.check(self.context)
+        if self.ledger.marks[-1:] != marks:
+            msg = (
+                f"something else changed the end of sequence {self.id} meanwhile, and {why}: it "
+                f"has {len(self)} tokens now; continue it with a new call"
+            )
+            raise SequenceChanged(msg)
 
     def __len__(self) -> int:
         return len(self.ledger.tokens)

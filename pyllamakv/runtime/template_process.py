@@ -17,7 +17,7 @@ from typing import Any, Final
 from weakref import finalize
 
 from pyllamakv.binding.process import environment
-from pyllamakv.errors import ChatTemplateError, WorkerDied
+from pyllamakv.errors import Busy, ChatTemplateError, WorkerDied
 
 #: Limits of one render: seconds of CPU time, and bytes of address space. Templates of current
 #: models take about a millisecond.
@@ -34,7 +34,9 @@ class TemplateProcess:
         self, cpu_seconds: float = CPU_SECONDS, address_space: int = ADDRESS_SPACE
     ) -> None:
         self._limits = (cpu_seconds, address_space)
-        self._lock = threading.Lock()
+        # Reentrant, because a signal handler may render a template.
+        self._lock = threading.RLock()
+        self._rendering = False
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._end: Any = None
@@ -42,7 +44,8 @@ class TemplateProcess:
     def render(self, template: str, variables: dict[str, Any]) -> str:
         """Return the text of a template with JSON values as variables.
 
-        Raises ChatTemplateError with the line, and WorkerDied if the process cannot work.
+        Raises ChatTemplateError with the line, WorkerDied if the process cannot work, and Busy in a
+        signal handler that interrupted another call.
         """
         try:
             request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
@@ -50,10 +53,15 @@ class TemplateProcess:
             msg = "the values for the chat template are nested too deeply"
             raise ChatTemplateError(msg) from None
         with self._lock:
+            if self._rendering:
+                raise Busy(
+                    "a chat template is being rendered by the call that this one interrupted"
+                )
             child = self._running()
             assert child.stdin is not None
             assert child.stdout is not None
             try:
+                self._rendering = True
                 child.stdin.write(request)
                 child.stdin.flush()
                 reply = child.stdout.readline()
@@ -63,6 +71,8 @@ class TemplateProcess:
                 # After Ctrl-C, the answer would be taken for that of the next request.
                 self.close()
                 raise
+            finally:
+                self._rendering = False
             # A process that was killed may have written a part of its answer.
             if not reply.endswith(b"\n"):
                 raise self._failure(child)

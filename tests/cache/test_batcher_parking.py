@@ -663,7 +663,7 @@ def test_a_generation_that_cannot_start_is_tried_again_once(
                     decode(other.feed([5, 6]))
             decode(work)
 
-        ctx.decode = remove_before  # type: ignore[method-assign]
+        ctx.decode = kit.ours(remove_before)  # type: ignore[method-assign]
         batcher.run()
         assert one.finish_reason == ("length" if removals == 1 else "failed")
         assert isinstance(one.error, Unsupported) == (removals > 1)

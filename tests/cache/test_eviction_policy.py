@@ -242,8 +242,8 @@ def test_traffic_keeps_leases_pins_and_parents(
         return found
 
     evict, evict_first = eviction.evict, PrefixTree.evict_first
-    monkeypatch.setattr(eviction, "evict", look)
-    monkeypatch.setattr(PrefixTree, "evict_first", cheapest)
+    monkeypatch.setattr(eviction, "evict", kit.ours(look))
+    monkeypatch.setattr(PrefixTree, "evict_first", kit.ours(cheapest))
     runs = []
     for number in range(2):
         folder = tmp_path / str(number)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import runtime_kit
 from cache_kit import forward, fresh, picture, simulated, some
 from native_kit import built
 
@@ -150,7 +151,7 @@ def test_an_interrupt_leaves_them_in_step(tmp_path: Path, which: int) -> None:
         real(*args)
         raise KeyboardInterrupt
 
-    cache.start_forward = interrupted
+    cache.start_forward = runtime_kit.ours(interrupted)
     with pytest.raises(KeyboardInterrupt):
         forward(caches, 0, [3, 4])
     assert both(caches) == before

@@ -30,7 +30,7 @@ def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
             raise PartialRemovalRefused("the window has passed")
         return fork(self, length)
 
-    monkeypatch.setattr(Sequence, "fork", whole)
+    monkeypatch.setattr(Sequence, "fork", kit.ours(whole))
     ctx = kit.context(tmp_path, {"partial": False}, n_ctx=256, n_seq_max=5, swa_full=True)
     object.__setattr__(ctx.info, "memory", MemoryType.SWA)
     object.__setattr__(ctx.info, "can_remove_partly", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +35,16 @@ def context(folder: Path, native: dict[str, Any] | None = None, **options: Any) 
     """Return a context, by default of 64 cells and 4 sequences."""
     wanted = {"n_ctx": 64, "n_batch": 32, "n_ubatch": 8, "n_seq_max": 4, **options}
     return model(folder, **(native or {})).context(**wanted)
+
+
+def ours(function: FunctionType) -> FunctionType:
+    """Return a function whose frames count as the package's: it replaces a part of it."""
+    names = {**function.__globals__, "__name__": "pyllamakv.replaced"}
+    made = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 @contextmanager

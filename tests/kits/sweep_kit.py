@@ -66,8 +66,9 @@ NOT_CONSTRUCTED = {
 #: arguments need no check, by the reason.
 NOT_CALLED = {
     "what the batcher asks of its generation": (
-        "Generation.begin", "Generation.sample_token", "Generation.end", "Generation.accept_token",
-        "Generation.is_end", "Generation.reuse",
+        "Generation.begin", "Generation.sample", "Generation.keep_sample",
+        "Generation.accept_sample", "Generation.end",
+        "Generation.accept_token", "Generation.is_end", "Generation.reuse",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
     ),
     "what a task asks of its generation": ("Generation.parts",),

@@ -294,12 +294,12 @@ def test_a_changed_sequence_samples_again(tmp_path: Path) -> None:
         generating.close()
         assert sampler._ahead is not None
         change()
-        assert sampler.take_ahead(a) == -1
+        assert sampler.take_ahead(a) == (-1, -1)
     generating = ctx.generate(a, 5, sampler, stop_at_end=False)
     next(generating)
     ctx.step(a, 7)
     generating.close()
-    assert sampler.take_ahead(a) == -1
+    assert sampler.take_ahead(a) == (-1, -1)
     sampler.keep_ahead(a, a.ledger.marks[-1], 120)
     list(ctx.generate(a, 1, sampler))
     assert a.tokens[-1] == 120
