@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import numpy as np
@@ -212,6 +214,9 @@ class Local:
         self._adapters: dict[int, tuple[Any, int]] = {}
         self._contexts: dict[int, Any] = {}
         self._scratch: dict[int, Scratch] = {}
+        #: Contexts whose memory a child of a fork does not have.
+        self._unforked: set[int] = set()
+        _libraries.add(self)
         # Bound once: decode_one is called for every token.
         self._one: Any = self._lib.plk_decode_one
 
@@ -458,6 +463,8 @@ class Local:
             scratch.buffers = buffers(said)
             ranks = info.pooling is Pooling.RANK
             scratch.n_embd = max(1, of.n_cls_out) if ranks else of.n_embd_out
+            if params.kv_backing != Backing.HEAP or "LLAMA_KV_BACKING" in os.environ:
+                self._unforked.add(handle)
             self._scratch[handle] = scratch
             self._contexts[handle] = out[0]
             return handle
@@ -468,6 +475,7 @@ class Local:
     def context_free(self, context: ContextHandle) -> None:
         """Free a context. May be repeated."""
         self._scratch.pop(context, None)
+        self._unforked.discard(context)
         raw = self._contexts.pop(context, None)
         if raw is not None:
             self._lib.plk_context_free(raw)
@@ -883,3 +891,19 @@ class Local:
             raise self._error(code, f"decode {steps} steps of {n} sequences", "decode")
         flat = ffi.unpack(tokens, (done[0] + 1) * n)
         return code, [flat[at : at + n] for at in range(n, len(flat), n)]
+
+
+#: The open libraries of this process.
+_libraries: weakref.WeakSet[Local] = weakref.WeakSet()
+
+
+def _leave_parent() -> None:
+    """Forget contexts in mapped memory, which stay with the parent: they are closed here."""
+    for library in _libraries:
+        for context in library._unforked:
+            library._contexts.pop(context, None)
+            library._scratch.pop(context, None)
+        library._unforked.clear()
+
+
+os.register_at_fork(after_in_child=_leave_parent)

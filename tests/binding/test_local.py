@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from unittest.mock import Mock
 
 import numpy as np
@@ -252,4 +253,26 @@ def test_creation_that_a_signal_interrupts_frees_the_object(
     assert getattr(objects, f"plk_{what}_free").call_count == 1
     tables = native._models, native._contexts, native._scratch, native._samplers, native._adapters
     assert [len(table) for table in tables] == [1, 0, 0, 0, 0]
+    native.close()
+
+
+def test_context_in_mapped_memory_is_closed_in_a_forked_child() -> None:
+    """It would write into the memory of its parent, and flush the file when it ends."""
+    native = Local(fake())
+    model = native.model_load("fake.gguf", ModelParams())
+    heap = native.context_new(model, ContextParams())
+    mapped = native.context_new(model, ContextParams(kv_backing=Backing.ANONYMOUS))
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            native.seq_pos_max(heap, 0)
+            with pytest.raises(Closed):
+                native.seq_pos_max(mapped, 0)
+            native.context_free(mapped)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert native.seq_pos_max(mapped, 0) == -1
     native.close()
