@@ -414,7 +414,7 @@ class Worker:
         self.lib = kv.open(spec)
         self.native = self.lib.native
         self.part, self.every = part, every
-        self.counts = {"memories": 0, "calls": 0, "accepted": 0, "refused": 0}
+        self.counts = {"memories": 0, "contexts": 0, "calls": 0, "accepted": 0, "refused": 0}
         self.counts["assertions"] = 0
         self.ends: list[str] = []
 
