@@ -362,7 +362,7 @@ def test_a_repeat_keeps_the_pages_of_an_undisturbed_run(
     assert one.files(twice) == one.files(once)
 
 
-def save_other_rows(sequence: Sequence) -> bytes:
+def save_other_rows(sequence: Sequence, **_: bool) -> bytes:
     """Save the tokens of a sequence with the rows of others."""
     context = sequence.context
     with context.model.context(n_ctx=512, n_batch=64) as other:
