@@ -134,6 +134,8 @@ class Logits(_View):
 
     def argmax(self, axis: int | None = None) -> int:
         """Return the most likely token, the lowest id of equal ones."""
+        if axis is not None:
+            axis = arguments.integer("axis", axis, -1, 0)
         return int(self._read().argmax(axis))  # without a copy: for every sampled token
 
     def top(self, n: int = 5) -> list[tuple[int, float]]:

@@ -91,6 +91,8 @@ class Model(LoadedModel, ClosedOnExit):
         called with a description, the bytes done, and their total. Raises ModelUnverified if a file
         is gone, or changed after the load.
         """
+        if progress is not None and not callable(progress):
+            raise arguments.wrong_type("progress", progress, "a function, or None")
         if self._digest is None:
             self._digest = content_digest.compute(self.file.records, progress)
         return self._digest
