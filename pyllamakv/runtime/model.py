@@ -264,8 +264,8 @@ class Model(LoadedModel, ClosedOnExit):
         ("fresh": discards it). ``kv_huge`` requests huge pages. Errors about the file are
         subclasses of KVFileError. ``adapters`` maps LoRA adapters to their scales, and is part of
         the identity of a kept file: see `Context.set_adapters`. A kept file is of one model, which
-        its digest identifies; with ``accept_unverified_model``, a file of an unverified model, or
-        of an earlier version, is used as well, and by a model that cannot be verified. ``guard``
+        its digest identifies; with ``accept_unverified_model``, a file of an unverified model is
+        used as well, and by a model that cannot be verified. ``guard``
         "off" disables all checks and the rollback of failed decodes, only in a library opened with
         ``isolated=True``. Raises UsageError or Unsupported (with the name of the parameter),
         ModelUnverified for a kept file, NotEnoughMemory before any allocation, or ContextError if
