@@ -76,6 +76,7 @@ __all__ = [
     "SchemaError",
     "ScriptError",
     "ServerDied",
+    "SequenceChanged",
     "SharedCells",
     "SourceError",
     "StaleLogits",
