@@ -78,6 +78,7 @@ dropin: ## Run llama-cpp-python's own tests on stock and patched libraries
 
 qa: ## Stress-test: random operations, slips, fuzzing, faults, sanitizers, leaks
 	@$(call own,test) && \
+	tools/bootstrap.sh clang && \
 	$(run) build $(RELEASE) && \
 	"$$py" -m qa stress $(QA_ARGS)
 

@@ -31,7 +31,6 @@ class StressOptions:
     seconds: float = 60.0
     seed: int = 1
     only: tuple[str, ...] = ()
-    jobs: int = 1
     operations: int = 0
 
     def wants(self, name: str) -> bool:
@@ -43,10 +42,9 @@ class StressOptions:
         """Return the options of `python -m qa stress` that repeat the run."""
         usual = StressOptions()
         seed = ("--seed", str(self.seed)) if self.seed != usual.seed else ()
-        jobs = ("--jobs", str(self.jobs)) if self.jobs != usual.jobs else ()
         least = ("--operations", str(self.operations)) if self.operations else ()
         only = [word for name in self.only for word in ("--only", name)]
-        return ("--seconds", f"{self.seconds:g}", *least, *seed, *jobs, *only)
+        return ("--seconds", f"{self.seconds:g}", *least, *seed, *only)
 
     def shared(self, among: int) -> StressOptions:
         """Return the options for one of several parts that run one after the other."""

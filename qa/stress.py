@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from pyllamakv.errors import UsageError
 from qa import SECTIONS
 
 if TYPE_CHECKING:
-    from qa.entry import Entry, StressOptions, Tick
+    from qa.entry import Entry, Tick
 
 app = typer.Typer(add_completion=False)
 
@@ -29,9 +29,7 @@ def stress(
     operations: int = typer.Option(0, min=0, help="Minimum number of operations per release."),
     seed: int = typer.Option(1, min=0, help="Random seed."),
     only: list[str] = typer.Option(None, help="Run only the named entries."),
-    jobs: int = typer.Option(1, min=1, help="Maximum number of processes (fuzzing)."),
     write: Path = typer.Option(None, help="Write the results to this file and its JSON file."),
-    add: bool = typer.Option(False, help="Add the counts of fuzzing to those of other seeds."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
@@ -45,18 +43,15 @@ def stress(
     from qa.entry import StressOptions
 
     chosen = selection.select(sections or (), only or ())
-    if add and (write is None or [*chosen] != ["fuzzing"]):
-        msg = "--add requires fuzzing and --write: python -m qa stress fuzzing --add --write FILE"
-        raise UsageError(msg)
-    effort = StressOptions(seconds, seed, tuple(only or ()), jobs, operations)
+    if write is not None:
+        document.read(write)  # an error comes before hours of tests
+    effort = StressOptions(seconds, seed, tuple(only or ()), operations)
     command = shlex.join(["python", "-m", "qa", "stress", *(sections or []), *effort.options])
-    kept = document.read(write) if write is not None else []
-    earlier = _earlier(kept, effort) if add else {}
     found: list[Entry] = []
 
     def run(name: str, tick: Tick) -> list[Entry]:
         entries = selection.module(name).entries(replace(effort, only=chosen[name]), tick)
-        tried = [_added(earlier, entry.dated(command)) for entry in entries]
+        tried = [entry.dated(command) for entry in entries]
         found.extend(tried)
         if write is not None:
             # After each section: a long run takes hours.
@@ -125,27 +120,3 @@ def _show(found: Sequence[Entry], as_json: bool) -> None:
         sys.stderr.write(f"defects: {len(defects)}\n")
         for entry, defect in defects:
             sys.stderr.write(f"  {entry.section}, {entry.name}: {defect}\n")
-
-
-def _added(earlier: Mapping[str, Entry], entry: Entry) -> Entry:
-    """Return an entry, plus the earlier counts of its target in the document if there are any."""
-    from qa.fuzzing.fuzz_result import added
-
-    again = entry.ran and entry.name in earlier
-    return added(earlier[entry.name], entry) if again else entry
-
-
-def _earlier(kept: Sequence[Entry], effort: StressOptions) -> dict[str, Entry]:
-    """Return the entries of the document whose targets are fuzzed again.
-
-    Raises UsageError if the seed was already used for one of them.
-    """
-    from qa.fuzzing.fuzz_result import seeds
-
-    found = {each.name: each for each in kept if each.section == "fuzzing"}
-    found = {name: each for name, each in found.items() if effort.wants(name)}
-    again = [name for name, each in found.items() if effort.seed in seeds(each)]
-    if again:
-        msg = f"seed {effort.seed} was already used for {', '.join(again)}: choose another"
-        raise UsageError(msg)
-    return found

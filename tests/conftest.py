@@ -8,7 +8,6 @@ Tests marked ``native`` need stock and patched builds of the test release. ``mak
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +117,3 @@ def real_model() -> Path:
 def fuzz_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of the fuzzer find the targets of `fuzz_kit`."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "kits"), str(ROOT))))
-
-
-@pytest.fixture
-def timer() -> Iterator[None]:
-    """Give back the signal that the loop of the fuzzer takes."""
-    before = signal.getsignal(signal.SIGPROF)
-    yield
-    signal.signal(signal.SIGPROF, before)

@@ -5,6 +5,7 @@
 #                                    or if it has the pyllamakv of another checkout
 #   tools/bootstrap.sh here EXTRAS   like own, but prefer python3 if its pip may install packages
 #   tools/bootstrap.sh peer PYTHON   install llama-cpp-python there, without its library
+#   tools/bootstrap.sh clang         install clang with libFuzzer, if root may install it with apt
 #   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with that Python
 #
 # stdout contains only the result. Progress and errors go to stderr.
@@ -175,6 +176,28 @@ sys.exit(importlib.metadata.version(name) != version)' "$version" >/dev/null 2>&
     fi
 }
 
+# Report whether a clang compiles programs of libFuzzer.
+fuzzes() {
+    program=$(mktemp) || return 1
+    echo 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char *, unsigned long) { return 0; }' |
+        clang++ -fsanitize=fuzzer,address -x c++ - -o "$program" >/dev/null 2>&1
+    status=$?
+    rm -f "$program"
+    return $status
+}
+
+clang() {
+    if fuzzes; then return 0; fi
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing clang with apt-get"
+        apt-get update -q >&2 || true
+        version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p')
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+            clang "libclang-rt-${version:-14}-dev" >&2 || true
+    fi
+    fuzzes || say "found no clang with libFuzzer: the target kept-header will be skipped"
+}
+
 hint() {
     case $1 in
     "$root"/.venv/*) echo '. .venv/bin/activate && pytest' ;;
@@ -191,5 +214,6 @@ hint() {
 
 case ${1:-} in
 own | here | peer | hint) "$1" "${2:?the second argument is missing}" ;;
-*) die "expected own, here, peer or hint" ;;
+clang) clang ;;
+*) die "expected own, here, peer, clang or hint" ;;
 esac

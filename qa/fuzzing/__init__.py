@@ -1,27 +1,25 @@
-"""Fuzz everything that reads foreign bytes or arguments.
+"""Fuzz everything that reads foreign bytes or arguments, with libFuzzer.
 
 `python_targets` reads files and messages in Python, `native_targets` restores states and files into
-contexts, `entry_point_calls` calls the functions of plk.h, and `libfuzzer` tests the C++ code that
-reads a cache file. Each target runs in a process
+contexts, `entry_point_calls` calls the functions of plk.h; these run with Atheris (`program`). The
+C++ code that reads a cache file is compiled with clang (`libfuzzer`). Each target runs in a process
 of its own. A crash, a hang, or any result except success and this package's errors is a finding.
+
+To add a target, write a function that returns a `Target`, and name it in `TARGETS`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pyllamakv.errors import Untestable
-from pyllamakv.home import checkout
+from pyllamakv.home import checkout, home
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
-from qa.fuzzing import corpus_store, libfuzzer
-from qa.fuzzing.fuzz_result import entry, known
-from qa.fuzzing.job import FOUND
-from qa.fuzzing.processes import Processes
+from qa.fuzzing import libfuzzer
+from qa.fuzzing.libfuzzer import FuzzResult
 from qa.fuzzing.target import memory
-from qa.fuzzing.target_process import fuzz
 
 #: The targets, by the names of entries and of the directories of their corpora.
 TARGETS = {
@@ -48,50 +46,64 @@ def names() -> tuple[str, ...]:
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     """Fuzz every selected target, each for its share of the time."""
-    wanted = [name for name in (*TARGETS, HEADER) if effort.wants(name)]
-    jobs = min(effort.jobs, max(1, len(wanted)))
-    seconds = effort.shared(len(wanted)).seconds * jobs
-    with (
-        tempfile.TemporaryDirectory(prefix="pyllamakv-fuzz-", dir=memory()) as folder,
-        ThreadPoolExecutor(jobs) as pool,
-        Processes() as processes,  # the inner one: the threads wait for them
-    ):
-
-        def one(name: str) -> Entry:
-            place = Path(folder) / name
-            if name == HEADER:
-                return _header(seconds, effort.seed, place, tick, processes)
-            outcome = fuzz(
-                f"{__name__}.{TARGETS[name]}", seconds, folder=place, seed=effort.seed,
-                kept=(
-                    *known(name), *kept(name), *corpus_store.copied_inputs(name, place / "saved"),
-                ),
-                alive=lambda inputs: tick(f"{name}: {inputs} inputs"), processes=processes,
-            )  # fmt: skip
-            corpus_store.save(name, place / FOUND)
-            return entry(name, outcome, effort.seed)
-
-        return list(pool.map(one, wanted))
+    wanted = [name for name in names() if effort.wants(name)]
+    seconds = effort.shared(len(wanted)).seconds
+    found = []
+    for name in wanted:
+        tick(name)
+        try:
+            found.append(_entry(name, *run(name, seconds, effort.seed), effort.seed))
+        except Untestable as reason:
+            found.append(skipped_entry("fuzzing", name, str(reason)))
+    return found
 
 
-def _header(seconds: float, seed: int, place: Path, tick: Tick, processes: Processes) -> Entry:
-    began = time.monotonic()
-    tick(f"{HEADER}: compiling")
-    try:
-        program = libfuzzer.build(place)
-    except Untestable as reason:
-        return skipped_entry("fuzzing", HEADER, str(reason))
-    left = max(1.0, seconds - (time.monotonic() - began))
-    inputs = (*known(HEADER), *kept(HEADER), *corpus_store.copied_inputs(HEADER, place / "saved"))
-    outcome = libfuzzer.fuzz(
-        program, left, place, seed=seed, kept=inputs, tick=tick, processes=processes
-    )
-    corpus_store.save(HEADER, place / FOUND)
-    return entry(HEADER, outcome, seed, "edges")
+def run(name: str, seconds: float, seed: int) -> tuple[FuzzResult, tuple[int, int]]:
+    """Fuzz a target; return the result, and how many inputs were accepted and refused.
+
+    Inputs that reach new code are stored in the data directory, and run again next time. Without
+    ``seconds``, the seeds and the stored inputs run. The program for the header counts no answers.
+    Raises Untestable if it cannot run here.
+    """
+    corpus = home() / "fuzzing" / "corpora" / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pyllamakv-fuzz-", dir=memory()) as place:
+        folder = Path(place)
+        if name == HEADER:
+            program = libfuzzer.header_program(folder)
+        else:
+            program = libfuzzer.python_program(f"{__name__}.{TARGETS[name]}", folder)
+        shipped = corpora(name)
+        outcome = libfuzzer.fuzz(
+            program, seconds, folder, seed=seed, corpora=(corpus, *([shipped] if shipped else ()))
+        )
+        return outcome, libfuzzer.counts(folder)
 
 
-def kept(name: str) -> list[Path]:
-    """Return the inputs of a target in the repository; empty outside a checkout."""
+def corpora(name: str) -> Path | None:
+    """Return the directory of a target's inputs in the repository, if there is one."""
     root = checkout()
     folder = root / "tests" / "data" / "corpora" / name if root else None
-    return sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _entry(name: str, outcome: FuzzResult, counts: tuple[int, int], seed: int) -> Entry:
+    """Return the row of a target, and save its findings in the data directory."""
+    defects = []
+    for finding in outcome.findings.values():
+        path = home() / "fuzzing" / name / hashlib.sha256(finding.data).hexdigest()[:12]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(finding.data)
+        place = f"the input is fuzzing/{name}/{path.name} in the data directory"
+        defects.append(f"{finding.what} {finding.where}".strip() + f" ({place})")
+    data = {key: value for key, value in vars(outcome).items() if key != "findings"}
+    data |= {"accepted": counts[0], "refused": counts[1]}
+    row = {
+        "inputs": f"{outcome.inputs:,}",
+        "accepted": f"{100 * counts[0] / sum(counts):.3g} %" if sum(counts) else "",
+        "CPU seconds": f"{outcome.cpu:,.0f}",
+        "per CPU second": f"{outcome.inputs / outcome.cpu if outcome.cpu else 0:,.0f}",
+        "reached": f"{outcome.coverage:,} edges",
+        "corpus": f"{outcome.corpus} inputs, {-(-outcome.corpus_bytes // 1024)} KB",
+    }
+    return Entry("fuzzing", name, row, tuple(defects), seed, data)

@@ -1,7 +1,7 @@
 """Generate calls of plk.h: mostly valid, often with extreme arguments.
 
-A call is [name, {parameter: value}], so that it can be stored as JSON and mutated: handles are
-numbers, buffers their first values, structs their fields, and None is NULL.
+A call is a name and a value per parameter, which JSON can store: handles are numbers, buffers their
+first values, structs their fields, and None is NULL.
 
 The preconditions of the header hold: handles are live, buffers as long as stated, and sizes
 possible. The number of threads is at most two, or more than allowed: each thread spins.
@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from pyllamakv.native._plk import ffi
-from qa.fuzzing.mutate import EDGES
 from qa.fuzzing.signatures import EntryPoint, Parameter, fields
+from qa.fuzzing.target import EDGES
 
 #: Entry points that are left out, and the reasons.
 EXCLUDED = {
@@ -48,8 +48,12 @@ _LONGEST_TEXT = 1 << 12
 _CALLS = 12
 
 
+#: The name of an entry point, and a value per parameter.
+Call = tuple[str, dict[str, Any]]
+
+
 class CallGenerator:
-    """Generate and mutate inputs of a few calls each."""
+    """Generate a few calls for each input."""
 
     def __init__(self, entries: Mapping[str, EntryPoint]) -> None:
         self.entries = {name: each for name, each in entries.items() if name not in EXCLUDED}
@@ -58,55 +62,21 @@ class CallGenerator:
         changing = [name for name in names if "_seq_" in name or "decode" in name]
         self._names = names + 2 * changing + 4 * [each for each in names if each == "plk_decode"]
 
-    def seed(self, number: int) -> bytes:
-        """Return the input of a random seed."""
-        chance = Random(number)
-        return self._packed(number, [self.call(chance) for _ in range(_CALLS)])
+    def calls(self, data: bytes) -> tuple[int, list[Call]]:
+        """Return the number of a setting and the calls of an input, which is a random seed.
 
-    def each(self) -> bytes:
-        """Return an input that calls every entry point once."""
-        chance = Random(0)
-        return self._packed(0, [self.call(chance, name) for name in self.entries])
+        An input of lines of JSON lists its calls, as those of `tests/data/corpora/entry-points` do;
+        lines that are no calls are left out.
+        """
+        if data[:1] == b"[":
+            return 0, _listed(data)
+        chance = Random(data)
+        return chance.randrange(8), [self.call(chance) for _ in range(_CALLS)]
 
-    def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return an input with a call added, removed, duplicated, spliced or changed."""
-        if chance.random() < 0.3:
-            return self.seed(chance.randrange(1 << 32))
-        setting, calls = unpacked(data)
-        for _ in range(chance.choice((1, 2, 4, 8))):
-            at = chance.randrange(len(calls) + 1)
-            way = chance.randrange(8)
-            if way < 3 or not calls:
-                calls.insert(at, self.call(chance))
-            elif way == 3:
-                del calls[at - 1]
-            elif way == 4:
-                calls.insert(at, calls[chance.randrange(len(calls))])
-            elif way == 5:
-                calls[at:at] = unpacked(other)[1][:4]
-            else:
-                calls[at - 1] = self._changed(chance, calls[at - 1])
-        if chance.random() < 0.05:
-            setting = chance.randrange(8)
-        return self._packed(setting, calls[:_CALLS])
-
-    def call(self, chance: Random, name: str | None = None) -> list[Any]:
+    def call(self, chance: Random, name: str | None = None) -> Call:
         """Generate one call."""
         name = name or chance.choice(self._names)
-        drawn = {each.name: self._value(chance, each) for each in self.entries[name].parameters}
-        return [name, drawn]
-
-    def _changed(self, chance: Random, call: list[Any]) -> list[Any]:
-        name, words = call
-        entry = self.entries.get(name)
-        if entry is None or not entry.parameters:
-            return self.call(chance)
-        one = chance.choice(entry.parameters)
-        value = words.get(one.name)
-        if one.kind == "struct" and value and chance.random() < 0.8:
-            inner = chance.choice(list(fields(one.type).values()))
-            return [name, {**words, one.name: {**value, inner.name: self._value(chance, inner)}}]
-        return [name, {**words, one.name: self._value(chance, one)}]
+        return name, {one.name: self._value(chance, one) for one in self.entries[name].parameters}
 
     def _value(self, chance: Random, one: Parameter) -> Any:
         if one.kind == "scalar":
@@ -159,22 +129,14 @@ class CallGenerator:
         unsigned = type_.cname.startswith("uint")
         return value if unsigned or value < 1 << (bits - 1) else value - (1 << bits)
 
-    @staticmethod
-    def _packed(setting: int, calls: list[Any]) -> bytes:
-        rows = [json.dumps({"setting": setting}), *map(json.dumps, calls)]
-        return ("\n".join(rows) + "\n").encode()
 
-
-def unpacked(data: bytes) -> tuple[int, list[list[Any]]]:
-    """Return the number of a setting, and the calls; invalid lines are left out."""
-    setting, calls = 0, []
+def _listed(data: bytes) -> list[Call]:
+    found = []
     for line in data.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict):
-            setting = row.get("setting", 0)
-        elif isinstance(row, list) and len(row) == 2:
-            calls.append(row)
-    return setting, calls
+        if isinstance(row, list) and len(row) == 2 and isinstance(row[1], dict):
+            found.append((str(row[0]), row[1]))
+    return found

@@ -18,8 +18,8 @@ from pyllamakv.open_variant import find_built
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 from pyllamakv.scenarios.ledger import Cell, cell_differences
 from qa.built import SPEC
-from qa.fuzzing.call_generator import CallGenerator, unpacked
-from qa.fuzzing.fuzz_state import SETTINGS, FuzzState
+from qa.fuzzing.call_generator import CallGenerator
+from qa.fuzzing.fuzz_state import FuzzState
 from qa.fuzzing.signatures import EntryPoint, entries
 from qa.fuzzing.target import Target, WrongAnswer
 
@@ -34,18 +34,12 @@ _FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free", "plk_adapt
 
 
 def entry_points(folder: Path) -> Target:
-    """Return the entry points of the built library."""
-    return of(find_library(find_built(SPEC))[0], folder)
-
-
-def of(library: Path, folder: Path) -> Target:
-    """Return the entry points of a library."""
+    """Return the entry points of the built library; an input is the random seed of some calls."""
+    library = find_library(find_built(SPEC))[0]
     player = CallRunner(FuzzState(library, folder))
-    drawer = CallGenerator(player.entries)
-    seeds = (drawer.each(), *(drawer.seed(number) for number in range(2 * len(SETTINGS))))
     # Several contexts exist at once, of half a gigabyte of address space each. If an allocation
     # fails, ggml ends the process, which no argument can prevent.
-    return Target(player.run, seeds, mutate=drawer.mutate, headroom=8 << 30)
+    return Target(player.run, tuple(map(bytes, range(1, 9))), headroom=8 << 30, longest=512)
 
 
 class CallRunner:
@@ -54,20 +48,15 @@ class CallRunner:
     def __init__(self, world: FuzzState) -> None:
         self.world = world
         self.entries = entries()
+        self.generator = CallGenerator(self.entries)
 
     def run(self, data: bytes) -> Iterable[Hashable]:
         """Run the calls of an input; yield the result of each."""
-        setting, calls = unpacked(data)
+        setting, calls = self.generator.calls(data)
         self.world.begin(setting)
-        before = ""
         for name, words in calls:
-            entry = self.entries.get(name)
-            if entry is None or not isinstance(words, dict):
-                continue
-            answer = self.call(entry, words)
-            yield answer
-            yield before, name
-            before = name
+            if name in self.generator.entries:
+                yield self.call(self.entries[name], words)
         self._works()
 
     def call(self, entry: EntryPoint, words: dict[str, Any]) -> Hashable:

@@ -1,29 +1,93 @@
-"""Fuzz the header of the patch mmap-kv with libFuzzer and sanitizers, without llama.cpp."""
+"""Run programs of libFuzzer, and read their counts and findings.
+
+Targets of Python run with Atheris, which contains libFuzzer (`program`); the header of the patch
+mmap-kv is compiled with clang and sanitizers, without llama.cpp.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import resource
 import shutil
 import subprocess
-import tempfile
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+import qa
 from pyllamakv.errors import HarnessError, Untestable
 from pyllamakv.home import data
-from qa.entry import Tick
-from qa.fuzzing.fuzz_loop import MOST, FuzzFinding
-from qa.fuzzing.fuzz_result import FuzzResult
-from qa.fuzzing.job import FOUND
-from qa.fuzzing.processes import Processes
-from qa.fuzzing.target import memory
+from qa.entry import strip_directories
+from qa.fuzzing.target import COUNTS, COUNTS_FORMAT
 
+#: Findings after which a target ends: enough to fix.
+MOST = 3
+#: Seconds after which an input counts as a hang: a loaded machine is slow.
+TIMEOUT = 60
 HEADER = "llama-kv-mmap.h"
 _FLAGS = ("-std=c++17", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
           "-fno-sanitize-recover=all")  # fmt: skip
 _STATUS = re.compile(r"cov: (\d+) ft: \d+ corp: (\d+)/(\d+)(b|Kb|Mb)")
 _UNITS = {"b": 1, "Kb": 1 << 10, "Mb": 1 << 20}
+#: Lines that state what ended a program, the most specific kind first.
+_MARKS = (
+    r"=== Uncaught Python exception: ===\n(.*)",
+    r"^(CHECK .*)$",
+    r"^(.*GGML_ASSERT.*)$",
+    r"^(.*runtime error: .*)$",
+    r"^(.*ERROR: \w+: .*)$",
+)
+_PLACE = re.compile(rf'pyllamakv/([\w/]+\.py)", line (\d+)|({HEADER}:\d+)')
+_ARTIFACT = re.compile(r"(crash|timeout|oom|leak)-\w+")
+#: Waiting threads of OpenMP must not spin: there may be more of them than processors.
+_ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "2"}
+
+
+@dataclass(frozen=True)
+class FuzzFinding:
+    """A defect, its location, and the input."""
+
+    what: str
+    where: str
+    data: bytes
+
+
+@dataclass
+class FuzzResult:
+    """The counts of a target, and each finding once. Seconds are wall and CPU time."""
+
+    inputs: int = 0
+    seconds: float = 0.0
+    cpu: float = 0.0
+    coverage: int = 0
+    corpus: int = 0
+    corpus_bytes: int = 0
+    findings: dict[str, FuzzFinding] = field(default_factory=dict)
+
+
+def python_program(target: str, folder: Path) -> list[str]:
+    """Return the command that fuzzes a target of Python, named "module:function".
+
+    Raises Untestable without Atheris.
+    """
+    if importlib.util.find_spec("atheris") is None:
+        raise Untestable(
+            "found no Atheris: it has wheels for Linux on x86-64 (pip install atheris)"
+        )
+    script = Path(__file__).with_name("program.py")
+    return [sys.executable, "-P", str(script), target, str(folder)]
+
+
+def counts(folder: Path) -> tuple[int, int]:
+    """Return how many inputs the program in a directory accepted and refused; 0 if not counted."""
+    path = folder / COUNTS
+    accepted, refused = COUNTS_FORMAT.unpack(path.read_bytes()) if path.exists() else (0, 0)
+    return accepted, refused
 
 
 def compiler() -> str:
@@ -32,7 +96,7 @@ def compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise Untestable("found no clang, which contains libFuzzer: install clang and libclang-rt-dev")
+    raise Untestable("found no clang, which contains libFuzzer: run tools/bootstrap.sh clang")
 
 
 def header_text() -> str:
@@ -40,83 +104,69 @@ def header_text() -> str:
     return (data("patches") / "shared" / "src" / HEADER).read_text(encoding="utf-8")
 
 
-def build(folder: Path, text: str | None = None) -> Path:
+def header_program(folder: Path, text: str | None = None) -> list[str]:
     """Compile the fuzzer for a header, by default the shipped one. Raises Untestable."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).write_text(header_text() if text is None else text, encoding="utf-8")
-    program = folder / "kept_header"
-    command = [
-        compiler(),
-        *_FLAGS,
-        "-I",
-        str(folder),
-        str(Path(__file__).parent / "native" / "kept_header.cpp"),
-        "-o",
-        str(program),
-    ]
+    source, program = Path(__file__).parent / "native" / "kept_header.cpp", folder / "kept_header"
+    command = [compiler(), *_FLAGS, "-I", str(folder), str(source), "-o", str(program)]
     made = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if made.returncode:
         said = made.stderr.strip().splitlines()
-        raise Untestable(
-            f"{command[0]} cannot build the fuzzer: {said[0] if said else 'no error message'}"
-        )
-    return program
+        reason = said[0] if said else "no error message"
+        raise Untestable(f"{command[0]} cannot build the fuzzer: {reason}")
+    return [str(program), "-max_len=65536", "-rss_limit_mb=2048"]
 
 
 def fuzz(
-    program: Path,
-    seconds: float,
-    folder: Path,
-    *,
-    seed: int,
-    kept: Iterable[Path],
-    tick: Tick,
-    most: int = MOST,
-    processes: Processes | None = None,
-) -> FuzzResult:
-    """Run the fuzzer for some seconds; restart it after each fault, ``most`` times.
+    program: Sequence[str], seconds: float, folder: Path, *, seed: int, corpora: Iterable[Path],
+    most: int = MOST, timeout: int = TIMEOUT,
+) -> FuzzResult:  # fmt: skip
+    """Run a program for some seconds; restart it after each finding, ``most`` times.
 
-    Raises HarnessError if ``processes`` are ended.
+    New inputs are written to the first of the ``corpora``, which are directories. Without time,
+    only the existing inputs run. Raises HarnessError if the program cannot start.
     """
-    if processes is None:
-        with Processes() as processes:
-            return fuzz(program, seconds, folder, seed=seed, kept=kept, tick=tick, most=most,
-                        processes=processes)  # fmt: skip
     outcome = FuzzResult()
-    corpus, found = folder / "corpus", folder / FOUND
-    for each in (corpus, found):
-        each.mkdir(parents=True, exist_ok=True)
-    for path in kept:
-        shutil.copy(path, corpus)
-    files = tempfile.TemporaryDirectory(prefix="pyllamakv-kept-", dir=memory())
-    began, ends = time.monotonic(), 0
-    while ends < most and (left := began + seconds - time.monotonic()) > 0.5:
-        command = [
-            str(program), f"-max_total_time={max(1, int(left))}", f"-seed={seed + ends}",
-            f"-artifact_prefix={folder}/", "-timeout=10", "-rss_limit_mb=2048", "-max_len=65536",
-            "-print_final_stats=1", str(found), str(corpus),  # into the first it writes
-        ]  # fmt: skip
-        tick(f"{folder.name}: {outcome.inputs} inputs")
-        log = folder / "log"
-        process = processes.start(command, log, {"FUZZ_FOLDER": files.name})
-        while (used := processes.ended(process)) is None:
-            time.sleep(0.05)
-        outcome.cpu += used.ru_utime + used.ru_stime
-        _read(log.read_text("utf-8", "replace"), outcome)
-        if not process.returncode:
+    files = folder / "memory"
+    files.mkdir(parents=True, exist_ok=True)
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    for ends in range(most):
+        left = began + seconds - time.monotonic()
+        if ends and left < 0.5:
             break
-        outcome.add(_finding(folder, log, process.returncode))
-        ends += 1
-    files.cleanup()
+        limit = f"-max_total_time={max(1, int(left))}" if seconds else "-runs=0"
+        command = [
+            *program, limit, f"-seed={seed + ends}", f"-timeout={timeout}",
+            f"-artifact_prefix={folder}/", "-print_final_stats=1", *map(str, corpora),
+        ]  # fmt: skip
+        code = _run(command, folder / "log", files)
+        said = (folder / "log").read_text("utf-8", "replace")
+        _read(said, outcome)
+        if not code:
+            break
+        finding = _finding(folder, said, code)
+        outcome.findings.setdefault(f"{finding.what} {finding.where}", finding)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome.cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     outcome.seconds = time.monotonic() - began
     return outcome
 
 
+def _run(command: Sequence[str], log: Path, files: Path) -> int:
+    """Run a program to its end; kill it if this process is interrupted."""
+    paths = [str(Path(qa.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    env = {**os.environ, **_ENVIRONMENT, "FUZZ_FOLDER": str(files), "PYTHONPATH": path}
+    with log.open("wb") as out:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, check=False
+        ).returncode
+
+
 def _read(said: str, outcome: FuzzResult) -> None:
-    counters = re.search(r"\((\d+) inline 8-bit counters\)", said)
     units = re.search(r"stat::number_of_executed_units: (\d+)", said)
     status = _STATUS.findall(said)
-    outcome.total = int(counters.group(1)) if counters else outcome.total
     outcome.inputs += int(units.group(1)) if units else 0
     if status:
         edges, inputs, size, unit = status[-1]
@@ -124,16 +174,20 @@ def _read(said: str, outcome: FuzzResult) -> None:
         outcome.corpus, outcome.corpus_bytes = int(inputs), int(size) * _UNITS[unit]
 
 
-def _finding(folder: Path, log: Path, code: int) -> FuzzFinding:
-    """Return the error that ended the fuzzer, and the input, which it wrote into the directory."""
-    said = log.read_text("utf-8", "replace")
-    marks = re.findall(r"^(?:CHECK .*|.*runtime error: .*|.*ERROR: \w+: .*)$", said, re.MULTILINE)
-    inputs = [path for path in folder.glob("*-*") if path.is_file()]
+def _finding(folder: Path, said: str, code: int) -> FuzzFinding:
+    """Return what ended the program, and the input, which libFuzzer wrote into the directory."""
+    inputs = [path for path in folder.iterdir() if _ARTIFACT.fullmatch(path.name)]
     if not inputs:
-        raise HarnessError(f"the fuzzer ended with status {code}: {said[-1000:]}")
-    data = inputs[0].read_bytes()
+        raise HarnessError(f"the fuzzer ended with status {code}: {said[-2000:]}")
+    content = inputs[0].read_bytes()
     for path in inputs:
         path.unlink()
-    where = re.search(rf"{HEADER}:\d+", said)
-    mark = marks[0] if marks else f"died: status {code}"
-    return FuzzFinding(mark, where.group() if where else "", data)
+    marks = (re.search(mark, said, re.MULTILINE) for mark in _MARKS)
+    what = next((mark.group(1) for mark in marks if mark), f"ended with status {code}")
+    places = _PLACE.findall(said)
+    where = ""
+    if places:
+        # The last frame of a traceback of Python, the first one of a sanitizer.
+        file, line, header = places[-1] if places[-1][0] else places[0]
+        where = header or f"{file}:{line}"
+    return FuzzFinding(strip_directories(re.sub(r"^==\d+== ?", "", what))[:300], where, content)

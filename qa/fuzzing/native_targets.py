@@ -16,10 +16,8 @@ from pyllamakv.errors import KvError, KVFileError, NoKVSlot
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 from pyllamakv.scenarios import synthetic_models
 from qa.built import SPEC
-from qa.fuzzing import kv_file_checksums
-from qa.fuzzing.mutate import Bytes, words
 from qa.fuzzing.python_targets import summed
-from qa.fuzzing.target import Target, WrongAnswer
+from qa.fuzzing.target import EDGES, Mutate, Target, WrongAnswer
 
 if TYPE_CHECKING:
     from pyllamakv.runtime.batch import Feed
@@ -28,7 +26,13 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.sequence import Sequence
 
 _SIZES: dict[str, Any] = {"n_ctx": 32, "n_batch": 32, "n_seq_max": 3, "n_threads": 1}
-_READ = ("pyllamakv.runtime.state", "pyllamakv.runtime.state_parser")
+#: Constants of the checksum of a cache file.
+_A, _B, _ALL = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
+_SUM, _SUM_CELLS, _FORMAT = 16, 24, 3
+#: Bytes of a file's header, and of what describes the 32 cells after it.
+SIZE, _META = 88 + 3 * 128, 8 + 32 * (8 + 4 + 4)
+#: Offset of the state, and its value in a file that was never flushed.
+_STATE, _SCRATCH = 12, struct.pack("<I", 0x96699669)
 
 
 def _model() -> Model:
@@ -65,21 +69,21 @@ def restored(_folder: Path) -> Target:
             if length:
                 context.decode(own.feed(range(length)))
             seeds.append(bytes([number]) + own.save())
-    return Target(run, tuple(seeds), _READ, _summed, _Saved(seeds).mutate, headroom=1 << 30)
+    return Target(run, tuple(seeds), _mutate_state, headroom=1 << 30)
 
 
-class _Saved:
+def _mutate_state(chance: Random, data: bytes, mutate: Mutate) -> bytes:
     """Mutate a saved state, in half of the cases in place: another length is refused at once."""
-
-    def __init__(self, seeds: list[bytes]) -> None:
-        self._seeds = seeds
-        self._bytes = Bytes(words(seeds, ()), 1 << 16)
-
-    def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return a mutated state."""
-        if chance.random() < 0.5:
-            return self._bytes.in_place(chance, chance.choice(self._seeds))
-        return self._bytes(chance, data, other)
+    if chance.random() < 0.5:
+        made = bytearray(data)
+        for _ in range(chance.choice((1, 1, 2, 4)) if len(made) >= 8 else 0):
+            at, size = chance.randrange(len(made) - 7), chance.choice((1, 4, 8))
+            value = chance.choice((*EDGES, made[at] + 1, made[at] ^ 1 << chance.randrange(8)))
+            made[at : at + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+        data = bytes(made)
+    else:
+        data = mutate(data)
+    return data[:1] + summed(chance, data[1:])
 
 
 def _restore(context: Context, own: Sequence, other: Sequence, saved: bytes) -> list[Hashable]:
@@ -103,10 +107,6 @@ def _restore(context: Context, own: Sequence, other: Sequence, saved: bytes) -> 
     return [len(own.tokens)]
 
 
-def _summed(chance: Random, data: bytes) -> bytes:
-    return data[:1] + summed(chance, data[1:])
-
-
 def kept(folder: Path) -> Target:
     """Return the opening of a context with an existing cache file."""
     model = _model()
@@ -124,10 +124,8 @@ def kept(folder: Path) -> Target:
                 raise WrongAnswer("a file was refused, but changed") from None
             raise
         with needed(), context:
-            mark = data[
-                kv_file_checksums.STATE : kv_file_checksums.STATE + len(kv_file_checksums.SCRATCH)
-            ]
-            if data and mark != kv_file_checksums.SCRATCH and not context.kv.memory.resumed:
+            mark = data[_STATE : _STATE + len(_SCRATCH)]
+            if data and mark != _SCRATCH and not context.kv.memory.resumed:
                 raise WrongAnswer("the contents of a kept cache were discarded without a request")
             agrees(context)
             own = context.sequence(0)
@@ -142,24 +140,52 @@ def kept(folder: Path) -> Target:
                 if length:
                     context.decode(context.sequence(number).feed(range(length)))
         seeds.append(path.read_bytes())
-    mend = kv_file_checksums.ChecksumFixer(len(seeds[0]))
-    return Target(run, tuple(seeds), ("pyllamakv.runtime.backing",), mend, _Front(mend).mutate,
-                  headroom=1 << 30, longest=1 << 20)  # fmt: skip
+    front = min(len(seeds[0]), SIZE + _META)
 
-
-class _Front:
-    """Mutate the start of a cache file: the keys and values after it may have any content."""
-
-    def __init__(self, mend: kv_file_checksums.ChecksumFixer) -> None:
-        self._end = mend.front
-        self._bytes = Bytes([b"llama-kv", struct.pack("<I", 2)], 1 << 20)
-
-    def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        """Return a mutated file, usually of the same length."""
+    def mutate(chance: Random, data: bytes, mutated: Mutate) -> bytes:
+        """Mutate the start of a file: the keys and values after it may have any content."""
         if chance.random() < 0.05:
-            return self._bytes(chance, data, other)
-        front = self._bytes(chance, data[: self._end], other[: self._end])
-        return front[: self._end].ljust(self._end, b"\0") + data[self._end :]
+            return mutated(data)
+        start = mutated(data[:front])[:front].ljust(front, b"\0")
+        made = start + (data if len(data) > front else seeds[1])[front:]
+        return made if chance.random() < 0.2 else with_file_checksums(made)
+
+    return Target(run, tuple(seeds), mutate, headroom=1 << 30, longest=1 << 20)
+
+
+def with_file_checksums(data: bytes) -> bytes:
+    """Return a cache file of 32 cells with the checksums that llama-kv-mmap.h computes.
+
+    The checksum of K and V stays as it is: few mutations affect it. Layout (bytes): magic 8,
+    format 4, state 4, checksum 8, then the checked part: checksum of cells, checksum of data,
+    generation, bytes, page (8 each), cells, streams, words, tensors (4 each), layout 8, three texts
+    of 128. Then the search heads, sequences, positions and tokens of the cells.
+    """
+    if len(data) < SIZE + _META:
+        return data
+    made = bytearray(data)
+    struct.pack_into("<Q", made, _SUM_CELLS, checksum(data[SIZE : SIZE + _META], 1))
+    struct.pack_into("<Q", made, _SUM, checksum(bytes(made[_SUM_CELLS:SIZE]), _FORMAT))
+    return bytes(made)
+
+
+def checksum(data: bytes, seed: int) -> int:
+    """Return the 64-bit checksum of bytes."""
+
+    def mix(total: int, word: int) -> int:
+        total = (total ^ word) * _A & _ALL
+        return total ^ total >> 29
+
+    sums = [seed ^ _A, (seed + _B) & _ALL, ~seed & _ALL, seed ^ (_A + _B) & _ALL]
+    whole = len(data) // 32 * 32
+    words = struct.unpack_from(f"<{whole // 8}Q", data)
+    for at in range(0, len(words), 4):
+        for i in range(4):
+            sums[i] = mix(sums[i], words[at + i])
+    found = len(data)
+    for each, word in zip(sums, struct.unpack("<4Q", data[whole:].ljust(32, b"\0")), strict=True):
+        found = mix(found, mix(each, word))
+    return found ^ found >> 32
 
 
 @contextmanager

@@ -24,8 +24,6 @@ from pyllamakv.source import lockfile
 from pyllamakv.traces import trace
 from qa.fuzzing.target import Target, WrongAnswer, lines
 
-_HERE = "pyllamakv."
-
 
 def gguf(folder: Path) -> Target:
     """Return the target for model files."""
@@ -37,7 +35,7 @@ def gguf(folder: Path) -> Target:
         return [("uneven", found.has_partial_layers)]
 
     seeds = tuple(_small(synthetic_models.model(name)) for name in ("tiny", "bytes"))
-    return Target(run, (*seeds, _header()), (_HERE + "runtime.gguf_file",))
+    return Target(run, (*seeds, _header()))
 
 
 def _small(path: Path) -> bytes:
@@ -78,7 +76,9 @@ def states(_folder: Path) -> Target:
         return [len(found.tokens) > 0, found.first_moved is None]
 
     return Target(
-        run, (_saved(b"raw"), _saved(b"")), (_HERE + "runtime.state",), post_process=summed
+        run,
+        (_saved(b"raw"), _saved(b"")),
+        lambda chance, data, mutate: summed(chance, mutate(data)),
     )
 
 
@@ -111,8 +111,7 @@ def rows(_folder: Path) -> Target:
         return [(found.layout, len(found.sections), found.cells > 0)]
 
     seeds = tuple(_state(layout, magic) for layout in state_parser.LAYOUTS for magic in (0, 1))
-    return Target(run, (*seeds, _state(state_parser.LAYOUTS[0], 0, more=True)),
-                  (_HERE + "runtime.state_parser", _HERE + "runtime.state_slices"))  # fmt: skip
+    return Target(run, (*seeds, _state(state_parser.LAYOUTS[0], 0, more=True)))
 
 
 def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> bytes:
@@ -147,7 +146,9 @@ def stored_pages(folder: Path) -> Target:
         # Reasons with numbers would make each input a new one.
         return [bool(found.pages), *(why.split()[1] for why in found.unusable.values())]
 
-    return Target(run, seeds, (_HERE + "cache.prefix_store",), post_process=with_page_checksums)
+    return Target(
+        run, seeds, lambda chance, data, mutate: with_page_checksums(chance, mutate(data))
+    )
 
 
 def with_page_checksums(chance: Random, data: bytes) -> bytes:
@@ -176,9 +177,7 @@ def traces(folder: Path) -> Target:
         json.dumps([row.to_json() for row in found])
         return [head.complete]
 
-    names = ("trace", "script", "batch_encoding")
-    modules = tuple(f"{_HERE}traces.{name}" for name in names)
-    return Target(run, _traces(), modules)
+    return Target(run, _traces())
 
 
 def _traces() -> tuple[bytes, ...]:
@@ -217,8 +216,7 @@ def locks(folder: Path) -> Target:
     seed = "# words\nversion = 1\n\n" + "\n".join(
         entry.format(f"0.3.{n}", "ab" * 20, n, "0f" * 32) for n in (8, 9)
     )
-    modules = (_HERE + "source.lockfile", _HERE + "source.releases")
-    return Target(run, (seed.encode(), b"version = 1\n"), modules)
+    return Target(run, (seed.encode(), b"version = 1\n"))
 
 
 def patches(_folder: Path) -> Target:
@@ -240,9 +238,7 @@ def patches(_folder: Path) -> Target:
                     _ = (hunks_left.data, found.only(file.path).paths)
         return [len(found.files), found.files[0].copied]
 
-    names = ("hunks", "mail_header", "definition")
-    modules = tuple(f"{_HERE}patching.{name}" for name in names)
-    return Target(run, _patches(), modules)
+    return Target(run, _patches())
 
 
 def _patches() -> tuple[bytes, ...]:
@@ -299,9 +295,7 @@ def tables(folder: Path) -> Target:
         b'schema = 1\nid = "own"\ntitle = "T"\nwhy = "W"\norigin = "o"\nupstream = "u"\n'
         b'releases = "<=0.3.9"\nscenarios = ["s"]\nshared = []\n' + own[own.index(b"[[port]]") :]
     )
-    names = ("foreign_series", "series", "definition", "strict_toml")
-    return Target(run, (series + own, series + small, b"# quilt\nown/0.3.9.patch -p1\n"),
-                  tuple(f"{_HERE}patching.{name}" for name in names))  # fmt: skip
+    return Target(run, (series + own, series + small, b"# quilt\nown/0.3.9.patch -p1\n"))
 
 
 def messages(_folder: Path) -> Target:
@@ -340,4 +334,4 @@ def messages(_folder: Path) -> Target:
         said([0], protocol.Capability.CELLS),
         said([1, failed, more]),
     )
-    return Target(run, seeds, (_HERE + "binding.wire",), headroom=512 << 20)
+    return Target(run, seeds)

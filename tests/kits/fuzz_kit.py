@@ -19,7 +19,7 @@ def key_error(_folder: Path) -> Target:
     def run(data: bytes) -> Iterable[Hashable]:
         return [_typed(data)]
 
-    return Target(run, (b"PLK\x01one", b"PLK\x02two"), (__name__,))
+    return Target(run, (b"PLK\x01one", b"PLK\x02two"))
 
 
 def _typed(data: bytes) -> str:
@@ -38,7 +38,7 @@ def sound(_folder: Path) -> Target:
             raise StateError("refused")
         return ["taken"]
 
-    return Target(run, (b"a",), (__name__,))
+    return Target(run, (b"a",))
 
 
 def dying(_folder: Path) -> Target:
@@ -81,6 +81,15 @@ def greedy(_folder: Path) -> Target:
         return [len(bytes(int.from_bytes(data[:4], "little")))]
 
     return Target(run, (b"\x08\0\0\0eight...",))
+
+
+def fussy(_folder: Path) -> Target:
+    """Return a reader that refuses a valid input."""
+
+    def run(_data: bytes) -> Iterable[Hashable]:
+        raise StateError("no 7")
+
+    return Target(run, (b"valid",))
 
 
 class Faulty:

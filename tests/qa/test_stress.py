@@ -13,7 +13,6 @@ from pyllamakv.errors import NotBuilt, UsageError
 from qa import SECTIONS, document, fuzzing, leaks, main, sanitizers, selection, servers
 from qa import random_operations as schedules
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
-from qa.fuzzing.fuzz_result import FuzzResult, entry
 
 
 def cli(capsys, *words: object) -> tuple[int, str, str]:
@@ -53,10 +52,10 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
 
 def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
     """The command contains every option that changes the run, and no default."""
-    options = ("--seconds", "30", "--seed", "7", "--only", "good", "--jobs", "2")
+    options = ("--seconds", "30", "--seed", "7", "--only", "good")
     _, out, _ = cli(capsys, "stress", "leaks", *options)
-    assert "`python -m qa stress leaks --seconds 30 --seed 7 --jobs 2 --only good`" in out
-    assert efforts == [StressOptions(30.0, 7, ("good",), 2)]
+    assert "`python -m qa stress leaks --seconds 30 --seed 7 --only good`" in out
+    assert efforts == [StressOptions(30.0, 7, ("good",))]
     _, out, _ = cli(capsys, "stress", "leaks", "--operations", 10)
     assert "`python -m qa stress leaks --seconds 90 --operations 10`" in out
     assert efforts.pop() == StressOptions(90.0, operations=10)
@@ -182,48 +181,24 @@ def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Pat
     assert not efforts
 
 
-def test_what_could_not_be_tried_is_told(
+def test_a_skipped_entry_replaces_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
-    """A skipped entry replaces no result; alone it is an error with the reason."""
+    """A skipped entry keeps the stored result; alone it is an error with the reason."""
     path = tmp_path / "RELIABILITY.md"
     lacks = False
 
     def entries(effort: StressOptions, tick: object) -> list[Entry]:
-        made = [entry(name, FuzzResult(inputs=9), effort.seed) for name in ("lock", "wire")]
+        made = [Entry("fuzzing", name, {"inputs": "9"}, data={"n": 9}) for name in ("lock", "wire")]
         made = [made[0], skipped_entry("fuzzing", "wire", "no clang")] if lacks else made
         return [each for each in made if effort.wants(each.name)]
 
     monkeypatch.setattr(fuzzing, "entries", entries)
     assert cli(capsys, "stress", "fuzzing", "--write", path)[0] == 0
     lacks = True
-    for more in ((), ("--add", "--seed", "2")):
-        code, out, said = cli(capsys, "stress", "fuzzing", "--write", path, *more)
-        assert code == 0 and "skipped: no clang |" in out
-        assert "ran 1 in 0 s, defects: none; wire skipped: no clang\n" in said
-        assert [each.row["inputs"] for each in document.read(path)][1] == "9"
+    code, out, said = cli(capsys, "stress", "fuzzing", "--write", path)
+    assert code == 0 and "skipped: no clang |" in out
+    assert "ran 1 in 0 s, defects: none; wire skipped: no clang\n" in said
+    assert [each.row["inputs"] for each in document.read(path)] == ["9", "9"]
     code, _, said = cli(capsys, "stress", "fuzzing", "--only", "wire")
     assert code and "nothing was tested: wire skipped: no clang" in said
-
-
-def test_fuzzing_adds_up_in_the_document(
-    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
-    """Results of another seed are added; those of the same seed would count twice."""
-    path = tmp_path / "RELIABILITY.md"
-
-    def entries(effort: StressOptions, tick: object) -> list[Entry]:
-        made = FuzzResult(inputs=100, seconds=1.0, cpu=2.0, coverage=3, total=4)
-        return [entry(name, made, effort.seed) for name in ("lock", "wire") if effort.wants(name)]
-
-    monkeypatch.setattr(fuzzing, "entries", entries)
-    more = ("stress", "fuzzing", "--add", "--write", path, "--seed")
-    assert cli(capsys, *more, 1)[0] == 0
-    assert cli(capsys, *more, 2, "--only", "wire")[0] == 0
-    assert [each.row["inputs"] for each in document.read(path)] == ["100", "200"]
-    code, _, said = cli(capsys, *more, 2)
-    assert code and "seed 2 was already used for wire: choose another" in said
-    assert cli(capsys, *more, 2, "--only", "lock")[0] == 0
-    assert [each.row["seed"] for each in document.read(path)] == ["1, 2", "1, 2"]
-    code, _, said = cli(capsys, "stress", "--add", "--write", path)
-    assert code and "--add requires fuzzing" in said

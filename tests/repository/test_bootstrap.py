@@ -212,9 +212,16 @@ def test_peer_is_never_fatal(place: Place, fails: str) -> None:
     assert ("will be skipped" in done.stderr) == bool(fails)
 
 
+def test_a_missing_clang_is_never_fatal(place: Place) -> None:
+    """Without clang and without root, the fuzzing of the header is skipped, no more."""
+    done = place.run("clang")
+    assert done.returncode == 0, done.stderr
+    assert "kept-header will be skipped" in done.stderr
+
+
 def test_wrong_word(place: Place) -> None:
     """An unknown word is refused with those that are known."""
-    assert "own, here, peer or hint" in place.run("there", "x").stderr
+    assert "own, here, peer, clang or hint" in place.run("there", "x").stderr
 
 
 def test_makefile_knows_its_targets() -> None:
