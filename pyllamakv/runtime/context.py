@@ -835,7 +835,9 @@ class Context(ClosedOnExit):
         Raises DecodeError for the library's own exceptions; the caller raises the others again.
         """
         if type(error) is NativeError:
-            self.emptied = roll_back(self, ids, halfway=True)
+            # After a failed assertion of llama.cpp, the context refuses every call.
+            with suppress(NativeError):
+                self.emptied = roll_back(self, ids, halfway=True)
             raise DecodeError(str(error), code=error.code, log=error.log) from error
         if not isinstance(error, KvError):
             # Ctrl-C, or an exception of another signal handler. Python raises it after C has

@@ -89,16 +89,20 @@ def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn
 
 
 @pytest.mark.slow
-def test_the_ordered_plan_ends_the_process(failing: Variant) -> None:
-    """What overlaps cannot be undone: the worker dies, and the script goes on."""
+def test_a_failure_of_the_ordered_plan_ends_its_context(failing: Variant) -> None:
+    """What overlaps cannot be undone: the context refuses all calls, and another one works."""
     with (
         kv.open(failing.folder, isolated=True) as library,
         library.load_model(synthetic_models.tiny()) as model,
         model.context(256, n_seq_max=3, defrag_mover="gather", defrag_plan="ordered") as ctx,
+        model.context(256, n_seq_max=3) as other,
     ):
-        scattered(ctx)
-        with pytest.raises(kv.WorkerDied):
+        keep = scattered(ctx)
+        with pytest.raises(kv.NativeError, match=r"an assertion of llama\.cpp failed"):
             ctx.kv.defrag()
+        with pytest.raises(kv.NativeError, match="an earlier call on this context"):
+            ctx.decode(keep.feed([1]))
+        other.decode(other.sequence().feed([1, 2, 3]))
 
 
 @pytest.mark.slow

@@ -19,7 +19,10 @@ std::vector<void *> loras_of(const std::vector<plk_adapter *> &adapters) {
 // Refuse adapters for which a graph has no room: llama.cpp would assert in a later decode.
 int check_nodes(plk_context &context, const std::vector<plk_adapter *> &adapters) {
     const size_t most = plk::adapters::max_nodes(context.ctx);
-    size_t needed = context.graph_nodes > 0 ? context.graph_nodes : most / 2;
+    // The number comes from the log, whose format a fork may change.
+    const bool plausible = context.graph_nodes >= context.model->info.n_layer &&
+                           static_cast<size_t>(context.graph_nodes) <= most;
+    size_t needed = plausible ? context.graph_nodes : most / 2;
     for (const plk_adapter *each : adapters) {
         needed += nodes_per_pair * each->n_pairs;
     }
@@ -84,8 +87,8 @@ void plk_adapter_free(plk_adapter *adapter) {
 int plk_adapters_set(plk_context *context, int32_t n, plk_adapter *const *adapters,
                      const float *scales) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         if (n < 0 || (n > 0 && (adapters == nullptr || scales == nullptr))) {
             return plk::refuse(PLK_EINVAL, "n is %d, or adapters or scales is NULL", n);

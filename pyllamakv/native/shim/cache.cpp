@@ -42,8 +42,8 @@ void complete(const plk_context &c, plk_cells_info &info) {
 }
 
 int check_cache(const plk_context *context, int32_t cache) {
-    if (plk::need(context) != PLK_OK) {
-        return PLK_EINVAL;
+    if (const int wrong = plk::need(context)) {
+        return wrong;
     }
     if (!(plk::cells::bits & PLK_CAP_CELLS)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build cannot see cells");
@@ -62,8 +62,8 @@ extern "C" {
 
 int plk_defrag(plk_context *context, plk_defrag_report *out) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         plk_context_info info{};
         plk::cells::describe(context->ctx, info);
@@ -104,8 +104,8 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
 
 int plk_update(plk_context *context) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         if (!plk::update::present) {
             return plk::refuse(PLK_EUNSUPPORTED, "this build updates its memory only in a decode");
@@ -152,8 +152,8 @@ int plk_cells_read(plk_context *context, int32_t cache, int32_t room, int32_t *p
 
 int plk_counters_read(plk_context *context, plk_counters *out) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         plk_counters counters{};
         if (!plk::counters::read(context->ctx, counters)) {

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <string>
 #include <vector>
 
 // A destructor frees what its object has, also if an exception ends the creation halfway.
@@ -44,6 +45,8 @@ struct plk_context {
     uint32_t n_batch = 0;
     uint32_t n_ubatch = 0;
     uint32_t n_seq_max = 0;
+    int32_t positions = 0; // exclusive maximum
+    bool separate = false; // each sequence has a stream of cells of its own
     bool causal = true;
     int32_t pooling = PLK_POOLING_MODEL; // in effect; PLK_POOLING_MODEL without embeddings
     int32_t graph_nodes = 0; // of the largest graph without adapters, if llama.cpp logged it
@@ -51,6 +54,8 @@ struct plk_context {
     std::vector<float> scales;
     bool used_states = false; // a removed sequence may have left its recurrent state in the memory
     bool had_states = false;  // the memory had a recurrent state since the last clear
+    // The assertion of llama.cpp that ended a call on this context. What that call left is unknown.
+    std::string assertion;
 
     // Atomic: the abort callback runs in llama.cpp's threads, plk_cancel in any thread.
     std::atomic<bool> cancel{false};
@@ -83,10 +88,33 @@ extern const char *const probes;
 // Set the text that plk_last_error() returns in this thread, and return `code`.
 int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+// A failed assertion of llama.cpp, thrown instead of ending the process (assertions.cpp).
+struct AssertionFailed : std::exception {
+    const char *what() const noexcept override;
+};
+
+// While one exists, an assertion that fails in this thread throws AssertionFailed, except in a
+// computation, for which other threads may wait.
+struct AssertionTrap {
+    AssertionTrap();
+    ~AssertionTrap();
+    AssertionTrap(const AssertionTrap &) = delete;
+    AssertionTrap &operator=(const AssertionTrap &) = delete;
+};
+
+// Name the context that this thread's call is for: an assertion makes it unusable.
+void serve(const plk_context *context);
+// Return `code`, or PLK_EEXCEPTION with the last error set if an assertion failed in the call of
+// this thread: llama.cpp catches some exceptions.
+int settle(int code);
+
 // Run `work` and convert any exception into a status, so that none reaches C.
 template <typename Work> int guarded(Work work) noexcept {
     try {
-        return work();
+        const AssertionTrap trap;
+        return settle(work());
+    } catch (const AssertionFailed &) {
+        return settle(PLK_EEXCEPTION);
     } catch (const std::bad_alloc &) {
         return refuse(PLK_EMEMORY, "an allocation failed");
     } catch (const std::exception &error) {
@@ -117,8 +145,19 @@ template <typename Struct> int give(const Struct &mine, Struct *theirs, const ch
     return PLK_OK;
 }
 
+// Check the context of a call. Return PLK_OK or a PLK_E code.
 inline int need(const plk_context *context) {
-    return context ? PLK_OK : refuse(PLK_EINVAL, "the context is NULL");
+    if (context == nullptr) {
+        return refuse(PLK_EINVAL, "the context is NULL");
+    }
+    if (!context->assertion.empty()) {
+        return refuse(PLK_EEXCEPTION,
+                      "an earlier call on this context failed an assertion of llama.cpp (%s): its "
+                      "cells are unknown; free the context and create another one",
+                      context->assertion.c_str());
+    }
+    serve(context);
+    return PLK_OK;
 }
 
 // Install the log callback and initialize llama.cpp, once per process.

@@ -4,8 +4,8 @@
 namespace {
 
 int check_mapped(const plk_context *context) {
-    if (plk::need(context) != PLK_OK) {
-        return PLK_EINVAL;
+    if (const int wrong = plk::need(context)) {
+        return wrong;
     }
     if (plk::mapping::count(context->ctx) == 0) {
         return plk::refuse(PLK_EUNSUPPORTED, "%s",
