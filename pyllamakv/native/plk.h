@@ -5,7 +5,9 @@
  * records are kept in a ring, and a cancel sets a flag. No function throws a C++ exception.
  * Functions that return int return 0, a positive status of their own, or a negative PLK_E code;
  * plk_last_error() returns the text of this thread's last error. Arguments are checked before they
- * reach llama.cpp: values on which it would assert return PLK_EINVAL.
+ * reach llama.cpp: values on which it would assert return PLK_EINVAL. An assertion that fails
+ * nevertheless returns PLK_EEXCEPTION if it fails outside of a computation; its context then refuses
+ * all calls but plk_context_free (Linux; elsewhere it ends the process).
  *
  * cffi reads the part between the two cdef marks: plain declarations, and of the preprocessor only
  * `#define NAME integer`.
@@ -184,8 +186,8 @@ typedef struct {
     uint32_t size;
     int32_t n_tokens;
     const int32_t *token;
-    const int32_t *pos;       /* 0 to 2^30 - 1 */
-    const int32_t *seq_count; /* sequences per token, or NULL: one each */
+    const int32_t *pos;       /* 0 to 2^30 - 1, of compressed rows to the cells of a stream - 1 */
+    const int32_t *seq_count; /* sequences per token, in streams 1; NULL: one each */
     const int32_t *seq_id;    /* flat: seq_count[0] ids, then seq_count[1] ids, ... */
     const int8_t *logits;     /* 1: logits wanted; NULL: of the last token only */
 } plk_batch;
@@ -352,9 +354,10 @@ void plk_cancel(plk_context *context);                     /* callable from any 
 void plk_cancel_after(plk_context *context, int64_t polls); /* of the abort callback; < 0: never */
 int64_t plk_cancel_polls(const plk_context *context);      /* polls of the last decode */
 
-/* Sequences. p0 < 0: from the start, p1 < 0: to the end; seq < 0: all sequences. */
+/* Sequences. p0 < 0: from the start, p1 < 0: to the end. A sequence outside 0 to n_seq_max - 1, and
+ * a range with p1 < p0, return PLK_EINVAL; an empty range changes nothing. */
 int plk_clear(plk_context *context, int32_t data);
-int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1);
+int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1); /* seq < 0: all */
 int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32_t p1);
 int plk_seq_keep(plk_context *context, int32_t seq);
 int plk_seq_add(plk_context *context, int32_t seq, int32_t p0, int32_t p1, int32_t delta);
@@ -380,7 +383,7 @@ int64_t plk_mapping_trim(plk_context *context); /* bytes released */
 int plk_mapping_flush(plk_context *context, const int32_t *tokens, int32_t n_tokens);
 int32_t plk_mapping_tokens(plk_context *context, int32_t room, int32_t *tokens); /* as flushed */
 
-/* States of single sequences. */
+/* States of single sequences. The state of an empty sequence empties the one that it is loaded into. */
 int64_t plk_state_size(plk_context *context, int32_t seq);
 int64_t plk_state_save(plk_context *context, int32_t seq, uint8_t *data, int64_t room);
 int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, int64_t length);

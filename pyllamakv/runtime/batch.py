@@ -348,6 +348,13 @@ def _check_positions(context: Context, batch: BatchArrays) -> None:
                 )
                 raise UsageError(msg)
             expected[each] = pos + 1
+    if shared and context.stream_per_sequence:
+        msg = (
+            f"a token names sequences {list(min(shared))}, but each sequence has a stream of its "
+            "own cells, and one token cannot belong to several streams: decode it once per "
+            "sequence, or create the context with kv_unified=True"
+        )
+        raise UsageError(msg)
     for owners in sorted(shared):
         swa.check_shared(context, owners)
 

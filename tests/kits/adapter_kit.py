@@ -44,7 +44,9 @@ class AdapterFile:
     seed: int = 1
     names: tuple[str, ...] = NAMES
     meta: dict[str, str] = field(default_factory=META.copy)
-    architecture: str = SHAPE.architecture
+    #: The model that the adapter is for; its architecture unless another one is given.
+    shape: Shape = SHAPE
+    architecture: str = ""
     #: Replaces or adds tensors by their complete names; None removes one.
     tensors: dict[str, NDArray[Any] | None] = field(default_factory=dict)
     #: The type of ``adapter.lora.alpha``.
@@ -53,7 +55,7 @@ class AdapterFile:
     def pairs(self) -> dict[str, Pair]:
         """Return A (rank, n_in) and B (n_out, rank) by the name of the adapted tensor."""
         rng = np.random.default_rng(self.seed)
-        shapes = {name: each.shape for name, each in architectures.tensors(SHAPE).items()}
+        shapes = {name: each.shape for name, each in architectures.tensors(self.shape).items()}
         return {
             name: (
                 rng.normal(0, 0.2, (self.rank, shapes[name][1])).astype(np.float32),
@@ -64,7 +66,7 @@ class AdapterFile:
 
     def write(self, path: Path) -> Path:
         """Write the file and return its path."""
-        writer = gguf.GGUFWriter(path, self.architecture)
+        writer = gguf.GGUFWriter(path, self.architecture or self.shape.architecture)
         for key, value in self.meta.items():
             writer.add_string(key, value)
         writer.add_key_value("adapter.lora.alpha", self.alpha, self.alpha_type)

@@ -88,6 +88,12 @@ int check(const plk_model &model, const plk_context_params &asked) {
     if (asked.pooling == PLK_POOLING_RANK && !plk::pooling::bits) {
         return plk::refuse(PLK_EUNSUPPORTED, "this release has no pooling by a classification head");
     }
+    if (asked.embeddings && asked.pooling == PLK_POOLING_RANK &&
+        !plk::pooling::has_head(model.model)) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "the model has no classification head, which pooling \"rank\" needs: use "
+                           "a reranker, or another pooling");
+    }
     if (!plk::moving::bits &&
         (asked.defrag_plan == 1 || asked.defrag_mover || asked.defrag_threads)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build moves cells in its own way only");
@@ -282,6 +288,13 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
                                "cannot read quantized ones without flash attention: use type_k "
                                "f16, or flash attention");
         }
+        const int64_t width = asked.embeddings ? plk::pooling::width(handle->ctx) : 0;
+        if (width > 0 && width < model->info.n_embd_out) {
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this release computes embeddings of %lld values for this model and "
+                               "reads %d of them, beyond their end: use a context without embeddings",
+                               static_cast<long long>(width), model->info.n_embd_out);
+        }
         if (asked.n_seq_max > 1 && !plk::cells::limits(handle->ctx).separates_sequences) {
             return plk::refuse(PLK_EUNSUPPORTED,
                                "this release clears the compressed rows of all sequences when one "
@@ -293,6 +306,10 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
         handle->n_seq_max = decided.n_seq_max > 0 ? static_cast<uint32_t>(decided.n_seq_max)
                                                   : asked.n_seq_max;
         handle->causal = decided.causal != 0;
+        handle->positions = plk::cells::limits(handle->ctx).positions;
+        plk_context_info found{};
+        plk::cells::describe(handle->ctx, found);
+        handle->separate = found.n_streams > 1;
         handle->graph_nodes = plk::logged_nodes();
         if (asked.embeddings) {
             handle->pooling = static_cast<int32_t>(llama_pooling_type(handle->ctx));
@@ -313,8 +330,8 @@ void plk_context_free(plk_context *context) {
 
 int plk_context_read(const plk_context *context, plk_context_info *out) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         plk_context_info info{};
         info.size = sizeof(info);
@@ -348,8 +365,8 @@ int plk_context_read(const plk_context *context, plk_context_info *out) {
 
 int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         if (n_threads < 1 || n_threads_batch < 1 || n_threads > max_threads ||
             n_threads_batch > max_threads) {

@@ -23,23 +23,39 @@ int check(const plk_context &c, const plk_batch &batch) {
             return plk::refuse(PLK_EINVAL, "invalid token: place %d holds %d, outside [0, %d)", i,
                                batch.token[i], n_vocab);
         }
-        if (batch.pos[i] < 0 || batch.pos[i] >= plk::far_away) {
-            return plk::refuse(PLK_EINVAL, "place %d has the position %d, expected 0 to 2^30 - 1",
-                               i, batch.pos[i]);
+        if (batch.pos[i] < 0 || batch.pos[i] >= c.positions) {
+            return plk::refuse(PLK_EINVAL, "place %d has the position %d, expected 0 to %d", i,
+                               batch.pos[i], c.positions - 1);
         }
         const int32_t count = batch.seq_count != nullptr ? batch.seq_count[i] : 1;
         if (count < 1 || static_cast<uint32_t>(count) > c.n_seq_max) {
             return plk::refuse(PLK_EINVAL, "place %d names %d sequences, expected 1 to %u", i,
                                count, c.n_seq_max);
         }
+        const int32_t *first = seq;
         for (int32_t j = 0; j < count; ++j, ++seq) {
             if (*seq < 0 || static_cast<uint32_t>(*seq) >= c.n_seq_max) {
                 return plk::refuse(PLK_EINVAL, "place %d names sequence %d, outside [0, %u)", i,
                                    *seq, c.n_seq_max);
             }
+            if (std::find(first, seq, *seq) != seq) {
+                return plk::refuse(PLK_EINVAL, "place %d names sequence %d twice", i, *seq);
+            }
+        }
+        if (count > 1 && c.separate) {
+            return plk::refuse(PLK_EINVAL,
+                               "place %d names %d sequences, but each sequence has a stream of its own "
+                               "cells, and a token cannot belong to several streams: decode it once "
+                               "per sequence, or set kv_unified",
+                               i, count);
         }
     }
     return PLK_OK;
+}
+
+bool mixes(const llama_batch &batch) {
+    return std::any_of(batch.seq_id, batch.seq_id + batch.n_tokens,
+                       [&](const llama_seq_id *seq) { return *seq != **batch.seq_id; });
 }
 
 // Check a batch whose embeddings are pooled. Releases through b5640 assert that the id of a sequence is
@@ -48,6 +64,11 @@ int check_pooled(const plk_context &c, const llama_batch &batch) {
     if (static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
         return plk::refuse(PLK_EINVAL, "%d tokens to pool need an n_ubatch of as many, not %u",
                            batch.n_tokens, c.n_ubatch);
+    }
+    if (c.model->info.is_recurrent && !plk::memory::begins_beside && mixes(batch)) {
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release cannot pool several sequences of a recurrent model in one "
+                           "batch: decode a batch for each");
     }
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         if (batch.n_seq_id[i] != 1 || *batch.seq_id[i] >= batch.n_tokens) {
@@ -62,11 +83,6 @@ int check_pooled(const plk_context &c, const llama_batch &batch) {
 
 bool starts(const llama_batch &batch) {
     return std::find(batch.pos, batch.pos + batch.n_tokens, 0) != batch.pos + batch.n_tokens;
-}
-
-bool mixes(const llama_batch &batch) {
-    return std::any_of(batch.seq_id, batch.seq_id + batch.n_tokens,
-                       [&](const llama_seq_id *seq) { return *seq != **batch.seq_id; });
 }
 
 // Return whether every micro-batch has consecutive sequences in ascending order. llama.cpp takes the
@@ -167,11 +183,17 @@ int decode(plk_context &c, const llama_batch &batch) {
                 c.outputs.push_back(i);
             }
         }
-    } else if (c.guard) {
+    } else if (c.guard && c.assertion.empty()) {
         plk::rollback::undo(c, batch, code, saved.get());
     }
     if (plk::cells::watch != nullptr && code >= 0) {
         plk::cells::watch->applied(c.ctx); // llama_decode first applies pending changes
+    }
+    if (code == PLK_NO_SLOT && strstr(plk::logged(), "coupled sequences") != nullptr) {
+        // Some releases report a batch that they cannot split as one without a slot.
+        return plk::refuse(PLK_EUNSUPPORTED,
+                           "this release cannot decode a token of several sequences in this memory: "
+                           "decode it once per sequence");
     }
     return code;
 }
@@ -229,12 +251,12 @@ int plk_decode(plk_context *context, const plk_batch *batch) {
 
 int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         plk_context &c = *context;
         if (token < 0 || token >= c.model->info.n_vocab || pos < 0 ||
-            pos >= plk::far_away || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
+            pos >= c.positions || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
             return plk::refuse(PLK_EINVAL, "invalid token %d, position %d or sequence %d", token,
                                pos, seq_id);
         }
@@ -255,8 +277,8 @@ int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq
 int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
                     const float *embd, const int32_t *pos, int32_t seq_id) {
     return plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         plk_context &c = *context;
         if (c.guard) {
@@ -275,9 +297,9 @@ int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int3
             return plk::refuse(PLK_EINVAL, "invalid batch of %d embeddings of sequence %d", n_tokens,
                                seq_id);
         }
-        const auto valid = [](int32_t each) { return each >= 0 && each < plk::far_away; };
+        const auto valid = [&](int32_t each) { return each >= 0 && each < c.positions; };
         if (!std::all_of(pos, pos + static_cast<size_t>(n_tokens) * rows, valid)) {
-            return plk::refuse(PLK_EINVAL, "a position is not 0 to 2^30 - 1");
+            return plk::refuse(PLK_EINVAL, "a position is not 0 to %d", c.positions - 1);
         }
         c.counts.assign(n_tokens, 1);
         c.rows.assign(n_tokens + 1, &seq_id);
@@ -298,8 +320,8 @@ int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int3
 const float *plk_logits(plk_context *context, int32_t index) {
     const float *row = nullptr;
     plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         const int32_t at = place(*context, index);
         if (at < 0) {
@@ -342,8 +364,8 @@ const float *plk_logits_all(plk_context *context, int32_t *rows) {
 const float *plk_embeddings(plk_context *context, int32_t index) {
     const float *row = nullptr;
     plk::guarded([&]() -> int {
-        if (plk::need(context) != PLK_OK) {
-            return PLK_EINVAL;
+        if (const int wrong = plk::need(context)) {
+            return wrong;
         }
         if (!context->asked.embeddings) {
             return plk::refuse(PLK_EINVAL, "the context was made without embeddings");

@@ -118,6 +118,8 @@ struct Limits {
     // A shift rotates the right values of all keys. It does not in the indexer of
     // llama_kv_cache_dsa, which stores the rotated values first, and multiplied by a matrix.
     bool shifts = true;
+    // Exclusive maximum of positions: compressed rows have the index position / ratio.
+    int32_t positions = far_away;
 };
 Limits limits(llama_context *ctx);
 // Repair what llama.cpp leaves after a shift or the restore of a state.
@@ -246,6 +248,10 @@ size_t max_nodes(llama_context *ctx);
 // Pooling of embeddings.
 namespace pooling {
 extern const uint64_t bits;
+// Return whether a model has a classification head; true if unknown. Without one, llama.cpp asserts.
+bool has_head(const llama_model *model);
+// Return the width of the embeddings that the graph of a context computes; 0 if unknown.
+int64_t width(llama_context *ctx);
 } // namespace pooling
 
 } // namespace plk

@@ -1,13 +1,14 @@
 // Operations on sequences. Each checks first what upstream would assert.
 #include "groups.h"
 
+#include <iterator>
 #include <set>
 
 namespace {
 
 int check(const plk_context *c, int32_t seq, bool all = false) {
-    if (plk::need(c) != PLK_OK) {
-        return PLK_EINVAL;
+    if (const int wrong = plk::need(c)) {
+        return wrong;
     }
     if (!plk::memory::exists(c->ctx)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this model keeps no memory of its tokens");
@@ -28,9 +29,21 @@ int check_range(int32_t p0, int32_t p1) {
 
 bool has(const uint64_t *seqs, int32_t seq) { return seqs[seq / 64] >> (seq % 64) & 1; }
 
-// Return the largest or smallest position in the cells of a sequence, -1 if it has none, or a
-// negative code. Some releases do not report these positions.
+// Return whether a sequence has a recurrent state: the state of a sequence begins with their number.
+// The buffer has no room for more: llama.cpp stops there and logs an error.
+bool holds_state(const plk_context &c, int32_t seq) {
+    uint32_t count = 0;
+    const plk::Muted muted;
+    llama_state_seq_get_data(c.ctx, reinterpret_cast<uint8_t *>(&count), sizeof(count), seq);
+    return count > 0;
+}
+
+// Return the largest or smallest position of a sequence, -1 if it has none, or a negative code. Some
+// releases do not report these positions, and report 0 for an empty sequence as for position 0.
 int32_t seen(plk_context &c, int32_t seq, bool largest) {
+    if (c.model->info.is_recurrent) {
+        return holds_state(c, seq) ? std::max(plk::memory::pos_max(c.ctx, seq), 0) : -1;
+    }
     std::vector<int32_t> found;
     if (!plk::take_positions(c, seq, found)) {
         return plk::refuse(PLK_EUNSUPPORTED, "this build cannot tell the positions of a sequence");
@@ -55,10 +68,56 @@ void note_removal(plk_context &c, int32_t seq) {
                      (seq < 0 || plk_seq_pos_max(&c, seq) >= 0);
 }
 
+// Return whether a call on positions p0 to p1 would remove a part of the state of a sequence.
+bool divides(plk_context &c, int32_t seq, int32_t p0, int32_t p1) {
+    const int32_t last = plk_seq_pos_max(&c, seq);
+    return p0 <= last && (p0 > 0 || (p1 >= 0 && p1 <= last));
+}
+
+int remove(plk_context &c, int32_t seq, int32_t p0, int32_t p1) {
+    note_removal(c, seq);
+    if (!plk::memory::seq_rm(c.ctx, seq, p0, p1)) {
+        return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d", seq);
+    }
+    return PLK_OK;
+}
+
+// Remove positions from sequences first to last of a memory that keeps one state per sequence.
+int remove_states(plk_context &c, int32_t first, int32_t last, int32_t p0, int32_t p1) {
+    for (int32_t seq = first; c.guard && seq <= last; ++seq) {
+        // Releases differ in which partial removals they refuse; one removes the whole state when
+        // only its last token is to be removed.
+        if (divides(c, seq, p0, p1)) {
+            return plk::refuse(PLK_EREFUSED,
+                               "the memory keeps one state per sequence: it cannot remove a part of "
+                               "sequence %d",
+                               seq);
+        }
+    }
+    // One by one: later releases do not remove the states of all sequences at once completely, and
+    // assert in the next decode.
+    for (int32_t seq = first; seq <= last; ++seq) {
+        if (const int wrong = remove(c, seq, p0, p1)) {
+            return wrong;
+        }
+    }
+    if (c.guard && c.used_states) {
+        // Without any state, clearing the memory is enough to begin others.
+        for (uint32_t seq = 0; seq < c.n_seq_max; ++seq) {
+            if (plk_seq_pos_max(&c, static_cast<int32_t>(seq)) >= 0) {
+                return PLK_OK;
+            }
+        }
+        plk::memory::clear(c.ctx, true);
+        c.used_states = c.had_states = false;
+    }
+    return PLK_OK;
+}
+
 // Copy a range, except positions whose cells both sequences share already: several releases count
 // such a cell twice, and still report its position as the last one after the cell was removed.
-void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
-    std::set<int32_t> shared, alone;
+int copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    std::set<int32_t> shared, alone, other;
     plk::Picture picture;
     // A copy between streams replaces the whole sequence.
     if (c.guard && from != to && plk::cells::can_copy(c.ctx, from, to, 1, 2) &&
@@ -66,15 +125,34 @@ void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
         for (size_t i = 0; i < picture.pos.size(); ++i) {
             const uint64_t *seqs = picture.seqs.data() + i * picture.words;
             const int32_t pos = picture.pos[i];
-            if (pos >= std::max(p0, 0) && (p1 < 0 || pos < p1) && has(seqs, from)) {
-                (has(seqs, to) ? shared : alone).insert(pos);
+            if (pos < std::max(p0, 0) || (p1 >= 0 && pos >= p1)) {
+                continue;
             }
+            if (has(seqs, from)) {
+                (has(seqs, to) ? shared : alone).insert(pos);
+            } else if (has(seqs, to)) {
+                other.insert(pos);
+            }
+        }
+    }
+    // A second cell at such a position, or one of the other cache, is not shared yet. A range cannot
+    // exclude the first one.
+    std::set<int32_t> partly;
+    std::set_intersection(shared.begin(), shared.end(), alone.begin(), alone.end(),
+                          std::inserter(partly, partly.end()));
+    for (const int32_t pos : partly) {
+        if (other.count(pos) > 0) {
+            return plk::refuse(PLK_EREFUSED,
+                               "sequences %d and %d share some cells at position %d, and sequence %d "
+                               "has others there: remove that position from sequence %d first",
+                               from, to, pos, to, to);
         }
     }
     int32_t next = p0;
     for (const int32_t pos : shared) {
-        if (alone.count(pos) > 0) {
-            continue; // a second cell, or a cell of the other cache, is not shared yet
+        if (partly.count(pos) > 0) {
+            plk::memory::seq_rm(c.ctx, to, pos, pos + 1); // the copy shares all its cells
+            continue;
         }
         if (std::max(next, 0) < pos) {
             plk::memory::seq_cp(c.ctx, from, to, next, pos);
@@ -84,6 +162,7 @@ void copy(plk_context &c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (p1 < 0 || next < p1) {
         plk::memory::seq_cp(c.ctx, from, to, next, p1);
     }
+    return PLK_OK;
 }
 
 int check_shift(const plk_context *c) {
@@ -164,23 +243,13 @@ int plk_seq_rm(plk_context *context, int32_t seq, int32_t p0, int32_t p1) {
         if (code != PLK_OK) {
             return code > 0 ? PLK_OK : code;
         }
-        // Releases differ in which partial removals they refuse; one removes the whole state when
-        // only its last token is to be removed.
-        if (context->guard && seq >= 0 && keeps_states(*context)) {
-            const int32_t last = plk_seq_pos_max(context, seq);
-            if (p0 <= last && (p0 > 0 || (p1 >= 0 && p1 <= last))) {
-                return plk::refuse(PLK_EREFUSED,
-                                   "the memory keeps one state per sequence: it cannot remove a "
-                                   "part of sequence %d",
-                                   seq);
-            }
+        p0 = std::max(p0, -1);
+        p1 = std::max(p1, -1);
+        if (keeps_states(*context)) {
+            const auto last = static_cast<int32_t>(context->n_seq_max) - 1;
+            return remove_states(*context, std::max(seq, 0), seq < 0 ? last : seq, p0, p1);
         }
-        note_removal(*context, seq);
-        if (!plk::memory::seq_rm(context->ctx, seq, std::max(p0, -1), std::max(p1, -1))) {
-            return plk::refuse(PLK_EREFUSED, "the memory refuses to remove a part of sequence %d",
-                               seq);
-        }
-        return PLK_OK;
+        return remove(*context, std::max(seq, -1), p0, p1);
     });
 }
 
@@ -221,12 +290,12 @@ int plk_seq_cp(plk_context *context, int32_t from, int32_t to, int32_t p0, int32
                                "whole sequence can be copied: use kv_unified",
                                from, to);
         }
-        copy(*context, from, to, std::max(p0, -1), std::max(p1, -1));
-        if (context->guard && plk::update::present && plk::cells::limits(context->ctx).compressed) {
+        code = copy(*context, from, to, std::max(p0, -1), std::max(p1, -1));
+        if (code == PLK_OK && context->guard && plk::update::present && plk::cells::limits(context->ctx).compressed) {
             // Compressed rows are copied by the next update, and a removal clears them at once.
             plk::update::run(context->ctx, true);
         }
-        return PLK_OK;
+        return code;
     });
 }
 

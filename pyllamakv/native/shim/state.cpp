@@ -4,8 +4,8 @@
 namespace {
 
 int check(const plk_context *c, int32_t seq) {
-    if (plk::need(c) != PLK_OK) {
-        return PLK_EINVAL;
+    if (const int wrong = plk::need(c)) {
+        return wrong;
     }
     if (seq < 0 || static_cast<uint32_t>(seq) >= c->n_seq_max) {
         return plk::refuse(PLK_EINVAL, "sequence %d is outside [0, %u)", seq, c->n_seq_max);
@@ -95,6 +95,10 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
         if (kind == 2) {
             plk::memory::seq_rm(context->ctx, seq, -1, -1);
             return length;
+        }
+        if (context->guard && plk::cells::limits(context->ctx).compressed) {
+            // llama.cpp would keep the cells of the sequence beside an empty state.
+            plk::memory::seq_rm(context->ctx, seq, -1, -1);
         }
         context->had_states = context->model->info.is_recurrent;
         plk::moving::choose(context->asked);

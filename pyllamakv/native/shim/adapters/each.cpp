@@ -7,13 +7,21 @@
 const uint64_t plk::adapters::bits = PLK_CAP_ADAPTERS;
 
 namespace {
+// Return the number of streams of a context.
+template <typename Params> auto streams(const Params &params, int) -> decltype(+params.kv_unified, 1u) {
+    return params.kv_unified ? 1 : params.n_seq_max;
+}
+template <typename Params> uint32_t streams(const Params &, long) { return 1; }
+
 // Drop the graph of the last decode. Since graphs are reused (0.3.15), llama.cpp compares the address
 // of the list of adapters only, and would decode with the former ones.
 template <typename Context>
 auto drop_graph(Context *ctx, int) -> decltype(ctx->graph_reserve(1, 1, 1, nullptr), void()) {
     const auto memory = ctx->get_memory();
     const auto all = memory != nullptr ? memory->init_full() : nullptr;
-    ctx->graph_reserve(1, 1, 1, all.get());
+    // The graph must have as many sequences as the cache has streams.
+    const uint32_t n_seqs = streams(ctx->get_cparams(), 0);
+    ctx->graph_reserve(n_seqs, n_seqs, n_seqs, all.get());
 }
 template <typename Context> void drop_graph(Context *, long) {}
 

@@ -112,7 +112,7 @@ bool saves_sequences(llama_context *) { return true; }
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     const Look at = look(ctx);
     if (at.cache == nullptr) {
-        return 1;
+        return check_states(data, length);
     }
     const auto n_values = static_cast<uint32_t>(at.cache->v_l.size());
     StateReader reader{data, length, at.cache->size, 1, false, 0, n_values};

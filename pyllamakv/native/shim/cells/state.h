@@ -119,4 +119,17 @@ struct StateReader {
     int result(bool good) const { return !good ? 0 : found == 0 ? 2 : 1; }
 };
 
+// Check a recurrent state, or the recurrent part of one: it begins with the number of its cells.
+// llama.cpp dereferences NULL for none, and allocates as many as there are said to be. Return as
+// check_state does.
+inline int check_states(const uint8_t *data, size_t length) {
+    constexpr uint32_t most = 256; // sequences of a context
+    uint32_t count = 1;
+    memcpy(&count, data, std::min(length, sizeof(count)));
+    if (count > most) {
+        return plk::refuse(0, "the state is damaged: it has %u recurrent states", count);
+    }
+    return count > 0 ? 1 : 2;
+}
+
 } // namespace plk::cells

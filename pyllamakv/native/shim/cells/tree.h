@@ -104,6 +104,7 @@ inline Tree tree_of(llama_context *ctx) {
         // back to an earlier token.
         tree.kind = PLK_MEMORY_HYBRID;
         tree.limits.compressed = true;
+        tree.limits.positions = static_cast<int32_t>(llama_n_ctx_seq(ctx));
         tree.limits.separates_sequences = clears_one(*memory4->get_csa_state(), 0);
         both(memory4->get_raw());
 #endif
@@ -322,8 +323,11 @@ bool saves_sequences(llama_context *ctx) {
 
 int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     const Tree tree = tree_of(ctx);
-    // Other kinds write data before or after the cells: only llama.cpp validates these.
-    if (tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA) {
+    // Some kinds write data before the cells, or cells of several caches: only llama.cpp validates
+    // these.
+    const bool states = tree.kind == PLK_MEMORY_RECURRENT || tree.kind == PLK_MEMORY_HYBRID;
+    if ((tree.kind != PLK_MEMORY_ATTENTION && tree.kind != PLK_MEMORY_SWA && !states) ||
+        tree.limits.compressed) {
         return 1;
     }
     const auto rope = static_cast<int>(llama_model_rope_type(llama_get_model(ctx)));
@@ -350,11 +354,16 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length) {
         reader.n_stream = n_stream(*stream.cache);
         const uint64_t before = reader.found;
         if (!reader.cache()) {
-            return reader.result(false);
+            return states ? 1 : reader.result(false);
         }
         if (!counts_streams && reader.found == before && before > 0) {
             return reader.result(reader.bad("a part of it is empty"));
         }
+    }
+    // The cells are followed by the states.
+    if (states) {
+        const int kind = check_states(data + reader.at, length - reader.at);
+        return kind == 2 && reader.found > 0 ? 1 : kind;
     }
     return reader.result(true);
 }

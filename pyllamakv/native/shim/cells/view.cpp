@@ -212,7 +212,7 @@ bool plk::cells::saves_sequences(llama_context *) { return true; }
 
 int plk::cells::check_state(llama_context *ctx, const uint8_t *data, size_t length) {
     if (!is_array(ctx)) {
-        return 1;
+        return check_states(data, length);
     }
     const auto n_values = static_cast<uint32_t>(llama_n_layer(llama_get_model(ctx)));
     StateReader reader{data, length, static_cast<uint32_t>(size_of(ctx)), 1, false, 0, n_values};
