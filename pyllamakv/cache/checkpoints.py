@@ -132,13 +132,16 @@ class Ring:
 LOGGER = logging.getLogger("pyllamakv.cache")
 
 
-def leaves_states(sequence: Sequence) -> bool:
+def leaves_states(sequence: Sequence, other: Sequence | None = None) -> bool:
     """Return whether a recurrent sequence cannot start in place of a removed one.
 
     The context must be empty: it is tried out, and cleared. docs/api.md lists the releases.
+    ``other`` has a state meanwhile: the library clears the memory with its last one.
     """
     context = sequence.context
     try:
+        if other is not None:
+            context.decode(other.feed([0, 0]))
         for _ in range(2):
             # Two tokens, because some releases report a sequence of one token as empty.
             context.decode(sequence.feed([0, 0]))
@@ -159,7 +162,10 @@ def starts_after_clear(context: Context) -> bool:
     if context.info.memory is not MemoryType.RECURRENT or not unused:
         return False
     with context.sequence() as sequence:
-        return leaves_states(sequence)
+        if not context.vacant:
+            return leaves_states(sequence)
+        with context.sequence() as other:
+            return leaves_states(sequence, other)
 
 
 def why_no_rewind(sequence: Sequence, position: int) -> str | None:
@@ -216,7 +222,8 @@ class SequenceRewinder:
         forgets = info.n_swa > 0 and not self._context.params.swa_full
         self.saves = wanted and (info.memory.keeps_states or forgets)
         #: Whether a new sequence would start with the state of a removed one.
-        self._leaves = info.memory.keeps_states and leaves_states(sequences[0])
+        other = sequences[1] if len(sequences) > 1 else None
+        self._leaves = info.memory.keeps_states and leaves_states(sequences[0], other)
         self._left = False
 
     def can_resume(self, sequence: Sequence, position: int) -> bool:
