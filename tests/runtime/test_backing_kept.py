@@ -18,7 +18,7 @@ import pytest
 from mapping_kit import TOKENS, context_options, fill, logits, three
 
 import pyllamakv as kv
-from pyllamakv.errors import KVFileBusy, KVFileDamaged, KVFileDirty, KVFileForeign, KVFileFull
+from pyllamakv.errors import Closed, KVFileBusy, KVFileDamaged, KVFileDirty, KVFileForeign, KVFileFull
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -386,3 +386,36 @@ def test_a_limit_on_files_is_an_error(build: Variant, model: kv.Model, tmp_path:
     )
     assert done.returncode == 7, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_has_neither_lock_nor_memory(
+    build: Variant, model: kv.Model, tmp_path: Path
+) -> None:
+    """Its context is closed, its end changes nothing, and others open the file while it lives."""
+    file = tmp_path / "cache"
+    ctx = model.context(kv_backing=file, kv_keep=True, **context_options())
+    sequence = fill(ctx, TOKENS)
+    ready, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            with pytest.raises(Closed):
+                ctx.step(sequence, 1)
+            with pytest.raises(Closed):
+                ctx.kv.flush()
+            ctx.close()
+            os.write(ready[1], b"!")
+            os.read(go_on[0], 1)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.read(ready[0], 1) == b"!"
+    ctx.step(sequence, 1)
+    ctx.close()
+    with model.context(kv_backing=file, kv_keep=True, **context_options()) as again:
+        assert again.ledgers[0].tokens == [*TOKENS, 1]
+    os.write(go_on[1], b"!")
+    assert os.waitpid(pid, 0)[1] == 0
+    for each in (*ready, *go_on):
+        os.close(each)

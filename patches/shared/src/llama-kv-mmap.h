@@ -38,6 +38,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -45,6 +47,7 @@
 
 #if LLAMA_KV_MMAP_SUPPORTED
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -194,6 +197,46 @@ inline enum failure kind_of(int code) {
            code == EOPNOTSUPP || code == ENOSYS              ? FAILURE_UNSUPPORTED : FAILURE_IO;
 }
 
+// The descriptors of open files. A child of a fork closes them: a lock lasts until the last process that has its
+// descriptor, or a mapping of it, ends. Mappings of files are not inherited either.
+class open_files {
+public:
+    static open_files & get() {
+        static open_files res;
+        return res;
+    }
+
+    void add(int * fd) {
+        std::lock_guard<std::mutex> lock(mtx);
+        all.insert(fd);
+    }
+
+    // Close a descriptor; in a child, it was closed already.
+    void close(int * fd) {
+        std::lock_guard<std::mutex> lock(mtx);
+        all.erase(fd);
+
+        if (*fd >= 0) {
+            ::close(*fd);
+            *fd = -1;
+        }
+    }
+
+private:
+    open_files() {
+        ::pthread_atfork([]() { get().mtx.lock(); }, []() { get().mtx.unlock(); }, []() {
+            for (int * fd : get().all) {
+                ::close(*fd);
+                *fd = -1;
+            }
+            get().mtx.unlock();
+        });
+    }
+
+    std::mutex      mtx;
+    std::set<int *> all;
+};
+
 // An open file. A named file is locked until the destructor closes it, so that it has one owner.
 class file {
 public:
@@ -204,7 +247,7 @@ public:
 
     ~file() {
         if (fd >= 0) {
-            ::close(fd);
+            open_files::get().close(&fd);
         }
     }
 
@@ -219,6 +262,7 @@ public:
             if (fd < 0) {
                 throw error(kind_of(errno), why("no temporary file in " + path, errno));
             }
+            open_files::get().add(&fd);
             return;
         }
 
@@ -236,6 +280,7 @@ public:
         if (fd < 0) {
             throw error(kind_of(errno), why(path, errno));
         }
+        open_files::get().add(&fd);
 
         if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
             const int code = errno;
@@ -369,6 +414,10 @@ public:
         // Without `huge`, huge pages are disabled: the first cell of a tensor would commit 2 MB. A kernel without huge
         // pages fails this call and uses small pages, so the result is ignored.
         ::madvise(base, n, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+
+        if (f) {
+            ::madvise(base, n, MADV_DONTFORK); // see open_files; a child would also write into the file
+        }
 #else
         (void) huge;
 #endif
