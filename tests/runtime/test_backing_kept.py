@@ -18,7 +18,14 @@ import pytest
 from mapping_kit import TOKENS, context_options, fill, logits, three
 
 import pyllamakv as kv
-from pyllamakv.errors import Closed, KVFileBusy, KVFileDamaged, KVFileDirty, KVFileForeign, KVFileFull
+from pyllamakv.errors import (
+    Closed,
+    KVFileBusy,
+    KVFileDamaged,
+    KVFileDirty,
+    KVFileForeign,
+    KVFileFull,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

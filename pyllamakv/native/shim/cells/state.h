@@ -125,7 +125,10 @@ struct StateReader {
 inline int check_states(const uint8_t *data, size_t length) {
     constexpr uint32_t most = 256; // sequences of a context
     uint32_t count = 1;
-    memcpy(&count, data, std::min(length, sizeof(count)));
+    if (length < sizeof(count)) {
+        return plk::refuse(0, "the state is damaged: it ends too early");
+    }
+    memcpy(&count, data, sizeof(count));
     if (count > most) {
         return plk::refuse(0, "the state is damaged: it has %u recurrent states", count);
     }
