@@ -288,7 +288,7 @@ class Request:
 
 
 def checked_request(
-    context: Context,
+    manager: CacheManager,
     greedy: TokenSampler,
     n_batch: int,
     prompt: str | Iterable[int] | None,
@@ -303,6 +303,7 @@ def checked_request(
     stop_at_end: bool,
 ) -> Request:
     """Check and return a request. Raises UsageError, and Unsupported as stop strings do."""
+    context = manager.context
     model = context.model
     if (prompt is None) == (messages is None) or (tools is not None and messages is None):
         msg = "pass either a prompt or messages=, and tools= with messages only"
@@ -317,6 +318,13 @@ def checked_request(
     wrong = next((token for token in given if not 0 <= token < context.n_vocab), None)
     if wrong is not None:
         msg = f"token {wrong} is out of range: this model has tokens 0..{context.n_vocab - 1}"
+        raise UsageError(msg)
+    longest = manager.max_sequence_tokens
+    if longest is not None and len(given) > longest:
+        msg = (
+            f"the prompt has {len(given)} tokens, and a sequence at most {longest}: shorten it, or "
+            "create the context or the cache manager with more"
+        )
         raise UsageError(msg)
     max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
     stop_at_end = arguments.flag("stop_at_end", stop_at_end)

@@ -169,6 +169,10 @@ class CacheManager(Protocol):
     def context(self) -> Context:
         """The context whose cache is managed."""
 
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """The maximum number of tokens of a sequence, also of a prompt; None: no limit."""
+
     def acquire(
         self,
         tokens: Iterable[int],

@@ -130,6 +130,11 @@ class SlotCache(ClosedOnExit):
         self._parked: weakref.WeakSet[ParkedSlot] = weakref.WeakSet()
         context.keepers.add(self)
 
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The maximum number of tokens of a sequence: the size of a slot."""
+        return self.size
+
     def acquire(
         self,
         tokens: Iterable[int],

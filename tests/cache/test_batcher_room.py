@@ -25,20 +25,29 @@ def ctx(tmp_path: Path) -> Context:
     return kit.context(tmp_path, n_ctx=256)
 
 
+def test_a_prompt_that_can_never_fit_is_refused_at_once(ctx: Context) -> None:
+    """The longest sequence of the manager is the limit."""
+    with PrefixCache(ctx) as cache:
+        batcher = Batcher(cache)
+        with pytest.raises(UsageError, match="has 257 tokens, and a sequence at most 256"):
+            batcher.submit([1] * 257)
+        assert batcher.stats().waiting == 0
+        batcher.submit([1] * 256, 0).result()
+    assert SlotCache(ctx).max_sequence_tokens == 64
+
+
 def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
-    """A prompt that is too long, or a failing sampler, does not change the text of the others."""
+    """A refused prompt, or a failing sampler, does not change the text of the others."""
     batcher = Batcher(SlotCache(ctx))
     good = batcher.submit("Hi", 8)
-    long = batcher.submit("x" * 64, 8)
+    with pytest.raises(UsageError, match="has 65 tokens, and a sequence at most 64"):
+        batcher.submit("x" * 64, 8)
     broken = batcher.submit("Ho", 8, sampler=Fixed([70]))
     other = batcher.submit("Hello", 8)
     batcher.run()
-    assert [each.finish_reason for each in (good, long, broken, other)] == [
-        "length", "failed", "failed", "length",
+    assert [each.finish_reason for each in (good, broken, other)] == [
+        "length", "failed", "length",
     ]  # fmt: skip
-    assert isinstance(long.error, UsageError)
-    with pytest.raises(UsageError, match="65 tokens, a slot holds 64"):
-        long.result()
     with pytest.raises(IndexError):
         broken.result()
     assert broken.text == "C"
