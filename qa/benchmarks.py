@@ -39,7 +39,7 @@ def bench(
     release: list[str] = typer.Option(
         None, help="Release of `hardware`; default: the test release and the newest one."
     ),
-    write: Path = typer.Option(None, help="Write the figures to this file and its JSON file."),
+    write: Path = typer.Option(None, help="Write the results to this JSON file."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure ratios side by side.
@@ -56,7 +56,6 @@ def bench(
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from qa import summary
-    from qa.bench import benchmark_document
     from qa.bench.figure import Figure
 
     chosen = groups or [name for name, (_, default) in GROUPS.items() if default]
@@ -78,7 +77,7 @@ def bench(
 
         def keep(figures: list[Figure]) -> None:
             if write is not None:
-                benchmark_document.write(write, [figure.dated(command) for figure in figures])
+                summary.store(write, [figure.dated(command) for figure in figures])
 
         for name in chosen:
             progress.update(task, description=name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qa.bench.figure import machine
+from qa.bench.figure import commit, machine
 
 #: Progress callback; called with a description of the current work.
 Tick = Callable[[str], None]
@@ -53,7 +53,7 @@ class StressOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of qa/results/reliability.md.
+    """The result of one test.
 
     ``section`` is its table and ``name`` the tested subject; ``row`` has a text per further column.
     ``defects`` has one sentence per defect; without any, the entry passed. ``data`` are the raw
@@ -63,11 +63,14 @@ class Entry:
 
     section: str
     name: str
-    row: dict[str, str]
+    row: dict[str, str] = field(default_factory=dict)
     defects: tuple[str, ...] = ()
     seed: int | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    measured: str = ""
+    hardware: str = ""
+    date: str = ""
+    commit: str = ""
+    command: str = ""
     skip_reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -82,9 +85,9 @@ class Entry:
         return not self.defects
 
     def dated(self, command: str) -> Entry:
-        """Return the entry with date, machine and command."""
+        """Return the entry with date, machine, commit and command."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        return replace(self, measured=f"{today}, {machine()}, `{command}`")
+        return replace(self, date=today, hardware=machine(), commit=commit(), command=command)
 
 
 def skipped_entry(section: str, name: str, reason: str) -> Entry:

@@ -29,7 +29,7 @@ def stress(
     operations: int = typer.Option(0, min=0, help="Minimum number of operations per release."),
     seed: int = typer.Option(1, min=0, help="Random seed."),
     only: list[str] = typer.Option(None, help="Run only the named entries."),
-    write: Path = typer.Option(None, help="Write the results to this file and its JSON file."),
+    write: Path = typer.Option(None, help="Write the results to this JSON file."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
@@ -39,12 +39,12 @@ def stress(
     faults, `sanitizers` and `leaks` check memory, `servers` verifies llama-server, `defects` runs
     the regression tests.
     """
-    from qa import document, selection, summary
-    from qa.entry import StressOptions
+    from qa import selection, summary
+    from qa.entry import Entry, StressOptions
 
     chosen = selection.select(sections or (), only or ())
     if write is not None:
-        document.read(write)  # an error comes before hours of tests
+        summary.read(write, Entry)  # an error comes before hours of tests
     effort = StressOptions(seconds, seed, tuple(only or ()), operations)
     command = shlex.join(["python", "-m", "qa", "stress", *(sections or []), *effort.options])
     found: list[Entry] = []
@@ -55,8 +55,7 @@ def stress(
         found.extend(tried)
         if write is not None:
             # After each section: a long run takes hours.
-            document.write(write, found)
-            summary.written(write)
+            summary.store(write, found)
         return tried
 
     try:
@@ -108,12 +107,12 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
 
 def _show(found: Sequence[Entry], as_json: bool) -> None:
     """Print the entries and their defects."""
-    from qa import document
+    from qa import summary
 
     if as_json:
         sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
     elif found:
-        sys.stdout.write(document.render(found))
+        sys.stdout.write(summary.table(found))
     defects = [(entry, defect) for entry in found for defect in entry.defects]
     if defects:
         # Printed again at the end, for readers of the last lines of a log.

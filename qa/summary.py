@@ -1,8 +1,8 @@
-"""`python -m qa summary`: write BENCHMARKS.md and RELIABILITY.md from the results.
+"""Store results, and write BENCHMARKS.md and RELIABILITY.md from them: `python -m qa summary`.
 
-Each page has one row per claim: the figure, its target, the physical limit or the scope, and the
-command that measured it. All figures are in ``qa/results``. BENCHMARKS.md lists all missed targets,
-also those of figures that no claim covers.
+``qa/results`` has one record per figure that supports a claim or misses its target, and one per
+entry of the stress tests: value, median, interval, samples, hardware, date, commit and command. The
+pages have one row per claim.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import typer
 
 import qa
 from pyllamakv.errors import UsageError
 from pyllamakv.source.files import write_text_atomic
-from qa import document as stress
-from qa.bench import benchmark_document as bench
 from qa.bench.figure import Figure
 from qa.entry import Entry
 
@@ -28,176 +27,136 @@ app = typer.Typer(add_completion=False)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "qa" / "results"
+BENCHMARKS, RELIABILITY = RESULTS / "benchmarks.json", RESULTS / "reliability.json"
+
+Result = TypeVar("Result", Figure, Entry)
 
 _HEAD = "| claim | figure | target | limit | command |\n|---|---|---|---|---|"
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)(?: \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\])?")
 
-
-@dataclass(frozen=True)
-class Claim:
-    """A sentence about the package, and the figures that support it: their groups and names.
-
-    ``group`` is a regular expression for the whole name of a group, and ``name`` one for a part of
-    a figure's name. At least one figure with a target must match. With several figures, the row
-    shows the range of their first numbers, and the target is met if all meet it.
-    """
-
-    text: str
-    group: str
-    name: str
-
-
-CLAIMS = (
-    Claim(
-        "Importing the package is fast compared to importing its dependencies",
+#: Sentence about the package -> the figures that support it, as regular expressions: for the whole
+#: name of a group, and for a part of a figure's name. At least one figure with a target must match.
+#: With several figures, a row shows the range of their first numbers, and the target is met if all
+#: meet it.
+CLAIMS: dict[str, tuple[str, str]] = {
+    "Importing the package is fast compared to importing its dependencies": (
         "What Python costs",
         "`import pyllamakv`",
     ),
-    Claim(
-        "A Python decode call with its logits takes microseconds more than the C call",
+    "A Python decode call with its logits takes microseconds more than the C call": (
         "What Python costs",
         "one decode call",
     ),
-    Claim(
-        "A snapshot of 4,096 cells with statistics takes under 200 µs",
+    "A snapshot of 4,096 cells with statistics takes under 200 µs": (
         "What Python costs",
         "a snapshot",
     ),
-    Claim(
-        "The default number of threads takes at most twice as long as the best, also on busy CPUs",
+    "The default number of threads takes at most twice as long as the best, also on busy CPUs": (
         "Threads on a busy machine",
         "the default over the best",
     ),
-    Claim(
-        "Decoding from Python is as fast as plain C",
+    "Decoding from Python is as fast as plain C": (
         "The decode loop",
         r"(greedy|logits only), 8 sequences(, 16 steps a call)?$",
     ),
-    Claim(
-        "Defragmentation with flash attention is as fast as copying the rows",
+    "Defragmentation with flash attention is as fast as copying the rows": (
         "A complete defragmentation",
         "with flash attention, .* over a strided copy",
     ),
-    Claim(
-        "Without flash attention, moving alternating cells takes at most 3 times a memcpy",
+    "Without flash attention, moving alternating cells takes at most 3 times a memcpy": (
         "A complete defragmentation",
         "no flash attention, alternate cells, over memcpy",
     ),
-    Claim(
-        "Defragmentation is never slower than the published algorithm",
+    "Defragmentation is never slower than the published algorithm": (
         "A complete defragmentation",
         "every workload: the published algorithm over the patch",
     ),
-    Claim(
-        "Planning takes at most 2 % of a defragmentation",
+    "Planning takes at most 2 % of a defragmentation": (
         "A complete defragmentation",
         "the plan, as a fraction",
     ),
-    Claim(
-        "A patched library decodes as fast as stock if nothing is defragmented",
+    "A patched library decodes as fast as stock if nothing is defragmented": (
         "A complete defragmentation",
         "decode without defragmentation, patched over stock",
     ),
-    Claim(
-        "Compaction restores the decode speed of a fresh cache",
+    "Compaction restores the decode speed of a fresh cache": (
         "A sparse cache",
         "32768 cells, 200 live at the end, no flash",
     ),
-    Claim(
-        "Compaction restores the decode speed of a fresh cache on a GPU",
+    "Compaction restores the decode speed of a fresh cache on a GPU": (
         "On a device: cuda, .*",
         "live at the end",
     ),
-    Claim(
-        "On a GPU, patched passes the scenarios of the newest verified release that stock fails",
+    "On a GPU, patched passes the scenarios of the newest verified release that stock fails": (
         "On a device: cuda, b.*",
         "^scenarios on",
     ),
-    Claim(
-        "The cache managers add at most 5 % to the time of the same decodes by hand",
+    "The cache managers add at most 5 % to the time of the same decodes by hand": (
         "Cache managers",
         "",
     ),
-    Claim(
-        "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more",
+    "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more": (
         "Generation",
         "client",
     ),
-    Claim(
-        "A prefix cache with enough room reuses all that earlier prompts of real traffic had",
+    "A prefix cache with enough room reuses all that earlier prompts of real traffic had": (
         "Eviction",
         "unlimited",
     ),
-    Claim(
-        "A known prefix of 1,000 tokens takes at most 5 % of the time of evaluating it",
+    "A known prefix of 1,000 tokens takes at most 5 % of the time of evaluating it": (
         "Peers",
         "over evaluating them",
     ),
-    Claim(
-        "A known prefix of 1,000 tokens is continued as soon as by llama-server of the same build",
+    "A known prefix of 1,000 tokens is continued as soon as by llama-server of the same build": (
         "Peers",
         "over llama-server",
     ),
-    Claim(
-        "A memory-mapped cache decodes as fast as one on the heap",
-        "Mapped memory",
-        "decoding after",
-    ),
-    Claim(
-        "A kept cache replaces the evaluation of a prompt after a restart",
+    "A memory-mapped cache decodes as fast as one on the heap": ("Mapped memory", "decoding after"),
+    "A kept cache replaces the evaluation of a prompt after a restart": (
         "Mapped memory",
         "the next token after a prompt",
     ),
-    Claim(
-        "A patched llama-server loses no request of a load that aborts stock",
+    "A patched llama-server loses no request of a load that aborts stock": (
         "llama-server 0.3.9, shift",
         "^patched",
     ),
-    Claim(
-        "A patched llama-server loses no request of this load on later releases",
+    "A patched llama-server loses no request of this load on later releases": (
         r"llama-server (?!0\.3\.9,).*, shift",
         "^patched",
     ),
-    Claim(
-        "A patched llama-server loses no request of recorded traffic, scaled down",
+    "A patched llama-server loses no request of recorded traffic, scaled down": (
         "llama-server .*, trace",
         "^patched",
     ),
-    Claim(
-        "A patched llama-server loses no request whose answer fits into its slot",
+    "A patched llama-server loses no request whose answer fits into its slot": (
         "llama-server .*, fits(, .*)?",
         "^patched",
     ),
-    Claim(
-        "A patched llama-server needs no more CPU time per token than stock",
+    "A patched llama-server needs no more CPU time per token than stock": (
         "llama-server .*, (fits|shift|trace)(, .*)?",
         "^CPU per token, patched",
     ),
-    Claim(
-        "A patched llama-server has the latency of stock, by 95th percentiles",
+    "A patched llama-server has the latency of stock, by 95th percentiles": (
         "llama-server .*, (fits|shift|trace)(, .*)?",
         "^p95",
     ),
-    Claim(
-        "`Batcher` needs no more CPU time per token than llama-server of the same build",
+    "`Batcher` needs no more CPU time per token than llama-server of the same build": (
         "llama-server .*, fits(, .*)?",
         "^CPU per token, batcher",
     ),
-    Claim(
-        "`Batcher` generates as many tokens per second as llama-server of the same build",
+    "`Batcher` generates as many tokens per second as llama-server of the same build": (
         "llama-server .*, fits(, .*)?",
         "^tokens per second, batcher",
     ),
-    Claim(
-        "The digest that identifies a model adds nothing to saves and restores in one process",
+    "The digest that identifies a model adds nothing to saves and restores in one process": (
         "The identity of a model",
         "^save and restore",
     ),
-    Claim(
-        "A patched llama-server with a threshold halves the CPU time per token of a sparse cache",
+    "A patched llama-server with a threshold halves the CPU time per token of a sparse cache": (
         "llama-server, a sparse cache",
         "",
     ),
-)
+}
 
 #: Section of `python -m qa stress` -> its claim, the column that counts the cases and its unit, and
 #: the section's limits.
@@ -218,7 +177,7 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "No input of a parser or C entry point ends or hangs the process",
         "inputs",
         "inputs",
-        "random inputs; guided by coverage if the build measures it",
+        "random inputs, guided by coverage",
     ),
     "faults": (
         "Kills, full disks and I/O errors leave a state that the next run repairs",
@@ -258,61 +217,166 @@ def summary(
     check: bool = typer.Option(False, "--check", help="Compare only; exits 1 if a page is stale."),
 ) -> None:
     """Write BENCHMARKS.md and RELIABILITY.md from qa/results."""
-    stale = [
-        name
-        for name, text in pages().items()
-        if (ROOT / name).read_text(encoding="utf-8") != text
-    ]  # fmt: skip
+    made = pages()
+    stale = [name for name in made if (ROOT / name).read_text(encoding="utf-8") != made[name]]
     if check:
         sys.stdout.write("".join(f"stale: {name}\n" for name in stale))
         raise typer.Exit(1 if stale else 0)
-    for name in write():
+    for name, text in made.items():
+        write_text_atomic(ROOT / name, text)
         sys.stdout.write(f"{name}\n")
 
 
-def write() -> list[str]:
-    """Write the pages, and return their names."""
-    made = pages()
-    for name, text in made.items():
-        write_text_atomic(ROOT / name, text)
-    return [*made]
+def read(path: Path, kind: type[Result]) -> list[Result]:
+    """Return the results stored in a file; empty if it does not exist.
+
+    Raises UsageError for a path that is no JSON file, and for a file of another format.
+    """
+    if path.suffix != ".json" or path.is_dir() or path.parent.is_file():
+        raise UsageError(f"expected a path such as results.json, got {path}")
+    if not path.exists():
+        return []
+    try:
+        items: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["results"]
+        for item in items:
+            item |= {name: tuple(value) for name, value in item.items() if isinstance(value, list)}
+        found = [kind(**item) for item in items]
+        strange = [
+            item["section"] for item in items if item.get("section", "leaks") not in SECTIONS
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        strange = [f"{type(error).__name__}: {error}"]
+    if strange:
+        raise UsageError(f"{path} has no results of `python -m qa` ({strange[0]}): choose another")
+    return found
 
 
-def written(path: Path) -> None:
-    """Write the pages if ``path``, a document that was just written, is one of the results."""
+def store(path: Path, new: Sequence[Figure] | Sequence[Entry]) -> None:
+    """Add results to a file, and renew the pages if it is one of ``qa/results``.
+
+    Figures replace all of their group; an entry replaces that of its name, unless it did not run.
+    """
+    merged: list[Any] = []
+    if new and isinstance(new[0], Figure):
+        merged = _merged_figures(read(path, Figure), new)  # type: ignore[arg-type]
+    elif new:
+        merged = _merged_entries(read(path, Entry), new)  # type: ignore[arg-type]
+    items = [
+        {name: value for name, value in asdict(each).items() if value not in ("", None, {}, ())}
+        for each in merged
+    ]
+    lines = ",\n".join(json.dumps(item) for item in items)
+    write_text_atomic(path, f'{{"results": [\n{lines}\n]}}\n')
     if path.resolve().parent == RESULTS:
-        write()
+        for name, text in pages().items():
+            write_text_atomic(ROOT / name, text)
+
+
+def _merged_figures(old: list[Figure], new: Iterable[Figure]) -> list[Figure]:
+    fresh = [_summarized(each) for each in new]
+    order = list(dict.fromkeys(each.group for each in (*old, *fresh)))
+    groups = {each.group for each in fresh}
+    merged = [*(each for each in old if each.group not in groups), *filter(_is_kept, fresh)]
+    return sorted(merged, key=lambda each: order.index(each.group))
+
+
+def _is_kept(figure: Figure) -> bool:
+    claimed = any(_supports(figure, *patterns) for patterns in CLAIMS.values())
+    return claimed or figure.met is False or "lost" in figure.data
+
+
+def _summarized(figure: Figure) -> Figure:
+    """Return a figure with its median, interval and samples as numbers, and only counts as data."""
+    number = _NUMBER.search(figure.value)
+    median, low, high = map(_float, number.groups()) if number else (None, None, None)
+    samples = figure.samples or max(_sample_counts(figure.data), default=None)
+    counts = {name: value for name, value in figure.data.items() if type(value) is int}
+    return replace(
+        figure, median=median, low=low, high=high, samples=samples, data=counts, how="", table="",
+        row={},
+    )  # fmt: skip
+
+
+def _float(text: str | None) -> float | None:
+    return None if text is None else float(text)
+
+
+def _sample_counts(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from _sample_counts(part)
+    elif isinstance(value, list | tuple) and all(isinstance(each, int | float) for each in value):
+        yield len(value)
+
+
+def _merged_entries(old: list[Entry], new: Iterable[Entry]) -> list[Entry]:
+    found = {(entry.section, entry.name): entry for entry in old}
+    for entry in new:
+        if entry.ran or not found.get((entry.section, entry.name), entry).ran:
+            found[entry.section, entry.name] = replace(entry, data={}, notes=())
+    order = list(SECTIONS)
+    return sorted(found.values(), key=lambda entry: order.index(entry.section))
 
 
 def report(figures: list[Figure], path: Path | None, *, as_json: bool) -> None:
-    """Write figures to a document, if ``path`` names one, and print them."""
+    """Write figures to a file, if ``path`` names one, and print them."""
     if path is not None:
-        bench.write(path, figures)
-        written(path)
+        store(path, figures)
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
     else:
-        sys.stdout.write(bench.render(figures))
+        sys.stdout.write(table(figures))
+
+
+def table(results: Sequence[Figure | Entry]) -> str:
+    """Return results as tables for a terminal, with the notes of entries and the commands."""
+    parts: dict[str, list[dict[str, str]]] = {}
+    notes = []
+    for each in results:
+        if isinstance(each, Entry):
+            wrong = "; ".join(each.defects) or each.skip_reason or "none"
+            row = {"what": each.name, **each.row, "defects": wrong}
+            parts.setdefault(each.section.replace("_", " ").capitalize(), []).append(row)
+            if each.notes:
+                listed = "".join(f"- {' '.join(note.split())}\n" for note in each.notes)
+                notes.append(f"\n{each.name.capitalize()}:\n\n{listed}")
+        elif each.row:
+            parts.setdefault(f"{each.group}. {each.table}".strip(), []).append(each.row)
+        else:
+            met = {None: "", True: "met", False: "**missed**"}[each.met]
+            row = {"what": each.name, "measured": each.value, "target": each.target, "": met}
+            row |= {"limit": each.limit, "how": each.how}
+            parts.setdefault(each.group, []).append(row)
+    text = ""
+    for name, rows in parts.items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        lines = [columns, ["---"] * len(columns)]
+        lines += [[row.get(column, "") for column in columns] for row in rows]
+        text += f"\n## {name}\n\n" + "".join(_line(*cells) + "\n" for cells in lines)
+    runs = {(each.date, each.hardware, each.command): None for each in results if each.date}
+    measured = "".join(f"\nMeasured {day}, {where}, `{how}`.\n" for day, where, how in runs)
+    return text + "".join(notes) + measured
 
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     return {
-        "BENCHMARKS.md": benchmarks(bench.read(RESULTS / "benchmarks.md")),
-        "RELIABILITY.md": reliability(stress.read(RESULTS / "reliability.md")),
+        "BENCHMARKS.md": benchmarks(read(BENCHMARKS, Figure)),
+        "RELIABILITY.md": reliability(read(RELIABILITY, Entry)),
     }
 
 
-def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> str:
+def benchmarks(figures: Iterable[Figure], claims: dict[str, tuple[str, str]] = CLAIMS) -> str:
     """Return the page of performance claims; raises UsageError for a claim without a figure."""
     known = list(figures)
-    rows = [_row(claim.text, _figures(claim, known)) for claim in claims]
+    rows = [_row(text, _figures(text, patterns, known)) for text, patterns in claims.items()]
     missed = [each for each in known if each.met is False]
     return "\n".join(
         [
             "# Benchmarks",
             "",
-            "Written by `python -m qa summary` from [all figures](qa/results/benchmarks.md).",
+            "Written by `python -m qa summary` from [the results](qa/results/benchmarks.json),",
+            "which have the hardware and the number of samples of each figure.",
             "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
             "A range covers several settings. `A over B` is the time of A divided by that of B.",
             "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",
@@ -332,17 +396,15 @@ def benchmarks(figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> s
     )
 
 
-def _figures(claim: Claim, figures: list[Figure]) -> list[Figure]:
-    found = [
-        each
-        for each in figures
-        if each.target
-        and re.fullmatch(claim.group, each.group)
-        and re.search(claim.name, each.name)
-    ]
+def _supports(figure: Figure, group: str, name: str) -> bool:
+    matches = re.fullmatch(group, figure.group) and re.search(name, figure.name)
+    return bool(figure.target and matches)
+
+
+def _figures(text: str, patterns: tuple[str, str], figures: list[Figure]) -> list[Figure]:
+    found = [each for each in figures if _supports(each, *patterns)]
     if not found:
-        msg = f"no figure with a target supports {claim.text!r} ({claim.group}: {claim.name!r})"
-        raise UsageError(msg)
+        raise UsageError(f"no figure with a target supports {text!r} ({': '.join(patterns)})")
     return found
 
 
@@ -350,7 +412,7 @@ def _row(text: str, figures: list[Figure]) -> str:
     first = figures[0]
     value, limit = first.value, first.limit
     if len(figures) > 1:
-        values = sorted((_number(each.value), each.value) for each in figures)
+        values = sorted((each.median or 0.0, each.value) for each in figures)
         value = f"{_short(values[0][1])} to {_short(values[-1][1])}"
         if len({_short(each) for _, each in values}) == 1:
             value = "; ".join(dict.fromkeys(each for _, each in values))
@@ -358,15 +420,12 @@ def _row(text: str, figures: list[Figure]) -> str:
     met = all(each.met for each in figures)
     missed = sum(not each.met for each in figures)
     target = f"{first.target} ({'met' if met else f'**{missed} of {len(figures)} missed**'})"
-    commands = dict.fromkeys(
-        _command(measured) for measured in sorted({e.measured for e in figures})
-    )
+    commands = dict.fromkeys(f"{e.date}: `{e.command}`" for e in sorted(figures, key=_order))
     return _line(text, value, target, limit, "; ".join(commands))
 
 
-def _number(text: str) -> float:
-    found = re.search(r"\d+(?:\.\d+)?", text)
-    return float(found.group()) if found else 0.0
+def _order(result: Figure | Entry) -> tuple[str, str]:
+    return result.date, result.command
 
 
 def _short(text: str) -> str:
@@ -387,8 +446,8 @@ def reliability(entries: Iterable[Entry]) -> str:
         [
             "# Reliability",
             "",
-            "Written by `python -m qa summary` from [all results](qa/results/reliability.md),",
-            "which list each defect that was found and fixed. `make qa` runs a short version.",
+            "Written by `python -m qa summary` from [the results](qa/results/reliability.json).",
+            "`make qa` runs a short version.",
             "",
             _HEAD.replace("target", "defects (target: none)"),
             *rows,
@@ -427,13 +486,8 @@ def _open(entries: list[Entry]) -> Iterator[str]:
 
 
 def _last(members: list[Entry]) -> str:
-    newest: Callable[[Entry], str] = lambda each: each.measured[:10]  # noqa: E731
-    return _command(max(members, key=newest).measured)
-
-
-def _command(measured: str) -> str:
-    found = re.search(r"`[^`]+`.*$", measured)
-    return f"{measured[:10]}: {found.group()}" if found else measured
+    newest = max(members, key=_order)
+    return f"{newest.date}: `{newest.command}`"
 
 
 def _line(*cells: str) -> str:

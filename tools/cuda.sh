@@ -1,7 +1,7 @@
 #!/bin/sh
 # Build two releases and their servers for the NVIDIA GPU of this machine, measure, and run scenarios
 # on it: up to ten minutes on 16 cores after the builds, which take 45 minutes of CPU time. Date,
-# driver, toolkit and figures are written to qa/results/benchmarks.md.
+# driver, toolkit and figures are written to qa/results/benchmarks.json.
 #
 #   tools/cuda.sh [FILE]        write to FILE instead
 #
@@ -28,4 +28,4 @@ else
     py=$(tools/bootstrap.sh own "$extras")
 fi
 "$py" -m pyllamakv.cli.main doctor || true
-"$py" -m qa bench hardware --backend cuda --write "${1:-qa/results/benchmarks.md}"
+"$py" -m qa bench hardware --backend cuda --write "${1:-qa/results/benchmarks.json}"

@@ -1,1 +1,1 @@
-"""The benchmarks of qa/results/benchmarks.md."""
+"""The benchmarks: one module per claim of `qa.summary.CLAIMS`, or per group of claims."""

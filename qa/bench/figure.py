@@ -1,22 +1,27 @@
-"""One measured figure, with the machine and date of the measurement."""
+"""One measured figure, with the machine, date and commit of the measurement."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pyllamakv.home import checkout
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of qa/results/benchmarks.md.
+    """One measurement.
 
     ``value`` is text with its unit and bounds, ``target`` the required value or empty, ``met``
-    whether it is met, ``limit`` the physical limit, ``data`` the raw numbers.
+    whether it is met, ``limit`` the physical limit, ``data`` the raw numbers. What is stored has
+    ``median``, ``low`` and ``high`` (the first number of the value and its interval), the number of
+    ``samples``, and only counts as data.
 
     A figure with a ``row`` is a row of its own table: ``table`` is the caption, equal in all its
     rows, and ``row`` has a text per column.
@@ -30,14 +35,31 @@ class Figure:
     limit: str = ""
     how: str = ""
     data: dict[str, Any] = field(default_factory=dict)
-    measured: str = ""
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int | None = None
+    hardware: str = ""
+    date: str = ""
+    commit: str = ""
+    command: str = ""
     table: str = ""
     row: dict[str, str] = field(default_factory=dict)
 
     def dated(self, command: str, day: str = "") -> Figure:
-        """Return the figure with date (default: today), machine and command."""
+        """Return the figure with date (default: today), machine, commit and command."""
         day = day or datetime.datetime.now(datetime.UTC).date().isoformat()
-        return Figure(**{**asdict(self), "measured": f"{day}, {machine()}, `{command}`"})
+        return replace(self, date=day, hardware=machine(), commit=commit(), command=command)
+
+
+def commit() -> str:
+    """Return the commit of the checkout, with "+" if files differ from it; empty outside of one."""
+    root = checkout()
+    if root is None:
+        return ""
+    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    done = subprocess.run([*words, "--exclude=*"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def machine() -> str:

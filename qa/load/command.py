@@ -10,7 +10,6 @@ import typer
 from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import TEST_RELEASE
 from qa import summary
-from qa.bench import benchmark_document
 from qa.load import load_figures, load_picture
 from qa.load.load_cells import SYSTEMS, LoadCell, LoadPlan, describe, stored
 from qa.load.request_schedule import WORKLOADS
@@ -50,9 +49,7 @@ def load(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the first round of the first cells as SVG.")
     ] = None,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the figures to this file and its JSON file.")
-    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Send requests that arrive at random times; interrupted runs continue.
@@ -99,12 +96,11 @@ def load(
     if picture is not None:
         _draw(results, picture)
     if write is not None:
-        benchmark_document.write(write, found)
-        summary.written(write)
+        summary.store(write, found)
     if as_json:
         write_json([describe(cell) | one.to_json() for cell, one in results.items()])
     else:
-        write_lines(benchmark_document.render(found).splitlines())
+        write_lines(summary.table(found).splitlines())
     if any(one.lost for cell, one in results.items() if cell.system != "stock"):
         raise typer.Exit(1)
 

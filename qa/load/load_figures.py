@@ -1,4 +1,4 @@
-"""Summarize the cells of a load test as figures of qa/results/benchmarks.md."""
+"""Summarize the cells of a load test as figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count the cases of one release, and create its line of qa/results/reliability.md."""
+"""Count the cases of one release, and create its result."""
 
 from __future__ import annotations
 

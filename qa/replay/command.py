@@ -45,9 +45,7 @@ def replay(
     ] = None,
     agents: Annotated[int, typer.Option(min=1, help="Number of generated agents.")] = 160,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the agents.")] = 1,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the figures to this file and its JSON file.")
-    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay generated agents, and a trace if there is one, through `PrefixCache`.

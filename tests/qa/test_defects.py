@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import HarnessError
-from pyllamakv.home import checkout
-from qa import defects, document
+from qa import defects, summary
 from qa.entry import StressOptions
 
 _CONFIG = """
@@ -129,26 +128,8 @@ def test_an_installed_package_has_no_tests(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_defects_are_listed_below_the_table(root: Path, tmp_path: Path) -> None:
-    """And come back as they were written."""
+def test_defects_are_listed_below_the_table(root: Path) -> None:
+    """Each defect that a test covers is named, with the part of the code."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
     made = defects.entries(StressOptions(only=("found by fuzzing",)), str)
-    path = tmp_path / "RELIABILITY.md"
-    document.write(path, made)
-    assert "\nFound by fuzzing:\n\n- a restore left half a state (shim)\n" in path.read_text()
-    assert document.read(path) == made
-
-
-@pytest.mark.slow
-def test_the_shipped_document_lists_what_the_tests_hold() -> None:
-    """RELIABILITY.md lists each defect that a test names."""
-    root = checkout()
-    if root is None:
-        pytest.skip("no checkout")
-    shipped = document.read(root / "qa" / "results" / "reliability.md")
-    kept = [each for each in shipped if each.section == "defects"]
-    noted = {(entry.name, note) for entry in kept for note in entry.notes}
-    assert noted == {
-        (f"found by {each.found_by}", f"{each.what} ({each.location})")
-        for each in defects.read(root)
-    }
+    assert "\nFound by fuzzing:\n\n- a restore left half a state (shim)\n" in summary.table(made)

@@ -11,7 +11,7 @@ from pyllamakv.scenarios.outcome import Outcome
 from pyllamakv.server.server_check import ServerCheck
 from pyllamakv.server.server_scenarios import SCENARIOS
 from pyllamakv.verification.verdict import Pair, Verdict, decide
-from qa import document, servers, summary
+from qa import servers, summary
 from qa.entry import Entry, StressOptions
 
 PASSED, RETRIES = Outcome("pass"), Outcome("fail", "claim", "5 batches were split")
@@ -101,7 +101,7 @@ def test_the_document_has_the_recorded_verdicts() -> None:
     text = (summary.ROOT / "docs" / "server.md").read_text("utf-8")
     cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
     rows = [row for row in cells if len(row) == 5 and row[2] in list(Verdict)]
-    kept = document.read(summary.RESULTS / "reliability.md")
+    kept = summary.read(summary.RELIABILITY, Entry)
     columns = ("era", "verdict", "stock fails", "patched fails")
     recorded = [
         [each.name, *(each.row[column] for column in columns)]

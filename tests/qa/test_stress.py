@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyllamakv.errors import NotBuilt, UsageError
-from qa import SECTIONS, document, fuzzing, leaks, main, sanitizers, selection, servers
+from qa import SECTIONS, fuzzing, leaks, main, sanitizers, selection, servers, summary
 from qa import random_operations as schedules
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
 
@@ -39,7 +39,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[StressOptions]:
 
 def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     """What passes ends with 0, a defect with 1, and both are written."""
-    path = tmp_path / "RELIABILITY.md"
+    path = tmp_path / "reliability.json"
     code, out, _ = cli(capsys, "stress", "leaks", "--only", "good", "--write", path, "--json")
     assert (code, [each["name"] for each in json.loads(out)]) == (0, ["good"])
     code, out, said = cli(capsys, "stress", "leaks", "--write", path)
@@ -47,7 +47,7 @@ def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
     assert "| bad | it leaks |" in out
     assert "leaks: ran 2 in 0 s, defects: 1\n" in said
     assert said.endswith("defects: 1\n  leaks, bad: it leaks\n")
-    assert [entry.passed for entry in document.read(path)] == [True, False]
+    assert [entry.passed for entry in summary.read(path, Entry)] == [True, False]
 
 
 def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
@@ -136,7 +136,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
     efforts, capsys, monkeypatch, tmp_path: Path, error: Exception
 ) -> None:
     """The other sections run, all findings are printed, and the exit status is the error's."""
-    path = tmp_path / "RELIABILITY.md"
+    path = tmp_path / "reliability.json"
 
     def breaks(effort: StressOptions, tick: object) -> list[Entry]:
         raise error
@@ -154,7 +154,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
     assert "| fine | none |" in found[1] and "| bad | it leaks |" in found[1]
     assert f"fuzzing: failed with {type(error).__name__}\n" in found[2]
     assert "leaks, bad: it leaks\n" in found[2]
-    assert [entry.name for entry in document.read(path)] == ["fine", "bad", "good"]
+    assert [entry.name for entry in summary.read(path, Entry)] == ["fine", "bad", "good"]
 
 
 def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkeypatch) -> None:
@@ -169,12 +169,11 @@ def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkey
 
 
 def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Path) -> None:
-    """A folder, the name of the JSON beside it, and a file that something else wrote."""
-    for name in ("odd.json", "odd.md"):
-        (tmp_path / name).write_text("[]", encoding="utf-8")
-    strange = '{"entries": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'
+    """A directory, another suffix, and a file that something else wrote."""
+    (tmp_path / "odd.json").write_text("[]", encoding="utf-8")
+    strange = '{"results": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'
     (tmp_path / "old.json").write_text(strange, encoding="utf-8")
-    for name in (".", "R.json", "odd.md/R.md", "odd.md", "old.md"):
+    for name in (".", "R.md", "odd.json/R.json", "odd.json", "old.json"):
         code, out, said = cli(capsys, "stress", "leaks", "--write", tmp_path / name)
         assert code == UsageError.exit_code and said.startswith("UsageError: "), (name, said)
         assert not out
@@ -185,7 +184,7 @@ def test_a_skipped_entry_replaces_no_result(
     monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
 ) -> None:
     """A skipped entry keeps the stored result; alone it is an error with the reason."""
-    path = tmp_path / "RELIABILITY.md"
+    path = tmp_path / "reliability.json"
     lacks = False
 
     def entries(effort: StressOptions, tick: object) -> list[Entry]:
@@ -199,6 +198,6 @@ def test_a_skipped_entry_replaces_no_result(
     code, out, said = cli(capsys, "stress", "fuzzing", "--write", path)
     assert code == 0 and "skipped: no clang |" in out
     assert "ran 1 in 0 s, defects: none; wire skipped: no clang\n" in said
-    assert [each.row["inputs"] for each in document.read(path)] == ["9", "9"]
+    assert [each.row["inputs"] for each in summary.read(path, Entry)] == ["9", "9"]
     code, _, said = cli(capsys, "stress", "fuzzing", "--only", "wire")
     assert code and "nothing was tested: wire skipped: no clang" in said

@@ -8,11 +8,11 @@ import json
 import pytest
 
 from pyllamakv.errors import UsageError
-from qa import SECTIONS, main, summary
+from qa import SECTIONS, main, selection, summary
 from qa.bench.figure import Figure
-from qa.entry import Entry
+from qa.entry import Entry, skipped_entry
 
-CLAIM = summary.Claim("Fast", "Loop", "greedy")
+CLAIM = {"Fast": ("Loop", "greedy")}
 
 
 def test_the_pages_are_current() -> None:
@@ -37,44 +37,89 @@ def test_check_reports_a_stale_page(monkeypatch, tmp_path, capsys) -> None:
     assert "stale: PAGE.md" in capsys.readouterr().out
 
 
-def test_new_results_renew_the_pages(monkeypatch, tmp_path) -> None:
-    """What `--write` puts among the results does; a document elsewhere changes no page."""
-    monkeypatch.setattr(summary, "ROOT", tmp_path)
-    monkeypatch.setattr(summary, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
-    summary.written(tmp_path / "elsewhere" / "reliability.md")
-    assert not (tmp_path / "PAGE.md").exists()
-    summary.written(tmp_path / "results" / "reliability.md")
-    assert (tmp_path / "PAGE.md").read_text("utf-8") == "new\n"
-
-
-def test_figures_are_written_and_printed(monkeypatch, tmp_path, capsys) -> None:
-    """As a document or as JSON; results renew the pages, and no file is written without a path."""
+def test_results_among_the_results_renew_the_pages(monkeypatch, tmp_path, capsys) -> None:
+    """Figures are printed as a table or as JSON; without a path, no file is written."""
     monkeypatch.setattr(summary, "ROOT", tmp_path)
     monkeypatch.setattr(summary, "RESULTS", tmp_path)
     monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
-    figures = [Figure("Loop", "greedy", "1 x")]
+    figures = [Figure("Loop", "greedy", "1 x", "2 x", met=False)]
     summary.report(figures, None, as_json=True)
     assert json.loads(capsys.readouterr().out) == [dataclasses.asdict(figures[0])]
     assert not [*tmp_path.iterdir()]
-    summary.report(figures, tmp_path / "figures.md", as_json=False)
-    assert capsys.readouterr().out == (tmp_path / "figures.md").read_text("utf-8")
-    assert {each.name for each in tmp_path.iterdir()} == {"figures.md", "figures.json", "PAGE.md"}
+    (tmp_path / "elsewhere").mkdir()
+    summary.report(figures, tmp_path / "elsewhere" / "figures.json", as_json=False)
+    assert "| greedy | 1 x | 2 x | **missed** |" in capsys.readouterr().out
+    assert not (tmp_path / "PAGE.md").exists()
+    summary.report(figures, tmp_path / "figures.json", as_json=False)
+    assert (tmp_path / "PAGE.md").read_text("utf-8") == "new\n"
+
+
+def test_a_stored_figure_has_numbers_and_no_samples(tmp_path) -> None:
+    """Median, interval, samples and the commit are stored; figures of no claim are left out."""
+    path = tmp_path / "figures.json"
+    data = {"run": {"times": [5.0, 1.0, 2.0]}, "lost": 0}
+    one = Figure("Loop", "greedy", "1.5 [1, 2.0] x", data=data, how="text").dated("x")
+    summary.store(path, [one, Figure("Loop", "other", "3 s")])
+    (kept,) = summary.read(path, Figure)
+    assert (kept.median, kept.low, kept.high, kept.samples) == (1.5, 1.0, 2.0, 3)
+    assert (kept.data, kept.how, kept.command) == ({"lost": 0}, "", "x")
+    assert kept.date and kept.hardware and kept.commit == one.commit
+    summary.store(path, [Figure("Cost", "a", "1 s", "2 s", met=False)])
+    assert [each.group for each in summary.read(path, Figure)] == ["Loop", "Cost"]
+    summary.store(path, [Figure("Loop", "greedy", "9 x", "1 x", met=False)])
+    assert [each.value for each in summary.read(path, Figure)] == ["9 x", "1 s"]
+
+
+def entry(name: str, count: str, *defects: str, section: str = "faults") -> Entry:
+    """Return an entry of a section."""
+    return Entry(section, name, {"faults": count}, defects, seed=3, date="2026-11-24")
+
+
+def test_entries_that_did_not_run_again_stay(tmp_path) -> None:
+    """Entries are replaced by section and name; a skipped one replaces none."""
+    path = tmp_path / "reliability.json"
+    summary.store(path, [entry("kill", "10"), entry("disk", "4")])
+    summary.store(path, [entry("kill", "20"), entry("rate", "9", section="random_operations")])
+    summary.store(path, [skipped_entry("faults", name, "no clang") for name in ("kill", "full")])
+    *kept, full = summary.read(path, Entry)
+    assert kept == [
+        entry("rate", "9", section="random_operations"),
+        entry("kill", "20"),
+        entry("disk", "4"),
+    ]
+    assert (full.name, full.ran) == ("full", False)
+    summary.store(path, [entry("full", "4")])
+    assert summary.read(path, Entry)[-1] == entry("full", "4")
+
+
+def test_a_table_has_defects_and_escapes_bars() -> None:
+    """A row lists its defects, or "none"; bars and line breaks do not end it."""
+    text = summary.table([entry("kill", "10"), entry("disk", "4", "half|a\nstate")])
+    assert "| kill | 10 | none |" in text
+    assert "| disk | 4 | half\\|a state |" in text
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_stored_entries_have_names_that_exist(section: str) -> None:
+    """An entry that was renamed or removed does not stay in the results."""
+    names = {e.name for e in summary.read(summary.RELIABILITY, Entry) if e.section == section}
+    assert names and names <= set(selection.module(section).names())
 
 
 def test_a_missed_target_is_always_listed() -> None:
     """A row has the number of missed figures; a figure without a claim is listed as well."""
-    measured = "2026-11-24, a machine, `python -m qa bench loop`"
-    good = Figure("Loop", "greedy, 1", "0.9 [0.8, 1.0] x", "<= 1", True, "C: 1", measured=measured)
+    run = {"date": "2026-11-24", "command": "python -m qa bench loop"}
+    good = Figure("Loop", "greedy, 1", "0.9 [0.8, 1.0] x", "<= 1", True, "C: 1", **run)
     bad = dataclasses.replace(good, name="greedy, 8", value="1.2 [1.1, 1.3] x", met=False)
     other = dataclasses.replace(bad, group="Other", name="slow")
-    page = summary.benchmarks([good, bad, other], [CLAIM])
+    good, bad, other = (summary._summarized(each) for each in (good, bad, other))
+    page = summary.benchmarks([good, bad, other], CLAIM)
     row = next(line for line in page.splitlines() if line.startswith("| Fast"))
     assert "0.9 [0.8, 1.0] x to 1.2 [1.1, 1.3] x" in row
     assert "**1 of 2 missed**" in row
     assert "2026-11-24: `python -m qa bench loop`" in row
     assert "| C: 1 |" in row, "the limit of both"
-    apart = summary.benchmarks([good, dataclasses.replace(bad, limit="C: 2")], [CLAIM])
+    apart = summary.benchmarks([good, dataclasses.replace(bad, limit="C: 2")], CLAIM)
     assert "C: 1" not in apart.partition("## Missed targets")[0], "a limit of one of two settings"
     missed = page.partition("## Missed targets")[2]
     assert "Loop: greedy, 8" in missed
@@ -84,12 +129,12 @@ def test_a_missed_target_is_always_listed() -> None:
 
 def test_a_claim_can_have_several_groups() -> None:
     """The row has the command of each. Equal numbers are no range."""
-    lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, measured="2026-11-24, a, `x`")
+    lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, date="2026-11-24", command="x")
     more = dataclasses.replace(
-        lost, group="Loop 2", value="0 of 3 lost", measured="2026-11-23, a, `y`"
+        lost, group="Loop 2", value="0 of 3 lost", date="2026-11-23", command="y"
     )
     other = dataclasses.replace(lost, group="Loop 3 more", value="5 lost")
-    page = summary.benchmarks([lost, more, other], [summary.Claim("Fast", r"Loop \d", "greedy")])
+    page = summary.benchmarks([lost, more, other], {"Fast": (r"Loop \d", "greedy")})
     row = next(line for line in page.splitlines() if line.startswith("| Fast"))
     assert "| 0 of 3 lost; 0 of 9 lost | 0 (met) |" in row
     assert row.endswith("| 2026-11-23: `y`; 2026-11-24: `x` |")
@@ -99,15 +144,15 @@ def test_a_claim_needs_a_figure() -> None:
     """A claim whose figures were renamed or lost their target is an error, not an empty row."""
     for lacking in ([], [Figure("Loop", "greedy", "1 x")]):
         with pytest.raises(UsageError, match="no figure with a target supports 'Fast'"):
-            summary.benchmarks(lacking, [CLAIM])
+            summary.benchmarks(lacking, CLAIM)
 
 
 def test_defects_and_undecided_entries_are_open() -> None:
     """A defect is counted and named; an entry that proves nothing is named as well."""
     entries = [
-        Entry("leaks", "good", {"operations": "1,000"}, measured="2026-11-24, a, `x`"),
-        Entry("leaks", "bad", {"operations": "10"}, ("it leaks",), measured="2026-11-23, a, `y`"),
-        Entry("leaks", "short", {"operations": "1"}, skip_reason="too few", measured=""),
+        Entry("leaks", "good", {"operations": "1,000"}, date="2026-11-24", command="x"),
+        Entry("leaks", "bad", {"operations": "10"}, ("it leaks",), date="2026-11-23", command="y"),
+        Entry("leaks", "short", {"operations": "1"}, skip_reason="too few"),
     ]
     page = summary.reliability(entries)
     row = next(line for line in page.splitlines() if line.startswith("| Memory"))

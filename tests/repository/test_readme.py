@@ -134,7 +134,7 @@ def lost_requests(workload: str) -> dict[str, Any]:
     stock, patched = (
         next(
             each["data"]
-            for each in raw["figures"]
+            for each in raw["results"]
             if each["group"] == f"llama-server 0.3.9, {workload}" and each["name"].startswith(side)
         )
         for side in ("stock", "patched")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from pyllamakv.errors import BuildError, ContextError, Unsupported, Untestable
 from pyllamakv.verification import check
 from qa import benchmarks as cli
+from qa import summary
 from qa.bench import devices, hardware
 from qa.bench.defrag_workloads import SETTINGS, CacheShape
 from qa.bench.figure import Figure
@@ -173,22 +174,24 @@ def test_an_unknown_bandwidth_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware._bandwidth("rpc", "group") == (0.0, [])
 
 
-def test_the_document_grows_with_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_are_stored_after_each_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A step that ends the command leaves what was measured before it."""
 
     def figures(_tick, backend, names, keep):
-        keep([Figure(f"On a device: {backend}, {names[0]}", "tools", "there")])
+        keep([Figure(f"On a device: {backend}, {names[0]}", "tools", "1 x", "2 x", met=False)])
         raise ContextError("no room on the device")
 
     monkeypatch.setattr(hardware, "figures", figures)
-    target = tmp_path / "B.md"
+    target = tmp_path / "B.json"
     done = CliRunner().invoke(
         cli.app,
         ["hardware", "--backend", "rpc", "--release", "0.3.9", "--write", str(target)],
         catch_exceptions=True,
     )
     assert isinstance(done.exception, ContextError)
-    assert "| tools | there |" in target.read_text(encoding="utf-8")
+    assert [each.name for each in summary.read(target, Figure)] == ["tools"]
 
 
 @pytest.mark.parametrize("there", [False, True])

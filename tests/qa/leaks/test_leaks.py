@@ -10,7 +10,7 @@ import pytest
 
 from pyllamakv import open_variant
 from pyllamakv.errors import HarnessError
-from qa import document, leaks
+from qa import leaks, summary
 from qa.entry import StressOptions
 from qa.leaks import LeakWorkload, Slope
 
@@ -129,10 +129,10 @@ def test_few_operations_decide_nothing() -> None:
     """Twenty workers may lose 50 KB each, and their row reports it together with real leaks."""
     kind = LeakWorkload("x", 10, 512)
     few, enough = (leaks.evaluate("x", kind, flat(count), 1) for count in (99, 100))
-    assert few.passed and "| too few operations |" in document.render([few])
-    assert "| none |" in document.render([enough])
+    assert few.passed and "| too few operations |" in summary.table([few])
+    assert "| none |" in summary.table([enough])
     lost = [each | {"fds": n} for n, each in enumerate(flat(99))]
-    text = document.render([leaks.evaluate("x", kind, lost, 1)])
+    text = summary.table([leaks.evaluate("x", kind, lost, 1)])
     assert "fds grow from" in text and "too few" not in text
 
 

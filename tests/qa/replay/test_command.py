@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pyllamakv.errors import UsageError
-from qa.bench import benchmark_document
+from qa import summary
+from qa.bench.figure import Figure
 from qa.replay import command, replay_figures
 from qa.replay.policy_replay import ReplayResult, replay
 
@@ -75,7 +76,7 @@ def test_a_default_below_lru_fails(
 
     monkeypatch.setattr(replay_figures, "replay", worse)
     monkeypatch.setattr("pyllamakv.cache.eviction_policy.DEFAULT", "lfu")
-    path = tmp_path / "figures.md"
+    path = tmp_path / "figures.json"
     run("lfu", "--write", str(path), status=1)
-    found = benchmark_document.read(path)
+    found = summary.read(path, Figure)
     assert [each.name for each in found if each.met is False] == ["agents, 20 %, `lfu` (default)"]

@@ -1,0 +1,43 @@
+"""The arithmetic of benchmarks; never a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from qa.bench import measure
+
+
+def test_interval_holds_the_median_and_says_how_sure_it_is() -> None:
+    """The bounds enclose the median, and meet it where all values are equal."""
+    found = measure.interval([float(n) for n in range(101)])
+    assert found.low <= found.median == 50 <= found.high
+    assert found.high - found.low < 60
+    same = measure.interval([2.0] * 40)
+    assert (same.low, same.median, same.high) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="nothing"):
+        measure.interval([])
+
+
+def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
+    """Neither side is always first, so that neither pays for the other's caches."""
+    order: list[str] = []
+
+    def first() -> float:
+        order.append("a")
+        return 2.0
+
+    def second() -> float:
+        order.append("b")
+        return 1.0
+
+    pairs = measure.interleave(first, second, pairs=4)
+    assert order[2:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert pairs.ratio.median == 2.0
+    assert pairs.difference.median == 1.0
+
+
+def test_rounding_keeps_significant_digits() -> None:
+    """Small and large numbers keep three digits."""
+    assert measure.rounded(0.0012345) == 0.00123
+    assert measure.rounded(123456.0) == 123000.0
+    assert measure.rounded(0.0) == 0.0
