@@ -75,8 +75,8 @@ __all__ = [
     "ScenarioFailed",
     "SchemaError",
     "ScriptError",
-    "ServerDied",
     "SequenceChanged",
+    "ServerDied",
     "SharedCells",
     "SourceError",
     "StaleLogits",
@@ -364,7 +364,11 @@ class NotBuilt(BuildError):
 
 
 class NativeError(KvError):
-    """Base class of errors of the native library, with its last log lines."""
+    """An error of the native library, with its last log lines in ``log``.
+
+    ``code`` is the status of its call. After a failed assertion of llama.cpp, the context can only
+    be closed.
+    """
 
     def __init__(self, message: str, *, code: int = 0, log: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -416,7 +420,10 @@ class ContextError(NativeError):
 
 
 class NotEnoughMemory(ContextError):
-    """A context does not fit into memory. Raised before any allocation."""
+    """A context does not fit into memory, which has ``available`` of ``needed`` bytes.
+
+    Raised before any allocation.
+    """
 
     def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
         super().__init__(message)
@@ -425,11 +432,11 @@ class NotEnoughMemory(ContextError):
 
 
 class KVFileError(ContextError):
-    """Base class of errors about the file of a cache. The file is unchanged."""
+    """Base class of errors about the file of a cache."""
 
 
 class KVFileFull(KVFileError):
-    """The disk has no room for a cache. Raised before any computation."""
+    """The disk has no room for the file of a cache, or for the copy that `KV.flush` makes."""
 
 
 class KVFileBusy(KVFileError):
@@ -437,15 +444,15 @@ class KVFileBusy(KVFileError):
 
 
 class KVFileDirty(KVFileError):
-    """The last owner of a cache file ended before it could flush its changes."""
+    """The last owner of a cache file ended before a flush, and no copy of a flush exists."""
 
 
 class KVFileForeign(KVFileError):
-    """The file is not a cache file, or belongs to another model, release or shape."""
+    """The file is no cache file, or of another format, model, release, shape or adapters."""
 
 
 class KVFileDamaged(KVFileError):
-    """The checksum of a cache file does not match."""
+    """The checksum of a cache file does not match, or the file is truncated."""
 
 
 class AddressInUse(UsageError):
@@ -502,7 +509,10 @@ class DeviceLost(WorkerDied):
 
 
 class DecodeError(NativeError):
-    """A decode failed for a reason other than missing cells; see `Context.emptied`."""
+    """A decode failed. `Context.emptied` lists the sequences that have no tokens now.
+
+    All others keep theirs. The subclasses name the reason: `NoKVSlot` and `Cancelled`.
+    """
 
 
 class NoKVSlot(DecodeError):
@@ -583,11 +593,11 @@ class NoTokenAllowed(KvError):
 
 
 class PartialRemovalRefused(KvError):
-    """The memory cannot remove a part of a sequence."""
+    """The memory cannot remove a part of a sequence. Nothing was changed."""
 
 
 class SharedCells(KvError):
-    """Positions cannot change, because another sequence shares their cells."""
+    """Positions cannot change: ``sequences`` (ids) share their cells. Nothing was changed."""
 
     def __init__(self, message: str, sequences: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -595,9 +605,10 @@ class SharedCells(KvError):
 
 
 class StateError(NativeError):
-    """A sequence state cannot be saved or restored. Nothing was changed.
+    """A sequence state cannot be saved or restored.
 
-    Otherwise, ``saved`` contains the lost sequences by id, for `Sequence.restore`.
+    Nothing was changed if ``saved`` is empty. Else it has the sequences that could not be put back,
+    which are empty now: their bytes for `Sequence.restore`, by id.
     """
 
     def __init__(
@@ -663,7 +674,7 @@ class NoSlotAvailable(KvError):
 
 
 class ReprocessNeeded(KvError):
-    """The memory could not keep tokens; they must be decoded again."""
+    """The memory could not keep ``tokens``, which must be decoded again."""
 
     def __init__(self, message: str, tokens: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -671,7 +682,10 @@ class ReprocessNeeded(KvError):
 
 
 class PromptTooLong(UsageError):
-    """A sequence would have more tokens than its cache has cells. Nothing was decoded."""
+    """A sequence would have more tokens than its cache, or an input more than a micro-batch.
+
+    ``needed`` and ``available`` are numbers of tokens. Nothing was decoded.
+    """
 
     def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
         super().__init__(message)
@@ -680,7 +694,7 @@ class PromptTooLong(UsageError):
 
 
 class BudgetTooSmall(UsageError):
-    """A budget is smaller than a single entry."""
+    """A budget is smaller than a single entry: ``needed`` and ``budget`` are bytes."""
 
     def __init__(self, message: str, *, needed: int = 0, budget: int = 0) -> None:
         super().__init__(message)

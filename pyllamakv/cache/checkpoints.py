@@ -44,11 +44,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSchedule:
-    """Define the number of checkpoints per sequence, and their interval.
+    """Define the number of checkpoints, and the tokens between them.
 
     ``size`` is the maximum number (0: none), and ``interval`` the number of tokens between two; the
-    first is due after ``first`` tokens. A new checkpoint replaces the oldest one if all slots are
-    taken or their sum exceeds ``budget`` bytes.
+    first is due after ``first`` tokens. ``budget`` is the maximum of their bytes. The limits are
+    those of each sequence in a `ContextCache`, where a new checkpoint replaces the oldest one, and
+    of all prompts together in a `PrefixCache` or `SlotCache`, which drop the least useful one.
+    Raises UsageError for a negative number.
     """
 
     size: int = SIZE

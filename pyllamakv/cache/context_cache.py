@@ -1,8 +1,8 @@
 """Implement `Cache` over one context, with all memory reserved at the start.
 
-A call that raises leaves the cache unchanged. Closing a gap in a sequence moves cells, and a cell
-has one position for all sequences that share it: shared cells are replaced by copies first, or the
-call is refused.
+A call that raises leaves the cache unchanged, as far as its memory can go back. Closing a gap in a
+sequence moves cells, and a cell has one position for all sequences that share it: shared cells are
+replaced by copies first, or the call is refused.
 """
 
 from __future__ import annotations

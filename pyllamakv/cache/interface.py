@@ -25,7 +25,9 @@ class Cache(Protocol):
 
     There are ``max_sequences`` sequences of up to ``capacity`` tokens each, and at most
     ``max_batch`` tokens in a forward pass. All memory is allocated at creation. An operation that
-    raises leaves the cache unchanged. Removing a complete sequence always succeeds.
+    raises leaves the cache unchanged, except a failed pass over states or windows that cannot go
+    back: it empties the sequences in `Context.emptied`. Removing a complete sequence always
+    succeeds.
     """
 
     @property

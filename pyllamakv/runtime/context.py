@@ -395,7 +395,7 @@ class Context(ClosedOnExit):
                 raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
 
     def try_decode(self, work: Work) -> DecodeStatus:
-        """Decode like `decode`, but return statuses 1 and 2 instead of raising."""
+        """Decode like `decode`, but return NO_SLOT or ABORTED instead of raising for them."""
         work = as_list(work)
         with self.lock:
             batch = to_arrays(self, work)
@@ -405,7 +405,10 @@ class Context(ClosedOnExit):
             return DecodeStatus(code)
 
     def step(self, sequence: Sequence, token: int) -> None:
-        """Decode the next token of a sequence, with logits. This is the cheapest `decode`."""
+        """Decode the next token of a sequence, with logits. This is the cheapest `decode`.
+
+        Raises as `decode` does.
+        """
         with self.lock as handle:
             try:
                 if sequence.context is not self or not sequence.open:

@@ -50,7 +50,7 @@ class GeneratedText:
         self.tokens: list[int] = []
         #: Why the generation ended; None while it runs.
         self.finish_reason: Reason | None = None
-        #: The error of a failed generation.
+        #: The error of a failed or cancelled generation.
         self.error: BaseException | None = None
         #: Number of prompt tokens found in the cache; None while that is unknown.
         self.cached: int | None = None

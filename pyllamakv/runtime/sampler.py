@@ -383,7 +383,10 @@ def _check_capabilities(params: SamplerParams, there: Capability) -> None:
 
 
 class NumpySampler(SampledAhead):
-    """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order."""
+    """Sample with numpy: repetition penalty, top-k, top-p, min-p, temperature, in this order.
+
+    Raises Unsupported for parameters of other samplers.
+    """
 
     def __init__(self, params: SamplerParams | None = None) -> None:
         #: The parameters in effect, with the seed.

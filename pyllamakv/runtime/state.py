@@ -213,12 +213,14 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
             sequence.ledger.clear()
         raise
     if backup and not _put_back(sequence, backup):
+        lost = {sequence.id: pack(context, sequence.ledger, backup)}
         sequence.ledger.clear()
         msg = (
             "the library refused the state, and the cache is too fragmented to restore "
-            f"the sequence's content: sequence {sequence.id} is empty now"
+            f"the sequence's content: sequence {sequence.id} is empty now; make room, then restore "
+            f"error.saved[{sequence.id}]"
         )
-        raise StateError(msg)
+        raise StateError(msg, saved=lost)
     if not backup:
         native.seq_rm(context.handle, sequence.id, -1, -1)
     raise StateError(_REFUSED)

@@ -173,9 +173,13 @@ def test_a_sequence_that_cannot_be_put_back_is_said_to_be_empty(tmp_path: Path) 
         return 0
 
     ctx.native.state_load = stubborn
-    with pytest.raises(StateError, match="is empty now"):
+    tokens, works = a.tokens, ctx.native.__class__.state_load
+    with pytest.raises(StateError, match="is empty now") as failed:
         a.restore(saved)
     assert (a.tokens, a.pos_max) == ([], -1)
+    ctx.native.state_load = works.__get__(ctx.native)
+    a.restore(failed.value.saved[a.id])
+    assert a.tokens == tokens
 
 
 @pytest.mark.parametrize("fails", [None, "refused", "misplaced", "interrupted"])
