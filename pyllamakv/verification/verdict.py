@@ -48,6 +48,8 @@ RANKS = {
     "hang": "a hang",
     "claim": "a failed claim",
 }
+#: Whose defect a harmful run shows, worst first.
+ORIGINS = ("introduces", "introduces or reaches", "reaches")
 
 
 @dataclass(frozen=True)
@@ -297,39 +299,63 @@ def _reason(
 def _harm(pairs: Sequence[Pair], inside: Sequence[Pair]) -> str:
     """Return the headline for harm: its worst class, in which setting, and whose defect it is."""
     harmful = [pair for pair in inside if is_harmful(pair)]
-    worst_pair = min(harmful, key=lambda pair: (_rank(pair), is_reached(pair, pairs)))
+    origins = {pair: origin(pair, pairs) for pair in harmful}
+    worst_pair = min(
+        harmful,
+        key=lambda pair: (
+            _rank(pair),
+            ORIGINS.index(origins[pair]),
+            any(_shows(each, pair) for each in pairs),
+        ),
+    )
     assert worst_pair.patched is not None
     failure = RANKS[worst_pair.patched.failure or "claim"]
-    if is_reached(worst_pair, pairs):
-        shown = next(pair for pair in pairs if _shows(pair, worst_pair))
-        what = f"reaches {failure} that stock has as well (see {shown.scenario})"
-    else:
-        what = f"introduces {failure}"
+    what = f"{origins[worst_pair]} {failure}"
+    shown = next((pair for pair in pairs if _shows(pair, worst_pair)), None)
+    if origins[worst_pair] == "reaches" and shown:
+        what += f" that stock has as well (see {shown.scenario})"
     head = f"{what}: {worst_pair.scenario} [{describe(worst_pair.setting)}]"
     fixed = [pair for pair in pairs if pair.fixed or pair.gained]
     tail = f"; fixes {_listed(fixed)}" if fixed else ""
     return f"{head}: {worst_pair.patched.message}; breaks {_listed(harmful)}{tail}"
 
 
-def is_reached(pair: Pair, pairs: Sequence[Pair]) -> bool:
-    """Return whether a harmful run may reach a defect of stock instead of introducing one.
+def origin(pair: Pair, pairs: Sequence[Pair]) -> str:
+    """Return whose defect a harmful run shows, one of `ORIGINS`.
 
-    Stock fails the scenario in another way, and it fails another scenario in the same setting in
-    the same class as patched here.
+    A patch introduces the defect if stock passes the scenario, or if patched fails it in the same
+    class in a setting where stock fails nothing in that class. It reaches a defect of stock if
+    stock fails another scenario in that class in each of these settings. If stock ran no other
+    scenario in one of them, both are possible. A setting is layout and types here: a variable of
+    the environment selects code of the patch.
     """
-    if not pair.stock.failed:
-        return False
-    return any(_shows(each, pair) for each in pairs)
+    if not pair.stock.failed or pair.patched is None:
+        return ORIGINS[0]
+    same = [
+        each
+        for each in pairs
+        if each.scenario == pair.scenario
+        and is_harmful(each)
+        and each.patched is not None
+        and each.patched.failure == pair.patched.failure
+    ]
+    unshown = [each for each in same if not any(_shows(other, each) for other in pairs)]
+    if not unshown:
+        return ORIGINS[2]
+    ran = [any(_beside(other, each) for other in pairs) for each in unshown]
+    return ORIGINS[0] if any(ran) else ORIGINS[1]
 
 
 def _shows(each: Pair, pair: Pair) -> bool:
+    """Return whether stock fails another scenario in the class and setting of a harmful run."""
     assert pair.patched is not None
-    return (
-        each.scenario != pair.scenario
-        and each.setting == pair.setting
-        and each.stock.failed
-        and each.stock.failure == pair.patched.failure
-    )
+    return _beside(each, pair) and each.stock.failure == pair.patched.failure
+
+
+def _beside(each: Pair, pair: Pair) -> bool:
+    """Return whether stock ran another scenario in the setting of a run, and it counts."""
+    there = each.scenario != pair.scenario and _countable(each.stock)
+    return there and each.setting.split(" ")[:2] == pair.setting.split(" ")[:2]
 
 
 def _rank(pair: Pair) -> int:

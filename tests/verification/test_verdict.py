@@ -217,7 +217,31 @@ def test_the_headline_names_layout_types_and_whose_defect_it_is() -> None:
     assert found.reason == f"reaches wrong data that stock has as well (see copy): {where}"
     assert found.breaks == {"one": ("flash q8_0/f16",)}
     elsewhere = unclaimed(fail("data"), fail("data"), "fix", "copy", "plain f16")
-    assert decide([reached, elsewhere, fixed]).reason == f"introduces wrong data: {where}"
+    doubt = decide([reached, elsewhere, fixed]).reason
+    assert doubt == f"introduces or reaches wrong data: {where}"
+    clean = unclaimed(fail(), fail(), "fix", "copy", "flash q8_0/f16")
+    assert decide([reached, clean, fixed]).reason == f"introduces wrong data: {where}"
+
+
+def test_a_defect_in_settings_that_stock_passes_is_introduced() -> None:
+    """One of its settings may be broken on stock, too; the others show whose defect it is."""
+    swapped = [
+        unclaimed(fail(), fail("data"), "fix", "one", s) for s in ("plain q8_0", "flash f16")
+    ]
+    copy = [
+        unclaimed(fail("data"), fail("data"), "fix", "copy", "plain q8_0"),
+        unclaimed(PASS, PASS, "fix", "copy", "flash f16"),
+    ]
+    assert decide([*swapped, *copy]).reason.startswith("introduces wrong data: one [flash")
+
+
+def test_a_variable_of_the_environment_is_no_setting_of_stock() -> None:
+    """It selects the code of the patch; stock has the defect in the same layout and types."""
+    harmful = unclaimed(
+        fail(), fail("data"), "fix", "one", "plain q8_0 LLAMA_KV_DEFRAG_MOVER=staged"
+    )
+    known = unclaimed(fail("data"), fail("data"), "fix", "copy", "plain q8_0")
+    assert decide([harmful, known]).reason.startswith("reaches wrong data that stock has as well")
 
 
 def test_failing_header_tests_are_harm() -> None:
