@@ -13,7 +13,7 @@ import os
 import resource
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import filelock
 
@@ -25,7 +25,7 @@ from pyllamakv.home import home, shim
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from pyllamakv.building.variant import BuildRequest, Spec, Variant
@@ -116,6 +116,32 @@ def build_patched(
     source = Source(patched.commit, patched.tree, patched.patches, patched.digest, patched.carried)
     with writable(), _locked(wanted, progress):
         return _obtain(wanted, source, jobs, progress)
+
+
+def build_series(
+    release: str,
+    names: Sequence[str] | None = None,
+    patches: str = "",
+    *,
+    backend: str = "cpu",
+    native: bool = True,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Variant:
+    """Return the variant of a release with patches of a series, building it if needed.
+
+    ``patches`` is the series (default: the shipped one), and ``names`` are ids of its patches
+    (default: all that apply). Raises the exceptions of `build`.
+    """
+    options: Any = {"backend": backend, "native": native, "jobs": jobs, "progress": progress}
+    if not patches:
+        return build(variant.Spec(release, None if names is None else tuple(names)), **options)
+    from pyllamakv.patching import apply, port_choice
+    from pyllamakv.source import fetch, spec_resolver
+
+    found = fetch.fetch(spec_resolver.resolve(release), progress=progress)
+    series = port_choice.load_series(patches)
+    return build_patched(found, apply.apply(found, names, series=series), **options)
 
 
 def default_jobs() -> int:

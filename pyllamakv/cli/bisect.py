@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, Isolate, Json, Portable, Scenario, release_names
+from pyllamakv.cli.options import (
+    Backend,
+    Isolate,
+    Json,
+    Patches,
+    Portable,
+    Scenario,
+    release_names,
+)
 from pyllamakv.cli.stdout import write_json, write_lines
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ def command(
         ),
     ],
     *,
+    patches: Patches = "",
     scenario: Scenario = "",
     isolate: Isolate = "",
     backend: Backend = "cpu",
@@ -60,6 +69,7 @@ def command(
             backend=backends.known(backend),
             native=not portable,
             scenarios=names,
+            patches=patches,
         )
 
     def known(release: str) -> BisectStep | None:

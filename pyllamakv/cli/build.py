@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Backend, BuildServer, Json, Portable, ReleaseOrVariant, Series
+from pyllamakv.cli.options import (
+    Backend,
+    BuildServer,
+    Json,
+    Patches,
+    Portable,
+    ReleaseOrVariant,
+    Series,
+)
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -22,6 +30,7 @@ app = typer.Typer(add_completion=False)
 def command(
     release: ReleaseOrVariant = "",
     *,
+    patches: Patches = "",
     series: Series = "",
     stock: Annotated[bool, typer.Option("--stock", help="Build stock only.")] = False,
     backend: Backend = "cpu",
@@ -40,23 +49,35 @@ def command(
 ) -> None:
     """Build a release, stock and patched; finished builds are reused."""
     if listed:
-        if release or series or stock or portable or jobs or server or backend != "cpu":
+        if release or patches or series or stock or portable or jobs or server or backend != "cpu":
             raise UsageError("--list has no other option than --json")
         _list(as_json=as_json)
         return
-    from pyllamakv.building.build import build
+    from pyllamakv.building.build import build_series
     from pyllamakv.cli import progress_bar
     from pyllamakv.server.server_build import build_server
     from pyllamakv.source import verified
 
-    if stock and series:
-        raise UsageError("choose one of --series and --stock")
+    if stock and (series or patches):
+        raise UsageError("choose one of --series, --patches and --stock")
+    if server and patches:
+        raise UsageError("--server has the shipped series: omit --patches")
     built: list[tuple[Spec, Variant, BuiltServer | None]] = []
     options: Any = {"backend": backend, "native": not portable, "jobs": jobs}
     with progress_bar.progress() as progress:
         for spec in _specs(release or verified.newest().name, series, stock=stock):
             made = build_server(spec, **options, progress=progress) if server else None
-            variant = made.variant if made else build(spec, **options, progress=progress)
+            variant = (
+                made.variant
+                if made
+                else build_series(
+                    spec.release,
+                    spec.series,
+                    "" if spec.series == () else patches,
+                    **options,
+                    progress=progress,
+                )
+            )
             built.append((spec, variant, made))
             if not as_json:
                 write_lines(_text(spec, variant, made))

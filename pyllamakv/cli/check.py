@@ -14,6 +14,7 @@ from pyllamakv.cli.options import (
     Isolate,
     Json,
     Junit,
+    Patches,
     Portable,
     Quick,
     ReleaseOrNewest,
@@ -37,12 +38,8 @@ _WIDTH = 80
 @app.command()
 def command(
     release: ReleaseOrNewest = "",
-    patch: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--patch", help="Verify a file, directory, git:REPO@FROM..TO instead; repeatable."
-        ),
-    ] = None,
+    *,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolate = "",
     scenario: Scenarios = None,
@@ -80,7 +77,7 @@ def command(
     from pyllamakv.view import check_console
 
     if server:
-        if patch or isolate or folder or quick or fresh or timeout or pictures or junit:
+        if patches or isolate or folder or quick or fresh or timeout or pictures or junit:
             raise UsageError(
                 "--server has only the options --series, --scenario, --backend, --portable, "
                 "--verbose and --json"
@@ -96,7 +93,7 @@ def command(
     question = check.CheckRequest(
         release=release or verified.newest().name,
         series=_names(series),
-        patches=tuple(patch or ()),
+        patches=patches,
         isolate=isolate,
         scenarios=tuple(scenario or ()),
         folders=tuple(folder or ()),

@@ -18,6 +18,7 @@ from pyllamakv.cli.options import (
     Isolates,
     Json,
     Junit,
+    Patches,
     Portable,
     Quick,
     Releases,
@@ -78,6 +79,7 @@ def plan(
     *,
     era: Eras = None,
     backend: Backends = None,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolates = None,
     each: Each = False,
@@ -92,7 +94,9 @@ def plan(
     from pyllamakv.verification import matrix, matrix_reports
 
     specs = matrix.plan(
-        _choice(names, era, backend, series, isolate, each, scenario, portable, sample, quick)
+        _choice(
+            names, era, backend, patches, series, isolate, each, scenario, portable, sample, quick
+        )
     )
     if github:
         write_json(matrix_reports.github(specs), indent=None)
@@ -106,6 +110,7 @@ def run(
     *,
     era: Eras = None,
     backend: Backends = None,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolates = None,
     each: Each = False,
@@ -126,8 +131,11 @@ def run(
     from pyllamakv.verification import matrix
 
     specs = matrix.plan(
-        _choice(names, era, backend, series, isolate, each, scenario, portable, sample, quick)
+        _choice(
+            names, era, backend, patches, series, isolate, each, scenario, portable, sample, quick
+        )
     )
+    expected = _accepted(expected, patches)
     wanted = views.ReportOptions(expected, html, junit, github, as_json, verbose=verbose)
     _verify(specs, fresh, scheduler, wanted)
 
@@ -138,6 +146,7 @@ def show(
     *,
     era: Eras = None,
     backend: Backends = None,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolates = None,
     each: Each = False,
@@ -146,7 +155,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the last results; run nothing."""
-    results, specs = _last_results(None, names, era, backend, series, isolate, each)
+    results, specs = _last_results(None, names, era, backend, patches, series, isolate, each)
+    expected = _accepted(expected, patches)
     wanted = views.ReportOptions(expected, as_json=as_json, verbose=verbose)
     views.write_reports(results, wanted)
     views.missing(specs, results)
@@ -158,6 +168,7 @@ def report(
     *,
     era: Eras = None,
     backend: Backends = None,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolates = None,
     each: Each = False,
@@ -175,13 +186,14 @@ def report(
     """
     from pyllamakv.verification import matrix_reports
 
-    results, specs = _last_results(merge, names, era, backend, series, isolate, each)
+    results, specs = _last_results(merge, names, era, backend, patches, series, isolate, each)
     views.missing(specs, results)
     if not results:
         msg = "there are no results yet; run `pyllamakv matrix run`"
         raise UsageError(msg)
     if markdown:
         sys.stdout.write(matrix_reports.markdown(results))
+    expected = _accepted(expected, patches)
     asked = views.ReportOptions(expected, html, junit, github, as_json, quiet=True)
     if not (html or junit or github or as_json or markdown):
         asked = views.ReportOptions(expected, views.default_page(), quiet=True)
@@ -192,6 +204,7 @@ def report(
 def watch(
     names: Releases = None,
     *,
+    patches: Patches = "",
     backend: Backends = None,
     unpinned: Annotated[
         bool, typer.Option("--unpinned", help="Also verify older unpinned versions.")
@@ -207,26 +220,26 @@ def watch(
 ) -> None:
     """Verify new versions of the package indexes, and write branches for review.
 
-    New versions are added to the lock of the data directory. Each release with a good verdict gets
-    a branch with its lock entry, ports and verdict; the others are reported with their conflicts.
-    With RELEASE, only these are followed. An interrupted watch is continued, also if no index
-    answers. Exit status 1: a verdict is bad; 4: no index answers.
+    New versions, and new commits of pinned git references, are added to the lock of the data
+    directory. Each release with a good verdict gets a branch with its ports and verdict; the others
+    are reported with their conflicts. With RELEASE, only these are followed. An interrupted watch
+    is continued, also if no index answers. Exit status 1: a verdict is bad; 4: no index answers.
     """
     from pyllamakv.cli import progress_bar
-    from pyllamakv.source import fetch
     from pyllamakv.verification import matrix, release_watch
 
     with contextlib.nullcontext() if dry_run else release_watch.only_one():
-        wanted, warnings, unread = _versions(names, backend, unpinned, dry_run, as_json)
+        expected = _accepted(expected, patches)
+        wanted, warnings, unread = _versions(names, backend, patches, unpinned, dry_run, as_json)
         if dry_run:
             raise typer.Exit(unread.exit_code if unread else 0)
         with progress_bar.progress() as progress:
             # Without a release, no branch is written, and the command runs anywhere.
-            following = release_watch.ReleaseWatch(branch if wanted else "", progress)
+            following = release_watch.ReleaseWatch(branch if wanted else "", patches, progress)
             chosen = []
             for version in wanted:
                 try:
-                    release = fetch.ensure(version, progress=progress)
+                    release = release_watch.obtain(version, progress)
                 except KvError as error:
                     # One archive that cannot be fetched does not stop the others.
                     following.failed(version, error)
@@ -236,7 +249,7 @@ def watch(
             results: Sequence[CellResult] = ()
             try:
                 if chosen:
-                    specs = matrix.plan(_choice(chosen, None, backend))
+                    specs = matrix.plan(_choice(chosen, None, backend, patches))
                     following.expect(specs)
                     results = _results(specs, False, scheduler, progress, following.take)
             finally:
@@ -254,6 +267,7 @@ def watch(
 def _versions(
     names: Sequence[str] | None,
     backend: Sequence[str] | None,
+    patches: str,
     unpinned: bool,
     dry_run: bool,
     as_json: bool,
@@ -272,7 +286,7 @@ def _versions(
         wanted = list(dict.fromkeys(names))
     else:
         added = [release.name for release in release_watch.added()]
-        specs = matrix.plan(_choice(added, None, backend)) if added else ()
+        specs = matrix.plan(_choice(added, None, backend, patches)) if added else ()
         wanted = release_watch.pending(specs)
         try:
             news = watching.new_versions()
@@ -280,6 +294,7 @@ def _versions(
             news, unread = replace(news, unreachable=(str(error),)), error
         fresh = (*news.new, *news.unpinned) if unpinned else news.new
         wanted += [each.spec for each in reversed(fresh)]
+        wanted += [name for name in news.moved if name not in wanted]
     views.new_releases(news, wanted, as_json and (dry_run or not wanted))
     lost = [f"{name} was removed from its index, or changed there" for name in news.lost]
     return wanted, (*news.unreachable, *lost, *map(views.moved, news.moved)), unread
@@ -291,6 +306,7 @@ def accept(
     *,
     era: Eras = None,
     backend: Backends = None,
+    patches: Patches = "",
     series: Series = "",
     isolate: Isolates = None,
     each: Each = False,
@@ -305,15 +321,25 @@ def accept(
     from pyllamakv.source import verified
     from pyllamakv.verification import expected as accepting
 
-    found, specs = _last_results(merge, names, era, backend, series, isolate, each)
+    found, specs = _last_results(merge, names, era, backend, patches, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
     if not results:
         msg = "there are no results for these inputs; run `pyllamakv matrix run`"
         raise UsageError(msg)
-    path = expected or verified.local_file()
+    path = _accepted(expected, patches) or verified.local_file()
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)
+
+
+def _accepted(expected: Path | None, patches: str) -> Path | None:
+    """Return the file of accepted verdicts: that of the series, if it is a directory."""
+    if expected or not patches:
+        return expected
+    if Path(patches).is_dir():
+        return Path(patches) / "expected.toml"
+    msg = f"{patches} is not a directory: name the file of accepted verdicts with --expected"
+    raise UsageError(msg)
 
 
 def _last_results(
@@ -335,6 +361,7 @@ def _choice(
     names: Sequence[str] | None = None,
     era: Sequence[str] | None = None,
     backend: Sequence[str] | None = None,
+    patches: str = "",
     series: str = "",
     isolate: Sequence[str] | None = None,
     each: bool = False,
@@ -359,6 +386,7 @@ def _choice(
         native=not portable,
         sample=sample,
         quick=quick,
+        patches=patches,
     )
 
 

@@ -148,7 +148,7 @@ def new_releases(found: NewVersions, names: Sequence[str], as_json: bool) -> Non
 
 def moved(name: str) -> str:
     """Return a warning about a pinned git reference."""
-    return f"{name} is at another commit, or gone; `pyllamakv upstream add {name}` pins it again"
+    return f"{name} is at another commit, or gone; `pyllamakv matrix watch {name}` follows it"
 
 
 def accepted(changed: Sequence[str], path: Path, as_json: bool) -> None:

@@ -101,16 +101,24 @@ ModelName = Annotated[
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Recorded trace or decode script.")]
 
+
+def _absolute(patches: str) -> str:
+    """Return a series by a name that means the same in every directory; raise for a missing one."""
+    from pyllamakv.patching import foreign_series
+
+    return foreign_series.absolute(patches) if patches else ""
+
+
 # Which releases and patches.
 AllReleases = Annotated[bool, typer.Option("--all", help="Use every known release.")]
 OlderReleases = Annotated[bool, typer.Option("--all", help="Also list older versions.")]
 AllTrees = Annotated[bool, typer.Option("--all", help="Remove every tree.")]
-Series = Annotated[str, typer.Option("--series", help="Use only these shipped patches: a,b.")]
+Series = Annotated[str, typer.Option("--series", help="Use only these patches: a,b.")]
 Isolate = Annotated[
     str,
     typer.Option(
         "--isolate",
-        help="Verify this shipped patch and its requirements.",
+        help="Verify this patch and its requirements.",
         autocompletion=patch_names,
     ),
 ]
@@ -123,8 +131,13 @@ Isolates = Annotated[
     ),
 ]
 Patches = Annotated[
-    Path | None,
-    typer.Option("--patches", help="Patch file or directory; default: shipped series."),
+    str,
+    typer.Option(
+        "--patches",
+        metavar="SERIES",
+        help="Directory, file or git:REPO@FROM..TO; default: shipped.",
+        callback=_absolute,
+    ),
 ]
 BaseOption = Annotated[
     str | None,

@@ -18,9 +18,11 @@ from pyllamakv.cli.options import (
     Patch,
     Patches,
     PatchNames,
+    Quick,
     RebasedNames,
     ReleaseName,
     Releases,
+    Scenarios,
     To,
     Verbose,
     VerifyingScenarios,
@@ -46,7 +48,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 def status(
     names: Releases = None,
     *,
-    patches: Patches = None,
+    patches: Patches = "",
     every: AllReleases = False,
     server: WithServer = False,
     verbose: Verbose = False,
@@ -72,7 +74,7 @@ def status(
         write_lines(statuses.github_annotations(found))
     else:
         patch_views.status(found, verbose=verbose)
-    if any(not status.good and status.state != "not-applicable" for status in found):
+    if any(one.bad or one.state == "unknown" for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
 
@@ -81,7 +83,7 @@ def apply(
     release: ReleaseName,
     names: PatchNames = None,
     *,
-    patches: Patches = None,
+    patches: Patches = "",
     to: To = None,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +114,7 @@ def apply(
 
 def _check_series(patched: PatchedRelease) -> None:
     """Report skipped patches; raise NoPortApplies for those that are meant for the release."""
-    failed = [skip for skip in patched.skipped if skip.failed and not skip.contained]
+    failed = [skip for skip in patched.skipped if skip.failed]
     if failed:
         reasons = "".join(f"\n  {skip.id}: {skip.reason}" for skip in failed)
         msg = (
@@ -133,7 +135,7 @@ def export(
         Path | None, typer.Option("--from", help="Edited tree of `patch apply --to`.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only compare; write nothing.")] = False,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Regenerate patch files from their commits, or compare with --check."""
@@ -143,11 +145,12 @@ def export(
 
     if folder is not None and (check or base is None or len(names or []) != 1):
         raise errors.UsageError("--from wants one PATCH, --base, and no --check.")
-    if patches is not None and not (patches / "series.toml").is_file():
+    folder_of = Path(patches) if patches else None
+    if folder_of is not None and not (folder_of / "series.toml").is_file():
         raise errors.UsageError(f"{patches} has no series.toml; export needs a series with ports.")
-    series = loading.load(patches, missing_ok=folder is not None)
+    series = loading.load(folder_of, missing_ok=folder is not None)
     chosen = exporting.select_ports(series, names or [], base)
-    if patches is not None:
+    if patches:
         series = port_choice.with_requirements(series, loading.load())
     if not check:
         written = exporting.write(series, chosen, folder)
@@ -171,7 +174,7 @@ def export_series(
     names: PatchNames = None,
     *,
     to: To = None,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Write the patches of a release as mails for `git am`.
@@ -208,11 +211,11 @@ def export_series(
 
 
 @app.command()
-def lint(patches: Patches = None, as_json: Json = False) -> None:
+def lint(patches: Patches = "", as_json: Json = False) -> None:
     """Check headers, style and files of the patches."""
     from pyllamakv.patching import lint as linting
 
-    found = linting.lint(patches, scenarios=_scenarios())
+    found = linting.lint(patches or None, scenarios=_scenarios())
     if as_json:
         write_json([finding.__dict__ for finding in found])
     else:
@@ -231,7 +234,7 @@ def show(
         ),
     ] = None,
     base: BaseOption = None,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Show all patches, one patch, or one port (--base)."""
@@ -268,7 +271,7 @@ def rebase(
     ] = False,
     skip: Annotated[bool, typer.Option("--skip", help="Skip the patch with the conflict.")] = False,
     abort: Annotated[bool, typer.Option("--abort", help="Cancel the rebase.")] = False,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Rebase patches onto a release with three-way merges.
@@ -286,7 +289,7 @@ def rebase(
             if not names:
                 raise errors.UsageError("name the patches to rebase")
             found = rebasing.rebase(
-                names, onto, patches=patches, to=to, force=force, progress=progress
+                names, onto, patches=patches or None, to=to, force=force, progress=progress
             )
         else:
             if to or force:
@@ -311,7 +314,7 @@ def rebase(
 def accept(
     spec: ReleaseName,
     *,
-    patches: Patches = None,
+    patches: Patches = "",
     server: WithServer = False,
     as_json: Json = False,
 ) -> None:
@@ -325,7 +328,9 @@ def accept(
 
     with progress_bar.progress() as progress:
         release = fetch.ensure(spec, progress=progress)
-        done = carry_acceptance.accept(release, patches=patches, server=server, progress=progress)
+        done = carry_acceptance.accept(
+            release, patches=patches or None, server=server, progress=progress
+        )
     if as_json:
         return write_json([one.as_json() for one in done])
     lines = [f"{one.id}: {one.path} (carried from {one.carried_from})" for one in done]
@@ -344,9 +349,9 @@ def _go_on(id_: str, *, go_on: bool, skip: bool) -> Iterator[Rebased]:
         rebasing.abort(id_)
 
 
-def _waiting(names: list[str], patches: Path | None) -> str:
+def _waiting(names: list[str], patches: str) -> str:
     """Return the patch whose rebase is in progress; ``patches`` must be its series."""
-    from pyllamakv.patching import foreign_series, rebase_session
+    from pyllamakv.patching import rebase_session
     from pyllamakv.source.store import open_store
 
     store = open_store()
@@ -358,8 +363,7 @@ def _waiting(names: list[str], patches: Path | None) -> str:
         what = f"No rebase of {found} is in progress." if found else "No rebase is in progress."
         raise errors.UsageError(what)
     session = rebase_session.load(store, found)
-    given = None if patches is None else foreign_series.absolute(patches)
-    if given is not None and session is not None and given != session.patches:
+    if patches and session is not None and patches != session.patches:
         used = session.patches or "the shipped series"
         raise errors.UsageError(f"the rebase of {found} was started with {used}, not {patches}")
     return found
@@ -380,7 +384,7 @@ def diff(
     name: Patch,
     one: Base,
     other: Base,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Compare two ports of a patch; exits 1 if the second lost changes."""
@@ -404,7 +408,7 @@ def drift(
     release: ReleaseName,
     names: PatchNames = None,
     *,
-    patches: Patches = None,
+    patches: Patches = "",
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -425,11 +429,46 @@ def drift(
 
 
 @app.command()
+def newest(
+    names: Releases = None,
+    *,
+    patches: Patches = "",
+    every: AllReleases = False,
+    scenario: Scenarios = None,
+    quick: Quick = False,
+    apply_only: Annotated[
+        bool, typer.Option("--apply-only", help="Build and verify nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the newest release that the whole series fits, and what ends it there.
+
+    By default of the fetched releases. Exit status: 0 found, 3 the series fits none.
+    """
+    from pyllamakv.cli import progress_bar
+    from pyllamakv.verification import newest as searching
+
+    chosen = _releases_of(names or [], every=every)
+    with progress_bar.progress() as progress:
+        found = searching.newest(
+            chosen,
+            patches=patches,
+            scenarios=scenario or (),
+            quick=quick,
+            verify=not apply_only,
+            progress=progress,
+        )
+    write_json(found.as_json()) if as_json else write_lines(found.lines())
+    if not found.release:
+        raise typer.Exit(errors.NoPortApplies.exit_code)
+
+
+@app.command()
 def obsolete(
     release: ReleaseName,
     names: PatchNames = None,
     *,
-    patches: Patches = None,
+    patches: Patches = "",
     as_json: Json = False,
 ) -> None:
     """Show whether upstream already does what a patch does.
@@ -441,7 +480,7 @@ def obsolete(
     from pyllamakv.verification import result_cache
 
     series = _series_of(patches)
-    seen = result_cache.stock(release)
+    seen = result_cache.stock(release, patches)
     stock = {
         patch.id: {name: how for name, how in seen.items() if name in patch.scenarios}
         for patch in series
@@ -530,7 +569,7 @@ def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:
         yield f"  {', '.join(names)}: {reason}"
 
 
-def _series_of(patches: Path | None) -> Series:
+def _series_of(patches: str) -> Series:
     from pyllamakv.patching import port_choice
 
     return port_choice.load_series(patches)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pyllamakv.patching.port_comparison import PortComparison
     from pyllamakv.patching.status import PatchStatus
 
-_COLOURS = {"applies": "green", "offset": "green", "carried": "cyan", "manual": "red",
+_COLOURS = {"applies": "green", "offset": "green", "carried": "cyan", "contained": "cyan",
+            "manual": "red",
             "fails": "red", "blocked": "yellow", "not-applicable": "dim",
             "unknown": "magenta"}  # fmt: skip
 
@@ -36,20 +37,49 @@ def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
     """
     console = Console()
     console.print(_detailed(found) if verbose else _grouped(found))
-    bad = False
-    for one in found:
-        failing = one.bad or one.state == "unknown"
-        bad |= failing
-        if failing or (verbose and one.state != "not-applicable"):
-            reason = one.reason or "applies"
-            if not verbose:
-                reason = reason.splitlines()[0]
-            console.print(f"[bold]{_safe(one.id)} on {one.release}[/]: {_safe(reason)}")
-            if verbose:
+    if verbose:
+        for one in found:
+            if one.state != "not-applicable":
+                reason = one.reason or "applies"
+                console.print(f"[bold]{_safe(one.id)} on {one.release}[/]: {_safe(reason)}")
                 _hunks(console, one)
                 _conflicts(console, one)
-    if bad and not verbose:
+    elif causes := _causes(found):
+        for line in causes:
+            console.print(line)
         console.print("-v shows each hunk", style="dim")
+
+
+def _causes(found: Sequence[PatchStatus]) -> list[str]:
+    """Return each reason for which patches are no part of releases once, with the releases.
+
+    A patch is named with the last release that it is part of before, and those that it blocks.
+    """
+    groups: dict[tuple[str, str], list[PatchStatus]] = {}
+    for one in found:
+        if one.bad or one.state in ("unknown", "contained"):
+            reason = one.reason.splitlines()[0].replace(one.release, "the release")
+            groups.setdefault((one.id, reason), []).append(one)
+    lines = []
+    for (id_, reason), those in groups.items():
+        names = list(dict.fromkeys(one.release for one in those))
+        shown = names if len(names) < 4 else [names[0], "…", names[-1]]
+        where = ", ".join(shown) + (f" ({len(names)} releases)" if len(names) > 3 else "")
+        line = f"[bold]{_safe(id_)} on {where}[/]: {_safe(reason)}"
+        before = [one.release for one in found if one.id == id_ and one.good]
+        if those[0].bad and before:
+            line += f"; it is part of {before[-1]}"
+        blocked = [
+            one.id
+            for one in found
+            if one.release == names[0]
+            and one.state == "blocked"
+            and f"requires {id_}," in one.reason
+        ]
+        if blocked:
+            line += f"; this blocks {_safe(', '.join(blocked))}"
+        lines.append(line)
+    return lines
 
 
 def _grouped(found: Sequence[PatchStatus]) -> Table:

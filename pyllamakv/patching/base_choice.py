@@ -29,18 +29,27 @@ class NearestPort:
 def nearest(definition: Definition, series: Series, onto: Release, *, store: Store) -> NearestPort:
     """Return the commit that a patch is picked from for a target.
 
-    Releases are tried by their distance from the target in the lock's order: those that the store
-    has, and the bases of the ports. Markers are ignored: a port that
-    applies strictly is a valid start. Raises NoPortApplies.
+    Tried are the releases that the store has, and the bases of the ports: those with the most lines
+    of the target in the changed files first. Markers are ignored: a port that applies strictly is a
+    valid start. Raises NoPortApplies.
     """
     bases = {port.base for port in definition.ports}
-    known = {r.commit: r for r in lockfile.known().values() if store.has(r) or r.name in bases}
+    known = {r.commit: r for r in lockfile.known().values() if store.has(r) or r.key in bases}
     known[onto.commit] = onto
     line = sorted(known.values(), key=lambda release: release.order)
     at = line.index(onto)
+    paths = {file.old for p in definition.ports for file in p.patch.files if file.old}
+
+    def distance(release: Release) -> tuple[float, int]:
+        lost = 1.0
+        if store.has(release):
+            trees_of = store.tree_of(release), store.tree_of(onto)
+            lost = trees.lost_share(store, *trees_of, paths)
+        return lost, abs(line.index(release) - at)
+
     conflicts: list[PatchConflict] = []
-    for release in sorted(line, key=lambda r: abs(line.index(r) - at)):
-        for port in port_choice.candidates(definition, release.name):
+    for release in sorted(line, key=distance):
+        for port in port_choice.candidates(definition, release.key):
             try:
                 found = trees.ensure_fetched(store, release)
                 commit, tree = apply.apply_requirements(series, port.requires, found, store=store)

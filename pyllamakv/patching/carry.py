@@ -34,6 +34,7 @@ from pyllamakv.patching import (
 from pyllamakv.patching.port_choice import AppliedPort, Manual, MergeConflict
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import git_command, lockfile
+from pyllamakv.source.releases import ARCHIVE_KINDS
 from pyllamakv.source.store import translate_disk_errors
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ _UNMERGED = re.compile(rb"[0-7]{6} [0-9a-f]{40} ([123])\t(.*)", re.DOTALL)
 class Carrier:
     """Carry patches of a series to one release.
 
-    ``bases`` are the releases of the ports by name (default: the lock files).
+    ``bases`` are the releases of the ports by base (default: the lock files).
     """
 
     def __init__(
@@ -78,21 +79,37 @@ class Carrier:
         self._store = store
         self._release = release
         self._series = series
-        self._bases = lockfile.known() if bases is None else bases
+        self._bases = lockfile.bases() if bases is None else bases
         self._progress = progress
 
     def ports(self, definition: Definition) -> tuple[Port, ...]:
-        """Return the ports to carry from: those with the nearest base, by date."""
+        """Return the ports to carry from: those with the nearest base, by content.
+
+        The content is the files that a port changes. Equal ones are ordered by date. The nearest
+        bases by date are fetched; of the others, those that the store has are compared.
+        """
         found = [port for port in definition.ports if port.base in self._bases]
         found.sort(key=lambda port: self._distance(self._bases[port.base]))
-        return tuple(found[:TRIED])
+        near = [p for p in found[TRIED:] if self._store.has(self._bases[p.base])]
+        near[:0] = found[:TRIED]
+        return tuple(sorted(near, key=self._lost)[:TRIED] if len(near) > 1 else near)
+
+    def _lost(self, port: Port) -> float:
+        """Return the part of the base's lines that the release lacks in the changed files."""
+        try:
+            base = trees.ensure_fetched(self._store, self._bases[port.base], self._progress)
+        except (NotFetched, UnknownRelease):
+            return 1.0
+        paths = (file.old for file in port.patch.files if file.old)
+        stock = self._store.tree_of(self._release)
+        return trees.lost_share(self._store, self._store.tree_of(base), stock, paths)
 
     def covers(self, definition: Definition) -> bool:
         """Return whether a patch is meant for the release, compared by date.
 
         A bound of the patch's releases that is not among the bases is ignored.
         """
-        date = self._release.date
+        date = self._date
         for bound in SpecifierSet(definition.releases):
             base = self._bases.get(bound.version)
             if base is None or not date:
@@ -126,6 +143,29 @@ class Carrier:
                 return replace(found, manual=tuple(reasons))
             reasons.append(found)
         return tuple(reasons)
+
+    @functools.cached_property
+    def _date(self) -> str:
+        """Return the date by which the release is compared with bounds.
+
+        A commit of a fork or a directory has the date of the nearest base by content: it may be
+        newer than the llama.cpp in it.
+        """
+        if self._release.kind in ARCHIVE_KINDS:
+            return self._release.date
+        ports = [p for each in self._series for p in each.ports if p.base in self._bases]
+        near = [port for port in ports if self._store.has(self._bases[port.base])]
+        if not near:
+            return self._release.date
+        paths = {file.old for port in near for file in port.patch.files if file.old}
+        stock = self._store.tree_of(self._release)
+
+        def lost(base: Release) -> tuple[float, float]:
+            tree = self._store.tree_of(base)
+            share = trees.lost_share(self._store, tree, stock, paths)
+            return share, self._distance(base)[0]
+
+        return min((self._bases[port.base] for port in near), key=lost).date
 
     def _distance(self, base: Release) -> tuple[float, bool]:
         days = abs(_days(base.date) - _days(self._release.date))
@@ -161,7 +201,7 @@ class Carrier:
             return Manual(port.base, f"the patch uses {lost}, which {self._release.name} lacks")
         carried = replace(
             port,
-            base=self._release.name,
+            base=self._release.key,
             carried_from=port.base,
             era=self._release.era,
             markers=(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.patching import apply, port_choice, port_writer, trees
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class AcceptedPort:
 def accept(
     release: Release,
     *,
-    patches: Path | None = None,
+    patches: Path | str | None = None,
     server: bool = False,
     store: Store | None = None,
     progress: Progress | None = None,
@@ -65,5 +66,7 @@ def accept(
         definition = series.definition(port.id)
         plain = replace(port, carried_from="")
         path, notes = port_writer.write_port(definition, plain, release.era, stock, store, progress)
-        found.append(AcceptedPort(port.id, release.name, port.carried_from, path, notes))
+        found.append(AcceptedPort(port.id, release.key, port.carried_from, path, notes))
+    if found and series.folder:
+        lockfile.pin(series.folder, release)
     return tuple(found)

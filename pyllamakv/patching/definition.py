@@ -178,11 +178,16 @@ class Definition:
         version = sdist_version(name)
         if version and not SpecifierSet(self.releases).contains(version, prereleases=True):
             return False
-        known = lockfile.known() if self.since or self.until else {}
+        known = lockfile.bases() if self.since or self.until else {}
         first, here, last = map(known.get, (self.since, name, self.until))
         if here is None:
             return True
         return not (first and here.order < first.order) and not (last and here.order > last.order)
+
+    @property
+    def covered(self) -> tuple[str, str, str]:
+        """Return the bounds of the releases that the patch is meant for, as in ``patch.toml``."""
+        return self.releases, self.since, self.until
 
     @property
     def meant_for(self) -> str:
@@ -279,7 +284,8 @@ def _port(
     path = file_of(definition, base)
     if not path.is_file() and not missing_ok:
         raise table.wrong(f"base {base} has no file {path.name}")
-    markers = tuple(_marker(part) for part in table.tables("markers", {*_MARKER}))
+    found = table.tables("markers", {*_MARKER}, optional=True)
+    markers = tuple(_marker(part) for part in found)
     more = table.strings("requires", ())
     port = Port(
         id=definition.id,

@@ -139,13 +139,15 @@ def drift(
     return tuple(found)
 
 
-def why(release: Release, names: Sequence[str | Port] | None = None) -> str:
+def why(
+    release: Release, names: Sequence[str | Port] | None = None, series: Series | None = None
+) -> str:
     """Summarise in one line which hunks fail on a release, and since which release.
 
     ``names`` as in `port_choice.choose_for_release`; of each patch the first such hunk. Empty where
     all apply.
     """
-    series = port_choice.only(series_module.load(), names)
+    series = port_choice.only(series_module.load() if series is None else series, names)
     said = []
     for one in drift(release, series=series):
         if one.state in ("manual", "fails") and one.bad:
@@ -159,8 +161,8 @@ def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
     if one.state != "not-applicable":
         return one.best
     line = sorted({**lockfile.known(), release.name: release}.values(), key=lambda r: r.order)
-    names = [each.name for each in line]
-    here = names.index(release.name)
+    names = [each.key for each in line]
+    here = names.index(release.key)
     far = {name: abs(place - here) for place, name in enumerate(names)}
     return min(one.attempts, key=lambda a: far.get(a.base, len(far)), default=None)
 

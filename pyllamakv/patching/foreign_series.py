@@ -54,8 +54,13 @@ def load(path: Path | str) -> Series:
 
 
 def absolute(path: Path | str) -> str:
-    """Return patches of the user by a name that means the same in every working directory."""
+    """Return patches of the user by a name that means the same in every working directory.
+
+    Raises UsageError for a file or directory that does not exist.
+    """
     if not str(path).startswith(GIT):
+        if not os.path.exists(path):  # noqa: PTH110 - pathlib raises where a text is no path
+            raise UsageError(f"There is no patch file or directory {path}.")
         return str(Path(path).resolve())
     place, at, revisions = str(path).removeprefix(GIT).rpartition("@")
     return f"{GIT}{Path(place).expanduser().resolve()}{at}{revisions}"

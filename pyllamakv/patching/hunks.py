@@ -87,6 +87,14 @@ class Hunk:
         """Return the text of the hunk in the patch."""
         return self.head + b"".join(self.lines)
 
+    @property
+    def reversed(self) -> Hunk:
+        """Return the hunk that undoes this one."""
+        marks = {b"+": b"-", b"-": b"+"}
+        lines = tuple(marks.get(line[:1], line[:1]) + line[1:] for line in self.lines)
+        ranges = self.new_start, self.new_count, self.old_start, self.old_count
+        return Hunk(*ranges, self.head, lines, self.line)
+
     def moved(self, delta: int) -> Hunk:
         """Return the hunk with its place after the patch moved by that many lines."""
         if not delta:
@@ -163,6 +171,24 @@ class Patch:
                 return file
         known = ", ".join(self.paths)
         raise UsageError(f"The patch does not touch {path}; it touches {known}.")
+
+    @property
+    def reversed(self) -> Patch:
+        """Return the changes that undo those of the patch, to be applied in memory."""
+        files = [
+            replace(
+                file,
+                header=b"",
+                hunks=tuple(hunk.reversed for hunk in file.hunks),
+                old=file.new,
+                new=file.old,
+                old_mode=file.new_mode,
+                new_mode=file.old_mode,
+            )
+            for file in reversed(self.files)
+            if not file.copied
+        ]
+        return replace(self, files=tuple(files))
 
     def without(self, path: str, number: int) -> Patch:
         """Return the patch without one hunk; the hunks of a file are numbered from 1.

@@ -51,16 +51,17 @@ class LintFinding:
 
 
 def lint(
-    folder: Path | None = None, *, scenarios: Collection[str] | None = None
+    folder: Path | str | None = None, *, scenarios: Collection[str] | None = None
 ) -> tuple[LintFinding, ...]:
     """Return every fault of a series folder; ``scenarios`` are the names that exist, if known.
 
     Of foreign patches (see `foreign_series.load`), only the changes are checked.
     """
-    folder = folder or home.data("patches")
+    source = folder or home.data("patches")
+    folder = Path(source)
     try:
         if not (folder / "series.toml").is_file():
-            ports = [port for patch in foreign_series.load(folder) for port in patch.ports]
+            ports = [port for patch in foreign_series.load(source) for port in patch.ports]
             return tuple(fault for port in ports for fault in _port(port.id, port))
         found = series.load(folder).every
     except PatchFormatError as error:

@@ -168,7 +168,7 @@ def symbols_sign(texts: Sequence[Port], release: Release, store: Store) -> Sign:
     best decides. Unknown if the store has no base older than the release, because names that do not
     exist yet are not gone.
     """
-    known = lockfile.known()
+    known = lockfile.bases()
     best: tuple[float, set[str], set[str], set[str]] | None = None
     for text in texts:
         base = known.get(text.base)

@@ -15,10 +15,11 @@ from pyllamakv.patching import foreign_series, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Marker, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.source import lockfile
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pyllamakv.patching.carry import Carrier
     from pyllamakv.patching.series import Series
@@ -101,6 +102,8 @@ class Skipped:
     @property
     def failed(self) -> bool:
         """Return whether the patch is meant for the release, and neither applied nor carried."""
+        if self.contained:
+            return False
         return bool(self.conflicts) or any(not each.lacks for each in self.manual)
 
     @property
@@ -171,6 +174,8 @@ def choose_for_tree(
 
 def candidates(definition: Definition, release: str) -> tuple[Port, ...]:
     """Return the ports in order of trial: the one written for this very release first."""
+    if release.startswith("git:") and (known := lockfile.known().get(release)):
+        release = known.key
     return tuple(sorted(definition.ports, key=lambda port: port.base != release))
 
 
@@ -223,6 +228,62 @@ def choose(
     return Skipped(definition.id, "; ".join(reasons) or "has no port", tuple(conflicts), manual)
 
 
+def choose_each(
+    definitions: Sequence[Definition],
+    draft: TreeOverlay,
+    stock: Tree,
+    release: str,
+    carrier: Carrier | None = None,
+) -> Iterator[AppliedPort | Skipped]:
+    """Choose and apply a port of each patch, or state why none fits; see `choose`.
+
+    A patch that the release contains counts as applied for those that require it.
+    """
+    done: list[str] = []
+    contained: dict[str, Skipped] = {}
+    for number, definition in enumerate(definitions):
+        if definition.id in contained:
+            yield contained[definition.id]
+            continue
+        found = choose(definition, draft, stock, release, done, carrier)
+        if isinstance(found, Skipped) and (found.conflicts or found.manual):
+            ids = contained_ids(definitions[number:], stock, release)
+            contained |= {id_: _contained(id_, ids, release) for id_ in ids}
+            done += ids
+            found = contained.get(definition.id, found)
+        elif isinstance(found, AppliedPort):
+            done.append(definition.id)
+        yield found
+
+
+def contained_ids(definitions: Sequence[Definition], stock: Tree, release: str) -> tuple[str, ...]:
+    """Return the ids of the first patches of a list that a tree contains together.
+
+    Several are contained if upstream merged them as one commit: undoing the last one shows the
+    lines of the one before. Nothing is returned if the tree does not contain the first patch.
+    """
+    ports: list[Port] = []
+    for definition in definitions:
+        tried = candidates(definition, release)
+        for port in tried if not ports else tried[-1:]:
+            draft = TreeOverlay(stock)
+            try:
+                for each in reversed((*ports, port)):
+                    draft.apply(each.patch.reversed, each.name)
+            except PatchConflict:
+                continue
+            return tuple(each.id for each in (*ports, port))
+        ports += tried[-1:]
+    return ()
+
+
+def _contained(id_: str, ids: Sequence[str], release: str) -> Skipped:
+    others = [other for other in ids if other != id_]
+    merged = f", together with {', '.join(others)}" if others else ""
+    reason = f"{release} contains all changes of the patch{merged}: drop it for this release"
+    return Skipped(id_, reason, (PatchConflict(reason, contained=True),))
+
+
 def _is_candidate(port: Port, stock: Tree) -> bool:
     """Return whether a port is a candidate, apart from files that it adds and the tree has.
 
@@ -257,9 +318,7 @@ def _every(series: Series, tree: Tree, release: str, carrier: Carrier | None) ->
     draft = TreeOverlay(tree)
     steps: list[AppliedPort] = []
     skipped: list[Skipped] = []
-    for definition in series:
-        done = [step.port.id for step in steps]
-        found = choose(definition, draft, tree, release, done, carrier)
+    for found in choose_each(tuple(series), draft, tree, release, carrier):
         if isinstance(found, AppliedPort):
             steps.append(found)
         else:
@@ -341,8 +400,8 @@ def only(series: Series, names: Sequence[str | Port] | None) -> Series:
 
 
 def load_series(patches: Path | str | None = None) -> Series:
-    """Return the shipped series, or a foreign one with the shipped patches that it requires."""
-    if patches is None:
+    """Return the shipped series, or another one with the shipped patches that it requires."""
+    if not patches:
         return series_module.load()
     series = foreign_series.load(patches)
     return with_requirements(series, series_module.load()) if _needs(series) else series

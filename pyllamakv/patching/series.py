@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyllamakv import home
 from pyllamakv.errors import PatchFormatError, UnknownPatch
 from pyllamakv.patching import definition, strict_toml
+from pyllamakv.source import lockfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -16,18 +18,22 @@ if TYPE_CHECKING:
 
     from pyllamakv.patching.definition import Definition
 
+_KEYS = {"schema", "order", "scenarios"}
+
 
 @dataclass(frozen=True)
 class Series:
     """Patches in the order of their application.
 
     ``definitions`` change the libraries. ``server`` change only llama-server: they are applied
-    after the others when a server is built, and are no part of a variant.
+    after the others when a server is built, and are no part of a variant. ``scenarios`` are those
+    that the series claims as a whole, besides those of its patches.
     """
 
     definitions: tuple[Definition, ...]
     folder: Path | None = None
     server: tuple[Definition, ...] = ()
+    scenarios: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Definition]:
         return iter(self.definitions)
@@ -43,7 +49,21 @@ class Series:
     @property
     def every(self) -> Series:
         """Return the series with the patches of the server as ordinary ones."""
-        return Series((*self.definitions, *self.server), self.folder)
+        return replace(self, definitions=(*self.definitions, *self.server), server=())
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 of everything that determines where and how the patches apply."""
+        facts = [
+            (each.id, each.covered, each.requires, each.scenarios, each.target, each.carry)
+            for each in self.every
+        ]
+        ports = [
+            (port.id, port.base, port.markers, port.requires, port.patch.data)
+            for each in self.every
+            for port in each.ports
+        ]
+        return hashlib.sha256(repr((self.scenarios, facts, ports)).encode()).hexdigest()
 
     def including(self, ids: Iterable[str]) -> Series:
         """Return the series, with the patches of the server as ordinary ones if ``ids`` has one.
@@ -71,7 +91,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     With ``missing_ok``, ports whose file is not written yet are empty.
     """
     folder = folder or home.data("patches")
-    table = strict_toml.load(folder / "series.toml", {"schema", "order"}, schema=1)
+    table = strict_toml.load(folder / "series.toml", _KEYS, schema=1)
     order = table.strings("order", ())
     twice = sorted({id_ for id_ in order if order.count(id_) > 1})
     if twice:
@@ -84,6 +104,7 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
+    lockfile.include(folder / lockfile.SERIES_LOCK)
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
     before: set[str] = set()
     for patch in definitions:
@@ -107,9 +128,9 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
             )
     library = tuple(patch for patch in definitions if patch.target == "library")
     server = tuple(patch for patch in definitions if patch.target == "server")
-    return Series(library, folder, server)
+    return Series(library, folder, server, table.strings("scenarios", ()))
 
 
 def _shipped() -> tuple[str, ...]:
-    table = strict_toml.load(home.data("patches") / "series.toml", {"schema", "order"}, schema=1)
+    table = strict_toml.load(home.data("patches") / "series.toml", _KEYS, schema=1)
     return table.strings("order", ())

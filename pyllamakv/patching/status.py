@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pyllamakv.patching.definition import Definition, Port
+    from pyllamakv.patching.port_choice import AppliedPort, Skipped
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 State = Literal[
-    "applies", "offset", "carried", "manual", "fails", "blocked", "not-applicable", "unknown"
+    "applies",
+    "offset",
+    "carried",
+    "contained",
+    "manual",
+    "fails",
+    "blocked",
+    "not-applicable",
+    "unknown",
 ]
 
 
@@ -46,7 +55,8 @@ class PatchStatus:
     """The state of one patch on one release.
 
     ``applies``: every hunk is at its recorded position; ``offset``: hunks moved, each to one
-    possible position; ``carried``: merged from the nearest port (see `carry`); ``manual``: the
+    possible position; ``carried``: merged from the nearest port (see `carry`); ``contained``: the
+    release has all changes, alone or together with those of other patches; ``manual``: the
     merge has a conflict, or changes other lines than the port; ``fails``: a port is a candidate,
     but a hunk has no position; ``blocked``: a required patch is not applied; ``not-applicable``: no
     port is a candidate. ``port`` is the base of the port in use. ``manual`` has the reason for each
@@ -135,30 +145,32 @@ def of_tree(
     """Try every patch of a series, each on top of all those before it that apply."""
     draft = TreeOverlay(tree)
     found: list[PatchStatus] = []
+    choices = port_choice.choose_each(tuple(series), draft, tree, name, carrier)
     for definition in series:
-        applied = [status.id for status in found if status.good]
-        found.append(_one(name, definition, draft, tree, applied, carrier))
+        ports = port_choice.candidates(definition, name)
+        # Before the choice, which changes the draft.
+        attempts = tuple(_attempt(port, draft, tree) for port in ports)
+        applied = [one.id for one in found if one.good or one.state == "contained"]
+        found.append(_one(name, definition, attempts, next(choices), applied))
     return tuple(found)
 
 
 def _one(
     release: str,
     definition: Definition,
-    draft: TreeOverlay,
-    tree: Tree,
+    attempts: tuple[Attempt, ...],
+    chosen: AppliedPort | Skipped,
     applied: Sequence[str],
-    carrier: Carrier | None,
 ) -> PatchStatus:
     ports = port_choice.candidates(definition, release)
-    attempts = tuple(_attempt(port, draft, tree) for port in ports)
-    chosen = port_choice.choose(definition, draft, tree, release, applied, carrier)
     if isinstance(chosen, port_choice.AppliedPort) and chosen.port.carried_from:
         base = chosen.port.carried_from
         places = [f"{conflict.file}:{conflict.line}" for conflict in chosen.conflicts]
         by_tokens = f", by tokens at {', '.join(places)}" if places else ""
         same = "each function has the same changes"
         if chosen.contained:
-            same += f", except those that {release} contains at {', '.join(chosen.contained)}"
+            places_of = ", ".join(chosen.contained)
+            same += f", except those that {release} contains at {places_of}: drop these"
         others = [f"not from {each.base}: {each.reason}" for each in chosen.manual]
         reason = "; ".join([f"merged from port {base}{by_tokens}", same, *others])
         return PatchStatus(release, definition.id, "carried", base, reason, attempts, chosen.manual)
@@ -170,6 +182,8 @@ def _one(
     lacking = {id_ for port in meant for id_ in port.requires if id_ not in applied}
     if not definition.covers_release(release):
         state = "not-applicable"
+    elif chosen.contained:
+        state = "contained"
     elif chosen.manual:
         state = "blocked" if all(each.lacks for each in chosen.manual) else "manual"
     elif not meant and definition.author and sdist_version(release) is not None:
@@ -185,7 +199,17 @@ def _one(
         state = "blocked"
     else:
         state = "fails"
-    return PatchStatus(release, definition.id, state, "", chosen.reason, attempts, chosen.manual)
+    reason = chosen.reason
+    if state in ("manual", "fails") and (half := _present(attempts)):
+        reason += f"; {release} contains {half}: drop this from the patch"
+    return PatchStatus(release, definition.id, state, "", reason, attempts, chosen.manual)
+
+
+def _present(attempts: Sequence[Attempt]) -> str:
+    """Return the hunks of a port that a release contains, of the port with most of them."""
+    hunks = [[p for p in each.placements if p.state == "already"] for each in attempts]
+    most = max(hunks, key=len, default=[])
+    return ", ".join(f"{place.file} hunk {place.hunk}" for place in most)
 
 
 def _attempt(port: Port, draft: TreeOverlay, tree: Tree) -> Attempt:

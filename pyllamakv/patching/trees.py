@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pyllamakv.patching.strict_apply import DraftEntry
@@ -62,6 +63,29 @@ class StoreTree:
 def cached(store: Store, tree: str) -> StoreTree:
     """Return a reader of a tree that keeps the files of the trees that were read last."""
     return StoreTree(store, tree)
+
+
+def lost_share(store: Store, old: str, new: str, paths: Iterable[str]) -> float:
+    """Return the part of the lines in some files of a tree that another tree lacks, 0 to 1."""
+    return _lost_share(store, old, new, frozenset(paths))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _lost_share(store: Store, old: str, new: str, paths: frozenset[str]) -> float:
+    if old == new:
+        return 0.0
+    sides = cached(store, old), cached(store, new)
+    total = kept = 0
+    for side in sides:
+        side.fetch(paths)
+    for path in paths:
+        before, after = (
+            Counter(entry.data.split(b"\n") if entry else ())
+            for entry in (side.entry(path) for side in sides)
+        )
+        total += before.total()
+        kept += (before & after).total()
+    return 1 - kept / total if total else 1.0
 
 
 def ensure_fetched(store: Store, release: Release, progress: Progress | None = None) -> Release:

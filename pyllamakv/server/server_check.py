@@ -124,9 +124,7 @@ def check_server(
     try:
         applied = apply.apply(known, names, progress=progress)
         # No server scenario is that of a patch, so no run decides on one that is not applied.
-        undecided = {
-            each.id: each.reason for each in applied.skipped if each.failed and not each.contained
-        }
+        undecided = {each.id: each.reason for each in applied.skipped if each.failed}
         conflict = "; ".join(undecided.values())
         patched = build_server(
             Spec(release, names), backend=backend, native=native, progress=progress

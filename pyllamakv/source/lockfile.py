@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import tomlkit
@@ -32,6 +32,10 @@ _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 #: Parsed releases of each file, with the state of the file when it was read.
 _KEPT: dict[Path, tuple[tuple[int, ...], list[Release]]] = {}
+#: The lock files of the series that this process has read.
+_INCLUDED: dict[Path, None] = {}
+#: The lock file in the directory of a series: the releases of its ports that no other lock has.
+SERIES_LOCK = "upstream.lock.toml"
 _ORDER = [f.name for f in fields(Release)]
 _REQUIRED = ("name", "kind", "commit", "tree", "era", "date")
 
@@ -46,10 +50,37 @@ def added() -> Path:
     return home() / "added.lock.toml"
 
 
+def include(path: Path) -> None:
+    """Add the lock file of a patch series to the known releases of this process."""
+    _INCLUDED.setdefault(path)
+
+
 def known() -> dict[str, Release]:
-    """Return all releases by name, ordered by date; the shipped lock wins over additions."""
-    found = {release.name: release for release in (*load(added()), *load(shipped()))}
+    """Return all releases by name, ordered by date.
+
+    Of several releases of one name, that of the shipped lock is returned, else the user's.
+    """
+    files = (*reversed(_INCLUDED), added(), shipped())
+    found = {release.name: release for file in files for release in load(file)}
     return {release.name: release for release in sorted(found.values(), key=lambda r: r.order)}
+
+
+def bases() -> dict[str, Release]:
+    """Return all releases by name and by key: a port for a git commit is named by its key."""
+    found = known()
+    return {release.key: release for release in found.values()} | found
+
+
+def pin(folder: Path, release: Release) -> None:
+    """Write the git commit that a port is for to the lock of its series.
+
+    A reference is pinned as its commit, because it may move. Releases of package indexes need no
+    pin: their name identifies them.
+    """
+    if release.kind == "git":
+        url = release.name.removeprefix("git:").rpartition("@")[0] or release.url
+        save(folder / SERIES_LOCK, [replace(release, name=f"git:{url}@{release.commit}")])
+        include(folder / SERIES_LOCK)
 
 
 def load(path: Path) -> list[Release]:

@@ -85,13 +85,18 @@ def sdist_version(name: str) -> Version | None:
 def canonical_name(name: str, known: Mapping[str, Release]) -> str:
     """Return a release's name as the lock spells it: ``0.3.9`` for ``v0.3.9``.
 
-    A name in ``known`` is returned as it is; a package (``node-llama-cpp@3.7.0``) is replaced by
-    the name of its release. Only a version of llama-cpp-python may have a ``v`` in front: the tags
-    of llama.cpp begin with one.
+    A name in ``known`` is returned as it is; a package (``node-llama-cpp@3.7.0``), a key
+    (``git-3f1a…``) and a commit of at least 7 digits are replaced by the name of the release. Only
+    a version of llama-cpp-python may have a ``v`` in front: the tags of llama.cpp begin with one.
     """
     if name in known:
         return name
     if packaged := next((each.name for each in known.values() if each.package == name), None):
         return packaged
+    commit = name.removeprefix("git-").lower()
+    if re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        same = {each.name for each in known.values() if each.commit.startswith(commit)}
+        if len(same) == 1:
+            return same.pop()
     name = name.removeprefix("llama-cpp-python==")
     return name[1:] if name not in known and re.fullmatch(r"v\d.*", name) else name

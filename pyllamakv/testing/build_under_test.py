@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.building import backend as backends
 from pyllamakv.building import variant as variants
 from pyllamakv.errors import UsageError
+from pyllamakv.patching import foreign_series
 from pyllamakv.scenarios.device_placement import DevicePlacement
 from pyllamakv.source import verified
 
@@ -27,16 +28,16 @@ OPTIONS = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4}
 
 @dataclass(frozen=True)
 class BuildUnderTest:
-    """A release with a series, on a backend; ``patches`` are foreign files."""
+    """A release with patches of a series (default: the shipped one), on a backend."""
 
     spec: str
     backend: str = "cpu"
-    patches: tuple[Path, ...] = ()
+    patches: str = ""
 
     @property
     def name(self) -> str:
         """Return the parameter text after a test's name."""
-        words = [self.spec, *(path.stem for path in self.patches)]
+        words = [self.spec, *([Path(self.patches).stem] if self.patches else ())]
         return "+".join(words) + ("" if self.backend == "cpu" else f"-{self.backend}")
 
     @property
@@ -47,7 +48,7 @@ class BuildUnderTest:
     @property
     def stock(self) -> bool:
         """Return whether nothing is patched."""
-        return not self.patches and variants.parse(self.spec).series == ()
+        return variants.parse(self.spec).series == ()
 
     def build(self, say: Callable[[str], None] | None = None) -> Variant:
         """Return the variant, building it first if necessary; ``say`` receives a message."""
@@ -60,14 +61,8 @@ class BuildUnderTest:
         """Return the variant, built first when it is not there."""
         from pyllamakv.building import build
 
-        if not self.patches:
-            return build.build(self.spec, backend=self.backend)
-        from pyllamakv.patching import apply
-        from pyllamakv.source import fetch
-
-        release = fetch.ensure(self.spec)
-        patched = apply.apply(release, [str(path) for path in self.patches])
-        return build.build_patched(release, patched, backend=self.backend)
+        spec = variants.parse(self.spec)
+        return build.build_series(spec.release, spec.series, self.patches, backend=self.backend)
 
     def open(
         self,
@@ -86,35 +81,23 @@ class BuildUnderTest:
         return not self.patches and variants.find(self.spec, backend=self.backend) is not None
 
 
-def choose(releases: Sequence[str], series: Sequence[str], backend: str) -> list[BuildUnderTest]:
+def choose(
+    releases: Sequence[str], series: Sequence[str], backend: str, patches: str = ""
+) -> list[BuildUnderTest]:
     """Return the selection of the options: every release with every series. Raises UsageError."""
     known = backends.known(backend)
-    return [
-        _subject(release, chosen, known)
-        for release in dict.fromkeys(releases or (verified.newest().name,))
-        for chosen in dict.fromkeys(series or ("patched",))
-    ]
-
-
-def _subject(release: str, series: str, backend: str) -> BuildUnderTest:
-    words = [word for word in series.split(",") if word]
-    files = [Path(word).expanduser() for word in words if _is_path(word)]
-    if files and len(files) == len(words):
-        missing = next((file for file in files if not file.exists()), None)
-        if missing is not None:
-            raise UsageError(f"--llama-series: there is no patch file or directory {missing}")
-        return BuildUnderTest(release, backend, tuple(file.resolve() for file in files))
-    if files or not words:
-        raise UsageError(
-            f"--llama-series={series}: expected patched, stock, PATCH,PATCH or paths of patches"
-        )
-    spec = f"{release}+{','.join(words)}"
-    variants.parse(spec)
-    return BuildUnderTest(spec, backend)
-
-
-def _is_path(word: str) -> bool:
-    return "/" in word or word.endswith((".patch", ".diff"))
+    place = foreign_series.absolute(patches) if patches else ""
+    found = []
+    for release in dict.fromkeys(releases or (verified.newest().name,)):
+        for chosen in dict.fromkeys(series or ("patched",)):
+            words = [word for word in chosen.split(",") if word]
+            if not words:
+                msg = f"--llama-series={chosen}: expected patched, stock or PATCH,PATCH"
+                raise UsageError(msg)
+            spec = f"{release}+{','.join(words)}"
+            stock = variants.parse(spec).series == ()
+            found.append(BuildUnderTest(spec, known, "" if stock else place))
+    return found
 
 
 @contextmanager

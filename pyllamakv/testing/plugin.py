@@ -40,7 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--llama-series",
         action="append",
         metavar="SERIES",
-        help="patched (default), stock, PATCH,PATCH, or patch files or directories; repeatable",
+        help="patched (default), stock, or PATCH,PATCH; repeatable",
+    )
+    group.addoption(
+        "--llama-patches",
+        default="",
+        metavar="SERIES",
+        help="directory, file or git:REPO@FROM..TO of the patches; default: shipped",
     )
     group.addoption(
         "--llama-backend",
@@ -130,6 +136,7 @@ def _subjects(config: pytest.Config) -> list[BuildUnderTest]:
             config.getoption("--llama-release") or (),
             config.getoption("--llama-series") or (),
             config.getoption("--llama-backend"),
+            config.getoption("--llama-patches"),
         )
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error

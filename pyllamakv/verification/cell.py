@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import filelock
 
 from pyllamakv.building import variant as variants
-from pyllamakv.building.build import build
+from pyllamakv.building.build import build, build_series
 from pyllamakv.errors import HarnessError, KvError
 from pyllamakv.home import home
-from pyllamakv.patching import drift
+from pyllamakv.patching import drift, port_choice
 from pyllamakv.source import fetch
 from pyllamakv.verification import check as checking
 from pyllamakv.verification import check_report, discovery
@@ -88,10 +88,11 @@ def build_lock(progress: Progress | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CellSpec:
-    """The name of a cell: a release, shipped patches (default: all that apply) and a backend.
+    """The name of a cell: a release, patches (default: all that apply) and a backend.
 
-    ``isolate`` verifies one shipped patch with its own scenarios; ``scenarios`` limits what runs;
-    ``quick`` runs each scenario in a few settings only.
+    ``patches`` is the series (default: the shipped one), and ``series`` are ids of its patches.
+    ``isolate`` verifies one patch with its own scenarios; ``scenarios`` limits what runs; ``quick``
+    runs each scenario in a few settings only.
     """
 
     release: str
@@ -101,6 +102,7 @@ class CellSpec:
     native: bool = True
     scenarios: tuple[str, ...] = ()
     quick: bool = False
+    patches: str = ""
 
     @property
     def name(self) -> str:
@@ -113,6 +115,8 @@ class CellSpec:
         words = [self.release]
         if self.isolate or self.series:
             words.append(f"[{self.isolate or ','.join(self.series)}]")
+        if self.patches:
+            words.append(f"of {self.patches.rstrip('/').rsplit('/', 1)[-1]}")
         if self.scenarios:
             words.append(f"({','.join(self.scenarios)})")
         words += ["portable"] * (not self.native) + ["quick"] * self.quick
@@ -123,6 +127,7 @@ class CellSpec:
         return checking.CheckRequest(
             release=self.release,
             series=self.series,
+            patches=self.patches,
             isolate=self.isolate,
             scenarios=self.scenarios,
             backend=self.backend,
@@ -133,8 +138,10 @@ class CellSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain JSON values."""
-        raw = asdict(self)
-        return raw | {"series": list(self.series), "scenarios": list(self.scenarios)}
+        raw = asdict(self) | {"series": list(self.series), "scenarios": list(self.scenarios)}
+        if not self.patches:
+            del raw["patches"]
+        return raw
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CellSpec:
@@ -354,16 +361,18 @@ def _rows(answer: CheckResult) -> tuple[ScenarioRow, ...]:
 
 def _build(spec: CellSpec, progress: Progress | None) -> None:
     """Build both sides. `check` reports a failure here when it occurs again."""
-    series = (spec.isolate,) if spec.isolate else (spec.series or None)
+    names = (spec.isolate,) if spec.isolate else (spec.series or None)
+    options: Any = {"backend": spec.backend, "native": spec.native, "progress": progress}
     with contextlib.suppress(KvError):
-        for wanted in (variants.Spec(spec.release, ()), variants.Spec(spec.release, series)):
-            build(wanted, backend=spec.backend, native=spec.native, progress=progress)
+        build(variants.Spec(spec.release, ()), **options)
+        build_series(spec.release, names, spec.patches, **options)
 
 
 def _drift(spec: CellSpec, release: Release) -> tuple[dict[str, Any], ...]:
     ids = (spec.isolate,) if spec.isolate else spec.series
     try:
-        return tuple(one.as_json() for one in drift.drift(release, ids))
+        series = port_choice.load_series(spec.patches)
+        return tuple(one.as_json() for one in drift.drift(release, ids, series=series))
     except KvError:
         # Where the verdict can be had without it, a report without drift is better than none.
         return ()

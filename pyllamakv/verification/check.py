@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.building import variant as variants
-from pyllamakv.building.build import build, build_patched
+from pyllamakv.building.build import build, build_series
 from pyllamakv.errors import (
     BuildError,
     CommandFailed,
@@ -18,7 +17,7 @@ from pyllamakv.errors import (
     SourceError,
     UsageError,
 )
-from pyllamakv.patching import apply, drift, foreign_series, series
+from pyllamakv.patching import apply, drift, port_choice
 from pyllamakv.source import fetch, spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, parallel_runs
@@ -46,13 +45,14 @@ log = logging.getLogger(__name__)
 class CheckRequest:
     """A request: a release, patches and scenarios.
 
-    ``series`` are ids of the shipped series (empty: all that apply), ``patches`` foreign files or
-    directories, and ``isolate`` is one patch to verify with its own scenarios.
+    ``patches`` is a series (a path or ``git:REPOSITORY@FROM..TO``; empty: the shipped one),
+    ``series`` are ids of its patches (empty: all that apply), and ``isolate`` is one patch to
+    verify with its own scenarios.
     """
 
     release: str
     series: tuple[str, ...] = ()
-    patches: tuple[Path, ...] = ()
+    patches: str = ""
     isolate: str = ""
     scenarios: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
@@ -150,12 +150,13 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     A stock build that cannot be fetched or built has the verdict untestable.
     """
     chosen = discovery.select(discovery.discover(question.folders), question.scenarios)
-    shipped = series.load()
+    series = port_choice.load_series(question.patches)
     names = _names(question)
-    claimed = {patch.id: set(patch.scenarios) for patch in shipped}
-    own = _own(question, shipped)
-    if own is not None:
-        chosen = _narrowed(chosen, own)
+    claimed = {patch.id: set(patch.scenarios) for patch in series}
+    asked = [series.definition(name) for name in names or ()]
+    claims = _claims(question, series, asked)
+    if any(patch.scenarios for patch in asked):
+        chosen = _narrowed(chosen, claims)
     try:
         release = fetch.fetch(spec_resolver.resolve(question.release), progress=progress)
         stock = build(
@@ -164,7 +165,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
             native=question.native,
             progress=progress,
         )
-        made = _patch(question, release, names, progress)
+        made = _patch(question, series, release, names, progress)
     except CommandFailed as error:
         return CheckResult(question, decide((), untestable=f"stock does not build: {error}"))
     except BuildError as error:
@@ -173,7 +174,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         if error.exit_code != SourceError.exit_code:
             raise
         return CheckResult(question, decide((), untestable=f"cannot be fetched here: {error}"))
-    if not question.scenarios and not question.patches:
+    if not question.scenarios and claims:
         brought = {name for patch in made.patches for name in claimed.get(patch, ())}
         chosen = [each for each in chosen if each.kind != "feature" or each.id in brought]
     sides = {"stock": stock} | ({"patched": made.variant} if made.variant else {})
@@ -184,8 +185,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         for side, built in sides.items()
         if side == "stock" or not _left_out(each.id, made, claimed)
     ]
-    claims = _claims(question, own)
-    if made.variant is None and claims == set():
+    if made.variant is None and not claims:
         tasks = []  # no run of stock decides whether such a patch is still needed
     try:
         results = parallel_runs.run_tasks(
@@ -212,7 +212,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     stopped = len(pairs) - len(made_pairs)
     headers = _test_headers(question, made, progress)
     # A patch without claims may use the name of a header for one with other functions.
-    problems = [each.problem for each in headers if each.failed or (each.error and claims != set())]
+    problems = [each.problem for each in headers if each.failed or (each.error and claims)]
     judgement = decide(
         made_pairs,
         conflict=made.conflict,
@@ -294,65 +294,21 @@ def pair_up(
 
 
 def _names(question: CheckRequest) -> list[str] | None:
-    given = [bool(question.series), bool(question.patches), bool(question.isolate)]
-    if sum(given) > 1:
-        msg = "choose one of --patch, --series and --isolate"
+    """Return the ids of the requested patches; None for the whole series."""
+    if question.series and question.isolate:
+        msg = "choose one of --series and --isolate"
         raise UsageError(msg)
-    if question.isolate:
-        return [question.isolate]
-    if question.patches:
-        for path in question.patches:
-            if not str(path).startswith(foreign_series.GIT) and not path.exists():
-                msg = f"there is no patch file or directory {path}"
-                raise UsageError(msg)
-        return [foreign_series.absolute(path) for path in question.patches]
-    return list(question.series) or None
+    return [question.isolate] if question.isolate else list(question.series) or None
 
 
-def _own(question: CheckRequest, shipped: Series) -> set[str] | None:
-    """Return the scenarios of the requested patches; None if all are requested, or none named.
+def _claims(question: CheckRequest, series: Series, asked: Sequence[Definition]) -> set[str]:
+    """Return the scenarios that the patches claim to pass: theirs, and those of the request.
 
-    A foreign patch has scenarios only if it is a directory in the layout of the series.
+    A scenario that another patch names is not claimed by the requested ones that have their own.
     """
-    if question.patches:
-        named = [_named(path) for path in question.patches]
-        return set().union(*named) if all(named) else None
-    asked = (question.isolate,) if question.isolate else question.series
-    if not asked:
-        return None
-    own = {name for patch in asked for name in shipped.definition(patch).scenarios}
-    # A scenario that no patch names is the caller's own. If requested by name, it is for these
-    # patches.
-    claimed = {name for patch in shipped for name in patch.scenarios}
-    return own | (set(question.scenarios) - claimed) if own else None
-
-
-def _claims(question: CheckRequest, own: set[str] | None) -> set[str] | None:
-    """Return the scenarios that the patches claim to pass; None if all.
-
-    A foreign patch claims the scenarios in its header or its series, and those of the request.
-    """
-    if own is None and question.patches:
-        named = {name for patch in _patches(question) for name in patch.scenarios}
-        return named | set(question.scenarios)
-    if own is None and (question.isolate or question.series):
-        return set(question.scenarios)
-    return own
-
-
-def _patches(question: CheckRequest) -> list[Definition]:
-    """Return the foreign patches of a request."""
-    return [patch for path in question.patches for patch in foreign_series.load(_source(path))]
-
-
-def _source(path: Path) -> Path | str:
-    return str(path) if str(path).startswith(foreign_series.GIT) else path
-
-
-def _named(path: Path) -> set[str]:
-    if not (path / "series.toml").is_file():
-        return set()
-    return {name for patch in series.load(path) for name in patch.scenarios}
+    own = {name for patch in asked or series for name in patch.scenarios}
+    others = {name for patch in series for name in patch.scenarios} if asked and own else set()
+    return own | set(() if asked else series.scenarios) | (set(question.scenarios) - others)
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
@@ -368,39 +324,42 @@ def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:
 
 
 def _patch(
-    question: CheckRequest, release: Release, names: list[str] | None, progress: Progress | None
+    question: CheckRequest,
+    series: Series,
+    release: Release,
+    names: list[str] | None,
+    progress: Progress | None,
 ) -> PatchedSide:
     try:
-        patched: PatchedRelease = apply.apply(release, names)
+        patched: PatchedRelease = apply.apply(release, names, series=series)
     except (PatchConflict, NoPortApplies) as error:
         first = str(error).split("\n", 1)[0]
         conflicts = error.conflicts if isinstance(error, NoPortApplies) else [error]
         partly = any(each.half_applied for each in conflicts)
         # The conflict of a partly patched tree is better explained than a changed line.
-        why = drift.why(release, names) or first
+        why = drift.why(release, names, series) or first
         if partly:
             why = f"{first} The release already contains a part of the patch."
         whole = bool(conflicts) and all(each.contained for each in conflicts)
-        contained = whole and len(_patches(question)) == 1
+        contained = whole and len(conflicts) == len(names or series.order)
         if contained:
-            why = "The release already contains the whole patch."
+            why = "The release already contains all changes: drop the patch for this release."
         return PatchedSide(conflict=why, partly=partly, contained=contained)
     skipped = {each.id: each.reason for each in patched.skipped}
     torn = {each.id: each.reason for each in patched.skipped if each.failed}
     conflict = "; ".join(torn.values())
     partly = any(c.half_applied for each in patched.skipped for c in each.conflicts)
     if torn:
-        conflict = drift.why(release, list(torn)) or conflict
+        conflict = drift.why(release, list(torn), series) or conflict
     try:
-        backend, native = question.backend, question.native
-        if question.patches:
-            built = build_patched(
-                release, patched, backend=backend, native=native, progress=progress
-            )
-        else:
-            kept = None if names is None else tuple(names)
-            spec = variants.Spec(question.release, kept)
-            built = build(spec, backend=backend, native=native, progress=progress)
+        built = build_series(
+            question.release,
+            names,
+            question.patches,
+            backend=question.backend,
+            native=question.native,
+            progress=progress,
+        )
     except CommandFailed as error:
         first = error.first_error or str(error)
         return PatchedSide(
@@ -410,7 +369,7 @@ def _patch(
         built,
         patched.patches,
         skipped,
-        tuple(each.id for each in patched.skipped if each.failed and not each.contained),
+        tuple(torn),
         conflict,
         tree=patched.tree,
         partly=partly,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.building import backend as backends
 from pyllamakv.errors import UsageError
-from pyllamakv.patching import series as shipped
+from pyllamakv.patching import port_choice
 from pyllamakv.source import lockfile, releases, spec_resolver
 from pyllamakv.verification import cell, result_cache
 from pyllamakv.verification import cell as cells
@@ -32,8 +32,9 @@ VerifyCell = Callable[[dict[str, Any], bool], dict[str, Any]]
 class MatrixSelection:
     """The selection of cells; the default is all of them.
 
-    ``isolate`` names shipped patches to verify alone, with their own scenarios; ``each`` adds all
-    of them in this way. ``sample`` selects one release per era: the default one, else the newest.
+    ``patches`` is the series (default: the shipped one), and ``series`` are ids of its patches.
+    ``isolate`` names patches to verify alone, with their own scenarios; ``each`` adds all of them
+    in this way. ``sample`` selects one release per era: the default one, else the newest.
     ``quick`` runs each scenario in a few settings only.
     """
 
@@ -47,6 +48,7 @@ class MatrixSelection:
     native: bool = True
     sample: bool = False
     quick: bool = False
+    patches: str = ""
 
 
 def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
@@ -57,7 +59,7 @@ def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
     cells.
     """
     choice = choice or MatrixSelection()
-    series = shipped.load()
+    series = port_choice.load_series(choice.patches)
     for name in (*choice.series, *choice.isolate):
         series.definition(name)
     alone = ("", *series.order) if choice.each else choice.isolate or ("",)
@@ -70,6 +72,7 @@ def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
             choice.native,
             choice.scenarios,
             choice.quick,
+            choice.patches,
         )
         for backend in choice.backends
         for release in _names(choice)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import BranchRefused, KvError, Locked, UsageError
 from pyllamakv.home import home
-from pyllamakv.patching import conflict_report
-from pyllamakv.source import lockfile
+from pyllamakv.patching import conflict_report, port_choice
+from pyllamakv.source import fetch, lockfile, spec_resolver
 from pyllamakv.source.files import locked, write_text_atomic
 from pyllamakv.source.releases import ARCHIVE_KINDS
 from pyllamakv.verification import result_cache, review_branch
@@ -81,12 +81,14 @@ class ReleaseWatch:
     """Finish each release as soon as all its cells are verified.
 
     ``branch`` is the template of the branch names, with ``{release}``; empty for no branches.
-    Raises UsageError if branches cannot be written from here.
+    ``patches`` is the series (default: the shipped one). Raises UsageError if branches cannot be
+    written from here.
     """
 
-    def __init__(self, branch: str, progress: Progress | None = None) -> None:
+    def __init__(self, branch: str, patches: str = "", progress: Progress | None = None) -> None:
         self._branch = branch
-        self._checkout = review_branch.repository() if branch else None
+        self._patches = patches
+        self._checkout = review_branch.repository(patches) if branch else None
         self._progress = progress
         self._names: set[str] = set()
         self._left: dict[str, int] = {}
@@ -106,11 +108,11 @@ class ReleaseWatch:
         A release whose branch must not be replaced is not verified.
         """
         try:
-            if release.kind not in ARCHIVE_KINDS:
-                msg = f"{release.name} is not from a package index; use `pyllamakv matrix run`"
+            if release.kind == "path":
+                msg = f"{release.name} is a directory; use `pyllamakv matrix run`"
                 raise UsageError(msg)
             if self._checkout is not None:
-                name = review_branch.name_of(self._branch, release.name)
+                name = review_branch.name_of(self._branch, release.key)
                 if name in self._names:
                     msg = f"branch {name} is of another release: put {{release}} into --branch"
                     raise UsageError(msg)
@@ -145,9 +147,12 @@ class ReleaseWatch:
         made: ReviewBranch | None = None
         try:
             if any(result.verdict == Verdict.BROKEN_APPLY for result in results):
-                conflicts = conflict_report.of_release(release, progress=self._progress)
+                series = port_choice.load_series(self._patches)
+                conflicts = conflict_report.of_release(
+                    release, series=series, progress=self._progress
+                )
             elif self._checkout is not None and all(result.verdict in GOOD for result in results):
-                name = review_branch.name_of(self._branch, release.name)
+                name = review_branch.name_of(self._branch, release.key)
                 made = review_branch.write(
                     self._checkout, name, release, results, progress=self._progress
                 )
@@ -162,9 +167,28 @@ class ReleaseWatch:
         return FollowedRelease(release.name, results, conflicts, made)
 
 
+def obtain(name: str, progress: Progress | None = None) -> Release:
+    """Return a release to follow; a git reference is pinned to the commit that it has now.
+
+    Raises the errors of `fetch.ensure`.
+    """
+    if name.startswith("git:"):
+        known = lockfile.known().get(name)
+        if known is None or spec_resolver.remote_commit(known) != known.commit:
+            return spec_resolver.pin_git(name)
+    return fetch.ensure(name, progress=progress)
+
+
 def added() -> list[Release]:
-    """Return the releases that were added from package indexes, oldest first."""
-    return [each for each in lockfile.load(lockfile.added()) if each.kind in ARCHIVE_KINDS]
+    """Return the releases that a watch can continue with, oldest first.
+
+    These are all from package indexes, and the git references that are unfinished.
+    """
+    return [
+        each
+        for each in lockfile.load(lockfile.added())
+        if each.kind in ARCHIVE_KINDS or _mark(each).exists()
+    ]
 
 
 def pending(specs: Iterable[CellSpec]) -> list[str]:

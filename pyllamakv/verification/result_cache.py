@@ -17,6 +17,7 @@ from pyllamakv.building import backend as backends
 from pyllamakv.building import compiler, variant
 from pyllamakv.errors import KvError
 from pyllamakv.home import data, home
+from pyllamakv.patching import port_choice
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.files import write_text_atomic
@@ -49,7 +50,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
             spec.to_json(),
             release.commit,
             release.tree,
-            _texts(),
+            _texts(spec.patches),
             variant.RECIPE,
             variant.shim_digest(),
             _code(),
@@ -113,20 +114,22 @@ def is_transient(result: CellResult) -> bool:
     return hung or result.verdict in _TRANSIENT
 
 
-def stock(release: str) -> dict[str, str]:
-    """Return the known outcomes of scenarios on a stock release."""
-    found = latest_result(CellSpec(release))
+def stock(release: str, patches: str = "") -> dict[str, str]:
+    """Return the known outcomes of scenarios on a stock release, from a run with a series."""
+    found = latest_result(CellSpec(release, patches=patches))
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 
 
-def _texts() -> str:
-    """Return the digest of the patches and of the code that applies them.
+def _texts(patches: str) -> str:
+    """Return the digest of a series and of the code that applies it.
 
     Accepted verdicts are stored beside the patches. They are compared with results and do not
     influence them.
     """
-    roots = (data("patches"), _PACKAGE / "patching")
-    return variant.files_digest(roots, without=variant.DIGEST_EXCLUDES)
+    code = _PACKAGE / "patching"
+    if patches:
+        return port_choice.load_series(patches).digest + variant.files_digest((code,))
+    return variant.files_digest((data("patches"), code), without=variant.DIGEST_EXCLUDES)
 
 
 def _code() -> str:

@@ -1,7 +1,8 @@
 """Write a branch for review that adds a verified release to a checkout.
 
-The branch has one commit on top of the current one: the lock entry, the architectures that no older
-release knows, a port for each carried patch and the accepted verdicts. The commit is created in a
+The branch has one commit on top of the current one: a port for each carried patch, the accepted
+verdicts, and for the shipped series the lock entry and the architectures that no older release
+knows. The commit is created in a
 temporary index, so that the work tree, the index and the current branch stay as they are.
 """
 
@@ -16,6 +17,7 @@ from pyllamakv import home
 from pyllamakv.errors import BranchRefused, UsageError
 from pyllamakv.patching import carry_acceptance
 from pyllamakv.source import architectures, git_command, lockfile
+from pyllamakv.source.releases import ARCHIVE_KINDS
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import expected
 
@@ -28,11 +30,10 @@ if TYPE_CHECKING:
     from pyllamakv.source.store import Store
     from pyllamakv.verification.cell import CellResult
 
-#: What a branch may change; the work tree must have no changes there.
+#: What a branch with the shipped series may change; the work tree must have no changes there.
 PATCHES = "patches"
 LOCK = "vendor/upstream.lock.toml"
 ARCHITECTURES = "vendor/architectures.toml"
-_PATHS = (PATCHES, LOCK, ARCHITECTURES)
 
 #: The last line of the message of a commit that `write` made: its tree. A commit that was amended
 #: has another tree or committer.
@@ -56,33 +57,55 @@ class ReviewBranch:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checkout that branches are written to: its root, and the commit that is verified."""
+    """A checkout that branches are written to: its root, and the commit that is verified.
+
+    ``patches`` is the directory of the series, and ``paths`` is what a branch may change.
+    """
 
     root: Path
     commit: str
+    patches: str = PATCHES
+    paths: tuple[str, ...] = (PATCHES, LOCK, ARCHITECTURES)
 
 
-def repository() -> Checkout:
+def repository(patches: str = "") -> Checkout:
     """Return the checkout that branches are written to, with its current commit.
 
-    Raises UsageError if this package does not run from a git checkout, or if the patches, the lock
-    or the architectures have changes that are not committed: these would be verified, and not be in
-    the branch.
+    It is that of a series (default: of this package). Raises UsageError if the series is no
+    directory with ``series.toml`` in a git checkout, or if the patches, the lock or the
+    architectures have changes that are not committed: these would be verified, and not be in the
+    branch.
     """
-    root = home.checkout()
+    root = _root_of(Path(patches)) if patches else home.checkout()
     if root is None or git_command.run(root, "rev-parse", "-q", "--verify", "HEAD").returncode:
+        what = f"of {patches}, with its series.toml" if patches else "of pyllamakv"
         msg = (
-            "a branch for review requires a git checkout of pyllamakv; run the command from one, "
+            f"a branch for review requires a git checkout {what}; run the command from one, "
             "or turn the branch off with --branch ''"
         )
         raise UsageError(msg)
     commit = git_command.git(root, "rev-parse", "--verify", "HEAD^{commit}")
-    _check_clean(root)
-    return Checkout(root, commit)
+    found = Checkout(root, commit)
+    if patches:
+        place = Path(patches).relative_to(root).as_posix()
+        found = Checkout(root, commit, place, (place,))
+    _check_clean(found)
+    if git_command.run(root, "cat-file", "-e", f"{commit}:{found.patches}").returncode:
+        msg = f"{found.patches} is not committed in {root}; commit it first"
+        raise UsageError(msg)
+    return found
 
 
-def _check_clean(root: Path) -> None:
-    words = ("status", "--porcelain", "--untracked-files=no", "--", *_PATHS)
+def _root_of(folder: Path) -> Path | None:
+    if not (folder / "series.toml").is_file():
+        return None
+    done = git_command.run(folder, "rev-parse", "--show-toplevel")
+    return None if done.returncode else Path(done.stdout.decode().rstrip("\n"))
+
+
+def _check_clean(checkout: Checkout) -> None:
+    root = checkout.root
+    words = ("status", "--porcelain", "--untracked-files=no", "--", *checkout.paths)
     changed = git_command.git(root, "--no-optional-locks", *words).split("\n")[0][3:]
     if changed:
         msg = f"{changed} has changes that are not committed; commit or stash them first"
@@ -141,8 +164,8 @@ def write(
     """
     root, base = checkout.root, checkout.commit
     before = check_free(root, name)
-    _check_clean(root)
-    if _patches(root, "HEAD") != _patches(root, base):
+    _check_clean(checkout)
+    if _patches(checkout, "HEAD") != _patches(checkout, base):
         raise _changed(release)
     if progress:
         progress(f"writing branch {name}", 0, None)
@@ -155,10 +178,10 @@ def write(
             "GIT_INDEX_FILE": str(Path(scratch) / "index"),
         }
         git_command.git(folder, "read-tree", base, env=env)
-        git_command.git(folder, "checkout", "-q", "--", *_PATHS, env=env)
-        ports = _change(folder, release, results, store, progress)
+        git_command.git(folder, "checkout", "-q", "--", *checkout.paths, env=env)
+        ports = _change(folder, checkout, release, results, store, progress)
         notes = tuple(note.replace(f"{folder}/", "") for port in ports for note in port.notes)
-        git_command.git(folder, "add", "--", *_PATHS, env=env)
+        git_command.git(folder, "add", "--", *checkout.paths, env=env)
         tree = git_command.git(folder, "write-tree", env=env)
     if tree == git_command.git(root, "rev-parse", f"{base}^{{tree}}"):
         return None
@@ -167,7 +190,7 @@ def write(
     if before and _parts(root, before) == (tree, base):
         return ReviewBranch(name, before, files, notes)
     date = max((each.verified for each in results), default="") or git_command.DATE
-    message = _message(release, results, tree)
+    message = _message(checkout, release, results, tree)
     dates = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
     commit = git_command.git(root, "commit-tree", tree, "-p", base, input=message, env=dates)
     git_command.git(root, "update-ref", f"refs/heads/{name}", commit, before or _NOTHING)
@@ -176,13 +199,14 @@ def write(
 
 def _change(
     folder: Path,
+    checkout: Checkout,
     release: Release,
     results: Sequence[CellResult],
     store: Store | None,
     progress: Progress | None,
 ) -> tuple[AcceptedPort, ...]:
     """Change the files of a checkout so that they include a release; return the new ports."""
-    patches = folder / PATCHES
+    patches = folder / checkout.patches
     ports: tuple[AcceptedPort, ...] = ()
     wanted = {id_: base for each in results for id_, base in each.carried.items()}
     if wanted:
@@ -190,14 +214,16 @@ def _change(
     found = {port.id: port.carried_from for port in ports}
     if found != wanted:
         raise _changed(release)
-    lockfile.save(folder / LOCK, [release])
-    architectures.add(folder / LOCK, store or open_store(), release)
+    if LOCK in checkout.paths and release.kind in ARCHIVE_KINDS:
+        lockfile.save(folder / LOCK, [release])
+        architectures.add(folder / LOCK, store or open_store(), release)
     expected.accept(results, patches / "expected.toml")
     return ports
 
 
-def _patches(root: Path, commit: str) -> str:
-    return git_command.git(root, "rev-parse", "--verify", f"{commit}:{PATCHES}")
+def _patches(checkout: Checkout, commit: str) -> str:
+    words = ("rev-parse", "--verify", f"{commit}:{checkout.patches}")
+    return git_command.git(checkout.root, *words)
 
 
 def _changed(release: Release) -> UsageError:
@@ -205,14 +231,15 @@ def _changed(release: Release) -> UsageError:
     return UsageError(msg)
 
 
-def _message(release: Release, results: Sequence[CellResult], tree: str) -> str:
+def _message(checkout: Checkout, release: Release, results: Sequence[CellResult], tree: str) -> str:
     carried = {id_: base for each in results for id_, base in each.carried.items()}
     lines = [f"Add release {release.name}", ""]
     lines += [f"{each.spec.name}: {each.verdict}: {each.measured}." for each in results]
     if carried:
         names = ", ".join(f"{id_} from {base}" for id_, base in carried.items())
         lines.append(f"Ports that a merge wrote: {names}.")
-    lines += ["", "To complete it: python tests/kits/records.py trees verdicts"]
+    if LOCK in checkout.paths:
+        lines += ["", "To complete it: python tests/kits/records.py trees verdicts"]
     return "\n".join([*lines, "", f"{_TRAILER}: {tree}"]) + "\n"
 
 

@@ -188,7 +188,7 @@ def _verified(
             msg = f"the series written for {release.name} makes tree {again.tree}, expected {tree}"
             raise HarnessError(msg)
         _build(release, again, seconds, progress)
-        question = check.CheckRequest(release.name, patches=(folder,))
+        question = check.CheckRequest(release.name, patches=str(folder))
         with _timed(seconds, "verify"):
             found = check.check(question, progress=progress).decision
     carried = {port.id: port.carried_from for port in made.ports if port.carried_from}

@@ -49,10 +49,7 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
     world = CheckSandbox()
 
     def build(spec, **_):
-        stock = str(spec).endswith("+stock")
-        return world.variant(
-            *(("stock", world.build_stock) if stock else ("patched", world.build_patched))
-        )
+        return world.variant("stock", world.build_stock)
 
     def apply(release, names, **_):
         world.calls.append(("apply", names))
@@ -74,7 +71,7 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
     world.opener = Opener(by_side)
     monkeypatch.setattr(checking, "build", build)
     monkeypatch.setattr(
-        checking, "build_patched", lambda *_, **__: world.variant("patched", world.build_patched)
+        checking, "build_series", lambda *_, **__: world.variant("patched", world.build_patched)
     )
     monkeypatch.setattr(checking.apply, "apply", apply)
     monkeypatch.setattr(checking.drift, "why", lambda *_: world.why)

@@ -135,15 +135,18 @@ def test_status_names_the_port(bench: SeriesSandbox) -> None:
 
 
 def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
-    """Bases are compared by date; a farther port is used if the nearest has a conflict.
+    """Bases are compared by content; a farther port is used if the nearest has a conflict.
 
-    The status has the reason why the nearest is not used.
+    The status has the reason why the nearest is not used. The release is older than both.
     """
-    release = bench.add_release("0.3.4", NEAR, "2025-01-04")
-    changed = SAME | {"src/a.cpp": code("first", "fixed(b);") + code("second")}
+    near = NEAR["src/a.cpp"].replace(b"second", b"third")
+    release = bench.add_release("0.3.4", STOCK | {"src/a.cpp": near}, "2024-01-04")
+    third = STOCK | {"src/a.cpp": code("first", "other(b);") + code("third")}
+    bench.add_release("0.3.3", third, "2025-01-03")
+    changed = third | {"src/a.cpp": code("first", "fixed(b);") + code("third")}
     bench.add_patch(
         "two",
-        {"0.3.1": (STOCK, STOCK | {"src/a.cpp": FIXED["src/a.cpp"]}), "0.3.3": (SAME, changed)},
+        {"0.3.1": (STOCK, STOCK | {"src/a.cpp": FIXED["src/a.cpp"]}), "0.3.3": (third, changed)},
         marker=("src/h.h", "int size"),
     )
     listed = series.load(bench.folder)
@@ -353,13 +356,55 @@ def test_a_port_that_only_adds_files(bench: SeriesSandbox) -> None:
     assert file(bench, made.tree, "src/new.h") == b"void fix(int);\n"
 
 
-def test_a_change_that_upstream_has_is_manual(bench: SeriesSandbox) -> None:
-    """A merge without a change is no carried patch: a person decides that it is obsolete."""
+def test_a_change_that_upstream_has_is_contained(bench: SeriesSandbox) -> None:
+    """It is no conflict: the advice is to drop it."""
     bench.add_release("0.3.4", FIXED | {"src/a.cpp": FIXED["src/a.cpp"] + b"\n"}, "2025-01-04")
     listed = series.load(bench.folder)
     (found,) = status.status([bench.releases["0.3.4"]], series=listed, store=bench.store)
-    assert found.state == "manual"
-    assert "contains every change" in found.reason
+    assert (found.state, found.bad) == ("contained", False)
+    assert found.reason == "0.3.4 contains all changes of the patch: drop it for this release"
+
+
+def test_a_branch_that_upstream_merged_as_one_commit_is_contained(bench: SeriesSandbox) -> None:
+    """No patch of it is in the release as it is; undone from the last one, each is."""
+    steps = [STOCK]
+    for line in ("fix(1);", "fix(2);", "fix(3);"):
+        steps.append(STOCK | {"src/a.cpp": code("first", line) + code("second")})
+    after = steps[-1] | {"src/b.cpp": b"int b;\n"}
+    names = [f"step-{number}" for number in (1, 2, 3)]
+    for number, name in enumerate(names, 1):
+        needs = names[number - 2 : number - 1]
+        bench.add_patch(
+            name,
+            {"0.3.1": (steps[number - 1], steps[number])},
+            requires=tuple(needs),
+            marker=("src/a.cpp", "first_7"),
+        )
+    bench.add_patch("last", {"0.3.1": (steps[3], after)}, requires=("step-3",),
+                    marker=("src/a.cpp", "first_7"))  # fmt: skip
+    merged = steps[3] | {"src/h.h": b"int other;\n"}
+    release = bench.add_release("0.3.4", merged, "2025-01-04")
+    listed = series.load(bench.folder)
+    only = series.Series(tuple(listed.definition(name) for name in (*names, "last")))
+    found = status.status([release], series=only, store=bench.store)
+    assert [one.state for one in found] == ["contained", "contained", "contained", "applies"]
+    assert "together with step-2, step-3" in found[0].reason
+    made = apply.apply(release, series=only, store=bench.store)
+    assert made.patches == ("last",)
+    assert not any(skip.failed for skip in made.skipped)
+
+
+def test_a_commit_of_a_fork_is_no_newer_than_the_release_in_it(bench: SeriesSandbox) -> None:
+    """Its bounds are compared with the date of the nearest base, not with that of the commit."""
+    definition = replace(series.load(bench.folder).definition("fix"), releases="<=0.3.2")
+    bench.add_patch("late", {"0.3.3": (SAME, SAME | {"src/h.h": b"int n;\n"})},
+                    marker=("src/a.cpp", "other"))  # fmt: skip
+    only = series.Series((definition, series.load(bench.folder).definition("late")))
+    fork = replace(bench.add_release("fork", NEAR, "2026-01-01"), kind="git")
+    assert Carrier(bench.store, fork, only).covers(definition)
+    later = replace(bench.add_release("later", SAME, "2026-01-02"), kind="git")
+    assert not Carrier(bench.store, later, only).covers(definition)
+    assert not Carrier(bench.store, replace(fork, kind="npm"), only).covers(definition)
 
 
 @pytest.mark.slow
@@ -390,7 +435,9 @@ def test_a_change_that_upstream_made_as_well(
         wanted = {"src/a.cpp": code("first", *upstream) + code("second", "more(b);")}
         assert file(bench, made.tree, "src/a.cpp") == wanted["src/a.cpp"]
         line = wanted["src/a.cpp"].split(b"\n").index(f"    {upstream[0]}".encode()) + 1
-        assert state.reason.endswith(f"except those that 0.3.8 contains at src/a.cpp:{line}")
+        assert state.reason.endswith(
+            f"except those that 0.3.8 contains at src/a.cpp:{line}: drop these"
+        )
 
 
 def test_a_comment_of_upstream_is_no_change_of_the_patch(bench: SeriesSandbox) -> None:
@@ -440,6 +487,6 @@ def test_a_release_without_an_archive_is_no_base(bench: SeriesSandbox) -> None:
     folder = replace(bench.releases["0.3.2"], name="path:/x", kind="path")
     bench.store.update_ref(f"refs/upstream/{folder.key}", folder.commit)
     before = sorted(path.name for path in bench.folder.rglob("*"))
-    with pytest.raises(UsageError, match="no archive"):
+    with pytest.raises(UsageError, match="may change"):
         carry_acceptance.accept(folder, patches=bench.folder, store=bench.store)
     assert sorted(path.name for path in bench.folder.rglob("*")) == before

@@ -185,8 +185,8 @@ def test_wrong_options_are_told(project: pytest.Pytester) -> None:
     """A series or backend that does not exist ends the session with a message, before any test."""
     project.makepyfile("def test_it(kv_context): pass\n")
     for words, said in (
-        ("--llama-series=./no-such.patch", "no-such.patch"),
-        ("--llama-series=full-defrag,./no.patch", "expected patched, stock"),
+        ("--llama-patches=./no-such.patch", "no-such.patch"),
+        ("--llama-series=full-defrag,./no.patch", "is not a variant"),
         ("--llama-series=", "expected patched, stock"),
         ("--llama-backend=abacus", "there is no backend 'abacus'"),
     ):
@@ -212,8 +212,9 @@ def test_what_the_options_name(tmp_path: Path) -> None:
     ]
     file = tmp_path / "mine.patch"
     file.touch()
-    (own,) = build_under_test.choose(["0.3.9"], [str(file)], "cpu")
-    assert (own.name, own.stock, own.patches) == ("0.3.9+mine", False, (file.resolve(),))
+    stock, own = build_under_test.choose(["0.3.9"], ["stock", "patched"], "cpu", str(file))
+    assert (own.name, own.stock, own.patches) == ("0.3.9+patched+mine", False, str(file.resolve()))
+    assert (stock.stock, stock.patches) == (True, "")
     with pytest.raises(UsageError):
         build_under_test.choose((), ["Full Defrag"], "cpu")
 

@@ -55,7 +55,7 @@ def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
     file = foreign_kit.retry_lost(tmp_path)
     claims = b"Scenario: fragmented\nScenario: retry-between-ubatches\n"
     file.write_bytes(b"Subject: [PATCH] retry\n\n" + claims + b"---\n" + file.read_bytes())
-    code, answer = check("--patch", str(file))
+    code, answer = check("--patches", str(file))
     assert (code, answer["verdict"]) == (1, "ineffective")
     assert "fragmented [" in answer["reason"]
     assert "free cells ended with no-slot" in answer["reason"]
@@ -69,7 +69,7 @@ def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: Path) -> None:
     """It applies and builds, decodes find their slots, and the values are wrong afterwards."""
-    code, answer = check("--patch", str(foreign_kit.values_by_column(tmp_path)))
+    code, answer = check("--patches", str(foreign_kit.values_by_column(tmp_path)))
     assert (code, answer["verdict"]) == (1, "harmful")
     assert answer["patches"] == ["defrag", "cleanup"]
     assert answer["scenarios"]["fragmented"] == "harmful"
@@ -101,7 +101,7 @@ def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> Non
     assert text.count(old) == 1
     file = tmp_path / "old.diff"
     file.write_bytes(text.replace(old, b"        // find a slot\n"))
-    code, answer = check("--patch", str(file), "--scenario", "fragmented")
+    code, answer = check("--patches", str(file), "--scenario", "fragmented")
     assert (code, answer["verdict"]) == (1, "broken-apply")
     assert "old does not apply: src/llama-context.cpp, hunk 2 in " in answer["reason"]
     assert "expected `// find a slot`, found `// find KV slot`" in answer["reason"]
@@ -117,7 +117,7 @@ def test_what_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path)
     assert text.count(old) == 1
     file = tmp_path / "typo.diff"
     file.write_bytes(text.replace(old, old.replace(b"kv_self", b"kv_selves")))
-    code, answer = check("--patch", str(file), "--scenario", "fragmented")
+    code, answer = check("--patches", str(file), "--scenario", "fragmented")
     assert (code, answer["verdict"]) == (1, "broken-build")
     assert "llama-context.cpp" in answer["reason"]
     assert "kv_selves" in answer["reason"]

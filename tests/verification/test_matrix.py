@@ -28,7 +28,7 @@ def trace(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setenv(cell_results.TRACE, str(folder))
     # Keys read every source; tests of the key itself are with `remembered`.
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"{spec.release}-{where}")
-    monkeypatch.setattr(matrix.shipped, "load", cell_results.Series)
+    monkeypatch.setattr(matrix.port_choice, "load_series", lambda _: cell_results.Series())
     return folder
 
 

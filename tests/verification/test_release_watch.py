@@ -37,7 +37,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(results)
         return ReviewBranch(name, "3" * 40)
 
-    monkeypatch.setattr(review_branch, "repository", lambda: Checkout(tmp_path, "4" * 40))
+    monkeypatch.setattr(review_branch, "repository", lambda _: Checkout(tmp_path, "4" * 40))
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", write)
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: cell_results.result("b2"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from patching_kit import code
@@ -16,9 +16,6 @@ from pyllamakv.home import home
 from pyllamakv.patching import apply, series
 from qa.upkeep import sample
 from qa.upkeep.measurement import CARRY_FIRST, FORWARD, TODAY, Measured, Measurement
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-09-01T00:00:00Z"
 
@@ -85,7 +82,7 @@ def test_the_carried_tree_is_verified(
 
     def checked(question, *, progress):
         questions.append(question)
-        (folder,) = question.patches
+        folder = Path(question.patches)
         (patch,) = series.load(folder)
         assert (patch.id, patch.scenarios) == ("fix", ("some-scenario",))
         release = next(each for each in measured.states if each.name == question.release)
