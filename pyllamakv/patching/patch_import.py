@@ -29,19 +29,21 @@ from pyllamakv.patching import (
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
-from pyllamakv.source import spec_resolver
+from pyllamakv.source import lockfile, spec_resolver
 from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
-from pyllamakv.source.releases import is_safe_name, sdist_version
+from pyllamakv.source.releases import sdist_version
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pyllamakv.patching.definition import Marker
     from pyllamakv.patching.series import Series
+    from pyllamakv.patching.strict_apply import Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
+_WORD = re.compile(rb"[A-Za-z_]\w{3,}")
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 #: Keys of `patch.toml` for the releases that a patch is meant for.
 _BOUNDS = ("releases", "since", "until")
@@ -149,14 +151,14 @@ def import_patch(
     """Copy patches of a user into a series directory, which is created if necessary.
 
     ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``. A single patch gets
-    the id ``id_``; several get ``id_-1``, ``id_-2``, each of which requires the one before, and
-    the patches of the series, or of the shipped one, that its header requires.
+    the id ``id_``; several get ``id_-1``, ``id_-2``. Each requires the patches that its header
+    requires, and the earlier ones without which it does not apply, or whose files or names it uses.
     ``base`` is the release for which they were written. The default is the release in their header,
-    else the one among ``releases`` with the smallest offsets, the newest of several. ``until`` is
-    the last release that they are meant for; without it, `patch status` reports newer ones that
-    they do not apply to. Without ``scenarios``, a patch claims those that its header names. Raises
-    PatchConflict if they do not apply to the base, NoPortApplies if they apply nowhere, and
-    UsageError for an existing id; nothing is written then.
+    else the one among ``releases`` with the smallest offsets, the newest of several. They are meant
+    for the oldest release that they apply to, and later ones through ``until``; without it,
+    `patch status` reports newer ones that they do not apply to. Without ``scenarios``, a patch
+    claims those that its header names. Raises PatchConflict if they do not apply to the base,
+    NoPortApplies if they apply nowhere, and UsageError for an existing id; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
@@ -174,19 +176,22 @@ def import_patch(
             raise UsageError(f"{folder / each} exists already; choose another id.")
     tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
-    covered = _bounds(chosen, until)
+    fitting = [trial.release for trial in tried if trial.applies and trial.release.kind != "path"]
+    covered = _bounds(min(fitting, key=lambda release: release.order), until)
     written: dict[Path, str | bytes] = {}
     files = []
     stock = trees.StoreTree(store, store.tree_of(chosen))
+    stocks = [trees.StoreTree(store, store.tree_of(release)) for release in fitting]
     commit, ground = _ground(ports, chosen, series, store)
     tree = trees.StoreTree(store, ground)
     named = {port.id: each for port, each in zip(ports, ids, strict=True)}
+    earlier: dict[str, Port] = {}
     claims = [scenarios or each.scenarios for each in definitions for _ in each.ports]
-    for foreign, each, before, claimed in zip(ports, ids, ["", *ids], claims, strict=False):
+    for foreign, each, claimed in zip(ports, ids, claims, strict=True):
         shape = replace(_described(foreign, each, path, claimed, title), **covered)
         needs = (named.get(id_, id_) for id_ in foreign.requires)
-        requires = tuple(dict.fromkeys((*needs, *((before,) if before else ()))))
-        port = Port(each, hunks.Patch(b"", ()), chosen.name, title=shape.title, requires=requires)
+        requires = _requirements(foreign, tuple(needs), earlier, trees.StoreTree(store, ground))
+        port = Port(each, hunks.Patch(b"", ()), chosen.key, title=shape.title, requires=requires)
         draft = TreeOverlay(tree)
         draft.apply(foreign.patch, foreign.name)
         made = trees.write(store, tree.tree, draft)
@@ -197,8 +202,9 @@ def import_patch(
             store, made, commit, replace(port, patch=replace(port.patch, header=head))
         )
         tree = trees.StoreTree(store, made)
-        markers = port_writer.propose_markers(port.patch, stock)
-        files.append(folder / each / f"{chosen.name}.patch")
+        earlier[each] = port
+        markers = port_writer.propose_markers(port.patch, stock, fits=stocks)
+        files.append(folder / each / f"{chosen.key}.patch")
         written[files[-1]] = shared_files.separate(port.patch, ())[0]
         written[folder / each / "patch.toml"] = _toml(shape, chosen, requires, markers)
     for file, content in written.items():
@@ -208,8 +214,9 @@ def import_patch(
             write_text_atomic(file, content)
     for each in ids:
         _order(folder / "series.toml", each)
+    lockfile.pin(folder, chosen)
     faults = [f for f in lint.lint(folder) if f.path.split("/")[0] in ids]
-    return Imported(tuple(ids), chosen.name, tuple(files), tried, tuple(faults))
+    return Imported(tuple(ids), chosen.key, tuple(files), tried, tuple(faults))
 
 
 def accept_until(folder: Path, id_: str, until: str) -> Path:
@@ -233,7 +240,7 @@ def accept_until(folder: Path, id_: str, until: str) -> Path:
 
 def _bounds(first: Release, until: str | None) -> dict[str, Any]:
     """Return the keys of the covered releases; only versions of sdists fit into a specifier."""
-    found = {"releases": f">={first.name}"} if sdist_version(first.name) else {"since": first.name}
+    found = {"releases": f">={first.name}"} if sdist_version(first.name) else {"since": first.key}
     if until is None:
         return found
     last = spec_resolver.resolve(until)
@@ -241,7 +248,7 @@ def _bounds(first: Release, until: str | None) -> dict[str, Any]:
         raise UsageError(f"{last.name} is older than {first.name}, the first release of the patch.")
     if "releases" in found and sdist_version(last.name):
         return {"releases": f">={first.name},<={last.name}"}
-    return {**found, "until": last.name}
+    return {**found, "until": last.key}
 
 
 def _requirable(folder: Path) -> Series:
@@ -262,6 +269,68 @@ def _ground(
     return apply.apply_requirements(series, tuple(needs), release, store=store)
 
 
+def _requirements(
+    port: Port, named: Sequence[str], earlier: Mapping[str, Port], tree: Tree
+) -> tuple[str, ...]:
+    """Return the patches that must be applied before a port, in order.
+
+    ``named`` are required in any case. Of the earlier patches, those are required that add a file
+    or a name that the port uses, and those that are needed for its hunks to have their places.
+    """
+    added = b"".join(
+        line for file in port.patch.files for hunk in file.hunks for line in hunk.added
+    )
+    words = set(_WORD.findall(added))
+
+    def used(other: Port) -> bool:
+        lines = [h for file in other.patch.files for hunk in file.hunks for h in hunk.added]
+        files = {file.path for file in other.patch.files if file.old is None}
+        names = {Path(path).name.encode() for path in files}
+        if files & set(port.patch.paths) or any(name in added for name in names):
+            return True
+        return bool(words & set(_declared(lines, other, tree)))
+
+    always = [id_ for id_, other in earlier.items() if id_ in named or used(other)]
+    near = [id_ for id_, other in earlier.items() if set(other.patch.paths) & set(port.patch.paths)]
+    needed = list(dict.fromkeys((*always, *near)))
+    if not _fits(port, needed, earlier, tree):
+        needed = list(earlier)
+    for id_ in list(needed):
+        left = [other for other in needed if other != id_]
+        if id_ not in always and _fits(port, left, earlier, tree):
+            needed = left
+    outside = [id_ for id_ in named if id_ not in earlier]
+    return (*outside, *(id_ for id_ in earlier if id_ in needed))
+
+
+def _declared(lines: Iterable[bytes], port: Port, tree: Tree) -> Iterator[bytes]:
+    """Yield the names that a port adds to files which did not have them."""
+    before = b"".join(
+        entry.data for file in port.patch.files if file.old and (entry := tree.entry(file.old))
+    )
+    present = set(_WORD.findall(before))
+    for word in dict.fromkeys(_WORD.findall(b"".join(lines))):
+        if word not in present and b"_" in word:
+            yield word
+
+
+def _fits(port: Port, ids: Sequence[str], earlier: Mapping[str, Port], tree: Tree) -> bool:
+    """Return whether a port applies to a tree after some of the earlier patches."""
+    wanted = set(ids)
+    for id_ in reversed(list(earlier)):
+        if id_ in wanted:
+            wanted.update(earlier[id_].requires)
+    draft = TreeOverlay(tree)
+    try:
+        for id_, other in earlier.items():
+            if id_ in wanted:
+                draft.apply(other.patch, other.name)
+        draft.apply(port.patch, port.name)
+    except PatchConflict:
+        return False
+    return True
+
+
 def _applied(draft: TreeOverlay, ports: Sequence[Port]) -> int:
     moved = 0
     for port in ports:
@@ -273,15 +342,16 @@ def _applied(draft: TreeOverlay, ports: Sequence[Port]) -> int:
 def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path | str) -> Release:
     """Return the release to write ports for.
 
-    Files and markers are named for it, so a release of a git URL or directory is none.
+    A directory is none, because it may change.
     """
-    possible = [trial for trial in tried if is_safe_name(trial.release.name)]
-    if named and not is_safe_name(base):
-        raise UsageError(f"{base} has no archive; a base must be a release in the lock file.")
+    possible = [trial for trial in tried if trial.release.kind != "path"]
+    if named and base.startswith("path:"):
+        raise UsageError(f"{base} may change: commit it, and name git:URL@COMMIT as the base.")
     for trial in possible:
-        if trial.release.name == base and trial.applies:
+        same = base in (trial.release.name, trial.release.key)
+        if same and trial.applies:
             return trial.release
-        if trial.release.name == base and named and trial.conflict:
+        if same and named and trial.conflict:
             raise trial.conflict
     if named:
         raise UsageError(f"{base} is not among the releases that were tried.")
@@ -289,8 +359,8 @@ def _base(tried: Sequence[ApplyResult], base: str, *, named: bool, path: Path | 
     if not good and any(trial.applies for trial in tried):
         names = ", ".join(trial.release.name for trial in tried if trial.applies)
         raise UsageError(
-            f"{path} applies to {names} only, which has no archive; a base must be a release in "
-            "the lock file."
+            f"{path} applies to {names} only, which may change: commit it, and name "
+            "git:URL@COMMIT as the base."
         )
     if not good:
         conflicts = [trial.conflict for trial in tried if trial.conflict]
@@ -344,7 +414,7 @@ def _toml(
     document["scenarios"].multiline(True)
     # TOML drops a line break right behind the quotes, and so would tomlkit
     text = tomlkit.dumps(document).replace('why = """', 'why = """\n', 1)
-    return text + port_writer.port_table(base.name, base.era, requires, found)
+    return text + port_writer.port_table(base.key, base.era, requires, found)
 
 
 def _order(file: Path, id_: str) -> None:
@@ -357,4 +427,4 @@ def _order(file: Path, id_: str) -> None:
     order: Any = document["order"]
     order.add_line(id_, indent="  ")
     text = tomlkit.dumps(document)
-    write_text_atomic(file, re.sub(r",?\s*\]\s*\Z", ",\n]\n", text))
+    write_text_atomic(file, re.sub(r"(order = \[[^\]]*?),?\s*\]\n*", r"\1,\n]\n", text, count=1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.errors import SourceError, UnknownRelease, UsageError
 from pyllamakv.patching import cpp_lines, hunk_locator, patch_export, trees
 from pyllamakv.patching.definition import Marker, file_of
-from pyllamakv.source import lockfile, releases
+from pyllamakv.source import lockfile
 from pyllamakv.source.files import write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def check_writable(series: Series, definition: Definition, release: Release) -> 
             f"{definition.id} is a foreign patch without a series directory; name a directory "
             f"with --to"
         )
-    elif not releases.is_safe_name(release.name):
+    elif release.kind == "path":
         msg = (
-            f"{release.name} has no archive, so it cannot be the base of a port; name a directory "
-            f"with --to"
+            f"{release.name} is a directory, which may change: commit it and name git:URL@COMMIT, "
+            f"or name a directory for the port with --to"
         )
     elif not os.access(definition.folder, os.W_OK):
         msg = f"{definition.folder} cannot be written to; name a directory with --to"
@@ -88,7 +88,7 @@ def _others(
     definition: Definition, store: Store, progress: Progress | None
 ) -> tuple[list[trees.StoreTree], list[str]]:
     """Return the trees of the bases that the patch has ports for, and notes on those without."""
-    known = lockfile.known()
+    known = lockfile.bases()
     found: list[trees.StoreTree] = []
     notes: list[str] = []
     for port in definition.ports:
@@ -102,8 +102,12 @@ def _others(
     return found, notes
 
 
-def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tuple[Marker, ...]:
-    """Return markers that hold in ``tree``: one line per changed file; new files must be absent.
+def propose_markers(
+    patch: Patch, tree: Tree, others: Iterable[Tree] = (), fits: Sequence[Tree] = ()
+) -> tuple[Marker, ...]:
+    """Return markers that hold in the stock ``tree``: one line per changed file that it has.
+
+    They hold in the trees of ``fits`` as well. New files must be absent.
 
     Among the lines that a file's hunks need, the one is chosen that is missing in most of the
     ``others``, and of those the longest, because it is the most specific.
@@ -115,7 +119,9 @@ def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tu
         if file.old is None:
             absent.append(Marker(file.path, exists=False))
             continue
-        line = _marker_line(file, file.old, tree, seen)
+        if any(each.entry(file.old) is None for each in (tree, *fits)):
+            continue  # another patch adds the file: the port requires that patch
+        line = _marker_line(file, file.old, tree, seen, fits)
         if line:
             found.append(Marker(file.old, has=(line,)))
         else:
@@ -123,18 +129,21 @@ def propose_markers(patch: Patch, tree: Tree, others: Iterable[Tree] = ()) -> tu
     return (*found, *absent)
 
 
-def _marker_line(file: FilePatch, path: str, tree: Tree, others: Sequence[Tree]) -> str:
+def _marker_line(
+    file: FilePatch, path: str, tree: Tree, others: Sequence[Tree], fits: Sequence[Tree]
+) -> str:
     there = tree.entry(path)
     if there is None:
         return ""
     lines = hunk_locator.lines_of(there.data)
     elsewhere = [e.data if e else b"" for e in (other.entry(path) for other in others)]
+    shared = [e.data for each in fits if (e := each.entry(path))]
     best: tuple[tuple[int, int], str] = ((-1, -1), "")
     for raw in dict.fromkeys(line for hunk in file.hunks for line in hunk.old):
         line = raw.strip()
         if len(line) not in _LENGTH or not line.isascii() or not cpp_lines.is_significant(raw):
             continue
-        if lines.count(raw) != 1:
+        if lines.count(raw) != 1 or any(line not in data for data in shared):
             continue
         lacking = sum(line not in data for data in elsewhere)
         best = max(best, ((lacking, len(line)), line.decode()))
@@ -146,6 +155,8 @@ def port_table(base: str, era: str, requires: Sequence[str], markers: Sequence[M
     rows = [f"\n[[port]]\nbase = {_toml_text(base)}\nera = {_toml_text(era)}\n"]
     if requires:
         rows.append(f"requires = [{', '.join(map(_toml_text, requires))}]\n")
+    if not markers:
+        return "".join(rows)
     rows.append("markers = [\n")
     for marker in markers:
         parts = [f"file = {_toml_text(marker.file)}"]

@@ -17,6 +17,7 @@ from pyllamakv.patching import (
     patch_import,
     series,
     status,
+    trees,
 )
 from pyllamakv.patching.definition import Port
 from pyllamakv.source import git_command, lockfile, spec_resolver
@@ -115,7 +116,7 @@ def test_author_date_and_message_stay(
 
 @pytest.mark.slow
 def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The files of a directory, and the mails of a mailbox; each requires the one before."""
+    """The files of a directory, and the mails of a mailbox, in their order."""
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "0001-a.patch").write_bytes(MAIL + diff(OLD, NEW))
@@ -126,7 +127,7 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     loaded = series.load(bench.folder)
     assert loaded.order == ("one", "mine-1", "mine-2")
     assert loaded.definition("mine-2").author == "B Person <other@example.org>"
-    assert loaded.definition("mine-2").ports[0].requires == ("mine-1",)
+    assert loaded.definition("mine-2").ports[0].requires == ()
     assert Port.from_file(done.paths[0]).patch.paths == ("src/a.cpp", "src/new.h")
     assert Port.from_file(done.paths[1]).patch.paths == ("src/b.cpp",)
     assert lint.lint(bench.folder) == ()
@@ -138,6 +139,62 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert take(bench, box, "again").ids == ("again-1", "again-2")
     with pytest.raises(UsageError, match="title is for one patch"):
         take(bench, box, "more", title="Both")
+
+
+@pytest.mark.slow
+def test_a_mail_requires_those_whose_files_lines_or_names_it_uses(
+    bench: SeriesSandbox, tmp_path: Path
+) -> None:
+    """One patch that needs manual work does not block those that are independent of it."""
+    other = THEN | {"src/b.cpp": numbered(20, l9="z", l18="own")}
+    name = other | {"src/b.cpp": numbered(20, l9="z", l18="own", l2="new_name();")}
+    use = name | {"src/a.cpp": numbered(60, l10="x", l50="new_name();")}
+    header = use | {"src/new.h": b"// newer\n"}
+    steps = [(OLD, NEW), (NEW, THEN), (THEN, other), (other, name), (name, use), (use, header)]
+    for number, (old, new) in enumerate(steps, 1):
+        (tmp_path / f"{number}.patch").write_bytes(MAIL + diff(old, new))
+    ids = take(bench, tmp_path).ids
+    loaded = series.load(bench.folder)
+    needs = [loaded.definition(id_).ports[0].requires for id_ in ids]
+    assert needs == [(), (), (), (), ("mine-4",), ("mine-1",)]
+    near = THEN | {"src/b.cpp": numbered(20, l9="zz")}
+    (tmp_path / "two").mkdir()
+    for number, (old, new) in enumerate([(NEW, THEN), (THEN, near)], 1):
+        (tmp_path / "two" / f"{number}.patch").write_bytes(MAIL + diff(old, new))
+    take(bench, tmp_path / "two", "two")
+    assert series.load(bench.folder).definition("two-2").ports[0].requires == ("two-1",)
+
+
+def test_the_releases_are_those_that_it_applies_to(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """Also if the best base is a newer one; the markers hold on each of them."""
+    last = OLD | {"src/b.cpp": numbered(20, l2="a much longer line than all others")}
+    bench.add_release("0.3.4", last, "2025-01-04")
+    (tmp_path / "b.patch").write_bytes(diff(OLD, OLD | {"src/b.cpp": numbered(20, l17="x")}))
+    done = take(bench, tmp_path / "b.patch", base="0.3.4")
+    assert done.applies == ("0.3.1", "0.3.2", "0.3.3", "0.3.4")
+    loaded = series.load(bench.folder)
+    assert loaded.definition("mine").releases == ">=0.3.1"
+    (port,) = loaded.definition("mine").ports
+    for release in bench.releases.values():
+        tree = trees.StoreTree(bench.store, release.tree)
+        assert port.failed_markers(tree) == ()
+
+
+def test_the_file_of_a_required_patch_is_no_marker(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """It is absent from the stock tree, where the markers are looked for."""
+    with_new = OLD | {"src/new.h": b"// one\n// two\n"}
+    bench.add_patch("first", {"0.3.1": (OLD, with_new)})
+    changed = with_new | {"src/new.h": b"// one\n// 2\n"}
+    head = b"Subject: [PATCH] more\n\nRequires: first\n---\n"
+    (tmp_path / "more.patch").write_bytes(head + diff(with_new, changed))
+    take(bench, tmp_path / "more.patch", base="0.3.1")
+    loaded = series.load(bench.folder)
+    (found,) = [
+        one
+        for one in status.status([bench.releases["0.3.1"]], series=loaded, store=bench.store)
+        if one.id == "mine"
+    ]
+    assert (found.state, found.reason) == ("applies", "")
 
 
 @pytest.mark.slow
@@ -172,7 +229,11 @@ def test_commits_of_a_branch(
         assert read(f"git:{place}@HEAD~1..main")[0].title == "second"
         full = f"git:{repository.resolve()}@HEAD~1..main"
         assert foreign_series.absolute(f"git:{place}@HEAD~1..main") == full
+    (tmp_path / "x.patch").touch()
+    monkeypatch.chdir(tmp_path)
     assert foreign_series.absolute("x.patch") == str(tmp_path.resolve() / "x.patch")
+    with pytest.raises(UsageError, match="no patch file or directory y"):
+        foreign_series.absolute("y.patch")
     with pytest.raises(UsageError, match="no known release is part of main"):
         read(f"git:{repository}@main")
     for wrong in (f"git:{repository}", f"git:{tmp_path}/none@a..b", f"git:{repository}@--help"):
@@ -235,12 +296,13 @@ def test_any_release_can_be_the_first_or_last(
         return [name for name in (*dates, "path:/x") if mine.covers_release(name)]
 
     assert take(bench, file, base="b300").base == "b300"
-    assert covered() == ["b300", "0.3.4", "path:/x"]
+    assert covered() == [*dates, "path:/x"]
     patch_import.accept_until(bench.folder, "mine", "b300")
-    assert covered() == ["b300", "path:/x"]
+    assert covered() == ["b100", "0.3.2", "b300", "path:/x"]
     assert series.load(bench.folder).definition("mine").meant_for == (
-        "b300 and later, releases through b300"
+        "b100 and later, releases through b300"
     )
+    del bench.releases["b100"]
     take(bench, file, "other", base="0.3.2", until="b300")
     text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
     assert 'releases = ">=0.3.2"\nuntil = "b300"\n' in text
@@ -258,6 +320,7 @@ def test_the_first_release_of_several_ports_stays(
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
+    del bench.releases["0.3.1"]
     take(bench, file, base="0.3.2")
     toml = bench.folder / "mine" / "patch.toml"
     table = toml.read_text("utf-8").partition("[[port]]")[2].replace("0.3.2", "0.3.10")
@@ -318,22 +381,31 @@ def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert series.load(own).order == ("x",)
 
 
-def test_the_base_has_an_archive(
+def test_a_commit_can_be_the_base(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release of a git URL that fits best is tried, and another one becomes the base."""
+    """The port is named for the commit, which the lock of the series pins; no directory can be."""
     monkeypatch.setattr(patch_import.trees, "ensure_fetched", lambda _, release, *__: release)
     spec = "git:https://example.org/x.git@main"
     bench.releases[spec] = replace(bench.releases.pop("0.3.1"), name=spec, kind="git")
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, NEW))
-    with pytest.raises(UsageError, match="has no archive"):
-        take(bench, file, base=spec)
-    done = take(bench, file)
-    assert (done.base, set(done.applies)) == ("0.3.2", {"0.3.2", spec})
-    del bench.releases["0.3.2"]
-    with pytest.raises(UsageError, match="main only, which has no archive"):
-        take(bench, file, "other")
+    commit = bench.releases[spec].commit
+    done = take(bench, file, base=spec)
+    assert (done.base, set(done.applies)) == (f"git-{commit[:12]}", {"0.3.2", spec})
+    (pinned,) = lockfile.load(bench.folder / "upstream.lock.toml")
+    assert (pinned.name, pinned.commit) == (f"git:https://example.org/x.git@{commit}", commit)
+    loaded = series.load(bench.folder)
+    assert lockfile.bases()[done.base] == pinned
+    (found,) = status.of_release(bench.releases[spec], loaded.including(["mine"]), bench.store)[1:]
+    assert (found.state, found.port) == ("applies", done.base)
+    moved = replace(pinned, name="path:/x", kind="path")
+    with pytest.raises(UsageError, match="may change"):
+        patch_import.import_patch(
+            file, "more", [moved], folder=bench.folder, base=moved.name, store=bench.store
+        )
+    with pytest.raises(UsageError, match="which may change"):
+        patch_import.import_patch(file, "more", [moved], folder=bench.folder, store=bench.store)
 
 
 def test_refusals(bench: SeriesSandbox, tmp_path: Path) -> None:
