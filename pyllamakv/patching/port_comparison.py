@@ -27,6 +27,11 @@ What = Literal["file", "hunk", "call", "class", "lines"]
 
 #: A hunk is lost when less than this part of what it adds is anywhere in the other port.
 _KEPT = 0.4
+#: Minimum similarity of a line and the one that upstream made of it.
+_CHANGED = 0.6
+#: Classes of lines, and statements, whose loss changes where a function continues.
+_CONTROL = ("return", "throw", "assert", "condition")
+_JUMPS = ("break", "continue", "goto", "case ", "default:")
 
 
 _VERBS = {
@@ -322,3 +327,54 @@ def _changes(patch: Patch) -> list[tuple[object, ...]]:
         )
         for file in patch.files
     ]
+
+
+def deletions(old: Patch, new: Patch) -> tuple[str, ...]:
+    """Describe each line that the second of two ports deletes and the first one does not.
+
+    Such a line is usually upstream's, and was lost in the resolution of a conflict. A line that the
+    second port adds elsewhere was moved. A line that is similar to one that the first port deletes,
+    or that the same lines replace, was changed by upstream. Lines that leave a function or a loop,
+    or check something, come first.
+    """
+    before = [block for _, _, block in _blocks(old)]
+    gone = {line for removed, _ in before for line in removed}
+    after = list(_blocks(new))
+    moved = {line for _, _, (_, added) in after for line in added}
+    replaced = {added: removed for removed, added in before if added}
+    found: list[tuple[bool, str]] = []
+    for path, start, (removed, added) in after:
+        lines = [line for line in removed if line not in gone | moved]
+        lines = [line for line in lines if not any(_similar(line, each) for each in gone)]
+        if len(lines) <= len(replaced.get(added, ())):
+            continue
+        for line in lines:
+            leaves = cpp_lines.kind(line.encode()) in _CONTROL or line.startswith(_JUMPS)
+            found.append((leaves, f"{path}, near line {start}: {line}"))
+    found.sort(key=lambda each: not each[0])
+    return tuple(
+        f"deletes {'a check or a jump' if leaves else 'a line'} of upstream, which the port before "
+        f"keeps: {text}"
+        for leaves, text in found
+    )
+
+
+_Block = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _blocks(patch: Patch) -> Iterator[tuple[str, int, _Block]]:
+    """Yield the removed and added lines of code of each block of changed lines."""
+    for file in patch.files:
+        for hunk in file.hunks if file.old is not None and file.new is not None else ():
+            sides: dict[bytes, list[str]] = {b"-": [], b"+": []}
+            for line in (*hunk.lines, b" "):
+                if line[:1] in sides:
+                    if cpp_lines.is_significant(line[1:]):
+                        sides[line[:1]].append(cpp_lines.normalize(line[1:]))
+                elif any(sides.values()):
+                    yield file.path, hunk.new_start, (tuple(sides[b"-"]), tuple(sides[b"+"]))
+                    sides = {b"-": [], b"+": []}
+
+
+def _similar(one: str, other: str) -> bool:
+    return SequenceMatcher(None, one, other, autojunk=False).ratio() >= _CHANGED

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.errors import NoPortApplies, PatchConflict, PatchError, UsageError
+from pyllamakv.errors import NoPortApplies, PatchConflict, PatchError, RebaseConflict, UsageError
 from pyllamakv.patching import (
     apply,
     base_choice,
@@ -30,7 +30,7 @@ from pyllamakv.patching import (
 from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.definition import Port
 from pyllamakv.patching.strict_apply import TreeOverlay
-from pyllamakv.source import git_command, spec_resolver
+from pyllamakv.source import git_command, lockfile, spec_resolver
 from pyllamakv.source.files import write_bytes_atomic
 from pyllamakv.source.store import Store, open_store
 
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
 
 #: "applies": an existing port applies to the release; "empty": the target has the change already;
-#: "clean": git merged it; "resolved": a person did; "skipped": left out.
-State = Literal["applies", "empty", "clean", "resolved", "skipped"]
+#: "clean": git merged it; "resolved": a person did; "skipped": left out; "conflict": waits for a
+#: person; "blocked": it requires a patch that waits.
+State = Literal["applies", "empty", "clean", "resolved", "skipped", "conflict", "blocked"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def rebase(
     ids: Sequence[str],
     onto: str,
     *,
-    patches: Path | None = None,
+    patches: Path | str | None = None,
     to: Path | None = None,
     force: bool = False,
     store: Store | None = None,
@@ -92,14 +93,37 @@ def rebase(
     """Rebase patches onto a release, one after another; yield each result.
 
     Ports are written into the series (``patches``, else the shipped one) or as ``ID.patch`` into
-    ``to``. With ``force``, a port is written even if an existing one applies. Raises RebaseConflict
-    at the first conflict; `resume`, `skip` and `abort` continue from there with the remaining ids.
+    ``to``. With ``force``, a port is written even if an existing one applies. A patch with a
+    conflict waits, and those that require it are blocked; the others are rebased. Then
+    RebaseConflict is raised, of several conflicts with each. `resume` and `skip` continue with the
+    ids that follow. Raises NoPortApplies if a patch requires another one that was not named.
     """
     store = store or open_store()
+    waiting: list[RebaseConflict] = []
+    blocked: list[str] = []
     for number, id_ in enumerate(ids):
-        yield _start(
-            id_, onto, tuple(ids[number + 1 :]), patches, to, store, force=force, progress=progress
-        )
+        after = tuple(ids[number + 1 :])
+        try:
+            yield _start(id_, onto, after, patches, to, store, force=force, progress=progress)
+        except RebaseConflict as error:
+            waiting.append(error)
+            blocked.append(id_)
+            if len(ids) > 1:
+                yield Rebased(id_, onto, "conflict", notes=(str(error).splitlines()[0],))
+        except NoPortApplies as error:
+            needs = port_choice.load_series(patches).definition(id_)
+            on = [each for each in blocked if any(each in port.requires for port in needs.ports)]
+            if not on:
+                raise
+            blocked.append(id_)
+            reason = str(error).splitlines()[0]
+            yield Rebased(id_, onto, "blocked", notes=(f"{reason}; it requires {', '.join(on)}",))
+    if len(waiting) == 1:
+        raise waiting[0]
+    if waiting:
+        texts = "\n".join(map(str, waiting))
+        files = tuple(file for error in waiting for file in error.files)
+        raise RebaseConflict(texts, waiting[0].folder, files)
 
 
 def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
@@ -111,6 +135,7 @@ def resume(id_: str, *, store: Store | None = None) -> Iterator[Rebased]:
     with store.lock(f"rebase-{id_}"):
         session = _waiting(store, id_)
         _refuse_unmerged(store, session)
+        worktree.remember(session.folder(store))
         done = _finish(store, session, worktree.write_tree(session.folder(store)), "resolved")
         rebase_session.clear(store, id_)
     yield done
@@ -138,7 +163,7 @@ def _start(
     id_: str,
     onto: str,
     then: tuple[str, ...],
-    patches: Path | None,
+    patches: Path | str | None,
     to: Path | None,
     store: Store,
     *,
@@ -157,6 +182,10 @@ def _start(
                 store, there, f"A rebase of {id_} onto {there.onto} is already in progress"
             )
         rebase_session.clear(store, id_)  # what a killed process left
+        written = to / f"{id_}.patch" if to and not force else None
+        if written and written.is_file() and Port.from_file(written, id_).base == release.key:
+            note = f"{written} is for this release already; --force replaces it"
+            return Rebased(id_, release.name, "applies", path=written, notes=(note,))
         found = None if force else _served(series, definition, release, store)
         if found is not None:
             note = f"port {found.base} applies unchanged; --force writes another port"
@@ -173,7 +202,7 @@ def _start(
             raise NoPortApplies(msg) from error
         session = rebase_session.Session(
             id=id_,
-            onto=release.name,
+            onto=release.name if release.kind == "path" else release.key,
             era=release.era,
             stock=release.commit,
             parent=commit,
@@ -189,13 +218,17 @@ def _start(
         if progress:
             progress(f"merging {id_} into {release.name}", 0, None)
         worktree.make(store, session.folder(store), commit)
-        if worktree.cherry_pick(session.folder(store), found_at.commit):
+        unmerged, known = worktree.cherry_pick(session.folder(store), found_at.commit)
+        if unmerged:
             session = session.write(store, phase="waiting")
             raise conflict_help.conflict_error(
                 store, session, f"{id_} does not merge into {release.name} automatically"
             )
         tree = git_command.git(session.folder(store), "write-tree")
-        done = _finish(store, session, tree, "clean")
+        done = _finish(store, session, tree, "resolved" if known else "clean")
+        if known:
+            review = "the conflict was resolved as the same one before: review the port"
+            done = replace(done, notes=(review, *done.notes))
         rebase_session.clear(store, id_)
     return done
 
@@ -218,12 +251,15 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
     if trees.write(store, before, draft) != tree:
         raise PatchError(f"The port {text.name} does not reproduce the merged tree.")
     notes = requirements.dropped(definition, session)
+    notes += port_comparison.deletions(old.patch, text.patch)
     if session.to:
         path = Path(session.to) / f"{session.id}.patch"
         write_bytes_atomic(path, data)
     else:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
         path, more = port_writer.write_port(definition, text, session.era, stock, store)
+        if series.folder and session.onto.startswith("git-"):
+            lockfile.pin(series.folder, spec_resolver.resolve(session.onto))
         notes += more
     return replace(said, path=path, comparison=port_comparison.compare(old, text), notes=notes)
 
@@ -234,8 +270,8 @@ def _old(store: Store, session: Session) -> Port:
 
 
 def _behind(session: Session, store: Store) -> Iterator[Rebased]:
-    patches, to = (Path(p) if p else None for p in (session.patches, session.to))
-    yield from rebase(session.remaining, session.onto, patches=patches, to=to, store=store)
+    to = Path(session.to) if session.to else None
+    yield from rebase(session.remaining, session.onto, patches=session.patches, to=to, store=store)
 
 
 def _served(series: Series, definition: Definition, release: Release, store: Store) -> Port | None:

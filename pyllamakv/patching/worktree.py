@@ -30,6 +30,9 @@ _LIKENESS = "-Xfind-renames=30%"
 
 _NO_LINKS = ("-c", "core.symlinks=false")
 
+#: Settings that store resolutions, and use them for the same conflict.
+_REMEMBER = ("-c", "rerere.enabled=true", "-c", "rerere.autoUpdate=true")
+
 _MARK = re.compile(rb"^(<{7}|\|{7}|>{7}) ", re.MULTILINE)
 #: Files that editors and merge tools create.
 _LITTER = tuple(f":(exclude,glob)**/{name}" for name in ("*.orig", "*.rej", "*~", ".*.swp"))
@@ -74,20 +77,27 @@ def remove(store: Store, folder: Path) -> None:
                 shutil.rmtree(half)
 
 
-def cherry_pick(folder: Path, commit: str) -> tuple[UnmergedFile, ...]:
-    """Merge the change of a commit into a work tree; return what git could not merge.
+def cherry_pick(folder: Path, commit: str) -> tuple[tuple[UnmergedFile, ...], bool]:
+    """Merge the change of a commit into a work tree.
 
+    Returns what git could not merge, and whether it used a resolution that `remember` stored.
     Raises GitError when git fails for another reason than a conflict.
     """
-    words = (*_NO_LINKS, "cherry-pick", "--no-commit", _LIKENESS, commit)
+    words = (*_NO_LINKS, *_REMEMBER, "cherry-pick", "--no-commit", _LIKENESS, commit)
     with translate_disk_errors(folder), _busy(folder) as held:
         done = git_command.run(folder, *words, hold=(held,))
         if not done.returncode:
-            return ()
+            return (), False
+        known = b"using previous resolution" in done.stdout + done.stderr
         found = unmerged_files(folder)
-        if not found:
+        if not found and not known:
             raise _failed(words, done)
-    return found
+    return found, known
+
+
+def remember(folder: Path) -> None:
+    """Store the resolutions of the conflicts in a work tree, for later merges in the store."""
+    git_command.git(folder, *_REMEMBER, "rerere")
 
 
 def unmerged_files(folder: Path) -> tuple[UnmergedFile, ...]:

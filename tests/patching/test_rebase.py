@@ -123,6 +123,56 @@ def test_what_a_person_lost_is_told(bench: SeriesSandbox) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_a_line_of_upstream_that_a_person_deleted_is_told(bench: SeriesSandbox) -> None:
+    """The port before keeps it: the resolution lost it, like a whole check."""
+    check = "if (n_free == 0) { return false; }"
+    checked = numbered(60, l13="upstream", l40="upstream too", l44=check, l50="abort_all();")
+    there = FAR | {"src/a.cpp": checked}
+    bench.add_release("0.3.6", there, "2025-01-06")
+    error = stop(bench, "one", onto="0.3.6")
+    file = error.folder / "src/a.cpp"  # type: ignore[operator]
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l40="y", l44="", l50=""))
+    (done,) = rebase.resume("one")
+    lost = [note for note in done.notes if "which the port before keeps" in note]
+    assert lost[0].startswith("deletes a check or a jump of upstream")
+    assert lost[0].endswith(check)
+    assert [note.rpartition(": ")[2] for note in lost[1:]] == ["abort_all();"]
+
+
+@pytest.mark.slow
+def test_one_conflict_does_not_end_a_rebase(bench: SeriesSandbox) -> None:
+    """The others are rebased, those that require it are blocked, and it continues with them."""
+    bench.add_patch(
+        "other", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l18="own")})},
+        marker=("src/b.cpp", "line 20"),
+    )  # fmt: skip
+    seen = []
+    with pytest.raises(RebaseConflict) as caught:
+        for done in rebase.rebase(
+            ["one", "two", "other"], "0.3.3", patches=bench.folder, force=True
+        ):
+            seen.append((done.id, done.state))
+    assert seen == [("one", "conflict"), ("two", "blocked"), ("other", "clean")]
+    file = caught.value.folder / "src/a.cpp"  # type: ignore[operator]
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l40="y"))
+    found = [(done.id, done.state) for done in rebase.resume("one")]
+    assert found == [("one", "resolved"), ("two", "applies"), ("other", "applies")]
+
+
+@pytest.mark.slow
+def test_a_resolution_is_remembered(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The same conflict on the next release needs no person, and the port is to be reviewed."""
+    error = stop(bench, "one", to=tmp_path / "first")
+    file = error.folder / "src/a.cpp"  # type: ignore[operator]
+    file.write_bytes(numbered(60, l10="x", l13="upstream", l30="up\nup", l40="y"))
+    list(rebase.resume("one"))
+    bench.add_release("0.3.6", FAR | {"src/b.cpp": b"other\n"}, "2025-01-06")
+    (again,) = carry(bench, "one", onto="0.3.6", to=tmp_path / "next")
+    assert again.state == "resolved"
+    assert "review the port" in again.notes[0]
+
+
 @pytest.mark.parametrize("way", ["abort", "skip"])
 def test_leaving(bench: SeriesSandbox, way: str) -> None:
     """Abort and skip write nothing and leave nothing."""

@@ -34,7 +34,7 @@ def test_life(store: Store, tmp_path: Path) -> None:
     onto, _ = store.commit(base, {"a.c": numbered(9, l8="y")}, "onto")
     folder = tmp_path / "deep" / "tree"
     worktree.make(store, folder, onto)
-    assert worktree.cherry_pick(folder, change) == ()
+    assert worktree.cherry_pick(folder, change) == ((), False)
     (folder / "build").mkdir()
     (folder / "build" / "a.o").write_bytes(b"x")
     (folder / "b.c~").write_bytes(b"x")
@@ -89,7 +89,7 @@ def test_clashes(store: Store, tmp_path: Path) -> None:
     )
     onto, _ = store.commit(base, {"a.c": None, "b.c": numbered(9, l2="y"), "n.c": b"2\n"}, "onto")
     worktree.make(store, tmp_path / "t", onto)
-    found = {clash.path: clash.kind for clash in worktree.cherry_pick(tmp_path / "t", change)}
+    found = {clash.path: clash.kind for clash in worktree.cherry_pick(tmp_path / "t", change)[0]}
     assert found == {"a.c": "gone", "b.c": "kept", "n.c": "both"}
     assert worktree.with_conflict_markers(tmp_path / "t", ["a.c", "b.c", "n.c"]) == ("n.c",)
 
@@ -119,7 +119,7 @@ def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
     onto = linked(store, changed, "up", "/etc/passwd")
     folder = tmp_path / "t"
     worktree.make(store, folder, onto)
-    assert [clash.path for clash in worktree.cherry_pick(folder, one)] == ["a.c"]
+    assert [clash.path for clash in worktree.cherry_pick(folder, one)[0]] == ["a.c"]
     for name, target in (("out", "../secret"), ("up", "/etc/passwd")):
         assert not (folder / name).is_symlink()
         assert (folder / name).read_text() == target
