@@ -206,6 +206,8 @@ def watch(
     *,
     patches: Patches = "",
     backend: Backends = None,
+    scenario: Scenarios = None,
+    quick: Quick = False,
     unpinned: Annotated[
         bool, typer.Option("--unpinned", help="Also verify older unpinned versions.")
     ] = False,
@@ -228,9 +230,12 @@ def watch(
     from pyllamakv.cli import progress_bar
     from pyllamakv.verification import matrix, release_watch
 
+    def which(chosen: Sequence[str]) -> MatrixSelection:
+        return _choice(chosen, None, backend, patches, scenario=scenario, quick=quick)
+
     with contextlib.nullcontext() if dry_run else release_watch.only_one():
         expected = _accepted(expected, patches)
-        wanted, warnings, unread = _versions(names, backend, patches, unpinned, dry_run, as_json)
+        wanted, warnings, unread = _versions(names, which, unpinned, dry_run, as_json)
         if dry_run:
             raise typer.Exit(unread.exit_code if unread else 0)
         with progress_bar.progress() as progress:
@@ -249,7 +254,7 @@ def watch(
             results: Sequence[CellResult] = ()
             try:
                 if chosen:
-                    specs = matrix.plan(_choice(chosen, None, backend, patches))
+                    specs = matrix.plan(which(chosen))
                     following.expect(specs)
                     results = _results(specs, False, scheduler, progress, following.take)
             finally:
@@ -266,8 +271,7 @@ def watch(
 
 def _versions(
     names: Sequence[str] | None,
-    backend: Sequence[str] | None,
-    patches: str,
+    which: Callable[[Sequence[str]], MatrixSelection],
     unpinned: bool,
     dry_run: bool,
     as_json: bool,
@@ -286,7 +290,7 @@ def _versions(
         wanted = list(dict.fromkeys(names))
     else:
         added = [release.name for release in release_watch.added()]
-        specs = matrix.plan(_choice(added, None, backend, patches)) if added else ()
+        specs = matrix.plan(which(added)) if added else ()
         wanted = release_watch.pending(specs)
         try:
             news = watching.new_versions()

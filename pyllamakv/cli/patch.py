@@ -516,10 +516,16 @@ def import_patch(
     to: To = None,
     scenario: VerifyingScenarios = None,
     title: Annotated[str | None, typer.Option(help="Title; default: its subject.")] = None,
+    strip: Annotated[
+        int, typer.Option("--strip", "-p", min=0, max=9, help="Directories to strip from paths.")
+    ] = 1,
     every: AllReleases = False,
     as_json: Json = False,
 ) -> None:
-    """Import patches into a series and try them on releases."""
+    """Import patches into a series and try them on releases.
+
+    Files of a directory that are no patches are not imported; the exit status is not 0 then.
+    """
     from pyllamakv import home
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import patch_import
@@ -529,7 +535,7 @@ def import_patch(
         if until is None:
             raise errors.UsageError("name the PATH of a patch, or --until for an imported one")
         write_lines([str(patch_import.accept_until(folder, id_, until))])
-        return None
+        return
     tried = {release.name: release for release in _releases_of([], every=every, none=bool(base))}
     if base:
         tried.setdefault(base, _release_of(base))
@@ -543,15 +549,20 @@ def import_patch(
             scenarios=scenario or (),
             base=base,
             title=title,
+            strip=strip,
             progress=progress,
         )
+    refused = errors.PatchFormatError.exit_code if done.refused else 0
     if as_json:
-        return write_json(done.as_json())
+        write_json(done.as_json())
+        raise typer.Exit(refused)
     write_lines(f"{one}: {file}" for one, file in zip(done.ids, done.paths, strict=True))
     write_lines(_trials(done.trials))
     for finding in done.findings:
         note(str(finding))
-    return None
+    for reason in done.refused.values():
+        note(f"not imported: {reason}")
+    raise typer.Exit(refused)
 
 
 def _trials(trials: Sequence[ApplyResult]) -> Iterator[str]:

@@ -58,7 +58,7 @@ def _causes(found: Sequence[PatchStatus]) -> list[str]:
     groups: dict[tuple[str, str], list[PatchStatus]] = {}
     for one in found:
         if one.bad or one.state in ("unknown", "contained"):
-            reason = one.reason.splitlines()[0].replace(one.release, "the release")
+            reason = one.reason.splitlines()[0].rstrip(".").replace(one.release, "the release")
             groups.setdefault((one.id, reason), []).append(one)
     lines = []
     for (id_, reason), those in groups.items():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.patching import drift, port_comparison, status
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import release_chain
+from pyllamakv.source.releases import ARCHIVE_KINDS
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -125,13 +126,14 @@ def _merged(
         file, number = _hunk(port, conflict)
         hunk = file.hunks[number - 1] if file and number else None
         after, changed = manual.base, release.name
-        if file and hunk:
+        # The commits of a fork are not in the chain of releases.
+        if file and hunk and release.kind in ARCHIVE_KINDS:
             found, before = drift.changed(port, file, hunk, release, chain, store)
             after, changed = (before, found) if found else (after, changed)
         yield HunkConflict(
             conflict.file,
             number,
-            port_comparison.heading(hunk) if hunk else "",
+            _function(hunk, conflict),
             conflict.line,
             conflict.upstream,
             conflict.base,
@@ -139,6 +141,12 @@ def _merged(
             after,
             changed,
         )
+
+
+def _function(hunk: Hunk | None, conflict: MergeConflict) -> str:
+    """Return the function of a conflict; the heading of a hunk may name the one before it."""
+    heading = port_comparison.heading(hunk) if hunk else ""
+    return heading if conflict.function in heading else conflict.function
 
 
 def _strict(measured: Drift, release: Release) -> Iterable[HunkConflict]:

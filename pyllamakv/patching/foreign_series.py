@@ -6,10 +6,13 @@ Foreign patches are applied like the shipped ones: strictly, with a report for e
 from __future__ import annotations
 
 import base64
+import email
 import os
 import quopri
 import re
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
 from pyllamakv.patching import hunks
@@ -18,39 +21,61 @@ from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.series import Series
 from pyllamakv.source import git_command, lockfile
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _ENDINGS = (".patch", ".diff")
 _SCENARIO = re.compile(rb"^Scenario: (\S+)\r?$", re.MULTILINE)
 _ENCODING = re.compile(
     rb"^Content-Transfer-Encoding: *(quoted-printable|base64) *$", re.IGNORECASE | re.MULTILINE
 )
+_MULTIPART = re.compile(rb"^Content-Type: *multipart/", re.IGNORECASE | re.MULTILINE)
 #: Prefix of commits in a repository.
 GIT = "git:"
 
 
-def load(path: Path | str) -> Series:
+def load(path: Path | str, *, strip: int = 1, refused: dict[str, str] | None = None) -> Series:
     """Read a patch file, a mailbox of several patches, a directory, or commits of a repository.
 
     Commits are ``git:REPOSITORY@FROM..TO``, or ``git:REPOSITORY@BRANCH``: those since the newest
     known release in the branch. A directory contains `series.toml` (the layout of this package), a
-    quilt `series` file (one name per line, ``#`` starts a comment, options after the name are
-    ignored) or plain patch files, which are sorted by name.
+    quilt `series` file (one name per line, ``#`` starts a comment, ``-pN`` after a name is the
+    number of directories that its paths begin with) or plain patch files, which are sorted by name.
+    ``strip`` is this number for the other files. Raises PatchFormatError for files that cannot be
+    read, all in one message; with ``refused``, they are left out, and their names and reasons are
+    added to it.
     """
     if str(path).startswith(GIT):
         return Series(_distinct(_commits(str(path))), Path())
     path = Path(path)
     if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
-        return Series(_distinct(_ports(path)), path.parent)
+        return Series(_distinct(_ports(path, strip)), path.parent)
     if not os.path.isdir(path):  # noqa: PTH112
         raise UsageError(f"There is no patch file or directory {path}.")
     if (path / "series.toml").is_file():
         return series_module.load(path)
     if (path / "series").is_file():
-        files = [path / name for name in _quilt(path / "series")]
+        files = [(path / name, number) for name, number in _quilt(path / "series", strip)]
     else:
-        files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
+        names = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
+        files = [(file, strip) for file in names]
     if not files:
         raise UsageError(f"{path} has no patch: expected series.toml, series or *.patch files.")
-    return Series(_distinct([port for file in files for port in _ports(file)]), path)
+    ports: list[Port] = []
+    wrong: dict[str, PatchFormatError] = {}
+    for file, number in files:
+        try:
+            ports += _ports(file, number)
+        except PatchFormatError as error:
+            wrong[file.name] = error
+    if refused is not None and ports:
+        refused |= {name: str(error) for name, error in wrong.items()}
+    elif len(wrong) == 1:
+        raise next(iter(wrong.values()))
+    elif wrong:
+        listed = "".join(f"\n  {error}" for error in wrong.values())
+        raise PatchFormatError(f"{len(wrong)} files of {path} cannot be read:{listed}", str(path))
+    return Series(_distinct(ports), path)
 
 
 def absolute(path: Path | str) -> str:
@@ -96,13 +121,14 @@ def _newest_release(folder: Path, branch: str) -> str:
     raise UsageError(msg)
 
 
-def _ports(file: Path) -> list[Port]:
+def _ports(file: Path, strip: int = 1) -> list[Port]:
     """Read the patches of a file: one, or the mails of a mailbox."""
     try:
         data = file.read_bytes()
     except OSError as error:
         raise PatchFormatError(f"{file} cannot be read: {error.strerror}", str(file)) from error
-    return _parsed(data, file)
+    ports = _parsed(data, file)
+    return [replace(port, patch=port.patch.stripped(strip - 1)) for port in ports]
 
 
 def _parsed(data: bytes, file: Path) -> list[Port]:
@@ -116,6 +142,8 @@ def _parsed(data: bytes, file: Path) -> list[Port]:
 def _decoded(mail: bytes, file: Path) -> bytes:
     """Return a mail without the transfer encoding that a mail program chose."""
     header, blank, body = mail.partition(b"\n\n")
+    if _MULTIPART.search(header):
+        return _joined(mail)
     found = _ENCODING.search(header)
     if found is None:
         return mail
@@ -127,6 +155,21 @@ def _decoded(mail: bytes, file: Path) -> bytes:
             f"{file.name} is not {found[1].decode()}: {error}", file.name
         ) from error
     return header[: found.start(1)] + b"8bit" + header[found.end(1) :] + blank + body
+
+
+def _joined(mail: bytes) -> bytes:
+    """Return a mail whose patch is attached (`git format-patch --attach`) as one text."""
+    first, _, rest = mail.partition(b"\n")
+    separator = first + b"\n" if first.startswith(b"From ") else b""
+    message = email.message_from_bytes(rest if separator else mail)
+    header = b"".join(
+        f"{key}: {message[key]}\n".encode("utf-8", "surrogateescape")
+        for key in ("From", "Date", "Subject")
+        if message[key]
+    )
+    parts = [part for part in message.walk() if part.get_content_maintype() == "text"]
+    texts = [bytes(part.get_payload(decode=True) or b"") for part in parts]
+    return separator + header + b"\n" + b"".join(map(_unix_line_ends, texts))
 
 
 def _unix_line_ends(data: bytes) -> bytes:
@@ -156,7 +199,7 @@ def definition_of(port: Port) -> Definition:
     )
 
 
-def _quilt(path: Path) -> list[str]:
+def _quilt(path: Path, strip: int) -> list[tuple[str, int]]:
     try:
         listing = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,12 +209,17 @@ def _quilt(path: Path) -> list[str]:
             f"{path} is not a list of patches: it contains zero bytes", str(path)
         )
     lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
-    names = [words[0] for words in lines if words]
-    for name in map(PurePosixPath, names):
+    names = [(words[0], _strip(words[1:], strip)) for words in lines if words]
+    for name in (PurePosixPath(text) for text, _ in names):
         if name.is_absolute() or ".." in name.parts:
             msg = f"{path} lists {name}, outside of its directory; list files in it"
             raise PatchFormatError(msg, str(path))
     return names
+
+
+def _strip(options: Sequence[str], default: int) -> int:
+    found = (re.fullmatch(r"-p([0-9])", option) for option in options)
+    return next((int(match[1]) for match in found if match), default)
 
 
 def _distinct(ports: list[Port]) -> tuple[Definition, ...]:

@@ -190,6 +190,24 @@ class Patch:
         ]
         return replace(self, files=tuple(files))
 
+    def stripped(self, count: int) -> Patch:
+        """Return the patch for paths without their first directories, as with ``-pN``.
+
+        Raises PatchFormatError for a path with fewer directories.
+        """
+        if count <= 0:
+            return self
+
+        def path(file: FilePatch, name: str | None) -> str | None:
+            parts = name.split("/") if name else []
+            if name and len(parts) <= count:
+                msg = f"{name} has no {count} directories to strip"
+                raise PatchFormatError(msg, name, file.line)
+            return "/".join(parts[count:]) or None
+
+        files = (replace(f, old=path(f, f.old), new=path(f, f.new)) for f in self.files)
+        return replace(self, files=tuple(files))
+
     def without(self, path: str, number: int) -> Patch:
         """Return the patch without one hunk; the hunks of a file are numbered from 1.
 

@@ -7,7 +7,7 @@ layout of the series: `patch.toml`, one port, and a place in the order.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,8 @@ class Imported:
     paths: tuple[Path, ...]
     trials: tuple[ApplyResult, ...]
     findings: tuple[lint.LintFinding, ...] = ()
+    #: The files that are no patches, with the reasons.
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def applies(self) -> tuple[str, ...]:
@@ -101,6 +103,7 @@ class Imported:
             "applies": list(self.applies),
             "trials": [trial.as_json() for trial in self.trials],
             "findings": [finding.__dict__ for finding in self.findings],
+            "refused": self.refused,
         }
 
 
@@ -145,12 +148,15 @@ def import_patch(
     base: str | None = None,
     until: str | None = None,
     title: str | None = None,
+    strip: int = 1,
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> Imported:
     """Copy patches of a user into a series directory, which is created if necessary.
 
-    ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``. A single patch gets
+    ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``; files of a directory
+    that are no patches are left out. ``strip`` is the number of directories that paths begin with
+    (``-pN``). A single patch gets
     the id ``id_``; several get ``id_-1``, ``id_-2``. Each requires the patches that its header
     requires, and the earlier ones without which it does not apply, or whose files or names it uses.
     ``base`` is the release for which they were written. The default is the release in their header,
@@ -165,7 +171,8 @@ def import_patch(
         raise UsageError(
             f"{id_!r} is not an id: expected a-z, 0-9 and single hyphens between them."
         )
-    definitions = tuple(foreign_series.load(path))
+    refused: dict[str, str] = {}
+    definitions = tuple(foreign_series.load(path, strip=strip, refused=refused))
     ports = [port for definition in definitions for port in definition.ports]
     series = _requirable(folder)
     ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
@@ -216,7 +223,7 @@ def import_patch(
         _order(folder / "series.toml", each)
     lockfile.pin(folder, chosen)
     faults = [f for f in lint.lint(folder) if f.path.split("/")[0] in ids]
-    return Imported(tuple(ids), chosen.key, tuple(files), tried, tuple(faults))
+    return Imported(tuple(ids), chosen.key, tuple(files), tried, tuple(faults), refused)
 
 
 def accept_until(folder: Path, id_: str, until: str) -> Path:

@@ -80,6 +80,11 @@ class Series:
             if patch.id == id:
                 return patch
         known = every.order
+        if "/" in id or id.endswith((".patch", ".diff")):
+            msg = (
+                f"{id} is a file, not the id of a patch: add it with `pyllamakv patch import {id}`"
+            )
+            raise UnknownPatch(msg, id)
         close = difflib.get_close_matches(id, known, n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
         raise UnknownPatch(f"There is no patch {id!r}; {hint}", id, close)

@@ -115,8 +115,9 @@ def is_transient(result: CellResult) -> bool:
 
 
 def stock(release: str, patches: str = "") -> dict[str, str]:
-    """Return the known outcomes of scenarios on a stock release, from a run with a series."""
-    found = latest_result(CellSpec(release, patches=patches))
+    """Return the known outcomes of scenarios on a stock release, from a run with any series."""
+    specs = [CellSpec(release, patches=patches), CellSpec(release)]
+    found = next(filter(None, map(latest_result, specs)), None)
     return {row.id: row.on_stock for row in found.scenarios} if found else {}
 
 

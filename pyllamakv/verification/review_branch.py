@@ -88,10 +88,10 @@ def repository(patches: str = "") -> Checkout:
     found = Checkout(root, commit)
     if patches:
         place = Path(patches).relative_to(root).as_posix()
-        found = Checkout(root, commit, place, (place,))
+        found = Checkout(root, commit, "" if place == "." else place, (place,))
     _check_clean(found)
     if git_command.run(root, "cat-file", "-e", f"{commit}:{found.patches}").returncode:
-        msg = f"{found.patches} is not committed in {root}; commit it first"
+        msg = f"{patches} is not committed in {root}; commit it first"
         raise UsageError(msg)
     return found
 
@@ -99,8 +99,7 @@ def repository(patches: str = "") -> Checkout:
 def _root_of(folder: Path) -> Path | None:
     if not (folder / "series.toml").is_file():
         return None
-    done = git_command.run(folder, "rev-parse", "--show-toplevel")
-    return None if done.returncode else Path(done.stdout.decode().rstrip("\n"))
+    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
 
 
 def _check_clean(checkout: Checkout) -> None:

@@ -283,12 +283,12 @@ def _reason(
             gained = dict.fromkeys(pair.scenario for pair in pairs if pair.gained)
             return f"adds {', '.join(gained)}, and breaks none of {runs} runs"
         case Verdict.HARMLESS if not any(map(_differs, pairs)):
-            return f"no outcome of {runs} runs differs from stock"
+            return f"no outcome of {runs} runs of {_named(scenarios)} differs from stock"
         case Verdict.HARMLESS if all(pair.kind == "guard" for pair in pairs):
             # Guards must hold on patched, whatever stock does: they prove no fix.
             return f"stock fails {stock_failed} of {runs} guard runs, patched {patched_failed}"
         case Verdict.HARMLESS:
-            return f"no outcome of {runs} runs is worse than on stock"
+            return f"no outcome of {runs} runs of {_named(scenarios)} is worse than on stock"
         case _ if all(pair.claimed for pair in pairs):
             return f"stock passes every fix scenario, patched passes all {runs} runs"
         case _:
@@ -378,6 +378,12 @@ def _listed(pairs: Iterable[Pair]) -> str:
         left = list(found.values())[len(shown) :]
         shown.append(f"{len(left)} more scenarios ({_runs(sum(map(len, left)))})")
     return ", ".join(shown)
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return ``fragmented, many-moves, story and 12 more scenarios``."""
+    first, more = (found := list(names))[:3], len(found) - 3
+    return ", ".join(first) + (f" and {more} more scenarios" if more > 0 else "")
 
 
 def _runs(n: int) -> str:

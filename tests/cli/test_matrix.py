@@ -51,7 +51,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
 
     monkeypatch.setattr(cell, "verify_cell", judge)
     monkeypatch.setattr(fetch, "fetch", lambda release, **_: release)
-    monkeypatch.setattr(review_branch, "repository", lambda: Checkout(tmp_path, "1" * 40))
+    monkeypatch.setattr(review_branch, "repository", lambda _: Checkout(tmp_path, "1" * 40))
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", branch_of)
     monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (UNCARRIED,))
@@ -238,8 +238,29 @@ def version(spec: str, source: str = "llama-cpp-python") -> NewVersion:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, ...]) -> None:
     """Let the indexes offer new and older versions, and lack some; one does not answer."""
-    found = NewVersions(*parts, ("npm: no answer",), ("git:/up@main",))
+    found = NewVersions(*parts, ("npm: no answer",))
     monkeypatch.setattr(watch, "new_versions", lambda: found)
+
+
+def test_a_git_reference_that_moved_is_followed(run: Run, monkeypatch) -> None:
+    """It is pinned to the commit that it has now, and its branch is named for the commit."""
+    known = lockfile.known()
+    name = "git:/up@main"
+    known[name] = replace(known["0.3.36"], name=name, kind="git")
+    monkeypatch.setattr(watch, "new_versions", lambda: NewVersions((), (), (), (), (name,)))
+    monkeypatch.setattr(release_watch.spec_resolver, "remote_commit", lambda _: "7" * 40)
+
+    def pin(spec: str) -> Any:
+        known[spec] = replace(known[spec], commit="7" * 40)
+        return known[spec]
+
+    monkeypatch.setattr(release_watch.spec_resolver, "pin_git", pin)
+    code, out, err = run("matrix", "watch")
+    assert code == 0, err
+    assert f"{name}: branch watch/git-777777777777" in out
+    assert f"{name} is at another commit" in err
+    monkeypatch.setattr(release_watch.spec_resolver, "remote_commit", lambda _: "7" * 40)
+    assert run("matrix", "watch", name)[0] == 0
 
 
 def test_watch(run: Run, monkeypatch) -> None:
@@ -249,7 +270,6 @@ def test_watch(run: Run, monkeypatch) -> None:
     code, out, err = run("matrix", "watch")
     assert (code, out) == (0, "")
     assert "no new version" in err and "0.2.1" in err and "npm: no answer" in err
-    assert "git:/up@main is at another commit" in err
     new = version("xllamacpp==2026.10.11549", "xllamacpp"), version("0.3.38")
     offer(monkeypatch, new, (version("0.2.3"),), ())
     listed = json.loads(run("matrix", "watch", "--dry-run", "--json")[1])
@@ -288,7 +308,6 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     assert list(followed) == ["0.3.39", "b11549", "0.3.38"]
     assert followed["0.3.39"]["error"] == "the archive is cut off"
     assert document["warnings"][0] == "npm: no answer"
-    assert "git:/up@main is at another commit" in document["warnings"][1]
     assert followed["0.3.38"]["branch"]["name"] == "watch/0.3.38"
     assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
     text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))
@@ -331,7 +350,7 @@ def test_watch_outside_of_a_checkout(run: Run, monkeypatch) -> None:
     added = adding(monkeypatch)
     offer(monkeypatch, (version("0.3.38"),), (), ())
 
-    def nowhere():
+    def nowhere(_):
         raise UsageError("not a checkout")
 
     monkeypatch.setattr(review_branch, "repository", nowhere)
@@ -465,7 +484,7 @@ def test_a_report_without_a_new_version(run: Run, monkeypatch, tmp_path: Path) -
     """Warnings are reported if nothing is new, also outside of a checkout."""
     offer(monkeypatch, (), (), ())
 
-    def nowhere():
+    def nowhere(_):
         raise UsageError("not a checkout")
 
     monkeypatch.setattr(review_branch, "repository", nowhere)

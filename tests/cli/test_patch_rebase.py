@@ -82,6 +82,7 @@ def test_rebase_of_other_patches_continues(
     """--continue takes the --patches that the rebase was started with, and no other."""
     own = bench.folder.rename(tmp_path / "own")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
     words = ("rebase", "--continue", "--patches")
     assert call(capsys, "rebase", "one", "--onto", "0.3.2", "--patches", "own")[0] == 3
     code, _, err = call(capsys, *words, "other")
@@ -141,7 +142,7 @@ def test_obsolete(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> N
 def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> None:
     """What the last matrix saw of stock is the third sign; other patches' scenarios are none."""
     seen = {"some-scenario": "pass", "other": "fail"}
-    monkeypatch.setattr(result_cache, "stock", lambda _release: seen)
+    monkeypatch.setattr(result_cache, "stock", lambda _release, _patches: seen)
     assert "behaviour: yes (stock passes some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
     seen["some-scenario"] = "fail"
     assert "behaviour: no (stock fails some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 from patching_kit import SeriesSandbox, diff, numbered
 
-from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.patching import apply, foreign_series, status
+from pyllamakv.errors import PatchFormatError, UnknownPatch, UsageError
+from pyllamakv.patching import (
+    apply,
+    foreign_series,
+    mail_header,
+    patch_import,
+    status,
+)
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -141,3 +147,60 @@ def test_the_transfer_encoding_of_a_mail(tmp_path: Path, encoding: str) -> None:
         file.write_bytes(head + b"a")
         with pytest.raises(PatchFormatError, match="is not Base64"):
             foreign_series.load(file)
+
+
+def test_an_attached_patch(tmp_path: Path) -> None:
+    """`git format-patch --attach` writes text and patch as parts of a mail."""
+    separator = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+    head = b"From: A B <a@b.c>\nSubject: [PATCH] x: do it\nMIME-Version: 1.0\n"
+    kind = b'Content-Type: multipart/mixed; boundary="----------2.39"\n\n'
+    parts = b"".join(
+        b"------------2.39\nContent-Type: text/%s\n%s\n%s\n" % part
+        for part in (
+            (b"plain; charset=UTF-8", b"Content-Transfer-Encoding: 8bit\n", b"The reason.\n---"),
+            (b'x-patch; name="x.patch"', b"Content-Disposition: attachment\n", ONE),
+        )
+    )
+    file = tmp_path / "x.patch"
+    for first in (separator, b""):
+        text = b"This is a multi-part message in MIME format.\n"
+        file.write_bytes(first + head + kind + text + parts + b"------------2.39--\n")
+        (port,) = next(iter(foreign_series.load(file))).ports
+        assert port.patch.files[0].data.endswith(ONE[ONE.index(b"--- a") :])
+        assert mail_header.parse(port.patch.header).body.strip() == "The reason."
+        assert port.title == "x: do it"
+
+
+def test_other_numbers_of_directories(tmp_path: Path) -> None:
+    """As quilt's -pN, or an argument; a path without so many directories is refused."""
+    deep = ONE.replace(b"a/src", b"a/vendor/llama.cpp/src").replace(
+        b"b/src", b"b/vendor/llama.cpp/src"
+    )
+    (tmp_path / "deep.patch").write_bytes(deep)
+    (tmp_path / "flat.patch").write_bytes(TWO)
+    (tmp_path / "series").write_text("deep.patch -p3\nflat.patch\n")
+    found = foreign_series.load(tmp_path)
+    assert [patch.ports[0].patch.paths for patch in found] == [("src/a.cpp",), ("src/b.cpp",)]
+    (one,) = foreign_series.load(tmp_path / "deep.patch", strip=3)
+    assert one.ports[0].patch.paths == ("src/a.cpp",)
+    with pytest.raises(PatchFormatError, match="no 4 directories"):
+        foreign_series.load(tmp_path / "deep.patch", strip=5)
+
+
+def test_files_that_are_no_patches_are_named_one_by_one(
+    bench: SeriesSandbox, tmp_path: Path
+) -> None:
+    """All in one error; an import writes the others and reports these."""
+    folder = tmp_path / "mails"
+    folder.mkdir()
+    binary = b"diff --git a/x b/x\nindex 1111111..2222222 100644\nGIT binary patch\nliteral 0\n"
+    for name, data in {"1.patch": ONE, "2.patch": binary, "3.patch": b"words\n"}.items():
+        (folder / name).write_bytes(data)
+    with pytest.raises(PatchFormatError, match=r"(?s)2 files.*2\.patch:.*binary.*3\.patch has no"):
+        foreign_series.load(folder)
+    done = patch_import.import_patch(
+        folder, "mine", [*bench.releases.values()], folder=tmp_path / "own", store=bench.store
+    )
+    assert (done.ids, sorted(done.refused)) == (("mine",), ["2.patch", "3.patch"])
+    with pytest.raises(UnknownPatch, match="patch import"):
+        foreign_series.load(folder / "1.patch").definition("./1.patch")

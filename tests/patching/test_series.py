@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 from patching_kit import SeriesSandbox, numbered
 
 from pyllamakv.errors import PatchFormatError, UsageError
+from pyllamakv.home import data
 from pyllamakv.patching import lint, port_choice, series
 from pyllamakv.source.store import open_store
+from pyllamakv.verification import discovery
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,3 +106,17 @@ def test_the_shipped_series_is_clean() -> None:
     """The patches of this package load and have no fault that lint finds."""
     assert [str(finding) for finding in lint.lint()] == []
     assert "full-defrag" in series.load().order
+
+
+def test_a_copy_of_the_shipped_series_is_the_same_series(tmp_path: Path) -> None:
+    """No code knows the shipped one: ports, markers, order and claims come from the directory."""
+    copy = tmp_path / "copy"
+    shutil.copytree(data("patches"), copy)
+    shipped, found = series.load(), port_choice.load_series(str(copy))
+    assert found.digest == shipped.digest
+    assert (found.order, found.scenarios) == (shipped.order, shipped.scenarios)
+    assert {name for patch in found.every for name in patch.scenarios} | set(found.scenarios) >= {
+        each.id for each in discovery.discover().values() if each.kind == "fix"
+    }
+    (copy / "series.toml").write_text("schema = 1\norder = []\nscenarios = ['counters']\n")
+    assert port_choice.load_series(str(copy)).digest != shipped.digest

@@ -39,6 +39,19 @@ def test_the_key_depends_on_what_decides(place: Path) -> None:
     assert result_cache.key(SPEC) != first
 
 
+def test_the_key_of_another_series_depends_on_its_content(tmp_path: Path) -> None:
+    """On its patches and claims, and not on those that ship."""
+    file = tmp_path / "mine.patch"
+    file.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
+    spec = replace(SPEC, patches=str(file))
+    first = result_cache.key(spec)
+    assert first and first != result_cache.key(SPEC)
+    (tmp_path / "patches" / "a.patch").write_text("b")
+    assert result_cache.key(spec) == first
+    file.write_text("Scenario: fragmented\n" + file.read_text())
+    assert result_cache.key(spec) != first
+
+
 def test_no_key_without_tools(monkeypatch) -> None:
     """Where nothing can be built nothing is remembered either."""
 

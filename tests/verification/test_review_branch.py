@@ -323,3 +323,27 @@ def test_the_user_s_hooks_do_not_run(checkout: Checkout) -> None:
     hook.write_text("#!/bin/sh\nexit 1\n")
     hook.chmod(0o755)
     assert checkout.write() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["series", "."])
+def test_a_branch_for_another_series(checkout: Checkout, tmp_path: Path, place: str) -> None:
+    """It is written to the repository of the series, and has its ports and verdicts alone."""
+    root = tmp_path / "fork"
+    folder = root / place
+    shutil.copytree(checkout.bench.folder, folder)
+    (folder / "expected.toml").unlink()
+    with pytest.raises(UsageError, match="requires a git checkout"):
+        review_branch.repository(str(folder))
+    repository(root, {"README.md": b"our fork\n"})
+    start = review_branch.repository(str(folder.resolve()))
+    made = checkout.write(start=start)
+    assert made is not None
+    prefix = "" if place == "." else f"{place}/"
+    names = [f"{prefix}expected.toml", f"{prefix}fix/0.3.2.patch", f"{prefix}fix/patch.toml"]
+    assert sorted(made.files) == names
+    assert git(root, "rev-parse", NAME) == made.commit
+    assert "records.py" not in git(root, "log", "-1", "--format=%B", NAME)
+    (folder / "series.toml").write_text((folder / "series.toml").read_text() + "# changed\n")
+    with pytest.raises(UsageError, match="not committed"):
+        review_branch.repository(str(folder.resolve()))

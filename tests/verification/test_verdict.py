@@ -144,12 +144,12 @@ def test_a_patch_that_changes_no_outcome_is_harmless() -> None:
         (
             [unclaimed(fail("crash"), fail("claim"))],
             Verdict.HARMLESS,
-            "no outcome of 1 runs is worse than on stock",
+            "no outcome of 1 runs of one is worse than on stock",
         ),
         (
             [unclaimed(fail(), PASS, "guard"), unclaimed(fail(), fail(), "fix", "two")],
             Verdict.HARMLESS,
-            "no outcome of 2 runs is worse than on stock",
+            "no outcome of 2 runs of one, two is worse than on stock",
         ),
     ],
 )
