@@ -469,7 +469,11 @@ class RawMapping:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A compute device. Its memory sizes are 0 if the backend does not report them."""
+    """A compute device: its name, as for ``devices`` of a load, and a text that describes it.
+
+    ``kind`` is "cpu", "gpu", "accelerator" or "unknown". Its memory is in bytes, 0 if the backend
+    does not report it.
+    """
 
     name: str
     description: str

@@ -32,7 +32,8 @@ class AsyncBatcher(NotCopied):
     """Generate for several tasks at once, with the sequences of a cache manager.
 
     The arguments are those of `Batcher`. A thread of its own uses the context from the first call
-    until `aclose`: other threads get Busy. The tasks may belong to several event loops.
+    until `aclose`: do not use it elsewhere meanwhile. Other threads get Busy during a step. The
+    tasks may belong to several event loops.
     """
 
     def __init__(

@@ -423,7 +423,12 @@ def _sharers(seq: runtime.Sequence, end: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class ContextCacheStats:
-    """The totals of a `ContextCache`, and its checkpoints."""
+    """The totals of a `ContextCache`, and its present checkpoints.
+
+    Successful ``forwards`` decoded ``decoded_tokens``. ``full_errors`` counts `KVCacheFull`,
+    ``defrags`` defragmentations for a full cache, ``copies`` and ``removals`` calls, and
+    ``restores`` returns to a checkpoint. There are ``checkpoints`` of ``checkpoint_bytes``.
+    """
 
     forwards: int = 0
     decoded_tokens: int = 0

@@ -566,7 +566,11 @@ LOOKAHEAD_TOKENS = 64
 
 
 class PrefixLease(NotCopied):
-    """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases."""
+    """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases.
+
+    ``cached`` is the number of the prompt's tokens that the sequence has already, and ``rest`` are
+    the tokens to decode.
+    """
 
     def __init__(
         self,

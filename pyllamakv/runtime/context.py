@@ -625,7 +625,8 @@ class Context(ClosedOnExit):
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token.
 
-        Afterwards, the numbers no longer depend on the load of the machine.
+        Afterwards, the numbers no longer depend on the load of the machine. Raises UsageError for
+        numbers below 1.
         """
         n_threads = arguments.integer("n_threads", n_threads, 1, arguments.INT32)
         n_threads_batch = arguments.whole_or_none(

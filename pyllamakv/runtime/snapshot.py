@@ -260,8 +260,9 @@ def _statistics(maps: tuple[CellMap, ...]) -> KVStats:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """The moved cells, ordered by source: ``stream``, ``source`` and ``target`` (n,).
+    """The moved cells, in order: arrays ``stream``, ``source`` and ``target`` (n,) of int64.
 
+    ``stream`` is an index of ``Snapshot.streams``; the others are old and new cells of that stream.
     ``vanished`` and ``appeared`` count used cells that exist on one side only.
     """
 

@@ -120,7 +120,7 @@ class TraceFile:
     def _full(self, error: OSError) -> DiskFull:
         return DiskFull(
             f"the disk is full for the trace {self.path}: {error.strerror}; it ends with the last "
-            "rows that fitted, and what was recorded goes on unrecorded; make room and record again"
+            "complete rows, and the run continues without a recording; make room and record again"
         )
 
 
