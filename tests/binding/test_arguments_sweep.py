@@ -200,7 +200,7 @@ def test_every_public_class_is_swept_or_excluded() -> None:
     assert {"Sequence.remove", "Batch.of", "open", "ContextCache", "metrics.expose"} <= swept
 
 
-def test_a_worker_that_dies_is_told_of(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_reported_and_the_next_one_continues(tmp_path: Path) -> None:
     """The call that ends a process is named, and the next worker goes on after it."""
     worker = tmp_path / "kits" / "sweep_kit.py"
     worker.parent.mkdir()

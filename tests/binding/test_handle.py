@@ -263,7 +263,7 @@ def test_what_is_gone_is_free(error: Exception | None) -> None:
     free_quietly(free, 7)
 
 
-def test_other_faults_are_told() -> None:
+def test_other_faults_are_raised() -> None:
     """Check that a real failure is not hidden."""
 
     def free(raw: int) -> None:

@@ -183,7 +183,7 @@ def test_logs(native: Native, context: ContextHandle, caplog: pytest.LogCaptureF
     native.log_level(2)
 
 
-def test_lost_lines_are_told(native: Native, context: ContextHandle) -> None:
+def test_lost_lines_of_the_log_are_counted(native: Native, context: ContextHandle) -> None:
     """A ring buffer that overflowed reports the number of lost lines."""
     native.logs()
     native.decode_one(context, FLOOD, 0, 0)

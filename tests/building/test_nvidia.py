@@ -102,7 +102,7 @@ esac
         cuda.find({**env, cuda.ARCHITECTURE: "61-real;90"})
 
 
-def test_the_doctor_tells_apart_what_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_missing_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No nvcc, no driver, a driver that is too old, and all of it."""
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)

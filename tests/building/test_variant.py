@@ -79,7 +79,7 @@ def test_spec_round_trip(series: tuple[str, ...] | None) -> None:
     assert variant.parse(str(spec)) == spec
 
 
-def test_id_is_deterministic_and_tells_its_kind() -> None:
+def test_id_is_deterministic_and_names_stock_or_patched() -> None:
     """Equal inputs have equal ids, and the ids of stock and patched differ visibly."""
     assert request().variant_id("a" * 40) == request().variant_id("a" * 40)
     assert request().variant_id("a" * 40).startswith("0.3.9-stock-cpu-")
@@ -102,7 +102,7 @@ def test_id_follows_what_decides_the_code(changed: dict[str, object]) -> None:
     assert request(**changed).objects != request().objects
 
 
-def test_id_ignores_where_tools_lie() -> None:
+def test_id_ignores_paths_of_tools() -> None:
     """The same compiler at another path makes the same variant."""
     moved = request(compiler=dataclasses.replace(COMPILER, c="/opt/gcc", cxx="/opt/g++"))
     assert moved.variant_id("a" * 40) == request().variant_id("a" * 40)

@@ -135,7 +135,7 @@ def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ct
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_an_exception_while_a_lease_is_given_back_ends_nobody_else(ctx: Context, n: int) -> None:
+def test_an_exception_during_a_release_ends_one_generation_only(ctx: Context, n: int) -> None:
     """What has ended is struck out with the next step, and its sequence is not touched again."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)

@@ -144,7 +144,7 @@ def test_a_request_that_does_not_fit_alone_fails(tmp_path: Path) -> None:
     assert (other.finish_reason, other.text) == ("length", alone(tmp_path, "y" * 28, 20))
 
 
-def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: Path) -> None:
+def test_a_prompt_without_cells_evicts_old_histories(tmp_path: Path) -> None:
     """Each prompt fits alone; for both together, histories are evicted."""
     ctx = kit.context(tmp_path, n_ctx=64)
     cache = SlotCache(ctx, size=60)
@@ -162,7 +162,7 @@ def test_who_finds_no_cells_beside_others_gets_those_of_old_histories(tmp_path: 
 def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
     """A slot is filled many times over; others are not disturbed by what is decoded again.
 
-    The original filled the batch with the wrong tokens when it had to decode again.
+    Ollama filled the batch with the wrong tokens when it had to decode again.
     """
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, keep=4)
@@ -180,7 +180,7 @@ def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
     assert held[5:] == said[5 - len(held) :]
 
 
-def test_nobody_waits_for_a_long_prompt(ctx: Context) -> None:
+def test_running_generations_get_tokens_during_a_long_prompt(ctx: Context) -> None:
     """Who is being continued gets a token in each step, while prompts share the rest."""
     batcher = Batcher(SlotCache(ctx), n_batch=8)
     one = batcher.submit("H", 30, sampler=Fixed([70] * 40))

@@ -53,7 +53,7 @@ def test_all_end_although_some_cannot_be_given_back(
     assert (stats.active, stats.waiting, stats.cancelled) == (0, 0, 6)
 
 
-def test_who_cannot_be_given_back_is_struck_out(batcher: Batcher) -> None:
+def test_a_failed_release_removes_the_generation(batcher: Batcher) -> None:
     """One that is cancelled ends alone, and the others go on."""
     one, other = batcher.submit([5] * 3, 4), batcher.submit([6] * 3, 4)
     batcher.step()

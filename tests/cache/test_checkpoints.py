@@ -52,7 +52,7 @@ def test_an_empty_one_has_nothing_to_give() -> None:
     assert (len(kept), kept.bytes, kept.positions) == (0, 0, [])
 
 
-def test_what_lies_behind_a_position_is_pruned() -> None:
+def test_checkpoints_after_a_position_are_pruned() -> None:
     """PruneAfter and PruneAfterAll: a sequence that went back has no later past."""
     kept = ring(5, 9, 15)
     kept.prune(9)

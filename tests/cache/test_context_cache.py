@@ -185,7 +185,7 @@ def test_where_nothing_can_be_moved_the_error_says_so(tmp_path: Path) -> None:
     assert picture(cache) == before
 
 
-def test_a_defragmentation_that_does_not_help_is_told(cache: ContextCache) -> None:
+def test_a_useless_defragmentation_is_tried_once_and_reported(cache: ContextCache) -> None:
     """It is tried once, not for ever."""
     fragmented(cache)
     cache.context.native.fail_next = [1, 1]

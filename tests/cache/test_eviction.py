@@ -26,7 +26,7 @@ def cache(tmp_path: Path) -> PrefixCache:
 def test_the_least_recently_used_branch_goes_first(tmp_path: Path) -> None:
     """Run out of sequences (LRUOnlyUpdatesUsedNodes): what a new prompt only passes by stays old.
 
-    Before ac5f0dbb6 the original made everything below a match as young as the match.
+    An earlier ollama made everything below a match as young as the match.
     """
     cache = make(tmp_path, n_seq_max=3)
     a, b = [*SYSTEM, 1, 1], [*SYSTEM, 2, 2]
@@ -67,7 +67,7 @@ def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
 
 
 def test_all_sequences_leased_is_an_error(tmp_path: Path) -> None:
-    """Lease them all: the original's multi-user choice took a slot that was not there."""
+    """Lease them all: ollama's multi-user choice took a slot that was not there."""
     cache = make(tmp_path, n_seq_max=2)
     serve(cache, [1, 2, 3])
     leases = [cache.acquire([1, 2, 3, 4]), cache.acquire([9])]
@@ -162,7 +162,7 @@ def test_pinned_sequences_are_not_taken(tmp_path: Path) -> None:
 
 # The budget...
 def test_the_budget_bounds_what_is_kept(tmp_path: Path) -> None:
-    """Serve more than fits: an original's trie grew without limit."""
+    """Serve more than fits: ollama's trie grew without limit."""
     cache = make(tmp_path, n_seq_max=4)
     cache.budget = cache.branches.bytes_of(50)
     for number in range(8):

@@ -85,7 +85,7 @@ def test_a_second_one_without_room(tmp_path: Path) -> None:
     by="random_operations",
     of="Python",
 )
-def test_who_cannot_go_back_goes_last_or_is_saved(tmp_path: Path) -> None:
+def test_a_cache_without_rewind_is_last_or_saved(tmp_path: Path) -> None:
     """A memory of states is taken back by a save, and needs none when it is the last."""
     first, second = simulated(tmp_path), simulated(tmp_path)
     for each in (first, second):

@@ -46,7 +46,7 @@ def test_branches_are_paged_out_and_in(tmp_path: Path, where: str) -> None:
 def test_a_page_holds_what_nothing_else_does(tmp_path: Path) -> None:
     """Page a tail out: its bytes are those of the tail (PagedOutBytesUpdatesOnMaterialize).
 
-    A snapshot of the original kept the whole buffer alive that it was a part of (d1151e18a).
+    A snapshot of ollama kept the whole buffer alive that it was a part of.
     """
     cache = make(tmp_path, paging="memory", n_ctx=256)
     serve(cache, [1] * 100 + [2] * 5)
@@ -71,7 +71,7 @@ def test_a_page_holds_what_nothing_else_does(tmp_path: Path) -> None:
 def test_a_divided_page_serves_both_parts(tmp_path: Path) -> None:
     """Go on from inside of a branch that is paged out (SplitPreservesData).
 
-    An original's snapshot had to span exactly its node, or 46 of 47 thousand tokens were decoded
+    Ollama's snapshot had to span exactly its node, or 46 of 47 thousand tokens were decoded
     again (b315b3ee9, 81f9a394e).
     """
     cache = make(tmp_path, paging="memory")

@@ -85,7 +85,7 @@ def test_an_exact_repeat_leaves_one_token_to_decode(tmp_path: Path, entries: int
 
 
 def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
-    """Ask for nothing: the original took a slice of minus one token, and panicked."""
+    """Ask for nothing: ollama took a slice of minus one token, and panicked."""
     serve(cache, [1, 2])
     for wrong in ([], [259], [-1], [1] * 129):
         with pytest.raises(UsageError):
@@ -95,7 +95,7 @@ def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
 
 
 def test_two_conversations_do_not_thrash(cache: PrefixCache) -> None:
-    """Alternate between two chats, at which the original's single entry began anew each time."""
+    """Alternate between two chats, at which ollama's single entry began anew each time."""
     a, b = [*SYSTEM, 1], [*SYSTEM, 2]
     assert serve(cache, a, [3]) == 0
     assert serve(cache, b, [4]) == 20
@@ -119,7 +119,7 @@ def test_branches_share_the_cells_of_their_beginning(cache: PrefixCache) -> None
 
 
 def test_a_part_of_a_run_is_reused(cache: PrefixCache) -> None:
-    """Match 19 of 20 tokens: an original before 77491439c reused whole runs only."""
+    """Match 19 of 20 tokens: an earlier ollama reused whole runs only."""
     serve(cache, SYSTEM)
     assert serve(cache, [*SYSTEM[:19], 1]) == 19
     assert used(cache) == 21
@@ -211,7 +211,7 @@ def test_what_was_trimmed_is_kept_as_it_is(cache: PrefixCache) -> None:
 def test_a_cancelled_prompt_keeps_its_progress(tmp_path: Path) -> None:
     """Cancel twice (ScenarioCancelledPrefills, PrefillSnapshotsKeptOnCancel): 18, 36, done.
 
-    An original threw away what a cancelled prompt had decoded, so that retries never got anywhere
+    Ollama threw away what a cancelled prompt had decoded, so that retries never got anywhere
     (ollama #17839).
     """
     cache = make(tmp_path, n_batch=18)

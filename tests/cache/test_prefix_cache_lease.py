@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_room_is_granted_ahead_where_it_costs_nobody_anything(tmp_path: Path) -> None:
+def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
     """Decode token by token: the cells are checked now and then, and nothing is evicted."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
     serve(cache, [9] * 100)
@@ -115,7 +115,7 @@ def test_what_is_promised_to_a_lease_is_not_given_away(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_a_lease_tells_its_state(tmp_path: Path) -> None:
+def test_a_lease_has_a_state(tmp_path: Path) -> None:
     """Release once, and see it."""
     cache = PrefixCache(kit.context(tmp_path))
     lease = cache.acquire([1, 2, 3])
@@ -204,7 +204,7 @@ def test_a_state_that_cannot_be_kept_fails_no_prompt(
     assert serve(cache, [1, 2, 3, 4, 5]) == 4
 
 
-def test_nobody_makes_way_for_a_state(tmp_path: Path) -> None:
+def test_a_checkpoint_evicts_no_other_state(tmp_path: Path) -> None:
     """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
     cache = recurrent(tmp_path, checkpoints=CheckpointSchedule(interval=4, first=0))
     for number in (5, 6):

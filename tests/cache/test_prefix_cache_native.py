@@ -375,7 +375,7 @@ def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
 def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
     """Go back to where a sliding window has passed (RestoreOutsideWindow): decode again instead.
 
-    A rotating cache of the original dropped what it still needed (06ae6367b).
+    A rotating cache of ollama dropped entries that it still needed.
     """
     with late.load_model(synthetic_models.model("sliding")) as model:
         look = Oracle(model)

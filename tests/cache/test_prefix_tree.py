@@ -144,7 +144,7 @@ def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
 def test_only_what_is_used_is_touched() -> None:
     """Use a beginning only (LRUOnlyUpdatesUsedNodes): what goes on below it is as old as before.
 
-    The original touched whatever hung below the match, so that leaves never aged.
+    Ollama touched whatever hung below the match, so that leaves never aged.
     """
     tree = PrefixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])

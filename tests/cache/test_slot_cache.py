@@ -66,7 +66,7 @@ def test_load(ctx: Context, policy: Any, kept: list, prompt: list, cached: int) 
 
 @pytest.mark.parametrize("policy", ["longest", "best"])
 def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
-    """The original's "best" died of a nil pointer here; nothing changes, and release helps."""
+    """Ollama's "best" died of a nil pointer here; nothing changes, and release helps."""
     cache = SlotCache(ctx, 2, policy)
     leases = [cache.acquire([1, 2]), cache.acquire([1, 3])]
     with pytest.raises(NoSlotAvailable) as caught:
@@ -80,7 +80,7 @@ def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
 
 
 def test_bad_prompts_are_refused(ctx: Context) -> None:
-    """An empty prompt panicked in the original; too long, and what are no tokens."""
+    """An empty prompt panicked in ollama; too long, and what are no tokens."""
     cache = SlotCache(ctx)
     for wrong in ([], range(17), ["a"], [1.5], [[1]]):
         with pytest.raises(UsageError):
@@ -134,7 +134,7 @@ def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> Non
 
 
 def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
-    """With two alternating conversations, the original's "longest" evicts the first one."""
+    """With two alternating conversations, ollama's "longest" evicts the first one."""
     cache = SlotCache(ctx, policy="longest")
     one, other = [1, 5, 6, 7, 8], [1, 9, 9, 9, 9]
     assert fill(cache, one) != fill(cache, other)

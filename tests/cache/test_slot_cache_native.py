@@ -98,7 +98,7 @@ def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
 ) -> None:
     """Shift in place if the cells are not shared, else decode again: the sibling is unchanged.
 
-    The original also moves the sibling's positions: its logits differ by half of their scale.
+    Ollama also moves the sibling's positions: its logits differ by half of their scale.
     """
     kind, noisy = options.get("type_k", "f16"), "q8_0"
     with model.context(n_ctx=240, n_batch=64, n_seq_max=3, **options) as ctx:
@@ -154,7 +154,7 @@ def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
 def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary, states: bool) -> None:
     """A state cannot be cut: what extends it goes on, anything else needs a saved state.
 
-    The original's single entry ignored that the trim was refused; tokens and state disagreed.
+    Ollama's single entry ignored that the trim was refused; tokens and state disagreed.
     """
     again = 39 if states else 0
     with (

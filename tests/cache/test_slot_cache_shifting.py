@@ -26,7 +26,7 @@ from pyllamakv.errors import UsageError
     ],
 )
 def test_shift_discard(size: int, keep: int, length: int, discard: int) -> None:
-    """Check the numbers that are known of the original."""
+    """Check the numbers of ollama's tests."""
     assert shift_discard(size, keep, length) == discard
 
 

@@ -39,7 +39,7 @@ def test_shift_keeps_the_head_and_the_newest(ctx: Context) -> None:
 
 
 def test_a_head_that_fills_the_slot_leaves_one_place(ctx: Context) -> None:
-    """Keeping all tokens of the context is an error in the original; here one place is left."""
+    """Keeping all tokens of the context is an error in ollama; here one place is left."""
     cache = SlotCache(ctx, 4, keep=99, size=10)
     lease = cache.acquire(range(20, 30))
     lease.decode()
@@ -145,7 +145,7 @@ def test_a_prompt_whose_sequence_was_emptied_begins_again(tmp_path: Path, ctx: C
 
 
 def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
-    """Shifting a fork moves the sibling's positions too: the original does not check.
+    """Shifting a fork moves the sibling's positions too: ollama does not check.
 
     Known as wrong logits and lost positions of the sibling in every unified release.
     """
@@ -173,7 +173,7 @@ def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
 def test_what_was_shifted_is_no_prefix(ctx: Context) -> None:
     """Tokens after discarded ones differ from those of a prompt without the discarded ones.
 
-    The original treats them as equal, and continues with other keys and values than a new context.
+    Ollama treats them as equal, and continues with other keys and values than a new context.
     """
     cache = SlotCache(ctx, 1, keep=2, size=10)
     with cache.acquire(range(20, 30)) as lease:

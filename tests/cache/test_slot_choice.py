@@ -42,7 +42,7 @@ def chosen(slots: list[Slot], prompt: list[int], policy: Policy) -> SlotChoice |
     ],
 )
 def test_count_common(a: list, b: list, common: int) -> None:
-    """Equal, prefix, empty, different and mixed items, as the original's fourteen cases."""
+    """Equal, prefix, empty, different and mixed items, as ollama's fourteen cases."""
     assert count_common(a, b) == common
 
 
@@ -60,10 +60,10 @@ def test_count_common_is_what_brute_force_counts(head: list, a: list, b: list) -
 TABLE = {
     "empty": ([([], False, 0), ([], False, 0)], [1], (0, 0), (0, 0)),
     "extend": ([([1], False, 9), ([1, 2], False, 8)], [1, 2], (1, 2), (1, 2)),
-    # The original's "longest" throws slot 0's history away here, while slot 1 is empty.
+    # Ollama's "longest" throws slot 0's history away here, while slot 1 is empty.
     "new": ([([1, 2], False, 9), ([], False, 0)], [2], (1, 0), (1, 0)),
     "fork": ([([1, 2], False, 9), ([], False, 0)], [1], (0, 1), (1, 1)),
-    # The original's "longest" throws away the first; ours what was used longest ago.
+    # Ollama's "longest" throws away the first; ours what was used longest ago.
     "evict": ([([1, 2], False, 9), ([1, 2, 3], False, 8)], [2, 3], (1, 0), (1, 0)),
     "in use": ([([1, 2], True, 9), ([1], False, 8)], [1, 2], (1, 1), (1, 2)),
 }
@@ -71,7 +71,7 @@ TABLE = {
 
 @pytest.mark.parametrize("case", TABLE)
 def test_known_cases(case: str) -> None:
-    """Check the six cases of the original for both policies."""
+    """Check the six cases of ollama's tests for both policies."""
     slots, prompt, longest, best = TABLE[case]
     for policy, expected in (("longest", longest), ("best", best)):
         found = chosen(slots, prompt, checked(policy))
@@ -81,14 +81,14 @@ def test_known_cases(case: str) -> None:
 
 @pytest.mark.parametrize("policy", ["longest", "best"])
 def test_all_in_use_is_no_choice(policy: Policy) -> None:
-    """In the original "best" dereferenced a nil pointer when all slots were in use."""
+    """In ollama, "best" dereferenced a nil pointer when all slots were in use."""
     assert chosen([([1], True, 1), ([], True, 2)], [1, 2], policy) is None
 
 
 def test_a_first_token_in_common_is_no_conversation() -> None:
     """Every prompt begins with the model's first token: that is no reason to lose a history.
 
-    The original's "longest" takes slot 0 for it, and throws 4 tokens away while slot 1 is empty.
+    Ollama's "longest" takes slot 0 for it, and throws 4 tokens away while slot 1 is empty.
     """
     slots: list[Slot] = [([1, 5, 6, 7, 8], False, 9), ([], False, 0)]
     assert chosen(slots, [1, 9, 9], "longest") == SlotChoice(1, 1, 0)
@@ -108,7 +108,7 @@ def test_best_takes_a_slot_that_loses_nothing() -> None:
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
 
-def test_of_equals_the_one_that_loses_least() -> None:
+def test_equal_prefixes_select_the_slot_with_the_shortest_history() -> None:
     """A longer history with the same beginning is another conversation."""
     slots: list[Slot] = [([1, 2, 9, 9], False, 1), ([1, 2], False, 5)]
     for policy in ("longest", "best"):

@@ -88,7 +88,7 @@ def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path
     assert len(root[0]) == len(found["results"]["stock"])
 
 
-def test_the_command_tells_bisect(world: CheckSandbox, capsys) -> None:
+def test_exit_codes_of_check_are_those_of_git_bisect(world: CheckSandbox, capsys) -> None:
     """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
     world.make = lambda side: Rolling()
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1

@@ -40,7 +40,7 @@ def test_run_plays_a_script_and_draws(opened, capsys) -> None:
     assert opened == [("None", {"isolated": True, "env": JUDGED})]
 
 
-def test_run_tells_what_stock_does(opened, capsys) -> None:
+def test_run_reports_a_failed_expectation_of_stock(opened, capsys) -> None:
     """An expectation that is not met is exit 1, with its line."""
     code, _, err = cli(capsys, "run", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1

@@ -45,7 +45,7 @@ def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [True, False])
-def test_what_is_wrong_is_told_all_the_same(unbuffered, tmp_path) -> None:
+def test_a_closed_stdout_keeps_the_exit_status(unbuffered, tmp_path) -> None:
     """A reader that leaves hides no exit status that was there before."""
     reading, writing = os.pipe()
     os.close(reading)

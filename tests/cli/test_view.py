@@ -57,7 +57,7 @@ def test_a_script_is_shown_while_it_runs(opened, capsys) -> None:
     assert "after: 144 of 256 cells used" in out
 
 
-def test_what_fails_is_shown_before_it_is_told(opened, capsys) -> None:
+def test_a_failing_script_shows_its_last_operation(opened, capsys) -> None:
     """The operation that ended the script is the last one, and the exit status says it."""
     code, out, err = cli(capsys, "view", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1

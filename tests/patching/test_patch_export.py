@@ -68,7 +68,9 @@ def test_a_base_without_a_lock_is_fetched(
         (b"-line 10", b"-line 11", "failed"),
     ],
 )
-def test_any_other_byte_is_told(bench: SeriesSandbox, old: bytes, new: bytes, kind: str) -> None:
+def test_a_changed_byte_of_a_port_is_reported(
+    bench: SeriesSandbox, old: bytes, new: bytes, kind: str
+) -> None:
     """A file that was edited by hand differs, and the report shows the difference."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()

@@ -134,7 +134,9 @@ def test_an_earlier_series_makes_room_and_nothing_else(
         patch_export.write_mails((), quilt, base="", release="")
 
 
-def test_a_release_without_patches_is_told(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
+def test_an_export_without_patches_names_the_reasons(
+    bench: SeriesSandbox, tmp_path: Path, capfd
+) -> None:
     """Where no patch is meant the reasons are named, and nothing is written."""
     out = tmp_path / "out"
     assert run("0.3.2", "--to", str(out), "--patches", str(bench.folder)) != 0

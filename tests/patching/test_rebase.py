@@ -111,7 +111,7 @@ MARKS = (b"<<<<<<<", b"|||||||", b">>>>>>>")
 
 
 @pytest.mark.slow
-def test_what_a_person_lost_is_told(bench: SeriesSandbox) -> None:
+def test_a_dropped_hunk_is_reported(bench: SeriesSandbox) -> None:
     """A hunk that is dropped while solving a conflict is named."""
     error = stop(bench, "one")
     file = error.folder / "src/a.cpp"  # type: ignore[operator]

@@ -57,7 +57,7 @@ def test_every_patch_is_shown(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_hunks_tell_where_they_went(bench: SeriesSandbox) -> None:
+def test_hunks_have_a_state_and_an_offset(bench: SeriesSandbox) -> None:
     """Each hunk has its state and offset, the good ones of a failing patch too."""
     one, two, _ = table(bench)["0.3.2"]
     assert one.best is not None

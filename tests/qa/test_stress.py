@@ -157,7 +157,7 @@ def test_a_section_that_breaks_takes_nothing_with_it(
     assert [entry.name for entry in summary.read(path, Entry)] == ["fine", "bad", "good"]
 
 
-def test_what_was_found_is_told_when_somebody_interrupts(efforts, capsys, monkeypatch) -> None:
+def test_an_interrupted_run_prints_its_results(efforts, capsys, monkeypatch) -> None:
     """Hours of one section are not lost with the next one."""
 
     def interrupted(effort: StressOptions, tick: object) -> list[Entry]:

@@ -39,7 +39,7 @@ def mapped(size: int) -> int:
     return total
 
 
-def test_what_is_told_is_what_the_kernel_counts(model: kv.Model) -> None:
+def test_committed_bytes_equal_the_resident_pages(model: kv.Model) -> None:
     """Committed bytes, in all and per layer, equal the resident pages in smaps."""
     # K and V of 41216 cells of 64 bytes make a buffer of a size that no other mapping has. Those of
     # 40960 cells make 5 MiB, which is the size of other mappings after some tests.

@@ -78,7 +78,7 @@ def test_feeds_go_on_where_their_sequences_end(tmp_path: Path) -> None:
     assert arrays.logits.tolist() == [0, 1, 1, 1, 0]
 
 
-def test_a_piece_of_a_prompt_is_used_where_it_lies(tmp_path: Path) -> None:
+def test_a_feed_of_int32_tokens_is_not_copied(tmp_path: Path) -> None:
     """Check that one feed of int32 tokens reaches C without a copy."""
     ctx = kit.context(tmp_path)
     tokens = np.arange(8, dtype=np.int32)

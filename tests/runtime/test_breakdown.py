@@ -53,7 +53,9 @@ def test_without_a_log_there_is_a_lower_bound(tmp_path: Path) -> None:
     assert str(told).splitlines()[0].startswith("model")
 
 
-def test_what_a_log_tells_beyond_the_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_has_the_memory_of_indexers_and_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys of an indexer have no cells; states are states, whatever a release calls them."""
     ctx = runtime_kit.context(tmp_path)
     counted = kv.memory_breakdown(ctx)
@@ -76,7 +78,7 @@ def test_what_a_log_tells_beyond_the_cells(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
-def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
+def test_a_real_library_reports_its_memory(spec: str, kind: str, isolated: bool) -> None:
     """K and V are counted and agree with the log; compute and output are there."""
     with kv.open(built(spec).folder, isolated=isolated) as library:
         model = library.load_model(synthetic_models.tiny())
@@ -94,7 +96,7 @@ def test_a_real_library_tells(spec: str, kind: str, isolated: bool) -> None:
 
 
 @pytest.mark.native
-def test_states_are_told() -> None:
+def test_recurrent_states_have_a_row() -> None:
     """A recurrent memory has no cells to count."""
     with kv.open(built("0.3.36+patched").folder) as library:
         model = library.load_model(synthetic_models.model("recurrent"))

@@ -83,7 +83,7 @@ def test_an_exception_of_the_library_becomes_a_decode_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("way", ["decode", "decode_one", "decode_each", "run"])
-def test_an_interrupt_leaves_no_token_that_nobody_knows(tmp_path: Path, way: str) -> None:
+def test_an_interrupted_decode_leaves_no_unknown_token(tmp_path: Path, way: str) -> None:
     """Ctrl-C comes when C is back: what it decoded is taken back, and may be decoded again."""
     ctx = kit.context(tmp_path)
     a, b, sampler = ctx.sequence(), ctx.sequence(), Sampler(ctx.model, SamplerParams())

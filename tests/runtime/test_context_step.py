@@ -201,7 +201,7 @@ def test_steps_before_a_failing_one_stay(tmp_path: Path) -> None:
     ctx.step_all(sequences[:2], [1, 2])
 
 
-def test_rows_that_lie_apart_are_put_together() -> None:
+def test_rows_in_another_order_are_copied() -> None:
     """Check the copy that is made where the library's rows are not in order."""
     results = []
     for defines in ((), ("FAKE_APART",)):

@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_emptied_is_handed_over_too(tmp_path: Path) -> No
     assert high.tokens == [20, 21, 22, 23, 24]
 
 
-def test_a_cache_is_compact_when_no_free_cell_lies_below_a_used_one(tmp_path: Path) -> None:
+def test_a_cache_without_holes_is_compact(tmp_path: Path) -> None:
     """Check an empty, a compact and a sparse cache."""
     ctx = kit.context(tmp_path, STOCK)
     assert defrag_by_restore.is_compact(ctx.kv.snapshot())

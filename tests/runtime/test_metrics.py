@@ -97,7 +97,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("found", [SlotStats, PrefixStats, BatcherStats, ContextCacheStats])
-def test_all_that_managers_tell_is_known(found: type) -> None:
+def test_each_number_of_managers_is_a_counter_or_a_level(found: type) -> None:
     """Each number is a counter or a level, so that a new one is not taken for the wrong kind."""
     told = {each.name for each in fields(found)}
     assert not metrics.COUNTER_FIELDS & LEVELS
@@ -137,7 +137,7 @@ def test_nothing_known_is_nothing_said() -> None:
     assert metrics.to_json() == {}
 
 
-def test_text_and_json_tell_the_same() -> None:
+def test_text_and_json_have_the_same_numbers() -> None:
     """People and programs get the numbers that monitoring gets."""
     said = metrics.text(stats(), Counters(slot_searches=7), {"slots": Told()})
     assert "used           " in said or "used  " in said

@@ -128,9 +128,7 @@ def test_what_is_put_back_shares_no_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 4])
-def test_an_interrupted_restore_leaves_no_token_that_nobody_knows(
-    tmp_path: Path, held: int
-) -> None:
+def test_an_interrupted_restore_leaves_no_unknown_token(tmp_path: Path, held: int) -> None:
     """Ctrl-C comes when C is back: what the sequence held is put back."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()

@@ -72,7 +72,7 @@ def test_what_later_releases_write_in_front_is_passed_over(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "streams"])
-def test_recurrent_states_stand_behind_the_cache(layout: str) -> None:
+def test_recurrent_states_follow_the_cells(layout: str) -> None:
     """Check a hybrid model of four layers, of which two are recurrent, also after one token."""
     for n in (3, 1):
         check_hybrid(layout, n)

@@ -69,7 +69,7 @@ def test_a_cut_behind_the_window_is_refused(ctx) -> None:
     swa.check(ctx, 0, sequence.ledger.without(None, None), "removing them")
 
 
-def test_who_shares_a_token_has_the_same_window(ctx, monkeypatch) -> None:
+def test_sequences_of_one_token_need_equal_windows(ctx, monkeypatch) -> None:
     """Only a token of several sequences asks for it, and nothing was decoded when it is refused."""
     ctx.info = replace(ctx.info, n_caches=2)
     other = ctx.sequence()

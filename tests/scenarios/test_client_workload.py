@@ -47,7 +47,7 @@ def test_every_request_is_answered_within_its_share() -> None:
     assert all(sum(batch.values()) <= 8 for batch in player.batches)
 
 
-def test_who_answers_does_not_wait_for_prompts() -> None:
+def test_running_answers_get_a_token_in_every_batch() -> None:
     """A token of each answer is in every batch, and a prompt gets what room is left."""
     player = Player()
     SlotServer(player, 2).serve([(4, 6), (30, 1)])

@@ -127,7 +127,7 @@ def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_each_class_of_failure_is_told_apart(make, name: str, failure: str) -> None:
+def test_each_failure_has_its_class(make, name: str, failure: str) -> None:
     """What goes wrong has the right name."""
     found = run(make, name)
     assert (found.outcome.status, found.outcome.failure) == ("fail", failure)

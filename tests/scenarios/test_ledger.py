@@ -15,7 +15,7 @@ def filled(**seqs: int) -> CellLedger:
     return ledger
 
 
-def test_removal_frees_only_what_nobody_owns() -> None:
+def test_removal_keeps_shared_cells() -> None:
     """A shared cell stays with its other owners."""
     ledger = filled(s0=4)
     ledger.copy(0, 1, 0, 2)

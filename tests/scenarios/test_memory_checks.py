@@ -87,7 +87,7 @@ def test_a_true_library_passes(library: Any) -> None:
     ],
     ids=["removes-not", "copies-not", "shifts-not", "keeps-all", "loads-not", "other-rows", "more"],
 )
-def test_each_lie_is_found(library: Any, name: str, answer: Callable[..., Any]) -> None:
+def test_each_wrong_memory_is_found(library: Any, name: str, answer: Callable[..., Any]) -> None:
     """Cells, rows or logits give it away."""
     with pytest.raises((ScenarioFailed, NativeError)):
         run(Liar(library.native, name, answer))

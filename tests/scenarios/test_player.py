@@ -109,7 +109,7 @@ def test_cells_are_what_the_ledger_says(
         player.close()
 
 
-def test_a_pending_shift_is_told_apart_from_positions(loaded: tuple[Native, ModelHandle]) -> None:
+def test_a_pending_shift_is_separate_from_positions(loaded: tuple[Native, ModelHandle]) -> None:
     """Cells have new positions after the shift and a pending delta, which is zero once applied."""
     player = new_player(loaded)
     native, context = player.native, player.context

@@ -65,7 +65,7 @@ def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> Non
     assert whole == (n_caches == 2)
 
 
-def test_who_lost_a_part_of_its_window_shares_no_token(
+def test_a_sequence_with_a_partial_window_shares_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others share where they begin and end alike."""

@@ -90,7 +90,7 @@ def test_a_wrong_hash_keeps_the_old_file(session: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "f.part").exists()
 
 
-def test_a_truncated_file_is_told(session: Any, tmp_path: Path) -> None:
+def test_a_truncated_download_is_reported_and_kept(session: Any, tmp_path: Path) -> None:
     """If every attempt is interrupted, the error has the received size, and the part is kept."""
     with serving({"/f": DATA}) as server:
         server.cut = [1000] * TRIES

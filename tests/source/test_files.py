@@ -68,7 +68,7 @@ def test_what_was_planted_where_the_part_goes_is_not_written_into(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_where_the_part_goes_is_told(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_part_is_reported(tmp_path: Path) -> None:
     """It is not removed, because another program may have created content there."""
     (tmp_path / ".file.part").mkdir()
     with pytest.raises(SourceError, match="is a directory"):
@@ -145,7 +145,7 @@ def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_a_home_of_others_is_told(
+def test_a_read_only_data_directory_is_reported(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the data directory is read-only, the error names the variable to set, before any work."""
@@ -163,7 +163,7 @@ def test_a_home_of_others_is_told(
         model_digest.find("tiny", "")
 
 
-def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:
+def test_a_data_directory_that_is_a_file_is_reported(tmp_path: Path) -> None:
     """So is who names a file as the home."""
     (tmp_path / "home").touch()
     for place in (tmp_path / "home" / "a.lock", tmp_path / "home" / "locks" / "a.lock"):
@@ -171,7 +171,7 @@ def test_a_home_that_is_a_file_is_told(tmp_path: Path) -> None:
             pass
 
 
-def test_a_lock_lasts_as_long_as_who_inherited_it(tmp_path: Path) -> None:
+def test_an_inherited_lock_lasts_as_long_as_the_child(tmp_path: Path) -> None:
     """A child that outlives its parent keeps the lock: no other process may begin."""
     with inheritable_lock(tmp_path / "lock") as handle:
         kept = os.dup(handle)

@@ -84,7 +84,9 @@ def test_files_and_their_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert pipconfig.read().index_urls[0] == "https://env.example/s"
 
 
-def test_no_file_is_read_when_pip_is_told_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_device_disables_configuration_files(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PIP_CONFIG_FILE set to the null device switches all files off, as in pip."""
     write(home / ".config/pip/pip.conf", "[global]\nindex-url = https://user.example\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

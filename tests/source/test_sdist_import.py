@@ -206,7 +206,7 @@ def test_a_truncated_archive_is_refused(
     assert untouched(store, before)
 
 
-def test_a_member_that_stands_twice_is_refused(
+def test_a_duplicate_member_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
     """Two members of one name are refused: which of them counts depends on the reader."""

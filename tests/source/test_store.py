@@ -143,7 +143,7 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_a_history_that_breaks_off_keeps_nobody_from_fetching(store: Store, tmp_path: Path) -> None:
+def test_a_shallow_history_can_be_fetched(store: Store, tmp_path: Path) -> None:
     """A clone may be shallow, with the parent present and the parent's parent missing."""
     commit = repository(tmp_path / "up", commits=4)
     packed = git_command.git_bytes(
@@ -265,7 +265,7 @@ def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_no_room_is_told_apart(tmp_path: Path) -> None:
+def test_a_full_disk_is_distinguished_from_other_errors(tmp_path: Path) -> None:
     """A full disk is DiskFull, from Python or from git; other errors stay what they are."""
     with pytest.raises(DiskFull, match="the disk is full"), translate_disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")

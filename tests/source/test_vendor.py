@@ -42,7 +42,7 @@ def test_sync_and_verify(store: Store, release: Release) -> None:
     assert vendor.verify(store, vendored).lines() == ["stray stray"]
 
 
-def test_stock_and_patched_lie_apart(store: Store, release: Release) -> None:
+def test_stock_and_patched_have_directories_of_their_own(store: Store, release: Release) -> None:
     """Each series has a folder of its own."""
     child, _ = store.commit(release.commit, {"new": b"x"}, "patch")
     vendor.sync(store, release, release.commit, spec="0.3.9")
@@ -73,7 +73,7 @@ def test_what_is_absent(store: Store, release: Release) -> None:
         vendor.verify(store, vendored)
 
 
-def test_clean_removes_only_what_lies_in_trees(
+def test_clean_removes_only_trees_in_the_data_directory(
     store: Store, release: Release, tmp_path: Path
 ) -> None:
     """A folder elsewhere is never removed."""
@@ -90,7 +90,7 @@ def test_clean_removes_only_what_lies_in_trees(
     by="faults",
     of="Python",
 )
-def test_nobody_removes_what_another_fills(
+def test_clean_waits_for_a_running_sync(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`clean` waits for a `sync` that is running in the same folder."""

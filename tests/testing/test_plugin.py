@@ -118,7 +118,7 @@ def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) -> None:
+def test_caches_are_on_the_requested_device(project: pytest.Pytester, patched: Variant) -> None:
     """Behind RPC each library has a server; one in host memory is an error, unless asked for."""
     project.makepyfile(
         """
@@ -164,7 +164,7 @@ def test_caches_lie_on_the_device(project: pytest.Pytester, patched: Variant) ->
     )
 
 
-def test_nothing_is_touched_for_who_uses_nothing(project: pytest.Pytester) -> None:
+def test_an_unused_plugin_builds_and_imports_nothing(project: pytest.Pytester) -> None:
     """Loading the plugin imports nothing of weight and asks for no build."""
     project.makepyfile(
         """
@@ -181,7 +181,7 @@ def test_nothing_is_touched_for_who_uses_nothing(project: pytest.Pytester) -> No
 
 
 @pytest.mark.slow
-def test_wrong_options_are_told(project: pytest.Pytester) -> None:
+def test_wrong_options_end_the_session_with_a_message(project: pytest.Pytester) -> None:
     """A series or backend that does not exist ends the session with a message, before any test."""
     project.makepyfile("def test_it(kv_context): pass\n")
     for words, said in (

@@ -87,7 +87,7 @@ def test_wrong_words_are_named(words: dict, says: str) -> None:
     assert batch_encoding.check(words).startswith(says)
 
 
-def test_shared_tokens_are_told_apart() -> None:
+def test_counts_separate_the_owners_of_tokens() -> None:
     """Counts define which sequences belong to which token."""
     seq, counts = np.array([0, 1, 2, 0], np.int32), np.array([1, 2, 1], np.int32)
     assert batch_encoding.owners(seq, counts) == [0, [1, 2], 0]

@@ -390,7 +390,7 @@ def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager:
 
 
 @pytest.mark.native
-def test_where_the_cache_lies_is_no_part_of_a_trace(patched, tmp_path: Path) -> None:
+def test_a_trace_does_not_name_the_file_of_a_cache(patched, tmp_path: Path) -> None:
     """A context over a file is recorded and replayed like any other; the file is not named."""
     from pyllamakv.scenarios import synthetic_models
 

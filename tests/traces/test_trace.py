@@ -34,7 +34,7 @@ def recorded(tmp_path: Path) -> Path:
     return record(tmp_path / "trace.jsonl")
 
 
-def test_a_script_is_recorded_as_it_stands(recorded: Path) -> None:
+def test_a_recorded_script_has_results_and_cells(recorded: Path) -> None:
     """Its lines, with results, times, and the cells where they changed."""
     head, lines = trace.read(recorded)
     assert (head.model, head.complete, head.environment) == ("tiny", True, {})

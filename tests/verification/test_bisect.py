@@ -55,7 +55,7 @@ def test_untestable_releases_are_passed_over() -> None:
     assert "r6, r7, r8, r9 already, which cannot be verified" in str(found)
 
 
-def test_more_than_one_change_is_told() -> None:
+def test_contradictory_stored_verdicts_are_reported() -> None:
     """A stored verdict that contradicts the search is named, without a new run."""
     verdicts = ["needed"] * 4 + ["native"] * 8 + ["ineffective"] * 4
     verdicts[13] = "needed"

@@ -51,7 +51,7 @@ def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
     ]
 
 
-def test_who_is_missing_is_named() -> None:
+def test_a_missing_worker_is_named_with_its_command() -> None:
     """A cell waits if no worker has its device: the command that starts one is printed."""
     executor = cluster.Cluster(Client(), "tcp://there:8786")
     assert executor.lacking({"cpu", "cuda"}) == []

@@ -83,7 +83,7 @@ def test_markdown_counts_carried_patches() -> None:
     assert "| needed (1 carried) |" in line
 
 
-def test_markdown_tells_of_devices_what_ran_and_when() -> None:
+def test_markdown_has_the_runs_and_dates_of_devices() -> None:
     """What a device cannot run counts for nothing, which has to be seen."""
     row = RESULTS[0].scenarios[0]
     spec = replace(RESULTS[0].spec, backend="vulkan")

@@ -119,7 +119,7 @@ def test_what_may_not_come_again_is_judged_again(passing) -> None:
     by="faults",
     of="Python",
 )
-def test_who_is_found_by_its_key_is_the_latest_too(monkeypatch) -> None:
+def test_a_cached_result_is_the_latest_one(monkeypatch) -> None:
     """A cached result is not written again: a kill in between changes nothing."""
     real, written = result_cache.write_text_atomic, []
 

@@ -117,7 +117,7 @@ def test_what_concerns_a_release_comes_first() -> None:
     assert html.index("<td>ran</td>") < idle < html.index("<td>idle</td>") < places[0]
 
 
-def test_runs_that_fail_alike_are_told_once() -> None:
+def test_equal_failures_are_listed_once() -> None:
     """With all their settings; a capability that is only absent is no alarm."""
     wrong = [replace(failing(), setting=name) for name in ("plain f16", "flash f16")]
     lacks = FailedRun("story", "plain f16", "absent", "no such model")

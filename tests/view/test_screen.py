@@ -74,7 +74,7 @@ def test_a_narrow_terminal_shows_all_of_a_large_cache() -> None:
     assert "cells to a place)" in " ".join(said.split())
 
 
-def test_the_legend_names_who_is_there() -> None:
+def test_the_legend_names_sequences_then_shared_and_free() -> None:
     """Sequences first, then what is shared and free."""
     said = legend(Picture("", (1, 0, SHARED, FREE))).plain
     assert said.split("   ")[:4] == ["0 sequence 0", "1 sequence 1", "# shared", "· free"]

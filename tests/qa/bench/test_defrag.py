@@ -154,7 +154,9 @@ def test_table_has_a_row_per_pattern_and_a_column_per_setting() -> None:
     assert text.count("The cache of a 1B model") == text.count("The cache of a 8B model") == 1
 
 
-def test_a_release_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_build_is_reported_and_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Measuring the later release is no condition for measuring the default one."""
 
     def measure(*_: object, **__: object) -> list[Measured]:
@@ -167,7 +169,9 @@ def test_a_release_that_is_not_built_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert figure.group.endswith("9.9.9")
 
 
-def test_no_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_comparison_without_a_compiler_reports_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without a compiler there is nothing to compare with."""
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(Untestable, match="install gcc or clang"):

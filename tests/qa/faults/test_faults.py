@@ -111,7 +111,7 @@ def test_a_disk_with_little_room() -> None:
     assert any("No space left" in defect for defect in found["room"].defects)
 
 
-def test_a_stage_that_breaks_is_told() -> None:
+def test_a_missing_step_is_an_error() -> None:
     """A step that is not there is a fault of the harness, not a trial that passed."""
     with pytest.raises(HarnessError, match="NoSuchStep"):
         conduct("NoSuchStep", "kill")
@@ -160,7 +160,7 @@ def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch
     assert all("skipped: 0.3.9+patched is not built" in e.skip_reason for e in lacking)
 
 
-def test_a_kind_that_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_kind_of_fault_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no disk can be mounted, limits of files alone prove little of full disks."""
     met = [InjectionRecord("x", "fsize", tried=3, struck=2)]
     monkeypatch.setattr(faults, "_walked", lambda *_: met)

@@ -26,7 +26,7 @@ def noisy(per_operation: float) -> list[float]:
     return [per_operation * count + chance.gauss(0, 8192) for count in COUNTS]
 
 
-def test_a_slope_is_told_from_noise_and_steps() -> None:
+def test_a_leak_is_distinguished_from_noise_and_steps() -> None:
     """Noise, a pool that grows once, and memory that is given back are no leaks."""
     leak = Slope.of(COUNTS, noisy(100.0))
     assert 90 < leak.value < 110
@@ -41,7 +41,7 @@ def test_a_slope_is_told_from_noise_and_steps() -> None:
 
 
 @pytest.mark.parametrize("where", [1000, 2500, 4900])
-def test_one_step_is_no_slope_wherever_it_lies(where: int) -> None:
+def test_one_step_of_memory_is_no_leak(where: int) -> None:
     """A table that doubles once is a pool."""
     assert Slope.of(COUNTS, [float(n > where) * 540_000 for n in COUNTS]).value == 0
 
@@ -83,7 +83,7 @@ def test_what_is_planted_is_found(work: str, words: tuple[str, ...]) -> None:
     assert all(any(word in defect for defect in found) for word in words), found
 
 
-def test_work_that_breaks_is_told() -> None:
+def test_a_failed_workload_is_a_defect() -> None:
     """Churning that stopped halfway proves nothing."""
     with pytest.raises(HarnessError, match="ValueError: broken"):
         judged("breaking")
@@ -136,7 +136,7 @@ def test_few_operations_decide_nothing() -> None:
     assert "fds grow from" in text and "too few" not in text
 
 
-def test_a_heap_that_nobody_counts_decides_nothing() -> None:
+def test_an_uncounted_heap_is_ignored() -> None:
     """Before glibc 2.33 there is no count of it, and none never grows."""
     blind = [each | {"heap": 0} for each in flat(100)]
     entry = leaks.evaluate("x", LeakWorkload("x", 10, 512), blind, 1)

@@ -126,7 +126,7 @@ def test_an_install_that_broke_off_is_done_again(
     assert install.installed("0.3.9") is None
 
 
-def test_what_cannot_be_installed_is_told(
+def test_a_failed_installation_is_reported(
     release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A release without a package, a Python without pip and an sdist without tests are reported."""
@@ -262,7 +262,7 @@ def test_slots(tmp_path: Path, code: str, difference: str, placed: bool, said: s
     assert (asked.placed, str(asked)) == (placed, said)
 
 
-def test_another_library_or_none_is_told(tmp_path: Path) -> None:
+def test_another_library_is_reported(tmp_path: Path) -> None:
     """What answers has to run on the variant."""
     found = variant(tmp_path / "v")
     with pytest.raises(Untestable, match="not the libraries"):

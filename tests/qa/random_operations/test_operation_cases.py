@@ -169,7 +169,7 @@ def test_a_fault_is_found(
     assert first.failure == kind, first
 
 
-def test_a_failure_tells_its_seed_and_the_shortest_schedule(
+def test_a_failure_has_its_seed_and_the_shortest_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What still fails is a script, and each operation of it is needed."""
@@ -195,7 +195,7 @@ def test_a_failure_tells_its_seed_and_the_shortest_schedule(
 
 
 @pytest.mark.slow
-def test_a_library_that_does_not_heal_is_told_from_one_that_does(tmp_path: Path) -> None:
+def test_a_library_without_defragmentation_may_find_no_slot(tmp_path: Path) -> None:
     """Without the promise a decode may fail for fragmentation, and all else holds."""
     model = runtime_kit.model(tmp_path)
     opener: operation_cases.Opener = lambda: model.context(64, 32, 8, 4)  # noqa: E731

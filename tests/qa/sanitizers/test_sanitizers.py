@@ -113,7 +113,7 @@ def test_the_same_report_counts_once(tmp_path: Path) -> None:
     assert len(reports.collect(tmp_path)) == 2
 
 
-def test_upstream_s_own_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_upstream_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report on the list is counted apart; the same in another function is a defect."""
     known = KnownReport("overflow", "llama_batch::grow", "llama-batch.cpp", "it wraps on purpose")
     monkeypatch.setattr(reports, "UPSTREAM", (known,))
