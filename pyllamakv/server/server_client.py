@@ -74,21 +74,17 @@ class ServerClient(ClosedOnExit):
         Raises PromptTooLong, RequestFailed (also for an answer of another form), ConnectionError if
         the server ended, or TimeoutError.
         """
-        raw = self.post("/completion", _request(prompt, n_predict, options))
-        banned = {token for token, bias in options.get("logit_bias", ()) if bias is False}
-        try:
-            rows = raw.get("completion_probabilities") or []
-            return ServerCompletion(
-                text=str(raw["content"]),
-                tokens=tuple(int(row["id"]) for row in rows),
-                margins=tuple(_margin(row, banned) for row in rows),
-                n_prompt=int(raw.get("tokens_evaluated", 0)),
-                reused=int(raw.get("tokens_evaluated", 0)) - int(raw["timings"]["prompt_n"]),
-                truncated=bool(raw.get("truncated", False)),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            msg = f"/completion: the answer has another form ({error!r}): {str(raw)[:200]}"
-            raise RequestFailed(msg) from error
+        return _completion(self.post("/completion", _request(prompt, n_predict, options)), options)
+
+    def complete_stream(
+        self, prompt: Sequence[int] | str, n_predict: int, **options: Any
+    ) -> ServerCompletion:
+        """Complete a prompt as `complete` does, from the events of `stream`."""
+        events = list(self.stream(prompt, n_predict, **options))
+        rows = [row for each in events for row in each.get("completion_probabilities") or []]
+        text = "".join(str(each.get("content", "")) for each in events)
+        last = events[-1] if events else {}
+        return _completion({**last, "content": text, "completion_probabilities": rows}, options)
 
     def stream(
         self, prompt: Sequence[int] | str, n_predict: int, **options: Any
@@ -118,6 +114,15 @@ class ServerClient(ClosedOnExit):
             raise TimeoutError(self._late("/completion")) from error
         except self._httpx.TransportError as error:
             raise ConnectionError(f"/completion: {error or type(error).__name__}") from error
+
+    def complete_family(
+        self, prompt: Sequence[int] | str, n_predict: int, count: int, **options: Any
+    ) -> list[ServerCompletion]:
+        """Complete a prompt ``count`` times with one request. Raises what `complete` raises."""
+        body = {**_request(prompt, n_predict, options), "n_cmpl": count}
+        found: Any = self.post("/completion", body)
+        rows = found if isinstance(found, list) else [found]
+        return [_completion(each, options) for each in rows]
 
     def cancel(
         self, prompt: Sequence[int] | str, n_predict: int, after: int, **options: Any
@@ -218,6 +223,24 @@ def _request(
         "cache_prompt": True,
         **options,
     }
+
+
+def _completion(raw: dict[str, Any], options: dict[str, Any]) -> ServerCompletion:
+    """Return the completion that an answer describes. Raises RequestFailed for another form."""
+    banned = {token for token, bias in options.get("logit_bias", ()) if bias is False}
+    try:
+        rows = raw.get("completion_probabilities") or []
+        return ServerCompletion(
+            text=str(raw["content"]),
+            tokens=tuple(int(row["id"]) for row in rows),
+            margins=tuple(_margin(row, banned) for row in rows),
+            n_prompt=int(raw.get("tokens_evaluated", 0)),
+            reused=int(raw.get("tokens_evaluated", 0)) - int(raw["timings"]["prompt_n"]),
+            truncated=bool(raw.get("truncated", False)),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        msg = f"/completion: the answer has another form ({error!r}): {str(raw)[:200]}"
+        raise RequestFailed(msg) from error
 
 
 def _margin(row: dict[str, Any], banned: set[int]) -> float:

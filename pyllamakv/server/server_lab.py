@@ -81,6 +81,7 @@ MODELS = {
             # Four windows and a micro-batch of 32 tokens take all 256 cells of a unified cache.
             ("sliding", replace(SHAPES["sliding"], window=56)),
             ("hybrid", SHAPES["hybrid"]),
+            ("recurrent", SHAPES["recurrent"]),
         )
     },
 }
@@ -199,6 +200,7 @@ class ServerLab:
         *arguments: str,
         model: str | Path = "full",
         slots: int | None = None,
+        cells: int | None = None,
         placed: bool = True,
         sink: Callable[[str], None] | None = None,
     ) -> ServerProcess:
@@ -212,7 +214,7 @@ class ServerLab:
             model = synthetic_models.generate(shape, home() / "models")
         words = ["-m", str(model), "--host", "127.0.0.1", "--port", "0", "-t", "1"]
         slots = self.slots if slots is None else slots
-        size = ["-np", str(slots), "-c", str(slots * SLOT)]
+        size = ["-np", str(slots), "-c", str(cells or slots * SLOT)]
         every = [*words, *size, *more, *arguments]
         try:
             return ServerProcess(self.built.program, every, env=self._environment, sink=sink)
@@ -234,22 +236,29 @@ class ServerLab:
         model: str | Path = "full",
         slots: int | None = None,
         one_cache: bool = False,
+        cells: int | None = None,
     ) -> Iterator[ServerProcess]:
         """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
 
         ``slots`` None is the number of the lab. With ``one_cache`` the slots share one cache also
-        where each of them may then use all cells.
+        where each of them may then use all cells. With ``cells``, the cache has so many, and each
+        slot may use all of them, as on a server whose arguments do not give the number of slots.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
         connections, and refused requests, raise ScenarioFailed. Raises Untestable if a slot cannot
-        have its share, or if the release does not support the model.
+        have its share, or cells that others may use, or if the release does not support the model.
         """
+        if cells and "--kv-unified" not in self.flags:
+            raise Untestable("the slots of this release never share the cells of one cache")
         switch = "--context-shift" if shift else "--no-context-shift"
         switches = [switch] if switch in self.flags else []
-        whole = one_cache and not self.sharing and "--kv-unified" in self.flags
+        whole = bool(cells) or (one_cache and not self.sharing and "--kv-unified" in self.flags)
         every = (*(("--kv-unified",) if whole else self.sharing), *switches, *arguments)
-        with self._start(*every, model=model, slots=slots) as server, _explained(server):
-            size = SLOT * (slots or self.slots) if whole else SLOT
+        with (
+            self._start(*every, model=model, slots=slots, cells=cells) as server,
+            _explained(server),
+        ):
+            size = (cells or SLOT * (slots or self.slots)) if whole else SLOT
             if (parts := _parts(server)) != {size}:
                 raise Untestable(f"expected slots of {size} cells, found {sorted(parts)}")
             yield server
@@ -386,14 +395,20 @@ def _parts(server: ServerProcess) -> set[int]:
 
 
 def complete(
-    client: ServerClient, prompt: Sequence[int], n_predict: int, **options: Any
+    client: ServerClient,
+    prompt: Sequence[int],
+    n_predict: int,
+    *,
+    streamed: bool = False,
+    **options: Any,
 ) -> ServerCompletion:
-    """Complete a prompt with characters of ASCII.
+    """Complete a prompt with characters of ASCII; ``streamed`` requests the answer as events.
 
     Raises what `ServerClient.complete` raises, and ScenarioFailed for a probability that is no
     number.
     """
-    found = client.complete(prompt, n_predict, logit_bias=NOT_ASCII, **options)
+    ask = client.complete_stream if streamed else client.complete
+    found = ask(prompt, n_predict, logit_bias=NOT_ASCII, **options)
     if any(map(math.isnan, found.margins)):
         raise ScenarioFailed("the probability of a token is not a number", failure="data")
     return found

@@ -12,6 +12,7 @@ from pyllamakv.errors import PromptTooLong, ScenarioFailed, Unsupported, Untesta
 from pyllamakv.server.server_client import ServerClient, package
 from pyllamakv.server.server_lab import (
     CLIENTS,
+    MODELS,
     NOT_ASCII,
     SLOT,
     CompletionRequest,
@@ -45,6 +46,17 @@ _LOGGED = 0.2
 _TURNS = 3
 _TURN = (100, 128)
 _ANSWER = 12
+
+#: Cells of a cache that four clients exceed with requests that fit alone, and of one that a request
+#: outgrows; lengths of prompts and answers of the former, at least and at most.
+_FEW_CELLS = 1024
+_FEWER_CELLS = 512
+_PROMPT_LENGTHS = (40, 400)
+_ANSWER_LENGTHS = (40, 240)
+
+#: The metrics of the patch server-park.
+_PARKS = "llamacpp:parks_total"
+_PARKED = ("llamacpp:parked_slots", "llamacpp:parked_bytes")
 
 #: Upstream's metric of generated tokens.
 _GENERATED = "llamacpp:tokens_predicted_total"
@@ -427,6 +439,104 @@ def _openai(lab: ServerLab) -> None:
         _refuse_retries(lab, server)
 
 
+def _overcommit(lab: ServerLab) -> None:
+    """Send requests that fit alone, but not together, to slots that share all cells."""
+    manifest = lab.built.manifest
+    if manifest.patches and "server-park" not in manifest.server_patches:
+        raise Untestable("the patch server-park, which completes such requests, is not applied")
+    parked = 0
+    for model in ("full", "sliding", "hybrid", "recurrent"):
+        if lab.architectures and MODELS[model].architecture not in lab.architectures:
+            continue
+        for shift in (False, True):
+            # Cells of a window are not shifted: the answers of a sliding model end with the cache.
+            cells = _FEWER_CELLS if shift and model != "sliding" else _FEW_CELLS
+            # A micro-batch of 32 tokens leaves the windows fewer cells than the cache has.
+            with lab.server(
+                "--metrics", "-ub", "32", model=model, shift=shift, cells=cells
+            ) as server:
+                parked += _share_cells(lab, server, cells, outgrown=shift)
+    lab.note(parked=parked)
+    if manifest.patches and not parked:
+        raise ScenarioFailed("no request was parked, so the cells sufficed for all of them")
+
+
+def _share_cells(lab: ServerLab, server: ServerProcess, cells: int, *, outgrown: bool) -> int:
+    """Compare answers of four clients with those of one, also while others disconnect.
+
+    Returns how many requests were parked. Raises ScenarioFailed if the server lost an answer,
+    evaluated a token twice, or does not free what it parked.
+    """
+    with ServerClient(server.url) as client:
+        requests = []
+        for _ in range(4 if outgrown else 12):
+            prompt = lab.prompt(client, lab.random.randint(*_PROMPT_LENGTHS) * cells // _FEW_CELLS)
+            longer = cells - len(prompt) + lab.random.randint(1, 64)
+            answer = longer if outgrown else lab.random.randint(*_ANSWER_LENGTHS)
+            requests.append(CompletionRequest(prompt, answer))
+        alone = answers(server, requests, 1, cache_prompt=False)
+
+        def ask(
+            one: ServerClient, item: tuple[int, CompletionRequest]
+        ) -> tuple[ServerCompletion, ...]:
+            number, request = item
+            if number < 0:
+                one.cancel(request.prompt, request.n_predict, after=2, logit_bias=NOT_ASCII)
+                return ()
+            return (complete(one, request.prompt, request.n_predict, streamed=bool(number % 2)),)
+
+        def ask_all(items: Sequence[tuple[int, CompletionRequest]]) -> list[ServerCompletion]:
+            found = in_parallel(server.url, items, CLIENTS, ask)
+            return answered([one for each in found for one in _listed(each)])
+
+        found = ask_all(list(enumerate(requests)))
+        _refuse_other_text(lab, alone, found)
+        _compare_metrics(server, [*alone, *found])
+        # Each answer is asked for again, between those of clients that disconnect.
+        mixed = [(sign * (1 + at), each) for at, each in enumerate(requests) for sign in (1, -1)]
+        _refuse_other_text(lab, alone, ask_all(mixed))
+        _ask_for_families(lab, server, cells, list(zip(requests, alone, strict=True)))
+        if not client.wait_idle(_IDLE):
+            raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
+        metrics = client.metrics()
+        lab.note(requests=4 * len(requests), cancelled=len(requests))
+        for name in _PARKED:
+            if metrics.get(name):
+                raise ScenarioFailed(f"{name} is {metrics[name]:g} although all slots are idle")
+        return int(metrics.get(_PARKS, 0))
+
+
+def _listed(
+    found: tuple[ServerCompletion, ...] | Exception,
+) -> Sequence[ServerCompletion | Exception]:
+    return (found,) if isinstance(found, Exception) else found
+
+
+def _ask_for_families(
+    lab: ServerLab,
+    server: ServerProcess,
+    cells: int,
+    known: Sequence[tuple[CompletionRequest, ServerCompletion]],
+) -> None:
+    """Request two answers to a prompt at once, whose sequences share its cells."""
+    # Those that fit alone, also while a resumed sequence has cells of its own for the prompt.
+    small = [
+        (request, one)
+        for request, one in known
+        if 2 * (len(request.prompt) + request.n_predict + 1) <= cells
+    ]
+
+    def ask(client: ServerClient, request: CompletionRequest) -> list[ServerCompletion]:
+        return client.complete_family(request.prompt, request.n_predict, 2, logit_bias=NOT_ASCII)
+
+    families = in_parallel(server.url, [request for request, _ in small], CLIENTS, ask)
+    for (_, one), family in zip(small, families, strict=True):
+        if isinstance(family, Exception):
+            raise ScenarioFailed(f"a request for two answers was not answered: {family}")
+        lab.note(requests=1)
+        _refuse_other_text(lab, [one] * len(family), family)
+
+
 def _compare_metrics(server: ServerProcess, found: Sequence[ServerCompletion]) -> None:
     """Raise ScenarioFailed unless the server counts the tokens of all answers to its clients."""
     with ServerClient(server.url) as client:
@@ -525,6 +635,12 @@ SCENARIOS = (
         "fix",
         "When most cells become free, the answers of the slot that keeps its cells do not change.",
         _sparse,
+    ),
+    ServerScenario(
+        "server-overcommit",
+        "fix",
+        "Requests that fit alone, but not together, get the answers of a single client.",
+        _overcommit,
     ),
     ServerScenario(
         "server-defrag-thold",

@@ -104,6 +104,7 @@ HEADERS = (
             _SETTINGS,
         ),
     ),
+    Header("server-park", "tools/server/server-park.h", "server_park"),
 )
 
 

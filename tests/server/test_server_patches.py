@@ -174,7 +174,11 @@ def test_the_digest_changes_with_ports_and_shared_files(
 def test_the_shipped_patches_of_the_server() -> None:
     """They are listed apart from those of the libraries, and change only the server."""
     found = series.load()
-    assert [patch.id for patch in found.server] == ["server-metrics", "server-defrag-thold"]
+    assert [patch.id for patch in found.server] == [
+        "server-metrics",
+        "server-defrag-thold",
+        "server-park",
+    ]
     assert not set(found.order) & {patch.id for patch in found.server}
     paths = {path for patch in found.server for port in patch.ports for path in port.patch.paths}
     assert all(path.startswith(("tools/server/", "common/")) for path in paths)
