@@ -56,17 +56,35 @@ def build_server(
         return found
     _check_sources(wanted.release, progress)
     library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
-    folder = wanted.objects.with_name(f"{wanted.objects.name}-server")
     sources = server_patches.choose(wanted.release, wanted.spec.series, progress=progress)
+    return build_sources(wanted, library, sources, jobs=jobs, progress=progress)
+
+
+def build_sources(
+    wanted: BuildRequest,
+    library: Variant,
+    sources: ServerSources,
+    *,
+    name: str = "",
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> BuiltServer:
+    """Return the server that is built from ``sources`` for the libraries of a variant.
+
+    It is the server of the variant, or the one with the directory ``name`` in ``servers/``. An
+    existing one is not built again. Raises the errors of `building.build.build`.
+    """
+    folder = wanted.objects.with_name(f"{wanted.objects.name}-server")
+    target = server_artifact.servers() / (name or server_artifact.server_id(library))
     before = _cpu_seconds()
     with build.locked_sources(wanted, folder, progress, tree=sources.tree) as (_, job):
-        found = server_artifact.lookup(library)
-        if found:
+        found = BuiltServer(target, library)
+        if found.program.is_file():
             return found
         job = _with_ceiling(job, wanted)
         cmake.configure(job, server_artifact.project(), _definitions(wanted, library))
         cmake.compile_targets(job, (PROGRAM,), jobs or build.default_jobs())
-        made = _publish(folder, library, sources, _cpu_seconds() - before)
+        made = _publish(folder, target, library, sources, _cpu_seconds() - before)
     log.info("built %s in %.1f CPU seconds", made.id, made.manifest.cpu_seconds)
     return made
 
@@ -101,13 +119,14 @@ def _definitions(wanted: BuildRequest, library: Variant) -> dict[str, str]:
     }
 
 
-def _publish(folder: Path, library: Variant, sources: ServerSources, spent: float) -> BuiltServer:
-    """Copy the program into ``servers/`` under a temporary name, and rename it when complete."""
+def _publish(
+    folder: Path, target: Path, library: Variant, sources: ServerSources, spent: float
+) -> BuiltServer:
+    """Copy the program into ``servers/`` under a temporary name, and rename it to ``target``."""
     program = folder / PROGRAM
     if not program.is_file():
         raise BuildError(f"expected {PROGRAM} in {folder}, found none; see {folder / 'build.log'}")
-    name = server_artifact.server_id(library)
-    target = server_artifact.servers() / name
+    name = target.name
     stage = target.with_name(f".{name}.{os.getpid()}.part")
     for old in (*target.parent.glob(f".{name}.*.part"), target):
         shutil.rmtree(old, ignore_errors=True)

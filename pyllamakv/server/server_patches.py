@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 class ServerSources:
     """The tree of a server, the patches of the server in it, and the reason for each other one.
 
-    ``carried`` has the base of the port from which a patch was carried.
+    ``carried`` has the base of the port from which a patch was carried, and ``paths`` the files
+    that a patch touches.
     """
 
     tree: str
     patches: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def choose(
@@ -80,7 +82,8 @@ def choose(
     tree = apply.write(store, release, plan).tree if steps else patched.tree
     ports = [step.port for step in steps]
     carried = {port.id: port.carried_from for port in ports if port.carried_from}
-    return ServerSources(tree, tuple(port.id for port in ports), left_out, carried)
+    paths = {port.id: tuple(port.patch.paths) for port in ports}
+    return ServerSources(tree, tuple(paths), left_out, carried, paths)
 
 
 def digest() -> str:

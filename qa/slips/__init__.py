@@ -2,7 +2,8 @@
 
 The slips are in ``slips.toml``. The patched tree with one slip is built, and must fail a header
 test or a scenario in a quick setting that the patched tree passes, as `check --quick` runs them.
-A slip that passes everything is a defect, and so is one that does not compile.
+A slip in a patch of the server must fail a header test or a server scenario. A slip that passes
+everything is a defect, and so is one that does not compile.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from pyllamakv.building.build import build, build_patched
 from pyllamakv.errors import CommandFailed, HarnessError, PatchFormatError
 from pyllamakv.patching import apply, series, strict_toml, trees
 from pyllamakv.patching.strict_apply import DraftEntry, TreeOverlay
+from pyllamakv.server import server_build, server_patches
+from pyllamakv.server.server_build import build_server
+from pyllamakv.server.server_check import run_scenario
+from pyllamakv.server.server_scenarios import SCENARIOS
 from pyllamakv.source import releases, spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery, header_tests
@@ -40,6 +45,9 @@ if TYPE_CHECKING:
     from pyllamakv.patching.apply import PatchedRelease
     from pyllamakv.patching.series import Series
     from pyllamakv.scenarios.scenario import Scenario
+    from pyllamakv.server.server_artifact import BuiltServer
+    from pyllamakv.server.server_patches import ServerSources
+    from pyllamakv.server.server_scenarios import ServerScenario
 
 SECTION = "slips"
 
@@ -57,6 +65,9 @@ _CALL_TIMEOUT = 30.0
 
 #: Bytes of address space of a worker: several times those of the largest scenario.
 _MEMORY = 8 << 30
+
+#: The server scenario that runs first, because the slips of the server are in the patch it proves.
+_FIRST = ("server-overcommit",)
 
 _KEYS = {"id", "patch", "kind", "releases", "was", "now"}
 
@@ -156,8 +167,11 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
                 found += [skipped_entry(SECTION, name, why) for name in own]
                 continue
         tick(f"{release}: preparing")
-        tester = SlipTester(release, shipped)
+        server = {patch.id for patch in shipped.server}
+        testers: dict[type[SlipTester | ServerSlipTester], SlipTester | ServerSlipTester] = {}
         for name, slips in own.items():
+            kind = ServerSlipTester if name.split()[1] in server else SlipTester
+            tester = testers.get(kind) or testers.setdefault(kind, kind(release, shipped))
             random.Random(effort.seed).shuffle(slips)
             found.append(entry_of(name, run(slips, tester, end, tick), effort.seed))
     return found
@@ -175,13 +189,11 @@ def _by_entry(slips: Iterable[Slip]) -> dict[str, list[Slip]]:
 
 def patched_files(patched: PatchedRelease, patch: str) -> dict[str, bytes]:
     """Return the files of the patched tree that a patch touches."""
-    tree = trees.StoreTree(open_store(), patched.tree)
     port = next((port for port in patched.ports if port.id == patch), None)
     if port is None:
         msg = f"{patch} does not apply to {patched.release}: correct the releases of its slips"
         raise HarnessError(msg)
-    entries = {path: tree.entry(path) for path in port.patch.paths}
-    return {path: entry.data for path, entry in entries.items() if entry is not None}
+    return _files(patched.tree, port.patch.paths)
 
 
 class SlipTester:
@@ -205,7 +217,7 @@ class SlipTester:
     def test(self, slip: Slip) -> SlipResult:
         """Return the result of a slip: header tests first, then quick scenarios."""
         path, data = slip.apply(patched_files(self.source, slip.patch))
-        result = self._header_tests(path, data)
+        result = _header_tests(self.source.tree, path, data)
         if result is not None:
             return result
         try:
@@ -217,31 +229,9 @@ class SlipTester:
         finally:
             shutil.rmtree(built.folder, ignore_errors=True)
 
-    def _header_tests(self, path: str, data: bytes) -> SlipResult | None:
-        """Run the tests of the headers that the slip's file affects, also with sanitizers."""
-        tree = trees.StoreTree(open_store(), self.source.tree)
-        headers = [each for each in header_tests.HEADERS if path in (each.path, *each.needs)]
-        paths = {name for header in headers for name in (header.path, *header.needs)}
-        entries = {name: tree.entry(name) for name in paths}
-        files = {name: entry.data for name, entry in entries.items() if entry is not None}
-        for sanitize in (False, True):
-            original = header_tests.run_header_tests(files, sanitize=sanitize)
-            passing = {result.path for result in original if not result.problem}
-            for result in header_tests.run_header_tests({**files, path: data}, sanitize=sanitize):
-                if result.path in passing and result.problem:
-                    if result.error:
-                        return SlipResult(COMPILER, message=result.error)
-                    return SlipResult(HEADER_TEST, result.path, result.problem)
-        return None
-
     def _built(self, path: str, data: bytes) -> Variant:
         """Build the patched tree with other contents of one file."""
-        store = open_store()
-        draft = TreeOverlay(trees.StoreTree(store, self.source.tree))
-        entry = draft.entry(path)
-        assert entry is not None
-        draft.changes[path] = DraftEntry(data, entry.mode)
-        tree = trees.write(store, self.source.tree, draft)
+        tree = _with_file(self.source.tree, path, data)
         return build_patched(self.release, replace(self.source, tree=tree))
 
     def _scenarios(self, built: Variant, own: Sequence[str]) -> SlipResult:
@@ -285,6 +275,90 @@ class SlipTester:
         return run_tasks([same])[same].outcome.status == "pass"
 
 
+class ServerSlipTester:
+    """Test slips in patches of the server of one release, which is built if it is missing."""
+
+    def __init__(self, name: str, shipped: Series) -> None:
+        self.release = spec_resolver.resolve(name)
+        self.server = build_server(f"{name}+patched")
+        self.sources = server_patches.choose(self.release, None, series=shipped)
+        self._passing: dict[str, bool] = {}
+
+    def test(self, slip: Slip) -> SlipResult:
+        """Return the result of a slip: header tests first, then server scenarios."""
+        path, data = slip.apply(server_files(self.sources, slip.patch))
+        result = _header_tests(self.sources.tree, path, data)
+        if result is not None:
+            return result
+        tree = _with_file(self.sources.tree, path, data)
+        wanted = variant.request(f"{self.release.name}+patched")
+        name = f".slip-{os.getpid()}-{tree[:12]}"
+        try:
+            built = server_build.build_sources(
+                wanted, self.server.variant, replace(self.sources, tree=tree), name=name
+            )
+        except CommandFailed as error:
+            return SlipResult(COMPILER, message=error.first_error)
+        try:
+            return self._scenarios(built)
+        finally:
+            shutil.rmtree(built.folder, ignore_errors=True)
+
+    def _scenarios(self, built: BuiltServer) -> SlipResult:
+        """Run the scenarios until one fails that the patched server passes; fixes first."""
+        for scenario in sorted(SCENARIOS, key=lambda each: each.id not in _FIRST):
+            outcome, _ = run_scenario(scenario, built)
+            if outcome.status == "fail" and self._passes(scenario):
+                about = f"{outcome.failure} {outcome.message}"
+                return SlipResult(SCENARIO, scenario.id, " ".join(about.split())[:300])
+        return SlipResult(UNDETECTED)
+
+    def _passes(self, scenario: ServerScenario) -> bool:
+        if scenario.id not in self._passing:
+            outcome, _ = run_scenario(scenario, self.server)
+            self._passing[scenario.id] = outcome.status == "pass"
+        return self._passing[scenario.id]
+
+
+def server_files(sources: ServerSources, patch: str) -> dict[str, bytes]:
+    """Return the files of the tree of a server that a patch of the server touches."""
+    if patch not in sources.paths:
+        msg = f"{patch} is not applied to the server: correct the releases of its slips"
+        raise HarnessError(msg)
+    return _files(sources.tree, sources.paths[patch])
+
+
+def _files(tree: str, paths: Iterable[str]) -> dict[str, bytes]:
+    found = trees.StoreTree(open_store(), tree)
+    entries = {path: found.entry(path) for path in paths}
+    return {path: entry.data for path, entry in entries.items() if entry is not None}
+
+
+def _header_tests(tree: str, path: str, data: bytes) -> SlipResult | None:
+    """Run the tests of the headers that the slip's file affects, also with sanitizers."""
+    headers = [each for each in header_tests.HEADERS if path in (each.path, *each.needs)]
+    files = _files(tree, {name for header in headers for name in (header.path, *header.needs)})
+    for sanitize in (False, True):
+        original = header_tests.run_header_tests(files, sanitize=sanitize)
+        passing = {result.path for result in original if not result.problem}
+        for result in header_tests.run_header_tests({**files, path: data}, sanitize=sanitize):
+            if result.path in passing and result.problem:
+                if result.error:
+                    return SlipResult(COMPILER, message=result.error)
+                return SlipResult(HEADER_TEST, result.path, result.problem)
+    return None
+
+
+def _with_file(tree: str, path: str, data: bytes) -> str:
+    """Return a tree with other contents of one file."""
+    store = open_store()
+    draft = TreeOverlay(trees.StoreTree(store, tree))
+    entry = draft.entry(path)
+    assert entry is not None
+    draft.changes[path] = DraftEntry(data, entry.mode)
+    return trees.write(store, tree, draft)
+
+
 def _task(built: Variant, scenario: Scenario, number: int) -> RunTask:
     digest = built.manifest.library_sha256
     return RunTask("patched", built.folder, digest, scenario, scenario.few[number])
@@ -318,7 +392,7 @@ def checked_heap() -> dict[str, str]:
 
 
 def run(
-    slips: Sequence[Slip], tester: SlipTester, end: float, tick: Tick
+    slips: Sequence[Slip], tester: SlipTester | ServerSlipTester, end: float, tick: Tick
 ) -> list[tuple[Slip, SlipResult]]:
     """Test slips until the deadline of the monotonic clock, at least `LEAST` of them."""
     found: list[tuple[Slip, SlipResult]] = []
