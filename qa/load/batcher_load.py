@@ -27,12 +27,15 @@ def serve(
     clients: int,
     threads: int,
     tick: Callable[[int], None],
+    *,
+    cells: int | None = None,
 ) -> LoadResult:
     """Submit each request when it arrives; return the result.
 
-    The context has the sizes of a llama-server with ``clients`` slots: its cells, and its batches
-    of 2,048 tokens in micro-batches of 512. It defragments when that pays, as servers through
-    0.3.16 do by default. Where llama.cpp can decide about flash attention, it does, as in a server.
+    The context has the sizes of a llama-server with ``clients`` slots: its ``cells``, None for a
+    share per slot, and its batches of 2,048 tokens in micro-batches of 512. It defragments when
+    that pays, as servers through 0.3.16 do by default. Where llama.cpp can decide about flash
+    attention, it does, as in a server.
     ``tick`` is called with the number of requests that have ended. CPU time includes the start, as
     that of a server does.
     """
@@ -41,7 +44,7 @@ def serve(
         pyllamakv.open(library) as opened,
         opened.load_model(model) as loaded,
         loaded.context(
-            n_ctx=clients * SLOT,
+            n_ctx=cells or clients * SLOT,
             n_batch=2048,
             n_ubatch=512,
             n_seq_max=clients,
@@ -53,26 +56,32 @@ def serve(
         SlotCache(context) as cache,
         Batcher(cache) as batcher,
     ):
-        timings = _drive(batcher, requests, tick)
+        timings = _drive(batcher, requests, clients, tick)
         used = time.process_time() - before
         return LoadResult(timings, used, batcher.stats().slot_failures)
 
 
 def _drive(
-    batcher: Batcher, requests: Sequence[LoadRequest], tick: Callable[[int], None]
+    batcher: Batcher, requests: Sequence[LoadRequest], clients: int, tick: Callable[[int], None]
 ) -> tuple[RequestTiming, ...]:
     going: dict[int, Generation] = {}
     first: dict[int, float] = {}
+    arrived: dict[int, float] = {}
     timings: dict[int, RequestTiming] = {}
     waiting = list(enumerate(requests))[::-1]
     begin = time.perf_counter()
     while waiting or going:
         now = time.perf_counter() - begin
-        if not going and waiting[-1][1].at > now:
-            time.sleep(waiting[-1][1].at - now)
+        due = waiting[-1][1].at if waiting else None
+        if not going and due is not None and due > now:
+            time.sleep(due - now)
             continue
-        while waiting and waiting[-1][1].at <= now:
+        while waiting:
+            at = waiting[-1][1].at
+            if len(going) >= clients if at is None else at > now:
+                break
             index, request = waiting.pop()
+            arrived[index] = now if at is None else at
             going[index] = batcher.submit(request.prompt, request.n_predict, stop_at_end=False)
         batcher.step()
         now = time.perf_counter() - begin
@@ -83,7 +92,7 @@ def _drive(
                 del going[index]
                 error = "" if one.finish_reason == "length" else f"{one.finish_reason}: {one.error}"
                 timings[index] = RequestTiming(
-                    requests[index].at, first.get(index, now), now, len(one.tokens), error
+                    arrived[index], first.get(index, now), now, len(one.tokens), error
                 )
                 tick(len(timings))
     return tuple(timings[index] for index in sorted(timings))

@@ -69,6 +69,8 @@ class LoadPlan:
         """
         for workload in self.workloads:
             request_schedule.schedule(workload, self.requests, self.rate, trace=self.trace)
+            for clients in self.clients:
+                request_schedule.cells(workload, clients)
         _ = self.model_file
         for release in self.releases:
             for system in self.systems:
@@ -134,6 +136,7 @@ class LoadCell:
         requests = request_schedule.schedule(
             self.workload, plan.requests, plan.rate, trace=plan.trace
         )
+        cells = request_schedule.cells(self.workload, self.clients)
         if self.system == "batcher":
             found = batcher_load.serve(
                 self.built.variant.folder,
@@ -142,6 +145,7 @@ class LoadCell:
                 self.clients,
                 plan.threads,
                 tick,
+                cells=cells,
             )
         else:
             lab = ServerLab(self.built, slots=self.clients)
@@ -150,7 +154,7 @@ class LoadCell:
             threads = str(plan.threads)
             start = partial(
                 lab.server, "-t", threads, "-tb", threads, shift=self.workload == "shift",
-                model=plan.model_file,
+                model=plan.model_file, cells=cells,
             )  # fmt: skip
             found = server_load.send(start, requests, self.clients, tick)
         found = replace(found, day=_today())

@@ -14,7 +14,7 @@ from pyllamakv.server.server_lab import SLOT
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval, interval
 from qa.load.load_result import LoadResult, percentiles
-from qa.load.request_schedule import WORKLOADS
+from qa.load.request_schedule import WORKLOADS, cells, overcommit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ def figures(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
     A ratio needs `PAIRS` rounds in which no request was lost.
     """
     found: list[Figure] = []
-    cells = sorted(results, key=lambda cell: (cell.release, cell.workload, cell.clients))
-    for _, group in groupby(cells, lambda cell: (cell.release, cell.workload, cell.clients)):
+    ordered = sorted(results, key=lambda cell: (cell.release, cell.workload, cell.clients))
+    for _, group in groupby(ordered, lambda cell: (cell.release, cell.workload, cell.clients)):
         members = list(group)
         sides: dict[str, list[LoadResult]] = {}
         for cell in sorted(members, key=lambda cell: cell.round):
@@ -48,6 +48,39 @@ def figures(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
             replace(row, limit=f"stock: {stock}") if stock and row.target else row for row in rows
         ]
         found += _ratios(first, sides)
+    return found + _longest_waits(results)
+
+
+def _longest_waits(results: Mapping[LoadCell, LoadResult]) -> list[Figure]:
+    """Compare the longest request of an overcommitted cache with those of one that has all cells.
+
+    A round of the latter is required. Stock has no target.
+    """
+    found: list[Figure] = []
+    runs: dict[tuple[str, str, int, str], list[tuple[LoadCell, LoadResult]]] = {}
+    for cell, one in results.items():
+        key = cell.release, cell.system, cell.clients, cell.workload
+        runs.setdefault(key, []).append((cell, one))
+    for (release, system, clients, workload), members in sorted(runs.items()):
+        times = overcommit(workload)
+        usual = runs.get((release, system, clients, "overcommit-1"))
+        if times < 2 or not usual or system == "stock":
+            continue
+        p99 = percentiles(tuple(each for _, one in usual for each in one.durations))[2]
+        longest = max((each for _, one in members for each in one.durations), default=float("nan"))
+        cell = members[0][0]
+        found.append(
+            Figure(
+                group(cell),
+                f"longest request over the p99 of overcommit-1, {system}, {clients} clients",
+                f"{longest / p99:.2f}",
+                f"at most {3 * times}",
+                longest <= 3 * times * p99,
+                "",
+                _how(cell),
+                {"longest": longest, "p99": p99},
+            )
+        )
     return found
 
 
@@ -102,9 +135,12 @@ def _row(cell: LoadCell, runs: Sequence[LoadResult]) -> Figure:
 
 def _how(cell: LoadCell) -> str:
     plan = cell.plan
+    shared = cells(cell.workload, cell.clients)
+    size = (
+        f"{shared} cells" if shared else f"{plan.rate:g} requests per second, slots of {SLOT} cells"
+    )
     return (
-        f"{WORKLOADS[cell.workload]} {plan.rate:g} requests per second, slots of {SLOT} cells, "
-        f"{plan.threads} thread{'s' * (plan.threads != 1)}, "
+        f"{WORKLOADS[cell.workload]} {size}, {plan.threads} thread{'s' * (plan.threads != 1)}, "
         f"{plan.model_file.name}"
     )
 

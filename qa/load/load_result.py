@@ -72,6 +72,11 @@ class LoadResult:
         return tuple(each.first - each.arrived for each in self._answered)
 
     @property
+    def durations(self) -> tuple[float, ...]:
+        """Return the seconds from arrival to the end of each complete answer."""
+        return tuple(each.ended - each.arrived for each in self._answered)
+
+    @property
     def per_token(self) -> tuple[float, ...]:
         """Return the seconds per token after the first one, of each answer with at least two."""
         return tuple(

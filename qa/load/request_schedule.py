@@ -1,7 +1,8 @@
 """Generate the requests of a workload: when they arrive, their prompts and their answers.
 
-Requests arrive whether or not earlier ones were answered. A schedule depends on its arguments
-alone, so every system gets the same requests.
+Requests arrive whether or not earlier ones were answered, except those of a closed loop, which a
+client sends after its previous answer. A schedule depends on its arguments alone, so every system
+gets the same requests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ WORKLOADS: Final = {
     "fits": "Poisson arrivals; prompt and answer fit into a slot.",
     "shift": "Poisson arrivals; half of the answers outgrow their slots.",
     "trace": "Arrivals, lengths and common prefixes of a recorded trace, scaled down.",
+    "overcommit-1": "Closed loop; the slots share a cache that has all cells that they need.",
+    "overcommit-2": "Closed loop; the slots need twice the cells of the cache that they share.",
+    "overcommit-4": "Closed loop; the slots need 4 times the cells of the cache that they share.",
+    "overcommit-8": "Closed loop; the slots need 8 times the cells of the cache that they share.",
 }
+
+#: Lengths of prompts and answers of a closed loop, at least and at most; each fits into a slot.
+_LOOP_PROMPTS, _LOOP_ANSWERS = (64, 320), (32, 192)
 
 #: Token ids that are ordinary tokens of every model: neither control tokens nor out of range.
 _TOKENS: Final = range(32, 320)
@@ -41,9 +49,12 @@ _PROMPTS, _ANSWERS, _BLOCK = 64, 8, 512
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A request: seconds from the start until it arrives, its tokens, and how many to generate."""
+    """A request: seconds from the start until it arrives, its tokens, and how many to generate.
 
-    at: float
+    ``at`` None: it arrives when a client is free.
+    """
+
+    at: float | None
     prompt: tuple[int, ...]
     n_predict: int
 
@@ -58,12 +69,45 @@ def schedule(
     if workload not in WORKLOADS:
         msg = f"there is no workload {workload!r}: choose from {', '.join(WORKLOADS)}"
         raise UsageError(msg)
+    if overcommit(workload):
+        draw = random.Random(seed)
+        return [
+            LoadRequest(
+                None,
+                tuple(draw.choices(_TOKENS, k=draw.randint(*_LOOP_PROMPTS))),
+                draw.randint(*_LOOP_ANSWERS),
+            )
+            for _ in range(count)
+        ]
     if workload != "trace":
         return _poisson(count, rate, shift=workload == "shift", seed=seed)
     if trace is None:
         msg = "the workload trace needs --trace FILE"
         raise UsageError(msg)
     return _recorded(trace, count, rate)
+
+
+def overcommit(workload: str) -> int:
+    """Return how many times the cells of a cache a workload needs, 0 if it has a share per slot."""
+    name, _, times = workload.partition("-")
+    return int(times) if name == "overcommit" else 0
+
+
+def cells(workload: str, clients: int) -> int | None:
+    """Return the cells that slots share, None if each slot has its own.
+
+    Raises UsageError if a request would not fit alone.
+    """
+    times = overcommit(workload)
+    if times <= 1:
+        return clients * SLOT if times else None
+    mean = (sum(_LOOP_PROMPTS) + sum(_LOOP_ANSWERS)) / 2
+    # Caches have a multiple of 256 cells.
+    found = round(clients * mean / times / 256) * 256
+    if found < SLOT:
+        msg = f"{workload} needs more than {clients} clients: its cache would have {found} cells"
+        raise UsageError(msg)
+    return found
 
 
 def _poisson(count: int, rate: float, *, shift: bool, seed: int) -> list[LoadRequest]:

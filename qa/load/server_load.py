@@ -112,9 +112,11 @@ def send(
                     index, request = next(waiting, (-1, None))
                 if request is None:
                     return
-                if stopped.wait(max(0.0, begin + request.at - time.perf_counter())):
+                now = time.perf_counter() - begin
+                at = now if request.at is None else request.at
+                if stopped.wait(max(0.0, at - now)):
                     return
-                timings[index] = connection.ask(request, begin)
+                timings[index] = connection.ask(request, begin, at)
                 tick(sum(each is not None for each in timings))
 
     with RestartedServer(start) as server:
@@ -139,8 +141,8 @@ class _Connection(ClosedOnExit):
         self._url = server.url
         self._client = ServerClient(self._url)
 
-    def ask(self, request: LoadRequest, begin: float) -> RequestTiming:
-        """Return the times of a request, in seconds after ``begin``."""
+    def ask(self, request: LoadRequest, begin: float, at: float) -> RequestTiming:
+        """Return the times of a request that arrives ``at``, in seconds after ``begin``."""
         if self._server.url != self._url:
             self._client.close()
             self._url = self._server.url
@@ -160,7 +162,7 @@ class _Connection(ClosedOnExit):
         ended = time.perf_counter() - begin
         if broken:
             self._server.replace(self._url, broken)
-        return RequestTiming(request.at, first or ended, ended, tokens, error)
+        return RequestTiming(at, first or ended, ended, tokens, error)
 
     def close(self) -> None:
         """Close the client."""

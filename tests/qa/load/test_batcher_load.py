@@ -57,3 +57,24 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(each.arrived <= each.first <= each.ended for each in found.timings)
     assert ticks[-1] == 5
     assert found.cpu_seconds == 2.5
+
+
+def test_a_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more requests than clients are submitted at a time, to a context of so many cells."""
+    opened = kit.library()
+    model = kit.write_gguf(tmp_path / "tiny.gguf")
+    most: list[int] = []
+    usual = batcher_load.Batcher.step
+
+    def step(batcher: Any) -> Any:
+        stats = batcher.stats()
+        most.append(stats.waiting + stats.active)
+        return usual(batcher)
+
+    monkeypatch.setattr(pyllamakv, "open", lambda _folder: opened)
+    monkeypatch.setattr(batcher_load.Batcher, "step", step)
+    requests = [LoadRequest(None, PROMPT, 3)] * 5
+    found = batcher_load.serve(tmp_path, model, requests, 2, 1, lambda _: None, cells=512)
+    assert max(most) == 2
+    assert [each.tokens for each in found.timings] == [3] * 5
+    assert found.timings[2].arrived >= found.timings[0].ended

@@ -37,7 +37,14 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, obj
         ran.append(("server", clients))
         return result(requests)
 
-    def serve(_library: object, _model: object, requests: list[Any], *_: object) -> LoadResult:
+    def serve(
+        _library: object,
+        _model: object,
+        requests: list[Any],
+        *_: object,
+        cells: int | None,
+    ) -> LoadResult:
+        assert cells is None
         ran.append(("batcher", len(requests)))
         return result(requests)
 

@@ -61,6 +61,24 @@ def test_figures_of_another_model_replace_none() -> None:
     assert load_figures.group(every(plan)[0]) == "llama-server 0.3.9, fits"
 
 
+def test_the_longest_request_of_an_overcommitted_cache() -> None:
+    """Is compared with the usual ones, of the same system and clients; stock has no target."""
+    workloads = ("overcommit-1", "overcommit-2")
+    plan = LoadPlan(("b11549",), workloads, (8,), ("stock", "patched"), model=__file__)
+    ended = {"overcommit-1": 2.0, "overcommit-2": 12.5}
+    found = load_figures.figures(
+        {
+            cell: LoadResult((RequestTiming(1.0, 1.5, 1.0 + ended[cell.workload], 11),), 1.0)
+            for cell in every(plan)
+        }
+    )
+    assert len(found) == 5
+    assert found[-1].name == "longest request over the p99 of overcommit-1, patched, 8 clients"
+    assert (found[-1].value, found[-1].target, found[-1].met) == ("6.25", "at most 6", False)
+    assert "4096 cells" in found[0].how
+    assert "1280 cells" in found[-1].how
+
+
 def test_ratios() -> None:
     """Pair by pair, with a target that doubled CPU time misses."""
     *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))

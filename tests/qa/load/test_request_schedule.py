@@ -9,7 +9,7 @@ import pytest
 
 from pyllamakv.errors import UsageError
 from pyllamakv.server.server_lab import SLOT
-from qa.load.request_schedule import schedule
+from qa.load.request_schedule import cells, schedule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,8 @@ def test_poisson_arrivals(workload: str) -> None:
     """In order, at the mean rate; in `shift`, about half of the answers outgrow their slots."""
     found = schedule(workload, 1000, 10.0)
     assert found == schedule(workload, 1000, 10.0)
-    times = [each.at for each in found]
+    times = [each.at for each in found if each.at is not None]
+    assert len(times) == 1000
     assert times == sorted(times)
     # The sum of a thousand gaps deviates by 3 % (one standard deviation).
     assert 85 < times[-1] < 115
@@ -51,6 +52,24 @@ def test_a_trace_is_scaled_down(tmp_path: Path) -> None:
     assert two.prompt[16:32] != one.prompt
     assert one.n_predict == 10
     assert len(three.prompt) + three.n_predict < SLOT
+
+
+def test_a_closed_loop() -> None:
+    """Requests arrive when a client is free, fit alone, and together need more than the cells."""
+    found = schedule("overcommit-4", 1000, 10.0)
+    assert found == schedule("overcommit-8", 1000, 1.0)
+    assert {each.at for each in found} == {None}
+    sizes = [len(each.prompt) + each.n_predict for each in found]
+    assert max(sizes) <= SLOT
+    mean = sum(sizes) / len(sizes)
+    assert cells("overcommit-1", 16) == 16 * SLOT
+    for times in (2, 4, 8):
+        shared = cells(f"overcommit-{times}", 32)
+        assert shared is not None
+        assert 0.9 < 32 * mean / shared / times < 1.1
+    assert cells("fits", 4) is None
+    with pytest.raises(UsageError, match=r"overcommit-8 needs more than 4 clients: .* 256 cells"):
+        cells("overcommit-8", 4)
 
 
 def test_requests_that_cannot_be_made(tmp_path: Path) -> None:

@@ -58,6 +58,18 @@ def test_every_request_is_answered(program: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_closed_loop(program: Path) -> None:
+    """A request arrives when a client is free, so none waits for another one."""
+    requests = [LoadRequest(None, (40, 41), 2)] * 6
+    found = server_load.send(
+        lambda: ServerProcess(program, ["--port", "0"]), requests, 2, lambda _: None
+    )
+    arrived = [each.arrived for each in found.timings]
+    assert arrived == sorted(arrived)
+    assert found.timings[2].arrived >= min(each.ended for each in found.timings[:2])
+
+
+@pytest.mark.slow
 def test_a_server_that_ends_is_replaced(program: Path) -> None:
     """Only the request that ended it is lost, if there is one client."""
     found = server_load.send(
