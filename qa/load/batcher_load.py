@@ -9,6 +9,7 @@ import pyllamakv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import UsageError
 from pyllamakv.server.server_lab import SLOT
 from qa.load.load_result import LoadResult, RequestTiming
 
@@ -82,7 +83,11 @@ def _drive(
                 break
             index, request = waiting.pop()
             arrived[index] = now if at is None else at
-            going[index] = batcher.submit(request.prompt, request.n_predict, stop_at_end=False)
+            try:
+                going[index] = batcher.submit(request.prompt, request.n_predict, stop_at_end=False)
+            except UsageError as refused:
+                timings[index] = RequestTiming(arrived[index], now, now, 0, f"refused: {refused}")
+                tick(len(timings))
         batcher.step()
         now = time.perf_counter() - begin
         for index, one in list(going.items()):

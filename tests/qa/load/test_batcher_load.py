@@ -53,7 +53,7 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [2 * SLOT, 2]
     assert [each.tokens for each in found.timings] == [3, 3, 3, 3, 0]
     assert [bool(each.error) for each in found.timings] == [False] * 4 + [True]
-    assert "failed: " in found.timings[-1].error
+    assert "refused: the prompt has 4096 tokens" in found.timings[-1].error
     assert all(each.arrived <= each.first <= each.ended for each in found.timings)
     assert ticks[-1] == 5
     assert found.cpu_seconds == 2.5
