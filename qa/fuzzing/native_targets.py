@@ -29,8 +29,8 @@ _SIZES: dict[str, Any] = {"n_ctx": 32, "n_batch": 32, "n_seq_max": 3, "n_threads
 #: Constants of the checksum of a cache file.
 _A, _B, _ALL = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
 _SUM, _SUM_CELLS, _FORMAT = 16, 24, 3
-#: Bytes of a file's header, and of what describes the 32 cells after it.
-SIZE, _META = 88 + 3 * 128, 8 + 32 * (8 + 4 + 4)
+#: Bytes of a file's header.
+SIZE = 88 + 3 * 128
 #: Offset of the state, and its value in a file that was never flushed.
 _STATE, _SCRATCH = 12, struct.pack("<I", 0x96699669)
 
@@ -140,7 +140,7 @@ def kept(folder: Path) -> Target:
                 if length:
                     context.decode(context.sequence(number).feed(range(length)))
         seeds.append(path.read_bytes())
-    front = min(len(seeds[0]), SIZE + _META)
+    front = min(len(seeds[0]), SIZE + _meta(_SIZES["n_ctx"]))
 
     def mutate(chance: Random, data: bytes, mutated: Mutate) -> bytes:
         """Mutate the start of a file: the keys and values after it may have any content."""
@@ -153,20 +153,26 @@ def kept(folder: Path) -> Target:
     return Target(run, tuple(seeds), mutate, headroom=1 << 30, longest=1 << 20)
 
 
-def with_file_checksums(data: bytes) -> bytes:
-    """Return a cache file of 32 cells with the checksums that llama-kv-mmap.h computes.
+def with_file_checksums(data: bytes, n_cells: int = 32) -> bytes:
+    """Return a cache file with the checksums that llama-kv-mmap.h computes.
 
     The checksum of K and V stays as it is: few mutations affect it. Layout (bytes): magic 8,
     format 4, state 4, checksum 8, then the checked part: checksum of cells, checksum of data,
     generation, bytes, page (8 each), cells, streams, words, tensors (4 each), layout 8, three texts
     of 128. Then the search heads, sequences, positions and tokens of the cells.
     """
-    if len(data) < SIZE + _META:
+    end = SIZE + _meta(n_cells)
+    if len(data) < end:
         return data
     made = bytearray(data)
-    struct.pack_into("<Q", made, _SUM_CELLS, checksum(data[SIZE : SIZE + _META], 1))
+    struct.pack_into("<Q", made, _SUM_CELLS, checksum(data[SIZE:end], 1))
     struct.pack_into("<Q", made, _SUM, checksum(bytes(made[_SUM_CELLS:SIZE]), _FORMAT))
     return bytes(made)
+
+
+def _meta(n_cells: int) -> int:
+    """Return the bytes that describe the cells after the header: search head, then each cell."""
+    return 8 + n_cells * (8 + 4 + 4)
 
 
 def checksum(data: bytes, seed: int) -> int:
