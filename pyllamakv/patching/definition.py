@@ -182,7 +182,7 @@ class Definition:
         first, here, last = map(known.get, (self.since, name, self.until))
         if here is None:
             return True
-        return not (first and here.order < first.order) and not (last and here.order > last.order)
+        return not (first and here.date < first.date) and not (last and here.date > last.date)
 
     @property
     def covered(self) -> tuple[str, str, str]:

@@ -95,8 +95,8 @@ def canonical_name(name: str, known: Mapping[str, Release]) -> str:
         return packaged
     commit = name.removeprefix("git-").lower()
     if re.fullmatch(r"[0-9a-f]{7,40}", commit):
-        same = {each.name for each in known.values() if each.commit.startswith(commit)}
-        if len(same) == 1:
-            return same.pop()
+        same = [each for each in known.values() if each.commit.startswith(commit)]
+        if len({each.commit for each in same}) == 1:
+            return same[0].name
     name = name.removeprefix("llama-cpp-python==")
     return name[1:] if name not in known and re.fullmatch(r"v\d.*", name) else name

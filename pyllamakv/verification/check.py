@@ -221,7 +221,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
         partly=made.partly,
         contained=made.contained,
         carried=[f"{id_} from {base}" for id_, base in made.carried.items()],
-        undecided=() if question.scenarios else _undecided(made, pairs, claimed),
+        undecided=_undecided(made, pairs, claimed, limited=bool(question.scenarios)),
     )
     if judgement.verdict in GOOD and any(_was_stopped(pair.patched) for pair in pairs):
         reason = f"{stopped} runs were not made, because earlier ones hang on stock and patched"
@@ -377,10 +377,16 @@ def _patch(
     )
 
 
-def _undecided(made: PatchedSide, pairs: Sequence[Pair], claimed: dict[str, set[str]]) -> list[str]:
-    """Return the patches that should have been applied and that no run decides on."""
+def _undecided(
+    made: PatchedSide, pairs: Sequence[Pair], claimed: dict[str, set[str]], *, limited: bool
+) -> list[str]:
+    """Return the patches that should have been applied and that no run decides on.
+
+    If the request names scenarios (``limited``), patches that claim others do not count.
+    """
     decided = {pair.scenario for pair in pairs if pair.decides}
-    return [id_ for id_ in made.torn if not claimed.get(id_, set()) & decided]
+    open_ = [id_ for id_ in made.torn if not claimed.get(id_, set()) & decided]
+    return [id_ for id_ in open_ if not (limited and claimed.get(id_))]
 
 
 def _left_out(name: str, made: PatchedSide, claimed: dict[str, set[str]]) -> bool:

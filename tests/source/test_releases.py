@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,6 +39,18 @@ def test_added_releases_are_found() -> None:
     """What was added on this machine is found like what ships."""
     lockfile.save(lockfile.added(), [release("0.4.0")])
     assert resolve("0.4.0").name == "0.4.0"
+
+
+def test_a_commit_is_found_by_its_first_digits() -> None:
+    """Or by its key; two names of one commit are one release, and two commits are none."""
+    git = replace(release("git:/up@main"), kind="git", commit="abcdef0" + "1" * 33)
+    pinned = replace(git, name=f"git:/up@{git.commit}")
+    lockfile.save(lockfile.added(), [git, pinned])
+    for spec in ("abcdef0", "ABCDEF01", git.commit, git.key):
+        assert resolve(spec).commit == git.commit
+    lockfile.save(lockfile.added(), [replace(git, name="git:/up@b", commit="abcdef0" + "2" * 33)])
+    with pytest.raises(UnknownRelease):
+        resolve("abcdef0")
 
 
 def test_an_unknown_release_names_close_ones() -> None:

@@ -381,6 +381,9 @@ def test_a_patch_without_a_run_that_cannot_be_carried(
         assert ask(scenarios=()).decision.verdict is Verdict.NEEDED
     world.skipped = (left,)
     assert ask().decision.verdict is Verdict.NEEDED, "no scenario of the patch was requested"
+    without = [replace(each, scenarios=()) if each.id == id_ else each for each in shipped]
+    monkeypatch.setattr(series, "load", lambda: series.Series(tuple(without)))
+    assert ask().decision.verdict is Verdict.BROKEN_APPLY, "no run can decide on it"
 
 
 def test_a_patch_that_cannot_be_carried(world: CheckSandbox) -> None:

@@ -1,0 +1,121 @@
+"""A queue of mails goes from its import to a branch for review with documented commands only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import cell_results
+from patching_kit import code, fill, repository
+
+from pyllamakv.cli import main
+from pyllamakv.source import lockfile
+from pyllamakv.source.git_command import git, git_bytes
+from pyllamakv.verification import cell, result_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[..., tuple[int, str, str]]
+
+HEADER = {"include/llama.h": b"// llama.cpp\n", "src/llama.cpp": b"int n;\n"}
+TWO = code("two")
+OLD = HEADER | {f"src/{name}.cpp": code(name) for name in ("one", "two", "three")}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in its own data directory; no build is needed for a verdict."""
+    monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(lockfile, "shipped", lambda: tmp_path / "none.lock.toml")
+    monkeypatch.setattr(result_cache, "key", lambda spec, where="here": None)
+
+    def judge(spec: cell.CellSpec, **_: Any) -> cell.CellResult:
+        return cell.CellResult.from_json(cell_results.judge(spec.to_json()))
+
+    monkeypatch.setattr(cell, "verify_cell", judge)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main.main(list(words))
+        out, err = capsys.readouterr()
+        return (left.value.code if isinstance(left.value.code, int) else 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> str:
+    """Return a remote that merged the first of three mails and changed the lines of the second."""
+    remote = repository(tmp_path / "llama.cpp", OLD)
+    base = git(remote, "rev-parse", "HEAD")
+    changed = dict(OLD)
+    for name in ("one", "two", "three"):
+        fixed = TWO.replace(b"two_9();", b"two_9(a);") if name == "two" else code(name, "fix(a);")
+        changed[f"src/{name}.cpp"] = fixed
+        fill(remote, changed)
+        git(remote, "commit", "-q", "-a", "-m", f"fix {name}")
+    (tmp_path / "mails").mkdir()
+    mails = git_bytes(remote, "format-patch", "--stdout", f"{base}..HEAD")
+    (tmp_path / "mails" / "all.patch").write_bytes(mails)
+    git(remote, "checkout", "-q", "-b", "old", base)
+    git(remote, "checkout", "-q", "-B", "main", base)
+    fill(
+        remote,
+        {"src/one.cpp": code("one", "fix(a);"), "src/two.cpp": TWO.replace(b"9();", b"9(b);")},
+    )
+    later = {f"GIT_{who}_DATE": "2026-11-27T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
+    git(remote, "commit", "-q", "-a", "-m", "upstream: fix one, change two", env=later)
+    return f"git:{remote}@main"
+
+
+@pytest.mark.slow
+def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> None:
+    """Import, status, newest, rebase, watch; the branch has the accepted verdict."""
+    old = upstream.replace("@main", "@old")
+    code_, out, err = run(
+        "patch", "import", "mails", "--id", "mine", "--to", "queue", "--base", old
+    )
+    assert code_ == 0, err
+    needs = ["requires" in path.read_text() for path in (tmp_path / "queue").glob("*/patch.toml")]
+    assert needs == [False] * 3
+    queue = repository(tmp_path / "queue", {})
+
+    code_, out, _ = run("patch", "status", old, upstream, "--patches", "queue", "--json")
+    found = {(row["release"], row["patch"]): row["state"] for row in json.loads(out)}
+    assert code_ == 3
+    assert [found[old, f"mine-{n}"] for n in (1, 2, 3)] == ["applies"] * 3
+    states = [found[upstream, f"mine-{n}"] for n in (1, 2, 3)]
+    assert states == ["contained", "manual", "applies"]
+
+    code_, out, _ = run("patch", "newest", old, upstream, "--patches", "queue")
+    assert code_ == 0
+    assert out.startswith(f"newest: {old}: needed")
+    assert "first failure: " + upstream in out and "mine-2: src/two.cpp, hunk 1" in out
+
+    code_, _, err = run("patch", "rebase", "mine-2", "--patches", "queue", "--onto", upstream)
+    assert code_ == 3
+    (folder,) = (tmp_path / "home" / "rebase").glob("mine-2/tree")
+    (folder / "src" / "two.cpp").write_bytes(TWO.replace(b"9();", b"9(b, a);"))
+    code_, out, err = run("patch", "rebase", "--continue", "mine-2")
+    assert (code_, "resolved" in out) == (0, True), err
+    commit = git(tmp_path / "llama.cpp", "rev-parse", "main")
+    assert f"@{commit}" in (queue / "upstream.lock.toml").read_text()
+    git(queue, "add", "-A")
+    git(queue, "commit", "-q", "-m", "Port mine-2")
+    assert run("patch", "status", upstream, "--patches", "queue")[0] == 0
+
+    code_, out, err = run("matrix", "watch", upstream, "--patches", "queue", "--report", "report")
+    assert code_ == 0, err
+    branch = f"watch/git-{commit[:12]}"
+    assert f"branch {branch}" in out
+    assert "needed" in git(queue, "show", f"{branch}:expected.toml")
+    assert upstream in (tmp_path / "report" / "watch.md").read_text()
+
+    fill(tmp_path / "llama.cpp", {"src/three.cpp": code("three", "new(a);")})
+    git(tmp_path / "llama.cpp", "commit", "-q", "-a", "-m", "upstream: change three")
+    assert run("patch", "status", commit[:12], "--patches", "queue")[0] == 0
