@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 import urllib.request
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from patching_kit import SeriesSandbox, code, numbered
 
-from pyllamakv.errors import NoPortApplies, NotBuilt, UsageError
+from pyllamakv.errors import NoPortApplies, NotBuilt, RequestFailed, UsageError
+from pyllamakv.home import home
 from pyllamakv.patching import apply, series
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.server import server_patches
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_client import ServerClient
-from pyllamakv.server.server_lab import complete
+from pyllamakv.server.server_lab import MODELS, complete, in_parallel
 from pyllamakv.server.server_process import ServerProcess
 from pyllamakv.source import lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyllamakv.server.server_patches import ServerSources
 
 STOCK = {"src/a.cpp": numbered(20), "tools/server/server.cpp": numbered(20)}
@@ -290,3 +293,103 @@ def test_stock_has_no_such_metrics(tmp_path: Path) -> None:
     """Its server is upstream's."""
     with serve(tmp_path, "0.3.9+stock") as server:
         assert not any("kv_slot" in name or "kv_defrag" in name for name in metrics(server.url))
+
+
+def serve_few_cells(
+    folder: Path, *arguments: str, model: str = "full", cells: int = 512, **variables: str
+) -> ServerProcess:
+    """Start a patched server whose four slots share a cache, or skip."""
+    path = synthetic_models.generate(MODELS[model], home() / "models")
+    words = ("-m", str(path), "-np", "4", "-c", str(cells), "--kv-unified", *arguments)
+    return serve(folder, "b11549+patched", *words, **variables)
+
+
+def ask_together(url: str, count: int = 8, n_predict: int = 440) -> list[int]:
+    """Send requests that nearly fill the cache at the same time; return the status of each."""
+
+    def ask(client: ServerClient, token: int) -> int:
+        found = complete(client, [token] * 40, n_predict, ignore_eos=True)
+        assert len(found.tokens) == n_predict
+        return 200
+
+    found = in_parallel(url, range(70, 70 + count), 4, ask)
+    assert all(isinstance(each, int | RequestFailed) for each in found), found
+    return [each if isinstance(each, int) else getattr(each, "code", 0) for each in found]
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "9999999999999"])
+def test_an_invalid_limit_of_parked_requests_is_ignored(tmp_path: Path, value: str) -> None:
+    """The log names the variable and the value; requests are parked as by default."""
+    with serve_few_cells(tmp_path, LLAMA_SERVER_PARK_MIB=value) as server:
+        assert f"LLAMA_SERVER_PARK_MIB is '{value}', which is ignored; expected a number" in (
+            "\n".join(server.log)
+        )
+        assert ask_together(server.url) == [200] * 8
+        assert metrics(server.url)["llamacpp:parks_total"] > 0
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_a_limit_of_zero_is_the_behaviour_of_stock(tmp_path: Path) -> None:
+    """No request is parked, and those at the same time end with the error of upstream."""
+    with serve_few_cells(tmp_path, LLAMA_SERVER_PARK_MIB="0") as server:
+        assert 500 in ask_together(server.url)
+        assert metrics(server.url)["llamacpp:parks_total"] == 0
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_a_request_above_the_limit_fails_alone(tmp_path: Path) -> None:
+    """With status 503, while others are answered; 1 MiB is less than two sequences."""
+    wide = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-ub", "32")
+    with serve_few_cells(
+        tmp_path, *wide, model="sliding", cells=1024, LLAMA_SERVER_PARK_MIB="1"
+    ) as server:
+        found = ask_together(server.url, n_predict=800)
+        assert set(found) == {200, 503}, found
+        after = metrics(server.url)
+        assert after["llamacpp:park_failures_total"] == found.count(503)
+        assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
+        # The server is as before.
+        assert ask_together(server.url, count=1) == [200]
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_many_parks_do_not_grow_the_server(tmp_path: Path) -> None:
+    """Its resident memory stays the same after a start, and no request remains parked."""
+    sizes = []
+    with serve_few_cells(tmp_path, "--cache-ram", "0", LLAMA_SERVER_PARK_MIB="64") as server:
+        for _ in range(5):
+            assert set(ask_together(server.url, count=24)) == {200}
+            status = Path(f"/proc/{server.pid}/status").read_text("utf-8")
+            sizes.append(int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]))
+        after = metrics(server.url)
+    assert after["llamacpp:parks_total"] == after["llamacpp:resumes_total"] > 24
+    assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
+    assert sizes[-1] - sizes[2] < 4096
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_a_server_with_parked_requests_is_closed(tmp_path: Path) -> None:
+    """No process remains; `/slots` showed the parked request, and its client gets an error."""
+    with serve_few_cells(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(in_parallel, server.url, [70, 71, 72, 73] * 50, 4, _ask_long)
+        until = time.monotonic() + 60
+        with ServerClient(server.url) as client:
+            parked: list[dict[str, Any]] = []
+            while not parked and time.monotonic() < until:
+                parked = [slot["park"] for slot in client.slots() if slot["park"]["is_parked"]]
+        assert parked and parked[0]["n_tokens"] > 0 and parked[0]["n_bytes"] > 0
+        assert parked[0]["n_parks"] > 0
+        server.close()
+        assert isinstance(waiting.result()[-1], Exception)
+        with pytest.raises(ProcessLookupError):
+            os.kill(server.pid, 0)
+
+
+def _ask_long(client: ServerClient, token: int) -> None:
+    complete(client, [token] * 40, 440, ignore_eos=True)
