@@ -11,6 +11,7 @@ import pytest
 from pyllamakv.building import variant
 from pyllamakv.errors import HarnessError, PatchFormatError
 from pyllamakv.patching import apply, series
+from pyllamakv.server import server_patches
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import discovery
@@ -40,10 +41,17 @@ def test_the_shipped_slips_apply() -> None:
     shipped_slips = slips.load()
     assert len({(slip.patch, slip.id) for slip in shipped_slips}) >= 60
     shipped, tried = series.load(), 0
+    server = {patch.id for patch in shipped.server}
     for release in fetched():
-        patched = apply.apply(spec_resolver.resolve(release), series=shipped)
+        known = spec_resolver.resolve(release)
+        patched = apply.apply(known, series=shipped)
         for slip in (one for one in shipped_slips if release in one.releases):
-            path, data = slip.apply(slips.patched_files(patched, slip.patch))
+            if slip.patch in server:
+                sources = server_patches.choose(known, None, series=shipped)
+                files = slips.server_files(sources, slip.patch)
+            else:
+                files = slips.patched_files(patched, slip.patch)
+            path, data = slip.apply(files)
             assert path and data
             tried += 1
     assert tried
