@@ -83,22 +83,22 @@ class Carrier:
         self._progress = progress
 
     def ports(self, definition: Definition) -> tuple[Port, ...]:
-        """Return the ports to carry from: those with the nearest base, by content.
+        """Return the ports to carry from, those with the nearest base first.
 
-        The content is the files that a port changes. Equal ones are ordered by date. The nearest
-        bases by date are fetched; of the others, those that the store has are compared.
+        The releases of package indexes are compared by date. A commit of a fork or a directory may
+        be newer than the llama.cpp in it: its bases are ordered by the content of the files that a
+        port changes, as far as the store has them.
         """
         found = [port for port in definition.ports if port.base in self._bases]
         found.sort(key=lambda port: self._distance(self._bases[port.base]))
-        near = [p for p in found[TRIED:] if self._store.has(self._bases[p.base])]
-        near[:0] = found[:TRIED]
-        return tuple(sorted(near, key=self._lost)[:TRIED] if len(near) > 1 else near)
+        if self._release.kind not in ARCHIVE_KINDS:
+            found.sort(key=self._lost)
+        return tuple(found[:TRIED])
 
     def _lost(self, port: Port) -> float:
         """Return the part of the base's lines that the release lacks in the changed files."""
-        try:
-            base = trees.ensure_fetched(self._store, self._bases[port.base], self._progress)
-        except (NotFetched, UnknownRelease):
+        base = self._bases[port.base]
+        if not self._store.has(base):
             return 1.0
         paths = (file.old for file in port.patch.files if file.old)
         stock = self._store.tree_of(self._release)

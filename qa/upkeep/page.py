@@ -76,7 +76,7 @@ _MECHANISMS = """\
 ## Mechanisms
 
 Each mechanism of carrying was switched off in turn, on 28 November 2026, over the 27 states that
-were fetched then, with bases chosen by date. The first numbers are states without manual work, of
+were fetched then. The first numbers are states without manual work, of
 27 in *leave one out* and of 26 in *forward*. *Carried* counts patches in *forward, carry first*,
 and *other* those whose changes are not those of a port that fits strictly today. Nothing was built:
 a difference is a candidate for a wrong merge, and no proof of one.

@@ -135,12 +135,14 @@ def test_status_names_the_port(bench: SeriesSandbox) -> None:
 
 
 def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
-    """Bases are compared by content; a farther port is used if the nearest has a conflict.
+    """Bases of a fork are compared by content; a farther port is used if the nearest conflicts.
 
-    The status has the reason why the nearest is not used. The release is older than both.
+    The status has the reason why the nearest is not used. The fork is older than both.
     """
     near = NEAR["src/a.cpp"].replace(b"second", b"third")
     release = bench.add_release("0.3.4", STOCK | {"src/a.cpp": near}, "2024-01-04")
+    release = bench.releases["0.3.4"] = replace(release, kind="git")
+    bench.store.update_ref(f"refs/upstream/{release.key}", release.commit)
     third = STOCK | {"src/a.cpp": code("first", "other(b);") + code("third")}
     bench.add_release("0.3.3", third, "2025-01-03")
     changed = third | {"src/a.cpp": code("first", "fixed(b);") + code("third")}
@@ -153,6 +155,8 @@ def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
     only = series.Series((listed.definition("two"),))
     carrier = Carrier(bench.store, release, only)
     assert [port.base for port in carrier.ports(only.definition("two"))] == ["0.3.3", "0.3.1"]
+    dated = Carrier(bench.store, replace(release, kind="npm"), only)
+    assert [port.base for port in dated.ports(only.definition("two"))] == ["0.3.1", "0.3.3"]
     made = apply.apply(release, series=only, store=bench.store)
     assert made.carried == {"two": "0.3.1"}
     (found,) = status.status([release], series=only, store=bench.store)
