@@ -495,7 +495,7 @@ def _share_cells(lab: ServerLab, server: ServerProcess, cells: int, *, outgrown:
         # Each answer is asked for again, between those of clients that disconnect.
         mixed = [(sign * (1 + at), each) for at, each in enumerate(requests) for sign in (1, -1)]
         _refuse_other_text(lab, alone, ask_all(mixed))
-        _ask_for_families(lab, server, cells, list(zip(requests, alone, strict=True)))
+        _ask_for_families(lab, server, cells)
         if not client.wait_idle(_IDLE):
             raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
         metrics = client.metrics()
@@ -512,37 +512,26 @@ def _listed(
     return (found,) if isinstance(found, Exception) else found
 
 
-def _ask_for_families(
-    lab: ServerLab,
-    server: ServerProcess,
-    cells: int,
-    known: Sequence[tuple[CompletionRequest, ServerCompletion]],
-) -> None:
-    """Request two answers to a prompt at once, whose sequences share its cells, among others."""
-    # Those that fit alone, also while a resumed sequence has cells of its own for the prompt.
-    items = [
-        (one, request, count)
-        for request, one in known
-        for count in (1, 2)
-        if count * (len(request.prompt) + request.n_predict + 1) <= cells
-    ]
+def _ask_for_families(lab: ServerLab, server: ServerProcess, cells: int) -> None:
+    """Request two answers to a prompt at once; their sequences share its cells.
 
-    def ask(
-        client: ServerClient, item: tuple[ServerCompletion, CompletionRequest, int]
-    ) -> list[ServerCompletion]:
-        _, request, count = item
-        if count == 1:
-            return [complete(client, request.prompt, request.n_predict)]
-        return client.complete_family(
-            request.prompt, request.n_predict, count, logit_bias=NOT_ASCII
-        )
+    Such a request fits alone, also while a resumed sequence has cells of its own for the prompt,
+    and two of them do not fit together.
+    """
+    with ServerClient(server.url) as client:
+        prompts = [lab.prompt(client, cells // 5) for _ in range(6)]
+    requests = [CompletionRequest(prompt, cells // 5) for prompt in prompts]
+    alone = answers(server, requests, 1, cache_prompt=False)
 
-    found = in_parallel(server.url, items, CLIENTS, ask)
-    for (one, _, _), family in zip(items, found, strict=True):
+    def ask(client: ServerClient, request: CompletionRequest) -> list[ServerCompletion]:
+        return client.complete_family(request.prompt, request.n_predict, 2, logit_bias=NOT_ASCII)
+
+    found = in_parallel(server.url, requests, CLIENTS, ask)
+    lab.note(requests=2 * len(requests))
+    for one, family in zip(alone, found, strict=True):
         if isinstance(family, Exception):
-            raise ScenarioFailed(f"a request for two answers, or beside it, failed: {family}")
+            raise ScenarioFailed(f"a request for two answers was not answered: {family}")
         _refuse_other_text(lab, [one] * len(family), family)
-    lab.note(requests=len(items))
 
 
 def _compare_metrics(server: ServerProcess, found: Sequence[ServerCompletion]) -> None:
