@@ -99,7 +99,7 @@ lint: ## Check style and types
 	"$$py" -m mypy
 
 clean: ## Remove builds and caches; keep fetched releases
-	rm -rf vendor/objects vendor/sanitized vendor/built vendor/servers vendor/trees vendor/results vendor/locks
+	rm -rf vendor/objects vendor/built vendor/servers vendor/trees vendor/results vendor/locks
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -82,7 +82,7 @@ _DEVICES = {
 class Backend:
     """A backend that is ready to build: its name, CMake options, and paths.
 
-    ``options`` influence the result and are part of the variant's id. ``places`` are CMake
+    ``options`` influence the result and are part of the variant's id. ``tool_paths`` are CMake
     variables with the paths of tools on this machine, which no id records.
     """
 
@@ -94,6 +94,10 @@ class Backend:
     def devices(self) -> tuple[str, ...]:
         """Name the kinds of device that K and V can lie on, the processor's host memory first."""
         return ("CPU", *(kind for option, kind in _DEVICES.items() if self.options[option] == "ON"))
+
+    def extended(self, options: Mapping[str, str], paths: Mapping[str, str]) -> Backend:
+        """Return the backend with more options and paths."""
+        return Backend(self.name, {**self.options, **options}, {**self.tool_paths, **paths})
 
 
 def known(name: str) -> str:

@@ -25,7 +25,7 @@ from pyllamakv.home import home, shim
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from pyllamakv.building.variant import BuildRequest, Spec, Variant
@@ -47,15 +47,21 @@ def build(
     backend: str = "cpu",
     native: bool = True,
     jobs: int | None = None,
+    options: Mapping[str, str] | None = None,
+    paths: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Variant:
     """Return the variant that ``spec`` names, building what is missing.
 
-    A second build of the same release waits for the first. Raises the errors of fetching and
+    ``options`` are CMake variables besides those of the backend, which the variant's id contains;
+    ``paths`` are CMake variables that it does not contain, such as paths of this machine. A second
+    build of the same release waits for the first. Raises the errors of fetching and
     applying, ToolMissing, CommandFailed with the first error, DiskFull, or BuildError when the
     data directory cannot be written.
     """
-    wanted = variant.request(spec, backend=backend, native=native)
+    wanted = variant.request(
+        spec, backend=backend, native=native, options=options or {}, paths=paths or {}
+    )
     found = variant.lookup(wanted)
     if found:
         return found
@@ -65,21 +71,6 @@ def build(
             found = _obtain(wanted, _source(wanted, progress), jobs, progress)
             variant.add_to_index(wanted, found)
     return found
-
-
-@contextlib.contextmanager
-def prepared_build_folder(
-    spec: str | Spec, *, jobs: int | None = None, progress: Progress | None = None
-) -> Iterator[tuple[BuildRequest, cmake.BuildSession]]:
-    """Yield the build directory of ``spec``, with an up-to-date tree and object files.
-
-    No other process changes them meanwhile. Raises what `build` raises.
-    """
-    wanted = variant.request(spec)
-    with writable(), _locked(wanted, progress):
-        source = _source(wanted, progress)
-        with _compiled(wanted, source.tree, jobs, progress) as job:
-            yield wanted, job
 
 
 @contextlib.contextmanager

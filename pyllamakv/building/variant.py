@@ -13,9 +13,10 @@ import difflib
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pyllamakv.building import backend as backends
@@ -181,16 +182,25 @@ class Variant:
         return self.folder / "lib"
 
 
-def request(spec: str | Spec, *, backend: str = "cpu", native: bool = True) -> BuildRequest:
+def request(
+    spec: str | Spec,
+    *,
+    backend: str = "cpu",
+    native: bool = True,
+    options: Mapping[str, str] = MappingProxyType({}),
+    paths: Mapping[str, str] = MappingProxyType({}),
+) -> BuildRequest:
     """Resolve a spec against this machine's tools, without fetching, applying or compiling.
 
-    Raises UnknownPatch for a patch that the series does not have.
+    ``options`` and ``paths`` are CMake variables besides those of the backend; only the options are
+    part of the id. Raises UnknownPatch for a patch that the series does not have.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     if parsed.series:
         check_patches(parsed.series)
     release = spec_resolver.resolve(parsed.release)
-    return request_of(release, parsed, backend=backend, native=native)
+    wanted = request_of(release, parsed, backend=backend, native=native)
+    return replace(wanted, backend=wanted.backend.extended(options, paths))
 
 
 def request_of(release: Release, spec: Spec, *, backend: str, native: bool) -> BuildRequest:

@@ -1,7 +1,7 @@
 """Run the native code under the address, undefined-behaviour and thread sanitizers.
 
 Every kind of sanitizer must first report faults planted in the library. A short run instruments the
-shim and the code that the patches change, the long one all of llama.cpp and ggml.
+shim and libllama, the long one ggml as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qa.entry import Entry, StressOptions, Tick
 from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
 
 if TYPE_CHECKING:
-    from qa.sanitizers.instrument import Sanitized
+    from pyllamakv.building.variant import Variant
     from qa.sanitizers.reports import Report
     from qa.sanitizers.sanitized_process import ProcessResult
 
@@ -85,7 +85,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     work = SanitizerBuilds(effort, tick)
     kinds = {kind for name, (kind, _) in PARTS.items() if effort.wants(name)}
     return [
-        _entry(name, work.scope(kind) if kind else "headers", part, work)
+        _entry(name, work.scope if kind else "headers", part, work)
         for name, (kind, part) in PARTS.items()
         if effort.wants(name) or (name.startswith("planted") and kind in kinds)
     ]
@@ -127,24 +127,25 @@ class SanitizerBuilds:
         self.tick = tick
         #: Seconds of builds, which happen once.
         self.building = 0.0
-        self._built: dict[tuple[str, str], Sanitized] = {}
+        self._built: dict[tuple[str, str], Variant] = {}
 
     @property
     def long(self) -> bool:
         """Return whether everything is instrumented and run."""
         return self.effort.seconds >= LONG
 
-    def scope(self, kind: str) -> str:
-        """Return the instrumented part of the library (`instrument.Command.chosen`)."""
-        return "whole" if self.long else "core" if kind == "address" else "threads"
+    @property
+    def scope(self) -> str:
+        """Return the instrumented part of the library: all of it, or the shim and libllama."""
+        return "whole" if self.long else "core"
 
-    def library(self, side: str, kind: str) -> Sanitized:
+    def library(self, side: str, kind: str) -> Variant:
         """Return the instrumented library of a side."""
         if (side, kind) not in self._built:
             start = time.monotonic()
             instrument.runtimes(kind)
             self._built[side, kind] = instrument.instrumented(
-                f"{TEST_RELEASE}+{side}", kind, self.scope(kind), tell=self.tick
+                f"{TEST_RELEASE}+{side}", kind, self.scope, tell=self.tick
             )
             self.building += time.monotonic() - start
         return self._built[side, kind]
@@ -215,7 +216,7 @@ class SanitizerBuilds:
             if outcome.status == "fault" or (side == "patched" and outcome.failed):
                 trial.wrong.append(f"{name} [{setting}]: {outcome.failure} {outcome.message}")
 
-    def _runs(self, made: Sanitized, seconds: float) -> Iterator[sanitizer_targets.Played]:
+    def _runs(self, made: Variant, seconds: float) -> Iterator[sanitizer_targets.Played]:
         until = time.monotonic() + seconds
         for played in sanitizer_targets.scenarios(made, FIRST, self.tick, whole=self.long):
             yield played
@@ -224,7 +225,7 @@ class SanitizerBuilds:
 
 
 Part = Callable[[SanitizerBuilds, SanitizerRun], None]
-#: The parts by the name of their entry, with the kind of library (`SanitizerBuilds.scope`), if any.
+#: The parts by the name of their entry, with the kind of library , if any.
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     "planted, address and undefined": ("address", lambda work, t: work.plant(t, "address")),
     "planted, threads": ("thread", lambda work, t: work.plant(t, "thread")),

@@ -17,8 +17,8 @@ from pyllamakv.verification.header_tests import HEADERS, native, stubs
 from qa.sanitizers import instrument, reports, sanitized_process
 
 if TYPE_CHECKING:
+    from pyllamakv.building.variant import Variant
     from pyllamakv.scenarios.outcome import Outcome
-    from qa.sanitizers.instrument import Sanitized
     from qa.sanitizers.reports import Report
     from qa.sanitizers.sanitized_process import ProcessResult
 
@@ -56,9 +56,9 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, ProcessResult]]:
                     yield program, group, sanitized_process.run(command, "address", logs)
 
 
-def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
+def smoke(made: Variant, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
     """Run the C program with a library in each setting. Raises UsageError like `headers`."""
-    with _linked(_test("smoke.c"), made) as program:
+    with _linked(_test("smoke.c"), made, "address") as program:
         for settings in _SETTINGS:
             tell(f"smoke {settings}")
             command = [str(program), str(synthetic_models.tiny()), *settings.split()]
@@ -66,11 +66,11 @@ def smoke(made: Sanitized, tell: Tell) -> Iterator[tuple[str, ProcessResult]]:
                 yield settings, sanitized_process.run(command, "address", logs)
 
 
-def threads(made: Sanitized, n_threads: int, rounds: int, tell: Tell) -> ProcessResult:
+def threads(made: Variant, n_threads: int, rounds: int, tell: Tell) -> ProcessResult:
     """Run the thread driver with a library; ``n_threads`` are llama.cpp's own in a context."""
     tell("threads")
     with (
-        _linked(instrument.native("threads.cpp"), made) as program,
+        _linked(instrument.native("threads.cpp"), made, "thread") as program,
         sanitized_process.logs() as logs,
     ):
         command = [str(program), str(synthetic_models.tiny()), str(n_threads), str(rounds)]
@@ -86,9 +86,7 @@ def worker(folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing") -> 
         return sanitized_process.run(command, "thread", logs, env={"PLK_PLANTED": fault})
 
 
-def scenarios(
-    made: Sanitized, first: Sequence[str], tell: Tell, *, whole: bool
-) -> Iterator[Played]:
+def scenarios(made: Variant, first: Sequence[str], tell: Tell, *, whole: bool) -> Iterator[Played]:
     """Run scenarios in a worker: those of ``first``, then the others; all settings if ``whole``."""
     known = discovery.discover()
     order = [*first, *(name for name in known if name not in first)]
@@ -113,11 +111,11 @@ def _test(name: str) -> Path:
 
 
 @contextmanager
-def _linked(source: Path, made: Sanitized) -> Iterator[Path]:
+def _linked(source: Path, made: Variant, kind: str) -> Iterator[Path]:
     """Compile a program against a library for the length of a block."""
     with tempfile.TemporaryDirectory(prefix="pyllamakv-drivers-") as name:
         program = Path(name) / source.stem
         words = [f"-I{path}" for path in (shim(), shim() / "shim")]
         words += [str(made.library), f"-Wl,-rpath,{made.library.parent}"]
-        instrument.program(source, program, made.kind, *words)
+        instrument.program(source, program, kind, *words)
         yield program

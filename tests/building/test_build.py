@@ -67,17 +67,18 @@ def test_second_build_runs_nothing(shop: BuildSandbox) -> None:
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
-def test_the_build_folder_of_a_variant_is_lent(shop: BuildSandbox) -> None:
-    """A prepared build folder has a variant's objects, also after a build of another variant."""
-    stock = build.build(shop.spec)
-    release, changed = patched(shop, b"// patched\n")
-    build.build_patched(release, changed)
-    (source,) = (shop.home / "objects").glob("*-tree/src/llama.cpp")
-    assert b"// patched" in source.read_bytes()
-    with build.prepared_build_folder(shop.spec) as (wanted, job):
-        assert (variant.lookup(wanted), wanted.objects) == (stock, job.folder)
-        assert b"// patched" not in source.read_bytes()
-        assert (job.folder / "CMakeCache.txt").is_file()
+def test_options_of_a_build_make_a_variant_of_their_own(shop: BuildSandbox) -> None:
+    """CMake variables reach the build; options are part of the id, and paths are not."""
+    plain = build.build(shop.spec)
+    options, paths = {"PLK_SANITIZE": "address"}, {"CMAKE_PROJECT_plk_INCLUDE": "/a/b.cmake"}
+    made = build.build(shop.spec, options=options, paths=paths)
+    assert made.id != plain.id
+    assert build.build(shop.spec, options=options, paths={}) == made
+    assert (shop.count("cmake"), shop.count("ninja")) == (2, 2)
+    assert variant.find(shop.spec) == plain
+    logs = [path.read_text("utf-8") for path in (shop.home / "objects").glob("*/build.log")]
+    assert any("-DCMAKE_PROJECT_plk_INCLUDE=/a/b.cmake" in text for text in logs)
+    assert any("-DPLK_SANITIZE=address" in text for text in logs)
 
 
 def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:

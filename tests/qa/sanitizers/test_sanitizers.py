@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.build import ROOT, SOURCE
@@ -16,7 +17,6 @@ from pyllamakv.verification import header_tests as headers
 from qa import sanitizers
 from qa.entry import StressOptions
 from qa.sanitizers import instrument, reports, sanitized_process, sanitizer_targets
-from qa.sanitizers.instrument import Command, Sanitized
 from qa.sanitizers.reports import KnownReport, Report
 from qa.sanitizers.sanitized_process import ProcessResult
 
@@ -65,6 +65,11 @@ int main(int argc, char **argv) {
     return 0;
 }
 """
+
+
+def built(folder: Path) -> SimpleNamespace:
+    """Return what a part uses of a variant."""
+    return SimpleNamespace(folder=folder, library=folder / "libplk.so")
 
 
 def needs_sanitizers() -> None:
@@ -150,7 +155,7 @@ def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
 
 def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that reports none of what is planted in it proves nothing."""
-    blind = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
+    blind = built(tmp_path)
     monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: blind)
     monkeypatch.setattr(sanitized_process, "planted", lambda *_: [])
     wanted = StressOptions(only=("planted, address and undefined",))
@@ -221,18 +226,12 @@ def test_a_program_that_lists_nothing_is_a_defect(monkeypatch: pytest.MonkeyPatc
     assert entry.row["ran"] == "100 test groups"
 
 
-def test_what_is_instrumented_stands_in_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library of the threads has less of it than the others; in a long run it is all."""
-    monkeypatch.setattr(
-        sanitizers.SanitizerBuilds,
-        "library",
-        lambda _, __, kind: Sanitized(kind, tmp_path, tmp_path),
-    )
+def test_a_row_names_the_instrumented_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run instruments the shim and libllama, a long run everything."""
+    monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: built(tmp_path))
     monkeypatch.setattr(sanitized_process, "planted", lambda *_: [])
     names = ("planted, address and undefined", "planted, threads")
-    for seconds, scopes in ((60.0, ["core", "threads"]), (sanitizers.LONG, ["whole", "whole"])):
+    for seconds, scopes in ((60.0, ["core", "core"]), (sanitizers.LONG, ["whole", "whole"])):
         found = sanitizers.entries(StressOptions(seconds, only=names), lambda _: None)
         assert [entry.row["scope"] for entry in found] == scopes
         assert [entry.data["scope"] for entry in found] == scopes
@@ -260,7 +259,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So is one whose driver fails, and a report of it."""
-    made = instrument.Sanitized("thread", tmp_path, tmp_path / "libplk.so")
+    made = built(tmp_path)
     monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: made)
     race = Report("data race", "plk_cancel", "shim/decode.cpp")
     for seen, code, found, wrong in (
@@ -299,7 +298,7 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports, last words and crashes on patched count; what a setting lacks was not run."""
-    library = instrument.Sanitized("address", tmp_path, tmp_path / "libplk.so")
+    library = built(tmp_path)
     monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: library)
     bad = Report("heap-use-after-free", "plk_decode", "shim/decode.cpp")
     played = [
@@ -314,29 +313,3 @@ def test_a_run_of_a_scenario_that_reports_is_a_defect(
     assert entry.row["reports"] == "2"
     assert len(entry.defects) == 3
     assert set(sanitizers.FIRST) <= set(discovery.discover())
-
-
-def test_another_compiler_is_refused() -> None:
-    """Only gcc's runtimes are known; what launches a compiler is not the compiler."""
-
-    def made_by(*words: str) -> list[Command]:
-        return [Command((*words, "-c", "a.cpp"), Path("a.cpp"), "a.o")]
-
-    assert instrument._compiler(made_by("/usr/bin/ccache", "/usr/bin/g++")) == "/usr/bin/g++"
-    with pytest.raises(Untestable, match="expected gcc"):
-        instrument._compiler(made_by("/usr/bin/clang++-17"))
-
-
-def test_what_is_instrumented() -> None:
-    """The shim always is; of llama.cpp what the patches touch, or all of it."""
-
-    def chosen(output: str, scope: str) -> bool:
-        return Command((), Path(output.removesuffix(".o")), output).chosen(scope)
-
-    shim = "CMakeFiles/plk.dir/shim/log.cpp.o"
-    cache = "llama.cpp/src/CMakeFiles/llama.dir/llama-kv-cache.cpp.o"
-    vocab = "llama.cpp/src/CMakeFiles/llama.dir/llama-vocab.cpp.o"
-    scopes = ("whole", "core", "threads")
-    assert [chosen(shim, scope) for scope in scopes] == [True, True, True]
-    assert [chosen(cache, scope) for scope in scopes] == [True, True, True]
-    assert [chosen(vocab, scope) for scope in scopes] == [True, False, False]
