@@ -157,9 +157,10 @@ class Batcher(ClosedOnExit):
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
         ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch.
         ``checkpoints`` are lengths of the prompt after which the manager keeps a state, if the
-        memory cannot return there. Raises UsageError for invalid arguments, for a prompt that is
-        longer than a sequence of the manager, and for a sampler with the history of another
-        generation. If the manager refuses the prompt later, only this generation fails.
+        memory cannot return there. Raises PromptTooLong for a prompt that is longer than a
+        sequence of the manager, and UsageError for other invalid arguments and for a sampler with
+        the history of another generation. If the manager refuses the prompt later, only this
+        generation fails.
         """
         asked = checked_request(
             self.manager, self._greedy, self.n_batch, prompt, messages=messages, tools=tools,

@@ -16,6 +16,7 @@ from pyllamakv.closing import NotCopied
 from pyllamakv.errors import (
     Cancelled,
     PartialRemovalRefused,
+    PromptTooLong,
     ReprocessNeeded,
     SequenceChanged,
     UsageError,
@@ -325,7 +326,7 @@ def checked_request(
             f"the prompt has {len(given)} tokens, and a sequence at most {longest}: shorten it, or "
             "create the context or the cache manager with more"
         )
-        raise UsageError(msg)
+        raise PromptTooLong(msg, needed=len(given), available=longest)
     max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
     stop_at_end = arguments.flag("stop_at_end", stop_at_end)
     check_sampler(sampler)

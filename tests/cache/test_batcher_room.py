@@ -11,7 +11,13 @@ from batching_kit import PROMPTS, Fixed, alone
 from pyllamakv.cache.batcher import STARVATION_STEPS, Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import DecodeError, KVCacheFull, NativeError, NoSlotAvailable, UsageError
+from pyllamakv.errors import (
+    DecodeError,
+    KVCacheFull,
+    NativeError,
+    NoSlotAvailable,
+    PromptTooLong,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +35,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(ctx: Context) -> None:
     """The longest sequence of the manager is the limit."""
     with PrefixCache(ctx) as cache:
         batcher = Batcher(cache)
-        with pytest.raises(UsageError, match="has 257 tokens, and a sequence at most 256"):
+        with pytest.raises(PromptTooLong, match="has 257 tokens, and a sequence at most 256"):
             batcher.submit([1] * 257)
         assert batcher.stats().waiting == 0
         batcher.submit([1] * 256, 0).result()
@@ -40,7 +46,7 @@ def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
     """A refused prompt, or a failing sampler, does not change the text of the others."""
     batcher = Batcher(SlotCache(ctx))
     good = batcher.submit("Hi", 8)
-    with pytest.raises(UsageError, match="has 65 tokens, and a sequence at most 64"):
+    with pytest.raises(PromptTooLong, match="has 65 tokens, and a sequence at most 64"):
         batcher.submit("x" * 64, 8)
     broken = batcher.submit("Ho", 8, sampler=Fixed([70]))
     other = batcher.submit("Hello", 8)
