@@ -641,7 +641,7 @@ def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True)
 class LibraryInfo:
-    """The facts of a loaded library: ABI number, variant, capabilities, shim candidates.
+    """The facts of a loaded library: ABI number, variant, capabilities, sections of the shim.
 
     ``probes`` has the implementation that the shim chose for each operation, None if it is absent.
     """

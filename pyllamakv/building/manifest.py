@@ -33,7 +33,7 @@ class Manifest:
 
     ``patched_tree`` equals ``tree`` if and only if the variant is stock. ``carried`` has the base
     of the port for each patch that was merged from another release. ``capabilities`` are the groups
-    of the shim that compiled, and ``probes`` the candidate that each group chose (None:
+    of the shim that compiled, and ``probes`` the section that was chosen for each (None:
     absent). ``cpu_flags`` are names in ``/proc/cpuinfo`` that the code may use. ``library`` is a
     file name, ``dropin`` are file names below ``lib/``. ``devices`` are the types of device in the
     library that can store K and V: ``CPU`` is host memory, the others have their own buffers. Times

@@ -1,4 +1,5 @@
-# Choose, for each group of the shim, the first candidate that compiles against the tree's headers.
+# Choose, for each file of shim/alternatives, the first of its sections that compiles against the
+# tree's headers.
 #
 # The compiler is called directly and only checks the file: CMake's try_compile would generate a
 # project per candidate. A result is cached under a hash of everything that it depends on: a second
@@ -8,56 +9,60 @@ set(PLK_INCLUDES
     "${PLK_LLAMA_SRC}/include" "${PLK_LLAMA_SRC}/ggml/include"
     "${PLK_LLAMA_SRC}/src" "${PLK_LLAMA_SRC}/ggml/src")
 
-# The groups, and the candidates of each, best first. `none` is the stub if no candidate compiles.
+# The files of shim/alternatives, and the sections of each, best first. `none` is for trees that no
+# other section fits; a release without a section that compiles is an error.
 set(PLK_GROUPS
     load context settings memory cells rollback update defrag moving mapping counters
     devices sampler grammar adapters pooling rpc)
 set(PLK_load vocab model)
 set(PLK_context init new)
-set(PLK_settings getter member hidden)
+set(PLK_settings getter member hidden none)
 set(PLK_memory memory self cache)
-set(PLK_cells shared rows streams single_rows single unified context split view)
-set(PLK_rollback memory guard patched context split prefix)
-set(PLK_update unified self cache context)
-set(PLK_defrag streams self cache compact)
-set(PLK_moving patched)
-set(PLK_mapping patched)
-set(PLK_counters counters)
-set(PLK_devices registry)
-set(PLK_sampler chain functions)
-set(PLK_grammar parser)
-set(PLK_adapters list each first)
-set(PLK_pooling rank)
-set(PLK_rpc server cached plain field first)
+set(PLK_cells shared rows streams single_rows single unified context split view none)
+set(PLK_rollback memory guard patched context split prefix none)
+set(PLK_update unified self cache context none)
+set(PLK_defrag streams self cache compact none)
+set(PLK_moving patched none)
+set(PLK_mapping patched none)
+set(PLK_counters counters none)
+set(PLK_devices registry none)
+set(PLK_sampler chain functions none)
+set(PLK_grammar parser none)
+set(PLK_adapters list each first none)
+set(PLK_pooling rank none)
+set(PLK_rpc server cached plain field first none)
 
-# Set `out` to the chosen sources, and PLK_PROBES to the JSON that plk_probes() returns.
+# Set `out` to the sources, each compiled with its section, and PLK_PROBES to the JSON that
+# plk_probes() returns.
 function(plk_choose folder out)
     plk_compiler_words(words)
     plk_headers_hash("${folder}" headers)
     set(sources "")
     set(answers "")
     foreach(group ${PLK_GROUPS})
-        set(winner "none")
+        set(source "${folder}/alternatives/${group}.cpp")
         set(candidates ${PLK_${group}})
         if(group STREQUAL "rpc" AND NOT GGML_RPC)
-            set(candidates "")
+            set(candidates none)
         endif()
+        set(winner "")
         foreach(candidate ${candidates})
-            plk_probe("${folder}/${group}/${candidate}.cpp" "${headers}" "${words}" good)
+            plk_probe("${source}" ${candidate} "${headers}" "${words}" good)
             if(good)
-                set(winner "${candidate}")
+                set(winner ${candidate})
                 break()
             endif()
         endforeach()
-        list(APPEND sources "${folder}/${group}/${winner}.cpp")
+        if(winner STREQUAL "")
+            message(FATAL_ERROR
+                "no section of ${source} compiles against this tree, ${PLK_LLAMA_SRC}: the release "
+                "needs a new one, named in cmake/probes.cmake. The compiler's words: "
+                "${CMAKE_BINARY_DIR}/probes/${group}-*.log")
+        endif()
+        list(APPEND sources "${source}")
+        set_source_files_properties("${source}" PROPERTIES
+            COMPILE_DEFINITIONS PLK_USE_${winner})
         if(winner STREQUAL "none")
-            if(NOT EXISTS "${folder}/${group}/none.cpp")
-                message(FATAL_ERROR
-                    "no candidate of the shim's group '${group}' compiles against this tree, "
-                    "${PLK_LLAMA_SRC}: the release needs a new ${folder}/${group}/<name>.cpp. "
-                    "The compiler's words: "
-                    "${CMAKE_BINARY_DIR}/probes/${group}-*.log")
-            endif()
             list(APPEND answers "\"${group}\": null")
         else()
             list(APPEND answers "\"${group}\": \"${winner}\"")
@@ -129,22 +134,16 @@ function(plk_headers_hash folder out)
     set(${out} "${all}" PARENT_SCOPE)
 endfunction()
 
-# Set `out` to TRUE if `source` compiles, else to FALSE. The messages of the compiler are written to
-# probes/GROUP-CANDIDATE.log in the build directory.
-function(plk_probe source headers words out)
-    cmake_path(GET source STEM candidate)
-    cmake_path(GET source PARENT_PATH parent)
-    cmake_path(GET parent FILENAME group)
-    if(NOT EXISTS "${source}")
-        set(${out} FALSE PARENT_SCOPE)
-        return()
-    endif()
+# Set `out` to TRUE if the section `candidate` of `source` compiles, else to FALSE. The messages of
+# the compiler are written to probes/GROUP-CANDIDATE.log in the build directory.
+function(plk_probe source candidate headers words out)
+    cmake_path(GET source STEM group)
     file(SHA256 "${source}" text)
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
     string(SHA256 key "${text} ${headers} ${words} ${CMAKE_CXX_COMPILER_VERSION}")
     set(answer "PLK_PROBE_${group}_${candidate}")
     if(NOT "${${answer}}" MATCHES "^${key} ")
-        execute_process(COMMAND ${words} "${source}"
+        execute_process(COMMAND ${words} -DPLK_USE_${candidate} "${source}"
             RESULT_VARIABLE code OUTPUT_VARIABLE text ERROR_VARIABLE text)
         file(WRITE "${CMAKE_BINARY_DIR}/probes/${group}-${candidate}.log" "${text}")
         set(${answer} "${key} ${code}" CACHE INTERNAL "Hash and answer of a compile probe")

@@ -1,6 +1,6 @@
-// The groups of functions whose source is chosen by compile probes. Each group has a directory with
-// one candidate per interface that upstream has had, and `none.cpp` for trees that no candidate
-// fits. `bits` is the part of plk_capabilities() that a group provides.
+// The functions whose implementation depends on the interface of a release. Each namespace has a file
+// of alternatives with one section per interface that upstream has had; compile probes choose it.
+// `bits` is the part of plk_capabilities() that it provides.
 #pragma once
 
 #include "core.h"

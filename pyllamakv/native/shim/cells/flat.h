@@ -1,4 +1,4 @@
-// Caches that are one array of cells, each with a set of sequences (up to July 2025). The candidate
+// Caches that are one array of cells, each with a set of sequences (up to July 2025). The section
 // defines `look`, which returns the location of the array.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace plk::cells {
 
-// Result of the candidate's `look`. `cache` is NULL if the memory is not such an array.
+// Result of the section's `look`. `cache` is NULL if the memory is not such an array.
 struct Look {
     plk::Cache *cache = nullptr;
     bool has_shift = false;

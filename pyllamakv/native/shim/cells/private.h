@@ -1,5 +1,5 @@
 // Access to private members of llama.cpp's classes: an explicit template instantiation may name
-// them. A renamed member is a compile error, after which the probe tries the next candidate.
+// them. A renamed member is a compile error, after which the probe tries the next section.
 #pragma once
 
 namespace plk {

@@ -1,4 +1,4 @@
-// Memory as a tree of objects, some of which are caches (b5590 and later). The candidate defines
+// Memory as a tree of objects, some of which are caches (b5590 and later). The section defines
 // plk::Cache, plk::Iswa, and the access to one cache:
 //
 //   n_stream, cells_of, head_of, layers_of, transposed
