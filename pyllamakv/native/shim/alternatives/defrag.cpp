@@ -2,81 +2,20 @@
 // CMake defines PLK_USE_NAME of one section: see cmake/probes.cmake.
 #include "groups.h"
 
-// Releases with a defragmentation of upstream.
+#ifdef PLK_USE_none
+// Releases without defragmentation.
+const uint64_t plk::defrag::bits = 0;
 
-namespace plk::defrag {
-
-// Upstream's own defragmentation supports only caches with one stream.
-inline const char *one_stream(const plk_context_info &info) {
-    return info.defrag ? nullptr
-        : info.n_caches ? "each sequence has a stream of cells of its own"
-                        : "it has no cells per token";
+const char *plk::defrag::refusal(llama_context *, const plk_context_info &) {
+    return "this build moves no cells";
 }
 
-// Upstream uses the threshold as given; releases whose parameters cannot be read do so too.
-inline float given_threshold(const plk_context &context) {
-    const float found = plk::settings::read(context.ctx).defrag_thold;
-    return found == plk::settings::unknown_thold ? context.asked.defrag_thold : found;
-}
+int plk::defrag::run(llama_context *, bool) { return PLK_OK; }
 
-} // namespace plk::defrag
-
-#ifdef PLK_USE_streams
-// llama_kv_self_defrag (March to August 2025) with the patch full-defrag, for every stream.
-
-#include "llama-kv-defrag.h"
-
-const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
-
-const char *plk::defrag::refusal(llama_context *, const plk_context_info &info) {
-    return info.defrag || info.n_caches ? nullptr : "it has no cells per token";
-}
-
-int plk::defrag::run(llama_context *ctx, bool safe) {
-    llama_kv_self_defrag(ctx);
-    plk::update::run(ctx, safe);
-    return PLK_OK;
-}
-
-float plk::defrag::threshold(const plk_context &context) { return given_threshold(context); }
-
-#elif defined(PLK_USE_self)
-// llama_kv_self_defrag (March to August 2025).
-
-const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
-
-const char *plk::defrag::refusal(llama_context *, const plk_context_info &info) {
-    return one_stream(info);
-}
-
-int plk::defrag::run(llama_context *ctx, bool safe) {
-    llama_kv_self_defrag(ctx);
-    plk::update::run(ctx, safe);
-    return PLK_OK;
-}
-
-float plk::defrag::threshold(const plk_context &context) { return given_threshold(context); }
-
-#elif defined(PLK_USE_cache)
-// llama_kv_cache_defrag (through 0.3.8).
-
-const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
-
-const char *plk::defrag::refusal(llama_context *, const plk_context_info &info) {
-    return one_stream(info);
-}
-
-int plk::defrag::run(llama_context *ctx, bool safe) {
-    llama_kv_cache_defrag(ctx);
-    plk::update::run(ctx, safe);
-    return PLK_OK;
-}
-
-float plk::defrag::threshold(const plk_context &context) { return given_threshold(context); }
+float plk::defrag::threshold(const plk_context &) { return -1.0f; }
 
 #elif defined(PLK_USE_compact)
 // Trees without a defragmentation of their own, with the patch compaction.
-
 #include "llama-kv-compact.h"
 
 const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
@@ -97,17 +36,38 @@ float plk::defrag::threshold(const plk_context &context) {
     return llama_kv_compact_thold(context.ctx);
 }
 
-#elif defined(PLK_USE_none)
-// Releases without defragmentation.
+#else
+// Releases with a defragmentation of upstream: `cache` through 0.3.8, `self` from March to August
+// 2025, and `streams` with the patch full-defrag, which moves the cells of every stream.
+#ifdef PLK_USE_streams
+#include "llama-kv-defrag.h"
+#endif
 
-const uint64_t plk::defrag::bits = 0;
+const uint64_t plk::defrag::bits = PLK_CAP_DEFRAG;
 
-const char *plk::defrag::refusal(llama_context *, const plk_context_info &) {
-    return "this build moves no cells";
+const char *plk::defrag::refusal(llama_context *, const plk_context_info &info) {
+#ifndef PLK_USE_streams
+    // Upstream's own defragmentation supports only caches with one stream.
+    if (!info.defrag && info.n_caches) {
+        return "each sequence has a stream of cells of its own";
+    }
+#endif
+    return info.defrag || info.n_caches ? nullptr : "it has no cells per token";
 }
 
-int plk::defrag::run(llama_context *, bool) { return PLK_OK; }
+int plk::defrag::run(llama_context *ctx, bool safe) {
+#ifdef PLK_USE_cache
+    llama_kv_cache_defrag(ctx);
+#else
+    llama_kv_self_defrag(ctx);
+#endif
+    plk::update::run(ctx, safe);
+    return PLK_OK;
+}
 
-float plk::defrag::threshold(const plk_context &) { return -1.0f; }
-
+// Upstream uses the threshold as given; releases whose parameters cannot be read do so too.
+float plk::defrag::threshold(const plk_context &context) {
+    const float found = plk::settings::read(context.ctx).defrag_thold;
+    return found == plk::settings::unknown_thold ? context.asked.defrag_thold : found;
+}
 #endif

@@ -1,18 +1,26 @@
-// Updates of a memory.
+// Updates of a memory: pending shifts and copies.
 // CMake defines PLK_USE_NAME of one section: see cmake/probes.cmake.
 #include "groups.h"
 
-#ifdef PLK_USE_unified
-// A cache class with an update of its own (0.3.9, b5415). The context's update then reserves a
-// worst-case graph, which asserts if the head of the cache is too high or if embeddings are pooled:
-// only the cache is updated. The allocator grows if a later graph needs it.
-
+#if defined(PLK_USE_unified) || defined(PLK_USE_context)
 #include "llama-context.h"
+#endif
+
+#ifdef PLK_USE_unified
 #include "llama-kv-cache.h"
+#endif
 
+#ifdef PLK_USE_none
+const bool plk::update::present = false;
+#else
 const bool plk::update::present = true;
+#endif
 
-void plk::update::run(llama_context *ctx, bool safe) {
+void plk::update::run([[maybe_unused]] llama_context *ctx, [[maybe_unused]] bool safe) {
+#ifdef PLK_USE_unified
+    // A cache class with an update of its own (0.3.9, b5415). The context's update then reserves a
+    // worst-case graph, which asserts if the head of the cache is too high or if embeddings are
+    // pooled: only the cache is updated. The allocator grows if a later graph needs it.
     auto *cache = dynamic_cast<llama_kv_cache_unified *>(llama_get_kv_self(ctx));
     if (safe && cache != nullptr) {
         ctx->synchronize();
@@ -20,44 +28,18 @@ void plk::update::run(llama_context *ctx, bool safe) {
         return;
     }
     llama_kv_self_update(ctx);
-}
-
 #elif defined(PLK_USE_self)
-// llama_kv_self_update (March to August 2025).
-
-const bool plk::update::present = true;
-
-void plk::update::run(llama_context *ctx, bool) { llama_kv_self_update(ctx); }
-
+    // March to August 2025.
+    llama_kv_self_update(ctx);
 #elif defined(PLK_USE_cache)
-// llama_kv_cache_update (through 0.3.8).
-
-const bool plk::update::present = true;
-
-void plk::update::run(llama_context *ctx, bool) {
+    // Through 0.3.8.
     llama_kv_cache_update(ctx);
     if (plk::cells::watch != nullptr) {
         plk::cells::watch->applied(ctx);
     }
-}
-
 #elif defined(PLK_USE_context)
-// memory_update of the context, because there is no public call (September 2025 and later).
-
-#include "llama-context.h"
-
-const bool plk::update::present = true;
-
-void plk::update::run(llama_context *ctx, bool) {
+    // September 2025 and later: there is no public call.
     ctx->synchronize();
     ctx->memory_update(false);
-}
-
-#elif defined(PLK_USE_none)
-// Releases that update their memory only in a decode.
-
-const bool plk::update::present = false;
-
-void plk::update::run(llama_context *, bool) {}
-
 #endif
+}
