@@ -51,7 +51,7 @@ def run(*words: str, status: int = 0) -> str:
 def test_output(losing: set[str], tmp_path: Path) -> None:
     """A table, JSON and a picture of stock beside patched."""
     losing.add("stock")
-    picture, file = tmp_path / "run.svg", tmp_path / "figures.md"
+    picture, file = tmp_path / "run.svg", tmp_path / "figures.json"
     words = ("0.3.9", "--workload", "fits", "--requests", "1", "--clients", "8")
     text = run(*words, "--picture", str(picture), "--write", str(file))
     assert "| stock | 8 | 1 | 1 |" in text
@@ -59,7 +59,11 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
     assert "`python -m qa load 0.3.9 --workload fits --clients 8 --requests 1 --rate 20" in text
     assert "1 thread, stories.gguf" in text
     assert "stock: 0 of 1 requests answered, 1 lost" in picture.read_text("utf-8")
-    assert file.read_text("utf-8").endswith(text[text.index("## llama-server") :])
+    results = json.loads(file.read_text("utf-8"))["results"]
+    assert results[0]["name"] == "stock, 8 clients"
+    assert results[0]["value"] == "1 of 1 requests lost"
+    assert results[1]["name"] == "patched, 8 clients"
+    assert results[1]["data"]["requests"] == 1
     cells = json.loads(run(*words, "--system", "patched", "--json"))
     assert [(each["system"], each["clients"], each["cpu_seconds"]) for each in cells] == [
         ("patched", 8, 1.0)
