@@ -9,6 +9,7 @@ SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
     "slips": "Slips of a maintainer: a quick scenario or a header test detects each.",
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
+    "native_calls": "Native calls at the boundaries of their arguments, on every kind of memory.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",

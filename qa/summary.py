@@ -179,6 +179,12 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "inputs",
         "random inputs, guided by coverage",
     ),
+    "native_calls": (
+        "No native call on any kind of memory ends the process",
+        "calls",
+        "calls",
+        "generated models; a part of the calls, and all settings of contexts",
+    ),
     "faults": (
         "Kills, full disks and I/O errors leave a state that the next run repairs",
         "faults",

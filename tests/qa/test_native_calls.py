@@ -1,0 +1,51 @@
+"""Calls on every kind of memory: what ends a process is a defect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyllamakv.building import variant
+from qa import native_calls
+from qa.entry import StressOptions
+
+NUMBERS = (
+    '{"memories": 9, "calls": 1234, "accepted": 4, "refused": 1230, "assertions": 1, "signals": 1}'
+)
+
+
+def test_a_call_that_ends_a_process_is_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry has the numbers; a kit that fails is a defect too; no build is no result."""
+    kit = tmp_path / "tests" / "kits" / "memory_sweep_kit.py"
+    kit.parent.mkdir(parents=True)
+    kit.write_text(f"print('! tiny, plain: load: SIGSEGV')\nprint('= ' + {NUMBERS!r})\n")
+    monkeypatch.setattr(native_calls, "ROOT", tmp_path)
+    monkeypatch.setattr(variant, "find", lambda _: object())
+    effort, said = StressOptions(only=("0.3.9+patched",)), []
+    (entry,) = native_calls.entries(effort, said.append)
+    assert entry.defects == ("tiny, plain: load: SIGSEGV",)
+    assert (entry.row["calls"], entry.data["signals"]) == ("1,234", 1)
+    assert said == ["0.3.9+patched: calls on every kind of memory"]
+    kit.write_text("raise SystemExit('no library')")
+    (entry,) = native_calls.entries(effort, said.append)
+    assert entry.defects == ("the calls ended: no library\n",)
+    monkeypatch.setattr(variant, "find", lambda _: None)
+    (entry,) = native_calls.entries(effort, said.append)
+    assert not entry.ran
+
+
+def test_a_longer_run_makes_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute makes one call in 2,000, an hour one in 33."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        native_calls, "make_calls", lambda name, parts, *_: asked.append((name, parts))
+    )
+    for seconds in (60.0, 3600.0):
+        native_calls.entries(StressOptions(seconds=seconds), lambda _: None)
+    assert asked == [
+        ("0.3.9+stock", 2000), ("0.3.9+patched", 2000), ("0.3.9+stock", 33), ("0.3.9+patched", 33),
+    ]  # fmt: skip
