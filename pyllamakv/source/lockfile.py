@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-import tomlkit
-from tomlkit.exceptions import TOMLKitError
-
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data, home
 from pyllamakv.source.files import locked, write_text_atomic
@@ -22,6 +19,8 @@ from pyllamakv.source.releases import ARCHIVE_KINDS, Kind, Release, is_safe_name
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    import tomlkit
 
 _VERSION = 1
 _HEAD = (
@@ -112,6 +111,8 @@ def _parsed(path: Path) -> list[Release]:
 
 def save(path: Path, releases: Iterable[Release]) -> None:
     """Add releases to a lock file, or replace those of the same name; keep its comments."""
+    import tomlkit
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(home() / "locks" / f"{path.name}.lock"):
         document = _document(path)
@@ -130,6 +131,10 @@ def save(path: Path, releases: Iterable[Release]) -> None:
 
 
 def _document(path: Path) -> tomlkit.TOMLDocument:
+    # A completion imports this module, and tomlkit is slow to import.
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
     try:
         document = tomlkit.parse(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -193,6 +198,8 @@ def _put(path: Path, tables: Any, release: Release) -> None:
                 if table.get(key) != value:
                     table[key] = value
             return
+    import tomlkit
+
     fresh = tomlkit.table()
     for key, value in facts.items():
         fresh.add(key, value)
