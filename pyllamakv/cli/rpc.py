@@ -28,7 +28,7 @@ def serve(
     *,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: any.")
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any.")
     ] = 50052,
     device: Annotated[
         str | None, typer.Option("--device", help="Device name; default: CPU or first GPU.")
