@@ -6,7 +6,7 @@ import re
 
 from pyllamakv.home import data
 
-_NAME = re.compile(r'"(LLAMA_KV_[A-Z_]+)"')
+_NAME = re.compile(r'"(LLAMA_(?:KV|SERVER)_[A-Z_]+)"')
 
 
 def read_by_patches() -> set[str]:

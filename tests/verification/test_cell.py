@@ -54,6 +54,9 @@ def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
         world.built.append(str(spec))
         trouble("build")
 
+    def build_series(release, names, _patches, **_):
+        build(f"{release}+{'+'.join(names) if names else 'patched'}")
+
     def check(question, **_):
         world.asked.append(question)
         trouble("check")
@@ -65,6 +68,7 @@ def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
 
     monkeypatch.setattr(cells.fetch, "ensure", ensure)
     monkeypatch.setattr(cells, "build", build)
+    monkeypatch.setattr(cells, "build_series", build_series)
     monkeypatch.setattr(cells.checking, "check", check)
     monkeypatch.setattr(cells.drift, "drift", drift)
     return world
