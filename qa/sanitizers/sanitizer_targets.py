@@ -42,7 +42,9 @@ def headers(tell: Tell) -> Iterator[tuple[str, str, ProcessResult]]:
             program = header.program
             tell(f"compiling {program}")
             made = folder / program
-            words = [f"-I{each}" for each in (data("patches") / "shared" / "src", stubs()) if each]
+            shared = data("patches") / "shared"
+            folders = (shared / "src", shared / "tools" / "server", stubs())
+            words = [f"-I{each}" for each in folders if each]
             instrument.program(_test(f"{program}.cpp"), made, "address", *words)
             with sanitized_process.logs() as logs:
                 listed = sanitized_process.run([str(made)], "address", logs)
