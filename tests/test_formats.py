@@ -132,7 +132,7 @@ def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
 def test_a_trace_is_replayed(patched: Variant) -> None:
     """On the build of today every row comes out as it was recorded."""
     trace = formats.FOLDER / "trace.jsonl"
-    command = [sys.executable, "-m", "pyllamakv.cli.main", "replay", str(trace)]
+    command = [sys.executable, "-m", "pyllamakv.cli.main", "trace", "replay", str(trace)]
     done = subprocess.run(
         [*command, "--variant", f"{patched.manifest.release}+patched"],
         capture_output=True,

@@ -173,7 +173,7 @@ def test_it_works_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
     found = {row["id"]: row["origin"] for row in json.loads(done.stdout)}
     assert found == {stock.id: home.PREBUILT, patched.id: home.PREBUILT}
     script = str(ROOT / "examples" / "fragmented.jsonl")
-    done = wheel_kit.run(outside, "-m", "pyllamakv", "stats", script, path=nothing)
+    done = wheel_kit.run(outside, "-m", "pyllamakv", "trace", "stats", script, path=nothing)
     assert done.stdout.split()[:2] == ["variant", patched.id], done.stderr
     code = (
         "import pyllamakv as kv\n"
@@ -191,7 +191,7 @@ def test_it_works_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
     for words, needed in (
         (("check",), "git is not installed"),
         (("build",), "expected a C and C++ compiler"),
-        (("vendor", "sync"), "opening prebuilt libraries needs neither"),
+        (("upstream", "sync"), "opening prebuilt libraries needs neither"),
     ):
         done = wheel_kit.run(outside, "-m", "pyllamakv", *words, path=nothing)
         assert (done.returncode, needed in done.stderr) == (2, True), done.stderr

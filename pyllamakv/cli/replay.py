@@ -1,4 +1,4 @@
-"""Run a recorded trace again, on one build or several, and compare: `pyllamakv replay`."""
+"""Run a recorded trace again, on one build or several, and compare: `pyllamakv trace replay`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def command(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Trace of `run --trace` or `kv.record`.")
+        Path, typer.Argument(metavar="TRACE", help="Trace of `trace record` or `kv.record`.")
     ],
     variants: Variants = None,
     model: Model = "",

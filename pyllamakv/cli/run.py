@@ -24,54 +24,71 @@ _OF_PROMPTS = ("max_tokens", "n_ctx", "threads", "flash_attn", "temperature", "s
 app = typer.Typer(add_completion=False)
 
 
+Script = Annotated[
+    Path | None, typer.Argument(metavar="SCRIPT", help="Decode script (JSON lines) or trace.")
+]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", help="Text to complete; repeatable.")
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="Maximum new tokens per prompt.")
+]
+ContextSize = Annotated[int, typer.Option("--n-ctx", min=0, help="Context size; 0: as needed.")]
+FlashAttention = Annotated[bool, typer.Option("--flash-attn", help="Use flash attention.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, max=2**32 - 2, help="Random seed; default: a new one."),
+]
+
+
 @app.command()
 def command(
     context: typer.Context,
-    script: Annotated[
-        Path | None, typer.Argument(metavar="SCRIPT", help="Decode script (JSON lines) or trace.")
-    ] = None,
+    script: Script = None,
     variant: VariantName = "",
     model: Model = "",
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Text to complete; repeatable.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Maximum new tokens per prompt.")
-    ] = 64,
-    n_ctx: Annotated[int, typer.Option("--n-ctx", min=0, help="Context size; 0: as needed.")] = 0,
+    prompt: Prompts = None,
+    max_tokens: MaxTokens = 64,
+    n_ctx: ContextSize = 0,
     threads: Threads = 1,
-    flash_attn: Annotated[bool, typer.Option("--flash-attn", help="Use flash attention.")] = False,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0: greedy.")
-    ] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", min=0, max=2**32 - 2, help="Random seed; default: a new one."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Record a trace to this file.")
-    ] = None,
+    flash_attn: FlashAttention = False,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     as_json: Json = False,
 ) -> None:
     """Run a decode script, or complete prompts in one KV cache."""
+    run(context, script)
+
+
+def run(context: typer.Context, script: Path | None, trace: Path | None = None) -> None:
+    """Run a script or the prompts of a command's parameters; record it to ``trace`` if given."""
+    given = context.params
+    variant, model, prompt = given["variant"], given["model"], given["prompt"]
     if (script is None) == (not prompt):
         raise UsageError("pass a script, or --model and at least one --prompt")
     if script is not None:
         _check_options(context)
-        _play(script, variant, model, trace, as_json)
+        _play(script, variant, model, trace, given["as_json"])
         return
     if not model:
         raise UsageError("--prompt needs --model, the path of a GGUF file")
-    options: dict[str, Any] = {"n_threads": threads, "flash_attn": flash_attn, "trace": trace}
-    if temperature:
-        options |= {"temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {
+        "n_threads": given["threads"],
+        "flash_attn": given["flash_attn"],
+        "trace": trace,
+    }
+    if given["temperature"]:
+        options |= {"temperature": given["temperature"], "seed": given["seed"]}
     _complete_prompts(
         variant,
         model,
-        list(prompt or ()),
-        max_tokens=max_tokens,
-        n_ctx=n_ctx,
-        json_=as_json,
+        list(prompt),
+        max_tokens=given["max_tokens"],
+        n_ctx=given["n_ctx"],
+        json_=given["as_json"],
         **options,
     )
 

@@ -1,4 +1,4 @@
-"""Print the numbers of a cache after a run: `pyllamakv stats`."""
+"""Print the numbers of a cache after a run: `pyllamakv trace stats`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def command(
                 stats = None if snapshot is None else snapshot.stats
                 counters = player.counters()
     if stats is None:
-        msg = f"{run} has no cells to count: record it with `pyllamakv run --trace`"
+        msg = f"{run} has no cells to count: record it with `pyllamakv trace record`"
         raise broken or ScriptError(msg)
     if as_json:
         write_json(_document(timeline, stats, counters, labels))

@@ -1,4 +1,4 @@
-"""List, fetch, add and verify llama.cpp releases."""
+"""List, fetch, add and verify llama.cpp releases; write their source trees."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyllamakv import errors
+from pyllamakv.cli import source_trees
 from pyllamakv.cli.options import AllReleases, Json, Keep, OlderReleases, Releases
 from pyllamakv.cli.stdout import note, write_json, write_lines
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Release
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.add_typer(source_trees.app)
 
 
 @app.command("list")

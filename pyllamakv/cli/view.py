@@ -1,4 +1,4 @@
-"""Show the cells of a run: `pyllamakv view`."""
+"""Show the cells of a run: `pyllamakv trace view`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
     if not recorded.frames:
         known = f"; lines {numbers[0]} to {numbers[-1]} have" if numbers else ""
         where = f"line {line} of {run}" if line else str(run)
-        hint = known or ": --variant shows those of a build, `run --trace` records them"
+        hint = known or ": --variant shows those of a build, `trace record` records them"
         msg = f"{where} has no cells to show{hint}"
         raise broken or ScriptError(msg)
     if as_json:

@@ -101,14 +101,14 @@ def find(spec: str) -> Vendored:
         if plain in (vendored.spec, Path(vendored.folder).name):
             return vendored
     names = ", ".join(v.spec for v in there) or "none"
-    msg = f"{spec!r} is not vendored (there is: {names}); run `pyllamakv vendor sync {spec}`"
+    msg = f"{spec!r} is not vendored (there is: {names}); run `pyllamakv upstream sync {spec}`"
     raise UnknownRelease(msg, name=spec, suggestions=[v.spec for v in there])
 
 
 def verify(store: Store, vendored: Vendored) -> Difference:
     """Compare a vendored folder with its tree."""
     if not Path(vendored.folder).is_dir():
-        msg = f"{vendored.folder} is missing; run `pyllamakv vendor sync {vendored.spec}`"
+        msg = f"{vendored.folder} is missing; run `pyllamakv upstream sync {vendored.spec}`"
         raise SourceError(msg)
     return store.compare(vendored.tree, Path(vendored.folder))
 

@@ -142,7 +142,7 @@ class Plot:
 def paint(timeline: Timeline, title: str = "") -> Drawing:
     """Return a timeline as a drawing. Raises UsageError when it has no cells."""
     if not timeline.cells:
-        msg = "a timeline needs cells: record the run with `pyllamakv run SCRIPT --trace FILE`"
+        msg = "a timeline needs cells: record the run with `pyllamakv trace record SCRIPT -o FILE`"
         raise UsageError(msg)
     timeline = Timeline(timeline.title, timeline.operations() or timeline.frames)
     plot = lay_out(timeline)

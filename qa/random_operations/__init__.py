@@ -3,7 +3,7 @@
 A case is a list of operations (`operations`), each checked against a ledger, or of operations of a
 cache manager (`manager_operations`). Around a random share of the former, K and V are compared byte
 by byte, and occasionally all logits with those of a rebuilt context. The order of combinations is
-random. A failing case is minimized, and written as a trace for `pyllamakv replay`.
+random. A failing case is minimized, and written as a trace for `pyllamakv trace replay`.
 """
 
 from __future__ import annotations

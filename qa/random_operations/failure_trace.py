@@ -1,4 +1,4 @@
-"""Record a failing case as a trace, which `pyllamakv replay` replays to the same failure.
+"""Record a failing case as a trace, which `pyllamakv trace replay` replays to the same failure.
 
 Every call of the runtime on the library is a row, as in any recording (docs/traces.md). The last
 row has the required result instead of the found one, and a `verify` follows, so that the replay

@@ -13,7 +13,7 @@ from building_kit import manifest
 
 from pyllamakv.building import dropin
 from pyllamakv.building.variant import Variant
-from pyllamakv.cli import env
+from pyllamakv.cli import dropin as dropin_cli
 from pyllamakv.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_the_verb_says_how_to_install(
     """What it says to do compiles no llama.cpp, and stays out of the line for the shell."""
     found = variant(tmp_path, "0.3.9", "libllama.so")
     monkeypatch.setattr("pyllamakv.building.variant.find", lambda spec, backend: found)
-    env.command("0.3.9+patched", backend="cpu")
+    dropin_cli.env("0.3.9+patched", backend="cpu")
     said = capsys.readouterr()
     assert "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.9" in said.err
     assert said.out.startswith("export LLAMA_CPP_LIB_PATH=")

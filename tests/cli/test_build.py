@@ -1,4 +1,4 @@
-"""The verbs `build` and `env`: what they build, print and refuse."""
+"""The verbs `build` and `dropin env`: what they build, print and refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pyllamakv.building import build as builds
 from pyllamakv.building import dropin, llama_cpp_python_env
 from pyllamakv.building.variant import Variant, parse
-from pyllamakv.cli import build, env
+from pyllamakv.cli import build
 from pyllamakv.cli import dropin as dropin_verb
 from pyllamakv.errors import NotBuilt, UnknownPatch, UsageError
 from pyllamakv.server import server_build
@@ -99,7 +99,7 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_named_is_the_newest_verified(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`env` and `dropin` take the newest of llama-cpp-python."""
+    """`dropin env` and `dropin setup` take the newest of llama-cpp-python."""
     monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
     monkeypatch.setattr(build, "_text", lambda spec, _variant, _server: [str(spec)])
     known = lockfile.known()
@@ -108,7 +108,7 @@ def test_what_is_not_named_is_the_newest_verified(
     )
     assert invoke(build.app) == "b11549+stock\nb11549+patched\n"
     with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.36$"):
-        invoke(env.app)
+        invoke(dropin_verb.app, "env")
     monkeypatch.setattr(
         llama_cpp_python_env, "install", lambda release, **_: SimpleNamespace(python=release.name)
     )
@@ -176,7 +176,7 @@ def test_build_refuses(shop: BuildSandbox, words: tuple[str, ...]) -> None:
 def test_env_of_what_is_not_built(shop: BuildSandbox) -> None:
     """The message holds the command that builds it."""
     with pytest.raises(NotBuilt, match="pyllamakv build path:"):
-        invoke(env.app, shop.spec)
+        invoke(dropin_verb.app, "env", shop.spec)
 
 
 def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     invoke(build.app, shop.spec)
     described = dropin.DropIn("LLAMA_CPP_LIB_PATH", "/x/lib", "llama-cpp-python==0.3.9")
     monkeypatch.setattr(dropin, "describe", lambda _variant: described)
-    assert invoke(env.app, shop.spec) == "export LLAMA_CPP_LIB_PATH='/x/lib'\n"
-    assert json.loads(invoke(env.app, shop.spec, "--json")) == {
+    assert invoke(dropin_verb.app, "env", shop.spec) == "export LLAMA_CPP_LIB_PATH='/x/lib'\n"
+    assert json.loads(invoke(dropin_verb.app, "env", shop.spec, "--json")) == {
         "variable": "LLAMA_CPP_LIB_PATH",
         "value": "/x/lib",
         "package": "llama-cpp-python==0.3.9",

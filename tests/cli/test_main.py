@@ -121,7 +121,7 @@ def test_a_wrong_word_gets_a_hint(capsys) -> None:
 @pytest.mark.slow
 def test_completion_offers_verbs_options_and_releases() -> None:
     """What is being typed decides which."""
-    assert complete("pyllamakv mi") == ["minimize"]
+    assert complete("pyllamakv trace mi") == ["minimize"]
     assert "status" in complete("pyllamakv patch s")
     assert "--scenario" in complete("pyllamakv check --sc")
     assert "--github" in complete("pyllamakv matrix plan --gi")
@@ -273,8 +273,10 @@ def test_the_table_of_exit_statuses_is_complete() -> None:
 def described(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yield each command below one, with its words."""
     yield name, command
+    lazy = getattr(command, "modules", {})
     for word, below in getattr(command, "commands", {}).items():
-        yield from described(f"{name} {word}", below)
+        loaded = lazy_group.load(lazy[word][0]) if word in lazy else below
+        yield from described(f"{name} {word}", loaded)
 
 
 @pytest.mark.parametrize("verb", main.VERBS)

@@ -52,7 +52,8 @@ def test_errors_of_get(offer: Offer, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("run", EXAMPLE), ("view", EXAMPLE), ("stats", EXAMPLE), ("minimize", EXAMPLE)]
+    "words",
+    [("run", EXAMPLE), *(("trace", each, EXAMPLE) for each in ("view", "stats", "minimize"))],
 )
 def test_a_model_that_is_not_fetched(offer: Offer, capsys, words: tuple[object, ...]) -> None:
     """The error of --model names the command that fetches it."""

@@ -1,4 +1,4 @@
-"""The verbs run, view and replay, over a simulated library."""
+"""The verb run, and trace view and replay, over a simulated library."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ def test_run_prints_json_lines(opened, capsys) -> None:
 def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
     """What was recorded is drawn, and replays the same; on another build differences are named."""
     trace = tmp_path / "trace.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
 
-    code, out, _ = cli(capsys, "view", trace)
+    code, out, _ = cli(capsys, "trace", "view", trace)
     assert code == 0
     assert "after: 144 of 256 cells used" in out
-    code, out, _ = cli(capsys, "view", trace, "--json", "--line", 4)
+    code, out, _ = cli(capsys, "trace", "view", trace, "--json", "--line", 4)
     assert json.loads(out)[0]["holes"] == 128
-    assert cli(capsys, "view", trace, "--line", 999)[0] == 2
-    code, out, _ = cli(capsys, "view", trace, "--svg", tmp_path / "pictures")
+    assert cli(capsys, "trace", "view", trace, "--line", 999)[0] == 2
+    code, out, _ = cli(capsys, "trace", "view", trace, "--svg", tmp_path / "pictures")
     assert code == 0
     assert all(Path(name).read_text().startswith("<svg") for name in out.split())
 
-    code, out, _ = cli(capsys, "replay", trace)
+    code, out, _ = cli(capsys, "trace", "replay", trace)
     assert code == 0
     assert "nowhere" in out
-    code, out, _ = cli(capsys, "replay", trace, "--variant", "other-stock", "--json")
+    code, out, _ = cli(capsys, "trace", "replay", trace, "--variant", "other-stock", "--json")
     # Both call themselves "simulated": the recorded build itself came out otherwise.
     assert code == 1
     divergence = json.loads(out)["replays"][0]["divergences"][0]
@@ -88,11 +88,11 @@ def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
 def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatch) -> None:
     """Every verb refuses the script and its trace with the reason, unless the variable is set."""
     trace = tmp_path / "trace.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
     for verb in ("view", "stats"):
-        assert cli(capsys, verb, EXAMPLE)[0] == 0
+        assert cli(capsys, "trace", verb, EXAMPLE)[0] == 0
     monkeypatch.setenv("LLAMA_SET_ROWS", "1")
-    code, out, _ = cli(capsys, "replay", trace)
+    code, out, _ = cli(capsys, "trace", "replay", trace)
     assert code == 0
     assert "under LLAMA_SET_ROWS=0\n" in out
     assert [options["env"] for _, options in opened] == [JUDGED] * 4
@@ -100,8 +100,8 @@ def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatc
     assert opened[-1][1]["env"] == {"LLAMA_SET_ROWS": "1"}
 
 
-@pytest.mark.parametrize("verb", ["run", "view", "stats"])
-def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, verb) -> None:
+@pytest.mark.parametrize("words", [("run",), ("trace", "view"), ("trace", "stats")])
+def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, words) -> None:
     """The script names one, and the command line comes first; one that is not there is refused."""
     loaded = []
     load = Rolling.model_load
@@ -111,10 +111,10 @@ def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, verb) -
         return load(self, path, params)
 
     monkeypatch.setattr(Rolling, "model_load", loading)
-    assert cli(capsys, verb, EXAMPLE, "--model", "bytes")[0] == 0
+    assert cli(capsys, *words, EXAMPLE, "--model", "bytes")[0] == 0
     assert loaded[0].startswith("bytes-")
     opened.clear()
-    code, _, err = cli(capsys, verb, EXAMPLE, "--model", "/nowhere/x.gguf")
+    code, _, err = cli(capsys, *words, EXAMPLE, "--model", "/nowhere/x.gguf")
     assert code == 2 and "x.gguf" in err
     assert not opened
 
@@ -122,12 +122,12 @@ def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, verb) -
 def test_a_replay_says_what_it_cannot_undo(opened, capsys, tmp_path, monkeypatch) -> None:
     """A variable of this process that the recording did not have."""
     trace = tmp_path / "trace.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--trace", trace)[0] == 0
+    assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
     monkeypatch.setenv("LLAMA_KV_DEFRAG_PLAN", "ordered")
-    _, out, _ = cli(capsys, "replay", trace)
+    _, out, _ = cli(capsys, "trace", "replay", trace)
     assert "under LLAMA_KV_DEFRAG_PLAN=ordered LLAMA_SET_ROWS=0\n" in out
     assert "not set in the recording: LLAMA_KV_DEFRAG_PLAN\n" in out
-    _, out, _ = cli(capsys, "replay", trace, "--json")
+    _, out, _ = cli(capsys, "trace", "replay", trace, "--json")
     assert json.loads(out)["environment"]["LLAMA_SET_ROWS"] == "0"
 
 
@@ -176,7 +176,7 @@ def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys
 def test_help_has_no_ragged_lines(verb, capsys, monkeypatch) -> None:
     """Paragraphs fill the terminal: a line ends where the next word would not fit."""
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = cli(capsys, verb, "--help")
+    code, out, _ = cli(capsys, "trace", verb, "--help")
     assert code == 0
     prose = out[: out.index("Arguments")].splitlines()[2:-1]
     for line, following in pairwise(prose):

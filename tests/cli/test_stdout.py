@@ -13,7 +13,13 @@ from pyllamakv.cli.stdout import note
 from pyllamakv.errors import DiskFull, UsageError
 
 TRACE = Path(__file__).resolve().parents[2] / "examples" / "stock-fails.jsonl"
-WORDS = [["--help"], ["view", "--help"], ["stats", str(TRACE)], ["view", str(TRACE), "--plain"]]
+WORDS = [
+    ["--help"],
+    *(
+        ["trace", *words]
+        for words in (["view", "--help"], ["stats", str(TRACE)], ["view", str(TRACE), "--plain"])
+    ),
+]
 
 
 def run(words: list[str], stdout: int | None, *, unbuffered: bool) -> tuple[int, str]:
@@ -50,7 +56,7 @@ def test_a_closed_stdout_keeps_the_exit_status(unbuffered, tmp_path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        code, err = run(["view", str(tmp_path / "none")], writing, unbuffered=unbuffered)
+        code, err = run(["trace", "view", str(tmp_path / "none")], writing, unbuffered=unbuffered)
         assert code == 2 and "ScriptError" in err
     finally:
         os.close(writing)
@@ -93,7 +99,7 @@ def test_an_exit_status_outlives_a_broken_pipe(monkeypatch) -> None:
         with os.fdopen(os.dup(writing), "w") as pipe, monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", pipe)
             with pytest.raises(SystemExit) as leaving:
-                main.main(["stats"])
+                main.main(["trace", "stats"])
         assert leaving.value.code == expected
     os.close(writing)
 

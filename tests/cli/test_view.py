@@ -1,4 +1,4 @@
-"""The verbs view and stats, over a simulated library."""
+"""The commands trace view and trace stats, over a simulated library."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def opened(monkeypatch, tmp_path) -> list[str]:
 def trace(opened, capsys, tmp_path) -> Path:
     """Record the example."""
     path = tmp_path / "trace.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--trace", path)[0] == 0
+    assert cli(capsys, "trace", "record", EXAMPLE, "-o", path)[0] == 0
     opened.clear()
     return path
 
 
 def test_a_trace_is_shown_without_any_library(trace, opened, capsys) -> None:
     """What was recorded is enough."""
-    code, out, _ = cli(capsys, "view", trace)
+    code, out, _ = cli(capsys, "trace", "view", trace)
     assert code == 0 and not opened
     assert "before: 128 of 256 cells used" in out
     assert "after: 144 of 256 cells used" in out
@@ -52,14 +52,14 @@ def test_a_trace_is_shown_without_any_library(trace, opened, capsys) -> None:
 
 def test_a_script_is_shown_while_it_runs(opened, capsys) -> None:
     """On the default build, or on the variant that is named."""
-    code, out, _ = cli(capsys, "view", EXAMPLE)
+    code, out, _ = cli(capsys, "trace", "view", EXAMPLE)
     assert code == 0 and opened == ["None"]
     assert "after: 144 of 256 cells used" in out
 
 
 def test_a_failing_script_shows_its_last_operation(opened, capsys) -> None:
     """The operation that ended the script is the last one, and the exit status says it."""
-    code, out, err = cli(capsys, "view", EXAMPLE, "--variant", "0.3.9+stock")
+    code, out, err = cli(capsys, "trace", "view", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1
     assert "decode 0: 16 tokens; no-slot" in out.splitlines()[-1]
     assert "line 7 (decode)" in err
@@ -67,7 +67,7 @@ def test_a_failing_script_shows_its_last_operation(opened, capsys) -> None:
 
 def test_a_trace_is_played_where_asked(trace, opened, capsys) -> None:
     """With a variant, what that one does is shown, not what was recorded."""
-    code, out, _ = cli(capsys, "view", trace, "--variant", "other-stock")
+    code, out, _ = cli(capsys, "trace", "view", trace, "--variant", "other-stock")
     assert code == 1 and opened == ["other-stock"]
     assert "no-slot" in out
 
@@ -76,23 +76,25 @@ def test_a_trace_is_played_where_asked(trace, opened, capsys) -> None:
 def test_stock_is_that_of_the_recorded_release(verb, trace, opened, capsys, monkeypatch) -> None:
     """As in `replay`; of a script, which names no release, that of the newest verified one."""
     release = traces.read(trace)[0].variant.partition("-")[0]
-    assert cli(capsys, verb, trace, "--variant", "stock")[0] == 1
+    assert cli(capsys, "trace", verb, trace, "--variant", "stock")[0] == 1
     assert opened == [f"{release}+stock"]
     newest = SimpleNamespace(manifest=SimpleNamespace(release="b11549"))
     monkeypatch.setattr(variant_selection, "newest_verified", lambda: newest)
-    cli(capsys, verb, EXAMPLE, "--variant", "patched")
+    cli(capsys, "trace", verb, EXAMPLE, "--variant", "patched")
     assert opened[1:] == ["b11549+patched"]
-    assert cli(capsys, verb, trace, "--variant", "stock,patched")[0] == 2
+    assert cli(capsys, "trace", verb, trace, "--variant", "stock,patched")[0] == 2
     assert len(opened) == 2
 
 
 def test_a_timeline_is_written(trace, capsys, tmp_path) -> None:
     """As SVG, with its name on stdout; of a failing run as well."""
     target = tmp_path / "new" / "line.svg"
-    code, out, _ = cli(capsys, "view", trace, "--timeline", target)
+    code, out, _ = cli(capsys, "trace", "view", trace, "--timeline", target)
     assert (code, out) == (0, f"{target}\n")
     assert ET.parse(target).getroot().tag.endswith("svg")
-    code, out, _ = cli(capsys, "view", EXAMPLE, "--variant", "0.3.9+stock", "--timeline", target)
+    code, out, _ = cli(
+        capsys, "trace", "view", EXAMPLE, "--variant", "0.3.9+stock", "--timeline", target
+    )
     assert code == 1
     assert "no-slot" in target.read_text(encoding="utf-8")
 
@@ -102,6 +104,7 @@ def test_png_is_written(trace, capsys, tmp_path) -> None:
     pytest.importorskip("PIL")
     code, out, _ = cli(
         capsys,
+        "trace",
         "view",
         trace,
         "--timeline",
@@ -123,21 +126,21 @@ def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch)
         raise raster.Unsupported("PNG pictures need Pillow", "pictures")
 
     monkeypatch.setattr(raster, "_pillow", missing)
-    code, _, err = cli(capsys, "view", EXAMPLE, "--timeline", tmp_path / "line.png")
+    code, _, err = cli(capsys, "trace", "view", EXAMPLE, "--timeline", tmp_path / "line.png")
     assert code == 2 and "Pillow" in err and not opened
 
 
 @pytest.mark.parametrize("words", [("--timeline", "x.gif"), ("--svg", EXAMPLE), ("--png", EXAMPLE)])
 def test_what_cannot_be_written_is_refused_first(opened, capsys, words) -> None:
     """A usage error has a remedy."""
-    code, _, err = cli(capsys, "view", EXAMPLE, *words)
+    code, _, err = cli(capsys, "trace", "view", EXAMPLE, *words)
     assert code == 2 and ("directory" in err or ".svg" in err)
     assert not opened
 
 
 def test_json_has_every_change(trace, capsys) -> None:
     """With numbers, and what moved."""
-    code, out, _ = cli(capsys, "view", trace, "--json")
+    code, out, _ = cli(capsys, "trace", "view", trace, "--json")
     told = json.loads(out)
     assert code == 0
     assert [each["op"] for each in told if each["moved"]] == ["decode"]
@@ -149,7 +152,7 @@ def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
     """What the recorded cells say is what the library's cells say."""
     found = []
     for words in ((trace,), (EXAMPLE, "--variant", "0.3.9+patched")):
-        code, out, _ = cli(capsys, "stats", *words, *form)
+        code, out, _ = cli(capsys, "trace", "stats", *words, *form)
         assert code == 0
         if form == ("--prometheus",):
             kinds, samples = parse(out)
@@ -171,7 +174,7 @@ def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
 def test_stats_take_labels(trace, opened, capsys) -> None:
     """For every metric; wrong ones are refused before anything is played, whatever the format."""
     code, out, _ = cli(
-        capsys, "stats", trace, "--prometheus", "--label", 'host=a"b', "--label", "x=y=z"
+        capsys, "trace", "stats", trace, "--prometheus", "--label", 'host=a"b', "--label", "x=y=z"
     )
     _, samples = parse(out)
     assert code == 0
@@ -179,16 +182,16 @@ def test_stats_take_labels(trace, opened, capsys) -> None:
     opened.clear()
     for wrong in ("host", "op=x", "1=2", "__x=y", "a-b=c", "ü=x", "=x", "manager=x"):
         for form in ((), ("--json",), ("--prometheus",)):
-            words = ("stats", EXAMPLE, *form, "--label", wrong)
+            words = ("trace", "stats", EXAMPLE, *form, "--label", wrong)
             assert cli(capsys, *words)[0] == 2
     assert not opened
-    code, out, _ = cli(capsys, "stats", trace, "--label", "host=a\x1b[31mb")
+    code, out, _ = cli(capsys, "trace", "stats", trace, "--label", "host=a\x1b[31mb")
     assert code == 0 and "a\\x1b[31mb" in out
 
 
 def test_stats_of_a_run_that_fails(capsys) -> None:
     """The numbers up to there, the failure among them, and exit 1."""
-    code, out, _ = cli(capsys, "stats", EXAMPLE, "--variant", "0.3.9+stock", "--json")
+    code, out, _ = cli(capsys, "trace", "stats", EXAMPLE, "--variant", "0.3.9+stock", "--json")
     assert code == 1
     raw = json.loads(out)
     assert raw["run"]["failures"] == {"decode: no-slot": 1}
@@ -199,23 +202,23 @@ def test_stats_of_a_run_that_fails(capsys) -> None:
 def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys, tmp_path) -> None:
     """A file stands where a folder should be."""
     (tmp_path / "file").write_text("")
-    code, _, err = cli(capsys, "view", trace, option, tmp_path / "file" / "x.svg")
+    code, _, err = cli(capsys, "trace", "view", trace, option, tmp_path / "file" / "x.svg")
     assert code == 2
     assert "cannot be written" in err
 
 
 def test_a_failed_decode_is_not_said_to_be_unseen(opened, capsys, tmp_path) -> None:
-    """`run --trace` looks at the cells after each line; one that changed none has no picture."""
+    """`trace record` looks at the cells after each line; one that changed none has no picture."""
     path = tmp_path / "failed.jsonl"
-    assert cli(capsys, "run", EXAMPLE, "--variant", "0.3.9+stock", "--trace", path)[0] == 1
-    code, out, err = cli(capsys, "view", path)
+    assert cli(capsys, "trace", "record", EXAMPLE, "--variant", "0.3.9+stock", "-o", path)[0] == 1
+    code, out, err = cli(capsys, "trace", "view", path)
     assert code == 0 and "no-slot" in out
     assert "kept no cells" not in err
 
 
 def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
     """Beyond the end of the run, or before its first cells."""
-    code, _, err = cli(capsys, "view", trace, "--line", 999)
+    code, _, err = cli(capsys, "trace", "view", trace, "--line", 999)
     assert code == 2
     assert "lines 2 to 11 have" in err
 
@@ -232,7 +235,7 @@ def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path)
     ]
     script, trace = tmp_path / f"a{evil[:4]}.jsonl", tmp_path / "trace.jsonl"
     script.write_text("\n".join(map(json.dumps, lines)))
-    assert cli(capsys, "run", script, "--trace", trace)[0] == 0
+    assert cli(capsys, "trace", "record", script, "-o", trace)[0] == 0
     head, *rest = trace.read_text().splitlines()
     named = json.dumps({**json.loads(head), "variant": evil, "spec": evil})
     trace.write_text("\n".join([named, *rest]) + "\n")
@@ -240,12 +243,12 @@ def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path)
     said = ""
     for words in (
         ("run", script),
-        ("view", script),
-        ("view", trace),
-        ("view", trace, "--timeline", svg),
-        ("view", trace, "--svg", tmp_path / "all"),
-        ("stats", trace),
-        ("replay", trace, "--variant", "x"),
+        ("trace", "view", script),
+        ("trace", "view", trace),
+        ("trace", "view", trace, "--timeline", svg),
+        ("trace", "view", trace, "--svg", tmp_path / "all"),
+        ("trace", "stats", trace),
+        ("trace", "replay", trace, "--variant", "x"),
     ):
         code, out, err = cli(capsys, *words)
         assert code == 0, err
@@ -264,10 +267,14 @@ def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path)
 def test_a_trace_without_cells_has_a_timeline_of_their_number(capsys, tmp_path) -> None:
     """The shipped one recorded the cells of two operations only."""
     target = tmp_path / "line.svg"
-    code, _, err = cli(capsys, "view", EXAMPLE.with_name("stock-fails.jsonl"), "--timeline", target)
+    code, _, err = cli(
+        capsys, "trace", "view", EXAMPLE.with_name("stock-fails.jsonl"), "--timeline", target
+    )
     assert code == 0 and "recorded no cells" in err
     said = [each.text or "" for each in ET.parse(target).iter("{http://www.w3.org/2000/svg}text")]
     assert any("112 of 114 operations recorded no cells" in each for each in said)
     assert "used, sequence not recorded" in said
-    code, out, _ = cli(capsys, "view", EXAMPLE.with_name("stock-fails.jsonl"), "--line", "5")
+    code, out, _ = cli(
+        capsys, "trace", "view", EXAMPLE.with_name("stock-fails.jsonl"), "--line", "5"
+    )
     assert code == 2 and not out

@@ -144,7 +144,7 @@ COMMANDS = (
     ("patch", "diff", "full-defrag", "0.3.9", "0.3.8", "--json"),
     ("build", "0.3.9", "--json"),
     ("check", "0.3.9", "--scenario", "fragmented", "--json"),
-    ("env", "0.3.9+patched", "--json"),
+    ("dropin", "env", "0.3.9+patched", "--json"),
     ("build", "0.3.9+typo", "--json"),
     ("check", "0.3.9", "--unknown", "--json"),
 )

@@ -99,7 +99,8 @@ def test_commands_of_the_documents_have_these_verbs_and_options() -> None:
             assert words[1] in verbs, f"{path.name}: {line}"
             command, rest = verbs[words[1]], words[2:]
             while rest and rest[0] in getattr(command, "commands", {}):
-                command, rest = command.commands[rest[0]], rest[1:]
+                lazy = getattr(command, "modules", {}).get(rest[0])
+                command, rest = load(lazy[0]) if lazy else command.commands[rest[0]], rest[1:]
             known = {name for each in command.params for name in each.opts + each.secondary_opts}
             own = rest[: rest.index("--")] if "--" in rest else rest
             used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(own)))

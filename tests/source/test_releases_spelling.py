@@ -34,7 +34,7 @@ PACKAGES = {
 VERBS = {
     "upstream fetch {}": 0,
     "upstream verify {}": 0,
-    "vendor sync {}": 0,
+    "upstream sync {}": 0,
     "patch status {}": 0,
     "patch apply {}": 0,
     "patch drift {}": 0,
@@ -48,9 +48,9 @@ VERBS = {
     "check {} --quick": 125,
     "env {}": 2,
     "rpc serve {}": 2,
-    "vendor sync {}+patched": 0,
-    "vendor sync {}+one": 0,
-    "vendor sync {}+stock": 0,
+    "upstream sync {}+patched": 0,
+    "upstream sync {}+one": 0,
+    "upstream sync {}+stock": 0,
     "build {}+patched": 1,
     "env {}+stock": 2,
     "rpc serve {}+patched": 2,
@@ -143,7 +143,7 @@ def test_the_trees_of_a_name_that_begins_with_v(
 ) -> None:
     """A vendored tree of `v0.5.0` is verified and removed by that name, with and without series."""
     for spec in ("v0.5.0", "v0.5.0+patched"):
-        assert call(capsys, "vendor", "sync", spec)[0] == 0
-        assert call(capsys, "vendor", "verify", spec)[0] == 0
+        assert call(capsys, "upstream", "sync", spec)[0] == 0
+        assert call(capsys, "upstream", "status", spec)[0] == 0
         assert vendor.find(spec).release == "v0.5.0"
-        assert call(capsys, "vendor", "clean", spec)[0] == 0
+        assert call(capsys, "upstream", "clean", spec)[0] == 0

@@ -69,7 +69,7 @@ def test_what_is_absent(store: Store, release: Release) -> None:
         vendor.find("0.4")
     vendor.clean(vendored)
     assert vendor.listed() == []
-    with pytest.raises(SourceError, match="vendor sync"):
+    with pytest.raises(SourceError, match="upstream sync"):
         vendor.verify(store, vendored)
 
 

@@ -202,19 +202,19 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(variant_selection, "variant_folder", lambda *_: Path("lib"))
     monkeypatch.setattr(minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(Rolling)))
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
-    code, out, _ = cli(capsys, "minimize", path)
+    code, out, _ = cli(capsys, "trace", "minimize", path)
     assert code == 0
     assert "111 operations became 3" in out
     head, lines = trace.read(tmp_path / "long.min.jsonl")
     assert head.complete
     assert lines[-1].result["status"] == 1
-    code, out, _ = cli(capsys, "minimize", path, "--json", "-o", tmp_path / "x.jsonl")
+    code, out, _ = cli(capsys, "trace", "minimize", path, "--json", "-o", tmp_path / "x.jsonl")
     assert json.loads(out)["operations"] == 3
     assert (tmp_path / "x.jsonl").is_file()
     monkeypatch.setattr(
         minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(lambda: Rolling(heals=True)))
     )
-    assert cli(capsys, "minimize", path)[0] == 2
+    assert cli(capsys, "trace", "minimize", path)[0] == 2
 
 
 @pytest.mark.slow
@@ -222,11 +222,13 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
 def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) -> None:
     """To a fill, a removal and the batch that fails; patched still places it."""
     target = tmp_path / "small.jsonl"
-    code, _, _ = cli(capsys, "minimize", EXAMPLE, "--variant", stock.folder, "-o", target)
+    code, _, _ = cli(capsys, "trace", "minimize", EXAMPLE, "--variant", stock.folder, "-o", target)
     assert code == 0
     _, lines = trace.read(target)
     assert [line.op for line in lines] == ["context", "batch", "remove", "batch"]
-    code, out, _ = cli(capsys, "replay", target, "--variant", f"{patched.folder}", "--json")
+    code, out, _ = cli(
+        capsys, "trace", "replay", target, "--variant", f"{patched.folder}", "--json"
+    )
     assert code == 0
     assert json.loads(out)["replays"][0]["divergences"][0]["what"] == "status"
 
@@ -238,6 +240,6 @@ def test_shrink_refuses_before_it_searches(capsys, tmp_path) -> None:
     trace.check(tmp_path / "x.jsonl")
     assert not (tmp_path / "x.jsonl").exists()
     with pytest.raises(SystemExit) as leaving:
-        main.main(["minimize", str(EXAMPLE), "--variant", "stock,patched"])
+        main.main(["trace", "minimize", str(EXAMPLE), "--variant", "stock,patched"])
     assert leaving.value.code == 2
     assert "one build" in capsys.readouterr().err

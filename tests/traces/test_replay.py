@@ -192,7 +192,7 @@ def test_a_trace_loads_nothing_but_what_is_built(
     monkeypatch.setattr(minimize, "minimize", touched)
     monkeypatch.setattr(spec_resolver, "from_folder", touched)
     monkeypatch.setattr(spec_resolver, "pin_git", touched)
-    code, _, err = cli(capsys, words[0], "run.jsonl", *words[1:])
+    code, _, err = cli(capsys, "trace", words[0], "run.jsonl", *words[1:])
     assert code == 2
     assert "Traceback" not in err
 
@@ -229,16 +229,16 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
 
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
     monkeypatch.setattr(open_variant, "find_recorded", lambda variant, spec: Path(variant))
-    code, out, _ = cli(capsys, "replay", path, "--variant", "simulated,0.3.9+patched")
+    code, out, _ = cli(capsys, "trace", "replay", path, "--variant", "simulated,0.3.9+patched")
     assert code == 0
     assert out.splitlines()[0].split()[:3] == ["variant", "rows", "diverges"]
     assert "simulated *" in out
     wrong.add("0.3.9+patched")
-    code, out, _ = cli(capsys, "replay", path, "--variant", "simulated,0.3.9+patched")
+    code, out, _ = cli(capsys, "trace", "replay", path, "--variant", "simulated,0.3.9+patched")
     assert code == 0
     assert "row 6 (remove): used" in out
     wrong.add("simulated")
-    code, out, _ = cli(capsys, "replay", path, "--json")
+    code, out, _ = cli(capsys, "trace", "replay", path, "--json")
     told = json.loads(out)["replays"]
     assert code == 1
     assert told[0]["recorded"]
@@ -247,11 +247,11 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     wrong.clear()
-    code, _, err = cli(capsys, "replay", path)
+    code, _, err = cli(capsys, "trace", "replay", path)
     assert code == 0
     assert "is incomplete" in err
     path.write_bytes(b"\x00\x01")
-    assert cli(capsys, "replay", path)[0] == 2
+    assert cli(capsys, "trace", "replay", path)[0] == 2
 
 
 @pytest.mark.slow
@@ -259,7 +259,13 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
 def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
     """Recorded on stock: patched places the batch that stock did not."""
     code, out, _ = cli(
-        capsys, "replay", EXAMPLE, "--variant", f"{stock.folder},{patched.folder}", "--json"
+        capsys,
+        "trace",
+        "replay",
+        EXAMPLE,
+        "--variant",
+        f"{stock.folder},{patched.folder}",
+        "--json",
     )
     told = json.loads(out)["replays"]
     assert code == 0

@@ -95,7 +95,7 @@ class Build(FaultTarget):
 
 
 class SyncAndClean(FaultTarget):
-    """Write a tree and remove it again, as `vendor sync` and `vendor clean` do."""
+    """Write a tree and remove it again, as `upstream sync` and `upstream clean` do."""
 
     name = "vendor and clean"
     allowed_leftovers = GIT_LEAVES

@@ -10,7 +10,7 @@ import pytest
 from source_kit import TREE, imported, isolate
 from typer.main import get_command
 
-from pyllamakv.cli import vendor as cli
+from pyllamakv.cli import source_trees as cli
 from pyllamakv.errors import TreeDirty, UnknownPatch, UnknownRelease, UsageError
 from pyllamakv.source import lockfile, vendor, verified
 from pyllamakv.source.store import open_store
@@ -39,13 +39,15 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_sync_verify_clean(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_are_written_compared_and_removed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The newest verified release is put in place, found good, and removed."""
     (row,) = answer(capsys, "sync")
     assert row["written"] == len(TREE)
     assert row["folder"] == str(home / "trees" / "0.3.9")
     assert answer(capsys, "sync", "0.3.9")[0]["written"] == 0
-    assert answer(capsys, "verify") == {"0.3.9": []}
+    assert answer(capsys, "status") == {"0.3.9": []}
     assert answer(capsys, "clean", "0.3.9") == [str(home / "trees" / "0.3.9")]
     assert not (home / "trees" / "0.3.9").exists()
 
@@ -56,19 +58,19 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     folder = home / "trees" / "0.3.9"
     (folder / "common").mkdir()
     (folder / "common" / "build-info.cpp").write_text("x")
-    run("verify")
+    run("status")
     (folder / "stray").write_text("x")
     (folder / "include/llama.h").write_text("other")
     (folder / "src/llama.cpp").unlink()
     capsys.readouterr()
     with pytest.raises(TreeDirty) as caught:
-        run("verify")
+        run("status")
     out = capsys.readouterr().out.splitlines()
     lines = ["changed include/llama.h", "missing src/llama.cpp", "stray stray"]
     assert out == ["0.3.9: 3 differ", *(f"  {line}" for line in lines)]
     assert list(caught.value.files) == [f"0.3.9: {line}" for line in lines]
     run("sync")
-    run("verify")
+    run("status")
 
 
 @pytest.mark.regression(
@@ -84,7 +86,7 @@ def test_no_name_of_a_file_gives_orders_to_the_terminal(
     (home / "trees" / "0.3.9" / "\x1b]0;x\x07").write_text("x")
     capsys.readouterr()
     with pytest.raises(TreeDirty):
-        run("verify")
+        run("status")
     out = capsys.readouterr().out
     assert "\\x1b]0;x\\x07" in out and "\x1b" not in out
 
@@ -97,9 +99,9 @@ def test_a_release_that_moved_is_stale(home: Path) -> None:
         lockfile.shipped(), [imported(store, "0.3.9", {**TREE, "new": b""}, "2025-01-01")]
     )
     with pytest.raises(TreeDirty, match="outdated"):
-        run("verify", "0.3.9")
+        run("status", "0.3.9")
     run("sync")
-    run("verify")
+    run("status")
 
 
 def test_another_folder(tmp_path: Path, home: Path) -> None:
@@ -135,14 +137,14 @@ def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[
     run("sync", "0.3.9")
     spellings = ("v0.3.9", "v0.3.9+stock", "0.3.9+stock", "llama-cpp-python==0.3.9")
     for spec in spellings:
-        assert answer(capsys, "verify", spec) == {"0.3.9": []}
+        assert answer(capsys, "status", spec) == {"0.3.9": []}
     for spec in spellings:
         assert answer(capsys, "clean", spec) == [str(home / "trees" / "0.3.9")]
         run("sync", spec)
-        assert answer(capsys, "verify", "0.3.9") == {spec: []}
+        assert answer(capsys, "status", "0.3.9") == {spec: []}
     tag = imported(open_store(), "v0.3.9", {**TREE, "tag": b""}, "2025-01-02T00:00:00Z")
     lockfile.save(lockfile.shipped(), [tag])
-    for verb in ("verify", "clean"):
+    for verb in ("status", "clean"):
         for spec in ("v0.3.9", "v0.3.9+stock"):
             with pytest.raises(UnknownRelease, match=r"'v0\.3\.9.* is not vendored"):
                 run(verb, spec)
@@ -157,12 +159,12 @@ def test_a_folder_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (tmp_path / "src" / path).write_bytes(data)
     (row,) = answer(capsys, "sync", f"path:{tmp_path / 'src'}")
     assert Path(row["folder"]).name.startswith("path-")
-    run("verify")
+    run("status")
 
 
 def test_usage() -> None:
     """What is not there, or cannot be meant, is refused."""
-    for words in (["verify"], ["clean"], ["clean", "x", "--all"]):
+    for words in (["status"], ["clean"], ["clean", "x", "--all"]):
         with pytest.raises(UsageError):
             run(*words)
     for words in (["clean", "0.3.9"], ["sync", "7"]):

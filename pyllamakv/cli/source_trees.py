@@ -1,4 +1,4 @@
-"""Write source trees of releases; verify and remove them."""
+"""Write source trees of releases, compare and remove them: `pyllamakv upstream sync`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pyllamakv.source.store import Store
     from pyllamakv.source.vendor import Vendored
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+#: Commands of `pyllamakv upstream`.
+app = typer.Typer(add_completion=False)
 
 Specs = Annotated[
     list[str] | None,
@@ -64,7 +65,7 @@ def sync(
 
 
 @app.command()
-def verify(specs: Specs = None, *, as_json: Json = False) -> None:
+def status(specs: Specs = None, *, as_json: Json = False) -> None:
     """List files that differ from upstream and patches; default: all trees."""
     from pyllamakv.source import vendor
     from pyllamakv.source.store import open_store
@@ -72,7 +73,7 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
     store = open_store()
     chosen = [vendor.find(spec) for spec in specs] if specs else vendor.listed()
     if not chosen:
-        raise errors.UsageError("Nothing has been vendored: run `pyllamakv vendor sync`.")
+        raise errors.UsageError("Nothing has been vendored: run `pyllamakv upstream sync`.")
     found = {}
     for vendored in chosen:
         stale = _stale(store, vendored)
@@ -88,7 +89,7 @@ def verify(specs: Specs = None, *, as_json: Json = False) -> None:
     if bad:
         raise errors.TreeDirty(
             f"{len(bad)} files differ from the vendored tree, first {bad[0]}; "
-            "`pyllamakv vendor sync` restores them",
+            "`pyllamakv upstream sync` restores them",
             bad,
         )
 
