@@ -34,10 +34,11 @@ def stress(
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
 
-    `random_operations` compares random operations with a ledger, `slips` runs quick tests
-    on porting mistakes, `fuzzing` fuzzes every parser and C entry point, `native_calls`
-    makes calls on every kind of memory, `faults` injects faults, `sanitizers` and `leaks`
-    check memory, `servers` verifies llama-server, `defects` runs the regression tests.
+    `random_operations` compares random operations with a ledger, `differential` compares
+    cache managers with earlier ones, `slips` runs quick tests on mistakes, `fuzzing` fuzzes
+    every parser and C entry point, `native_calls` makes calls on every kind of memory,
+    `faults` injects faults, `sanitizers` and `leaks` check memory, `servers` verifies
+    llama-server, `defects` runs the regression tests.
     """
     from qa import selection, summary
     from qa.entry import Entry, StressOptions

@@ -2,8 +2,9 @@
 
 The slips are in ``slips.toml``. The patched tree with one slip is built, and must fail a header
 test or a scenario in a quick setting that the patched tree passes, as `check --quick` runs them.
-A slip in a patch of the server must fail a header test or a server scenario. A slip that passes
-everything is a defect, and so is one that does not compile.
+A slip in a patch of the server must fail a header test or a server scenario, and one in the cache
+managers (`cache_slips`) one of their quick tests. A slip that passes everything is a defect, and so
+is one that does not compile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pyllamakv.binding.library import open_library
 from pyllamakv.binding.remote import Remote
@@ -39,6 +40,7 @@ from pyllamakv.verification import discovery, header_tests
 from pyllamakv.verification.parallel_runs import RunTask, load_run, run_tasks
 from pyllamakv.verification.verdict import Pair
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
+from qa.slips import cache_slips
 
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from pyllamakv.server.server_artifact import BuiltServer
     from pyllamakv.server.server_patches import ServerSources
     from pyllamakv.server.server_scenarios import ServerScenario
+    from qa.slips.cache_slips import CacheSlip
 
 SECTION = "slips"
 
@@ -69,11 +72,15 @@ _MEMORY = 8 << 30
 #: The server scenario that runs first, because the slips of the server are in the patch it proves.
 _FIRST = ("server-overcommit",)
 
+#: The entry of the slips in the cache managers.
+MANAGERS: Final = "cache managers"
+
 _KEYS = {"id", "patch", "kind", "releases", "was", "now"}
 
-#: Outcomes of a slip. Only the first two mean that a test caught it.
+#: Outcomes of a slip. Only the first three mean that a test caught it.
 HEADER_TEST: Final = "header test"
 SCENARIO: Final = "scenario"
+QUICK_TEST: Final = "quick test"
 COMPILER: Final = "does not compile"
 UNDETECTED: Final = "is not detected"
 
@@ -107,6 +114,9 @@ class Slip:
         return path, files[path].replace(was, self.now.encode())
 
 
+AnySlip = TypeVar("AnySlip", "Slip", "CacheSlip")
+
+
 @dataclass(frozen=True)
 class SlipResult:
     """The outcome of a slip, the test that caught it, and that test's message."""
@@ -118,7 +128,7 @@ class SlipResult:
     @property
     def caught(self) -> bool:
         """Return whether a test detected the slip."""
-        return self.outcome in (HEADER_TEST, SCENARIO)
+        return self.outcome in (HEADER_TEST, SCENARIO, QUICK_TEST)
 
 
 def load(path: Path = FILE) -> tuple[Slip, ...]:
@@ -144,12 +154,12 @@ def load(path: Path = FILE) -> tuple[Slip, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the entries: each release with each patch that has slips there."""
-    return tuple(_by_entry(load()))
+    """Return the names of the entries: releases with patches that have slips there, managers."""
+    return (*_by_entry(load()), MANAGERS)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
-    """Test the slips of every patch; an entry is ``0.3.9 full-defrag``.
+    """Test the slips of every patch and of the managers; an entry is ``0.3.9 full-defrag``.
 
     A short run tests the test release, and a long one all that are built; ``only`` builds the
     named ones. A slip is compiled again in each run, but results of its scenarios are cached.
@@ -157,7 +167,9 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     shipped = series.load()
     wanted = {name: slips for name, slips in _by_entry(load()).items() if effort.wants(name)}
     found: list[Entry] = []
-    end = time.monotonic() + effort.seconds
+    if effort.wants(MANAGERS):
+        found.append(_managers(effort.shared(2) if wanted else effort, tick))
+    end = time.monotonic() + (effort.shared(2) if found else effort).seconds
     for release in dict.fromkeys(name.split()[0] for name in wanted):
         own = {name: slips for name, slips in wanted.items() if name.split()[0] == release}
         if not (effort.only or release == releases.TEST_RELEASE):
@@ -175,6 +187,28 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
             random.Random(effort.seed).shuffle(slips)
             found.append(entry_of(name, run(slips, tester, end, tick), effort.seed))
     return found
+
+
+def _managers(effort: StressOptions, tick: Tick) -> Entry:
+    """Test the slips of the cache managers."""
+    slips = list(cache_slips.load())
+    random.Random(effort.seed).shuffle(slips)
+    tick(f"{MANAGERS}: their tests without a slip")
+    tester = CacheManagerTester()
+    try:
+        end = time.monotonic() + effort.seconds
+        return entry_of(MANAGERS, run(slips, tester, end, tick), effort.seed)
+    finally:
+        tester.close()
+
+
+class CacheManagerTester(cache_slips.ManagersCopy):
+    """Test slips in the cache managers."""
+
+    def test(self, slip: CacheSlip) -> SlipResult:
+        """Return the result of a slip: the first quick test that fails."""
+        by, message = self.run(slip)
+        return SlipResult(QUICK_TEST if by else UNDETECTED, by, message)
 
 
 def _by_entry(slips: Iterable[Slip]) -> dict[str, list[Slip]]:
@@ -392,10 +426,13 @@ def checked_heap() -> dict[str, str]:
 
 
 def run(
-    slips: Sequence[Slip], tester: SlipTester | ServerSlipTester, end: float, tick: Tick
-) -> list[tuple[Slip, SlipResult]]:
-    """Test slips until the deadline of the monotonic clock, at least `LEAST` of them."""
-    found: list[tuple[Slip, SlipResult]] = []
+    slips: Sequence[AnySlip], tester: Any, end: float, tick: Tick
+) -> list[tuple[AnySlip, SlipResult]]:
+    """Test slips until the deadline of the monotonic clock, at least `LEAST` of them.
+
+    ``tester`` has a method ``test``, which returns the result of a slip.
+    """
+    found: list[tuple[AnySlip, SlipResult]] = []
     for slip in slips:
         if len(found) >= LEAST and time.monotonic() > end:
             break
@@ -404,15 +441,17 @@ def run(
     return found
 
 
-def entry_of(name: str, results: Sequence[tuple[Slip, SlipResult]], seed: int) -> Entry:
+def entry_of(name: str, results: Sequence[tuple[AnySlip, SlipResult]], seed: int) -> Entry:
     """Return the row of an entry; a slip that no test detects is a defect."""
     count = Counter(result.outcome for _, result in results)
-    catchers = Counter(result.by for _, result in results if result.outcome == SCENARIO)
+    named = (SCENARIO, QUICK_TEST)
+    catchers = Counter(result.by for _, result in results if result.outcome in named)
     row = {
         "tried": str(len(results)),
         "caught": f"{sum(result.caught for _, result in results)} of {len(results)}",
         "by header tests": str(count[HEADER_TEST]),
         "by scenarios": str(count[SCENARIO]),
+        "by quick tests": str(count[QUICK_TEST]),
         "caught most": ", ".join(f"{by} {n}" for by, n in catchers.most_common(3)),
     }
     defects = tuple(

@@ -56,6 +56,20 @@ def test_active_conversations_are_never_evicted(tmp_path: Path) -> None:
     assert serve(cache, [*SYSTEM, 1, 2]) == 21
 
 
+def test_a_branch_that_a_lease_continues_is_not_dropped(tmp_path: Path) -> None:
+    """Its own sequence stays beside the one of the lease, until that is released."""
+    cache = make(tmp_path)
+    serve(cache, SYSTEM)
+    cache.pin("system", SYSTEM)
+    lease = cache.acquire([*SYSTEM, 5])
+    cache.unpin("system")
+    assert not cache.evict()
+    assert cache.stats().resident == 1
+    lease.release()
+    assert cache.evict()
+    cache.check()
+
+
 def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
     """Need the cells of one's own old tail, and of others."""
     cache = make(tmp_path, n_ctx=64)

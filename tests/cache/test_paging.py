@@ -7,9 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fakes.simulated import SimulatedNative
+from prefix_kit import make, serve
 
 from pyllamakv.cache import paging
-from pyllamakv.errors import PagingError
+from pyllamakv.errors import NativeError, PagingError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,3 +126,57 @@ def test_a_folder_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(PagingError, match="writable directory"):
         paging.pager(tmp_path / "file")
+
+
+def test_a_page_restores_every_node_in_it(tmp_path: Path) -> None:
+    """A page of 20 tokens gives back the first 12 alone, which were pinned since."""
+    cache = make(tmp_path, paging="memory")
+    tokens = list(range(10, 30))
+    serve(cache, tokens)
+    cache.page_out(tokens)
+    cache.pin("system", tokens[:12])
+    cache.page_in(tokens[:12])
+    cache.check()
+    assert cache.stats().cells == 12
+    assert serve(cache, [*tokens[:12], 5]) == 12
+    assert serve(cache, [*tokens, 5]) == 20
+    assert cache.stats().damaged == 0
+
+
+def test_a_page_that_cannot_be_restored_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sequence is left behind, and the page is used later."""
+    cache = make(tmp_path, paging="memory")
+    tokens = list(range(10, 30))
+    serve(cache, tokens)
+    cache.page_out(tokens)
+
+    def fail(*_: Any) -> int:
+        raise NativeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedNative, "state_load", fail)
+        with pytest.raises(PagingError):
+            cache.page_in(tokens)
+    cache.check()
+    assert cache.stats().resident == 0
+    assert len(cache.context.vacant) == cache.context.info.n_seq_max
+    cache.page_in(tokens)
+    assert serve(cache, [*tokens, 5]) == 20
+
+
+def test_a_page_of_other_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages of one length were exchanged: neither is used under the other's tokens."""
+    cache = make(tmp_path, paging="memory")
+    prompts = [[number] * 20 for number in (7, 8)]
+    for tokens in prompts:
+        serve(cache, tokens)
+        cache.page_out(tokens)
+    pages = [node.page for node in cache.branches.tree.walk()]
+    contents = [page.read() for page in pages]
+    monkeypatch.setattr(paging.MemoryPage, "read", lambda page: contents[1 - pages.index(page)])
+    for tokens in prompts:
+        with pytest.raises(PagingError, match="other tokens"):
+            cache.page_in(tokens)
+        assert serve(cache, [*tokens, 5]) == 0

@@ -103,6 +103,17 @@ def test_an_added_position_is_checked_as_others_are() -> None:
     assert stops(points, 40) == [39]
 
 
+def test_a_state_inside_of_a_group_is_not_used(tmp_path: Path) -> None:
+    """The prompt continues after an earlier state, and without the group after the last one."""
+    cache = PrefixCache(recurrent(tmp_path), checkpoints=OFTEN)
+    tokens = list(range(10, 30))
+    prefix_kit.serve(cache, tokens)
+    with cache.acquire([*tokens, 5], groups=[(18, 21)]) as lease:
+        assert lease.cached == 16
+    with cache.acquire([*tokens, 5]) as lease:
+        assert lease.cached == 20
+
+
 @given(
     st.integers(1, 60), st.integers(0, 59), st.integers(1, 20), st.integers(1, 30),
     st.lists(st.integers(0, 70)),

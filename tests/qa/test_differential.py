@@ -1,0 +1,122 @@
+"""The earlier and the present managers are driven equally, and a difference is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import runtime_kit as kit
+
+from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.building import variant
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import GitError
+from pyllamakv.home import checkout
+from pyllamakv.runtime.sequence import Sequence
+from pyllamakv.source import git_command
+from qa import differential
+from qa.differential import COMMIT, KINDS, LENGTH, WEIGHTS, Comparison
+from qa.entry import StressOptions
+
+if TYPE_CHECKING:
+    from pyllamakv.runtime.context import Context
+
+OPTIONS = {"n_ctx": 256, "n_batch": 96, "n_ubatch": 32, "n_seq_max": 5}
+
+
+@pytest.fixture(autouse=True)
+def commit() -> None:
+    """Skip in a clone without the commit of the earlier managers."""
+    root = checkout()
+    assert root is not None
+    try:
+        git_command.git(root, "rev-parse", "--verify", f"{COMMIT}:pyllamakv/cache")
+    except GitError:
+        pytest.skip(f"this clone has no commit {COMMIT}")
+
+
+def compare(folder: Path, kind: str, seed: int, memory: MemoryType) -> Comparison:
+    """Run a case on the simulated library."""
+
+    def open_context() -> Context:
+        native: dict[str, Any] = {"heals": True, "contiguous": False}
+        if memory is not MemoryType.ATTENTION:
+            native["partial"] = False
+        made = kit.context(folder, native, **OPTIONS)
+        object.__setattr__(made.info, "memory", memory)
+        return made
+
+    comparison = Comparison(open_context, kind, seed)
+    try:
+        comparison.run(LENGTH)
+    finally:
+        comparison.close()
+    return comparison
+
+
+@pytest.mark.parametrize(
+    "memory", [MemoryType.ATTENTION, MemoryType.RECURRENT], ids=lambda memory: memory.name
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_managers_do_what_the_earlier_ones_did(
+    tmp_path: Path, kind: str, memory: MemoryType
+) -> None:
+    """Tokens, logits, reuse, statistics, trees, checks and refusals are equal."""
+    done: Counter[str] = Counter()
+    reused = 0
+    for seed in range(3):
+        comparison = compare(tmp_path, kind, seed, memory)
+        assert not comparison.defect, f"seed {seed}"
+        done += comparison.done
+        reused += comparison.reused
+    assert reused > 100
+    without = {"flush"} if kind != "prefix store" else set()
+    without |= {"page_out", "page_in"} if kind != "paged prefix cache" else set()
+    without |= {"pin", "unpin", "evict", "clear"} if kind == "slot cache" else set()
+    assert set(WEIGHTS) - set(done) <= without | {"clear", "restart", "give_up", "unpin"}
+
+
+@pytest.mark.parametrize("name", ["evict", "relieve"])
+def test_another_eviction_is_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The present manager does nothing where the earlier one evicts."""
+    monkeypatch.setattr(PrefixCache, name, lambda _: False)
+    found = [compare(tmp_path, KINDS[0], seed, MemoryType.ATTENTION).defect for seed in range(4)]
+    assert any(f"{name}: " in defect for defect in found)
+
+
+def test_other_logits_are_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, statistics and trees are equal."""
+    logits = Sequence.logits
+    count = [0]
+
+    def other(self: Sequence) -> Any:
+        count[0] += 1
+        return logits(self) + (count[0] == 5)
+
+    monkeypatch.setattr(Sequence, "logits", kit.ours(other))
+    assert compare(tmp_path, KINDS[0], 0, MemoryType.ATTENTION).defect.endswith("values or logits")
+
+
+def test_a_release_that_is_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry names the command that builds it."""
+    monkeypatch.setattr(variant, "find", lambda _: None)
+    effort = StressOptions(only=("0.3.9 window",))
+    (entry,) = differential.entries(effort, lambda _: None)
+    assert not entry.ran
+    assert "pyllamakv build 0.3.9" in entry.skip_reason
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", differential.MEMORIES)
+def test_real_memories_are_compared(patched: Any, memory: str) -> None:
+    """Each memory of the test release that the library has."""
+    effort = StressOptions(seconds=1.0, operations=4 * LENGTH)
+    name = f"{patched.manifest.release} {memory}"
+    entry = differential.compare(name, patched.folder, memory, effort, lambda _: None)
+    assert entry.passed
+    assert not entry.ran or entry.data["done"]["start"] > 5
