@@ -17,7 +17,7 @@ from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache import prefix_states
 from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.paging import MemoryPager
-from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
+from pyllamakv.cache.radix_tree import RadixTree, tokens_to_key
 from pyllamakv.errors import (
     NativeError,
     PagingError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.eviction_policy import EvictionPolicy
     from pyllamakv.cache.paging import Page, Pager
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
 
@@ -77,7 +77,7 @@ class Branches:
         #: Whether this release starts no recurrent sequence in place of a removed one.
         self._leaves = starts_after_clear(context)
         self._left = False
-        self.tree = PrefixTree(whole_pages=not self.sharing, policy=policy)
+        self.tree = RadixTree(whole_pages=not self.sharing, policy=policy)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
         #: Totals of tokens, as in `PrefixStats`.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.paging import Page
     from pyllamakv.cache.prefix_cache import PrefixCache, PrefixLease
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.errors import KVCacheFull
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
@@ -74,11 +74,11 @@ def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node 
     protected = {*kept, *_leased(cache)}
     found = [
         node
-        for node in branches.tree.walk()
+        for node in branches.tree.entries
         if node not in protected and branches.removable(node, frees_id=frees_id)
     ]
     ends = [node for node in found if len(node.children) < 2 or branches.storage(node) is not None]
-    return branches.tree.evict_first(set(ends or found).__contains__)
+    return branches.tree.evict_first(set(ends or found).__contains__, entries=True)
 
 
 def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
@@ -125,7 +125,7 @@ def droppable(cache: PrefixCache) -> Node | None:
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
     """Free sequences by eviction. Returns False if too few can be evicted."""
     kept = list(kept)
-    idle = sum(node.entry is not None and node not in kept for node in cache.branches.tree.walk())
+    idle = sum(node not in kept for node in cache.branches.tree.entries)
     if cache.branches.vacant + idle < n:
         return False
     while cache.branches.vacant < n:
@@ -243,7 +243,7 @@ def make_sequence_room(cache: PrefixCache, sequences: int, n: int, kept: Iterabl
     protected = {*kept, *(each for lease in cache.leases for each in lease.node.path)}
     movable = (
         node
-        for node in branches.tree.walk()
+        for node in branches.tree.entries
         if node not in protected and branches.removable(node, frees_id=True)
     )
     if branches.vacant + sum(1 for _ in movable) < sequences:

@@ -13,7 +13,7 @@ from pyllamakv.binding import arguments
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ModelInfo
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
 
 EvictionPolicyName = Literal["lru", "lfu", "lrfu", "gdsf"]
 

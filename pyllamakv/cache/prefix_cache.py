@@ -19,7 +19,7 @@ from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
 from pyllamakv.closing import ClosedOnExit, NotCopied
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.eviction_policy import EvictionPolicyName
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.sequence import Sequence
 

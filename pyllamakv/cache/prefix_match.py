@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.cache import eviction
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.branches import DamagedPage
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES
+from pyllamakv.cache.radix_tree import TOKEN_BYTES
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.branches import Branches
     from pyllamakv.cache.prefix_cache import PrefixCache
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
 
@@ -85,7 +85,7 @@ def _candidate(
 
 def _tail(branches: Branches, donor: runtime.Sequence, length: int) -> Node | None:
     """Return the node of a sequence that may be cut although something pinned depends on it."""
-    node = next((each for each in branches.tree.walk() if each.entry is donor), None)
+    node = next((each for each in branches.tree.entries if each.entry is donor), None)
     if node is None or not branches.removable(node, frees_id=False):
         return None
     heir = branches.heir(node)

@@ -14,12 +14,12 @@ from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, PrefixTree
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, RadixTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context
 
@@ -113,7 +113,7 @@ class StatePoints:
 
 
 def least_valuable(
-    tree: PrefixTree, wanted: Callable[[Node], bool], size: Callable[[Node], int]
+    tree: RadixTree, wanted: Callable[[Node], bool], size: Callable[[Node], int]
 ) -> Node | None:
     """Return the node whose state saves the fewest tokens per byte and age, or None.
 
@@ -138,7 +138,7 @@ class StateStore:
 
     def __init__(self, schedule: CheckpointSchedule) -> None:
         self.schedule = schedule
-        self.tree = PrefixTree(whole_pages=True)
+        self.tree = RadixTree(whole_pages=True)
         self.pager = MemoryPager()
         #: Totals: states that were evicted, and the tokens of their prefixes.
         self.evictions = self.evicted_tokens = 0

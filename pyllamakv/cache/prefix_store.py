@@ -27,7 +27,7 @@ import filelock
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, common
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, common
 from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import (
     BudgetTooSmall,

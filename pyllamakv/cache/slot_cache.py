@@ -23,7 +23,7 @@ from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.prefix_states import StatePoints, StateStore
-from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.radix_tree import tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.closing import ClosedOnExit, NotCopied
 from pyllamakv.errors import (

@@ -20,7 +20,7 @@ from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import eviction
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_store import PAGE_TOKENS, UNVERIFIED, PrefixStore, StoredPrefix
-from pyllamakv.cache.prefix_tree import TOKEN_BYTES, tokens_to_key
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, tokens_to_key
 from pyllamakv.errors import (
     BudgetTooSmall,
     ModelUnverified,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.prefix_store import StoredPage
-    from pyllamakv.cache.prefix_tree import Node
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context

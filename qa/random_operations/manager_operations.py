@@ -26,7 +26,7 @@ from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.eviction import LOST_STATE
 from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_tree import key_to_tokens
+from pyllamakv.cache.radix_tree import key_to_tokens
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import (
     Cancelled,

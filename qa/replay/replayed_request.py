@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache.prefix_tree import PrefixTree, tokens_to_key
+from pyllamakv.cache.radix_tree import RadixTree, tokens_to_key
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def read_trace(path: Path, most: int = 0) -> list[ReplayedRequest]:
 
 def unique_cells(requests: Iterable[ReplayedRequest]) -> int:
     """Return the number of cells that all requests need if nothing is evicted."""
-    tree = PrefixTree()
+    tree = RadixTree()
     for each in requests:
         tree.insert(tokens_to_key(each.cells))
     return tree.tokens

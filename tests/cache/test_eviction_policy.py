@@ -23,7 +23,7 @@ from pyllamakv.cache.eviction_policy import (
 )
 from pyllamakv.cache.eviction_policy import make as make_policy
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_tree import Node, PrefixTree, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import Node, RadixTree, key_to_tokens, tokens_to_key
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def policy(name: EvictionPolicyName) -> EvictionPolicy:
     return RecencyAndFrequency(4.0) if name == "lrfu" else make_policy(name, None)  # type: ignore[arg-type]
 
 
-def add(tree: PrefixTree, tokens: list[int]) -> Node:
+def add(tree: RadixTree, tokens: list[int]) -> Node:
     """Use tokens as a prompt does: at its beginning and at its end."""
     node, length = tree.match(tokens_to_key(tokens))
     if length:
@@ -57,7 +57,7 @@ def is_leaf(node: Node) -> bool:
     return not node.children
 
 
-def first(tree: PrefixTree) -> list[int]:
+def first(tree: RadixTree) -> list[int]:
     """Return the tokens of the leaf that is evicted first, and evict it."""
     node = tree.evict_first(is_leaf)
     assert node is not None
@@ -72,7 +72,7 @@ def test_frequency_counts_unless_a_node_was_not_used_for_long() -> None:
     """A prompt that was used three times stays; LRU evicts it before newer ones."""
     found = {}
     for name in POLICIES:
-        tree = PrefixTree(policy=policy(name))
+        tree = RadixTree(policy=policy(name))
         for _ in range(3):
             add(tree, [1, 1])
         add(tree, [2, 2])
@@ -90,7 +90,7 @@ def test_cost_counts_for_gdsf_alone() -> None:
     """Tokens at high positions cost more attention, so that a long run is evicted later."""
     found = {}
     for name in POLICIES:
-        tree = PrefixTree(policy=policy(name))
+        tree = RadixTree(policy=policy(name))
         add(tree, [5] * 40)
         add(tree, [6] * 4)
         found[name] = len(first(tree))
@@ -102,7 +102,7 @@ def test_gdsf_ranks_by_uses_cost_and_size() -> None:
     """Eight tokens from position 8: 1 each, and attention of 11.5 / 8 on average."""
     rank = GreedyDualSizeFrequency(8.0)
     rank.age = 3.0
-    tree = PrefixTree(policy=rank)
+    tree = RadixTree(policy=rank)
     add(tree, [1] * 8)
     node = add(tree, [*[1] * 8, *[2] * 8])
     add(tree, [*[1] * 8, *[3] * 8])
@@ -115,7 +115,7 @@ def test_gdsf_ranks_by_uses_cost_and_size() -> None:
 
 def test_lrfu_is_the_sum_of_its_uses() -> None:
     """Each use counts 2 ** -(age / half-life); the order of nodes is that of these sums."""
-    tree = PrefixTree(policy=RecencyAndFrequency(4.0))
+    tree = RadixTree(policy=RecencyAndFrequency(4.0))
     draw = Random(3)
     uses: dict[int, list[int]] = {n: [] for n in range(6)}
     nodes = {}
@@ -152,7 +152,7 @@ def test_lrfu_survives_a_long_pause() -> None:
 def test_the_end_of_a_text_is_not_another_use() -> None:
     """A prompt counts once for the tokens that it found, whatever it decodes then."""
     for name in POLICIES:
-        tree = PrefixTree(policy=policy(name))
+        tree = RadixTree(policy=policy(name))
         for _ in range(3):
             node = add(tree, [1, 2, 3])
         assert node.uses == 3
@@ -163,7 +163,7 @@ def test_the_end_of_a_text_is_not_another_use() -> None:
 def test_a_merged_node_is_as_valuable_as_the_upper_one() -> None:
     """The system prompt of one remaining chat is not less popular than before."""
     for name in POLICIES:
-        tree = PrefixTree(policy=policy(name))
+        tree = RadixTree(policy=policy(name))
         for number in range(4):
             add(tree, [1, 1, 1, number + 2])
         upper = tree.match(tokens_to_key([1, 1, 1]))[0]
@@ -180,7 +180,7 @@ def test_a_merged_node_is_as_valuable_as_the_upper_one() -> None:
 
 def test_age_is_the_highest_evicted_priority() -> None:
     """It never falls, so that a new node is not evicted before one that was idle for long."""
-    tree = PrefixTree(policy=LeastFrequentlyUsed())
+    tree = RadixTree(policy=LeastFrequentlyUsed())
     for number in range(8):
         for _ in range(number + 1):
             add(tree, [number, number])
@@ -234,16 +234,16 @@ def test_traffic_keeps_leases_pins_and_parents(
         evicted.append(node.key)
         return evict(cache, node, keep)
 
-    def cheapest(tree: PrefixTree, wanted: Any) -> Node | None:
-        found = evict_first(tree, wanted)
+    def cheapest(tree: RadixTree, wanted: Any, **options: Any) -> Node | None:
+        found = evict_first(tree, wanted, **options)
         rest = [each for each in tree.walk() if wanted(each)]
         assert (found is None) == (not rest)
         assert found is None or found.priority == min(each.priority for each in rest)
         return found
 
-    evict, evict_first = eviction.evict, PrefixTree.evict_first
+    evict, evict_first = eviction.evict, RadixTree.evict_first
     monkeypatch.setattr(eviction, "evict", kit.ours(look))
-    monkeypatch.setattr(PrefixTree, "evict_first", kit.ours(cheapest))
+    monkeypatch.setattr(RadixTree, "evict_first", kit.ours(cheapest))
     runs = []
     for number in range(2):
         folder = tmp_path / str(number)

@@ -15,7 +15,7 @@ from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
 from pyllamakv.cache.prefix_states import StatePoints, StateStore, checked_schedule
-from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.radix_tree import tokens_to_key
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import BudgetTooSmall, Cancelled, PagingError, StateError, UsageError
 

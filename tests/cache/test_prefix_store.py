@@ -13,7 +13,7 @@ import pytest
 from pyllamakv import errors
 from pyllamakv.cache import prefix_store
 from pyllamakv.cache.prefix_store import PART, SUFFIX, PrefixStore, scan
-from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.radix_tree import tokens_to_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 from cli_kit import cli
 
 from pyllamakv.cache.prefix_store import PrefixStore
-from pyllamakv.cache.prefix_tree import tokens_to_key
+from pyllamakv.cache.radix_tree import tokens_to_key
 
 if TYPE_CHECKING:
     from pathlib import Path

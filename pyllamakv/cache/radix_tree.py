@@ -1,15 +1,30 @@
-"""A prefix tree of token sequences, with a search for the longest prefix.
+"""A radix tree of token runs: the longest known prefix of a prompt, and the node to evict first.
 
-A run of tokens is a byte string with four bytes per token, so that two runs are compared at once.
-The tree is independent of caches: the owner of a node sets its ``entry``, ``page`` and ``leases``.
+Prior art: the radix cache of SGLang (Zheng et al., 2023) has one node per run, splits it where
+prompts diverge, counts the users of a node, and evicts leaves from a heap that is built for each
+eviction. Ollama's trie for MLX merges a node with its only child, and keeps snapshots that a user
+named. vLLM's automatic prefix caching has no tree: blocks of 16 tokens are found by a hash of all
+tokens before, in a list in order of use. Here,
 
-A node is *held* while an entry or a lease is at it or below it; the tokens of its run are then in
-the cache. A page contains the run of a node that is not held, and may contain the runs of several.
+- a run is a byte string with four bytes per token, so that two runs are compared at once, and a
+  prefix may end at any token: llama.cpp has no blocks;
+- a node has either a sequence of the context (its ``entry``), or the content of one that was paged
+  out (its ``page``), or both: llama.cpp addresses sequences and not blocks, so that the sequence at
+  a leaf contains every node above;
+- nodes that keep either are in a heap for as long as they do; a node is placed again when it is
+  used, and its former place is skipped later. An eviction takes O(log n), and O(log n) for each
+  node before it that may not be evicted now.
+
+The tree is independent of contexts and files: the owner of a node sets entry, page and leases. A
+node is *held* while an entry or a lease is at it or below it; the tokens of its run are then in the
+cache. A page contains the run of a node that is not held, and may contain the runs of several.
 """
 
 from __future__ import annotations
 
 from array import array
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.cache.eviction_policy import EvictionPolicy
@@ -62,6 +77,7 @@ class Node:
         "parent",
         "parked",
         "pins",
+        "place",
         "priority",
         "ref_count",
         "run",
@@ -88,6 +104,8 @@ class Node:
         #: Number of prompts that used these tokens, and their priority: see `EvictionPolicy`.
         self.uses = 1
         self.priority = 0.0
+        #: The place in the tree's order of eviction; None: nothing is kept here.
+        self.place: Place | None = None
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -137,6 +155,20 @@ class Node:
         """Return all tokens from the root to the end of this node."""
         return b"".join(node.run for node in self.path)
 
+    @property
+    def rank(self) -> tuple[float, int, int, int]:
+        """Return the order of eviction: the lowest priority, then the deepest, the longest."""
+        return self.priority, self.last_used, -self.end, -len(self)
+
+    @property
+    def branch(self) -> list[int]:
+        """Return the place among all nodes, in the order of `walk`."""
+        found, node = [], self
+        while node.parent is not None:
+            found.append(-list(node.parent.children.values()).index(node))
+            node = node.parent
+        return found[::-1]
+
     def walk(self) -> Iterator[Node]:
         """Yield this node and all below it."""
         waiting = [self]
@@ -151,7 +183,14 @@ class Node:
         )
 
 
-class PrefixTree:
+#: The rank of a node, a number that no other place has, and the node.
+Place = tuple[tuple[float, int, int, int], int, Node]
+
+#: Number of places in the heap beyond which former ones are removed, if they are the most.
+_FEW_PLACES = 64
+
+
+class RadixTree:
     """The root; ``tokens`` counts those of all runs, ``held_tokens`` those of nodes in use.
 
     ``whole_pages`` says that a page is of use only for the node that it was made for. ``policy``
@@ -166,6 +205,12 @@ class PrefixTree:
         self.nodes = 0
         self.tokens = 0
         self.held_tokens = 0
+        #: The nodes with an entry, in the order in which they got one.
+        self.entries: dict[Node, None] = {}
+        #: A heap of places; those that are not `Node.place` are former ones.
+        self._places: list[Place] = []
+        self._placed = 0
+        self._numbers = count()
 
     def match(self, key: bytes) -> tuple[Node, int]:
         """Return the deepest node that a key goes into, and how many of its tokens are known."""
@@ -211,6 +256,7 @@ class PrefixTree:
         node.parent, node.start, node.run = upper, at, node.run[cut:]
         upper.children[node.run[:TOKEN_BYTES]] = node
         self.nodes += 1
+        self._place(node)
         if node.page is not None and not self.whole_pages:
             self.set_page(upper, node.page)
         return upper
@@ -229,12 +275,14 @@ class PrefixTree:
         if node.page is not None:
             node.page.drop_ref()
             node.page = None
+            self._place(node)
         child.run = node.run + child.run
         child.uses = max(node.uses, child.uses)
         child.priority = max(node.priority, child.priority)
         child.start, child.parent = node.start, parent
         parent.children[child.run[:TOKEN_BYTES]] = child
         self.nodes -= 1
+        self._place(child)
         return True
 
     def prune(self, node: Node) -> None:
@@ -251,11 +299,15 @@ class PrefixTree:
     def attach(self, node: Node, entry: Any) -> None:
         """Set the entry of a node."""
         node.entry = entry
+        self.entries[node] = None
+        self._place(node)
         self.add_ref(node)
 
     def detach(self, node: Node) -> Any:
         """Remove the entry of a node and return it."""
         entry, node.entry = node.entry, None
+        del self.entries[node]
+        self._place(node)
         self.drop_ref(node)
         return entry
 
@@ -286,6 +338,7 @@ class PrefixTree:
     def set_page(self, node: Node, page: Any) -> Any:
         """Set the page of a node (None: none); return the one that no node uses any longer."""
         old, node.page = node.page, page
+        self._place(node)
         if page is not None:
             page.add_ref()
         if old is None:
@@ -305,19 +358,61 @@ class PrefixTree:
     def _rank(self, node: Node, *, again: bool) -> None:
         node.last_used = self.clock
         node.priority = self.policy.rank(node, self.clock, again=again)
+        self._place(node)
 
-    def evict_first(self, wanted: Callable[[Node], bool]) -> Node | None:
+    # Eviction...
+
+    def _place(self, node: Node) -> None:
+        """Place a node in the order of eviction, or remove it if it keeps nothing."""
+        if node.entry is None and node.page is None:
+            self._placed -= node.place is not None
+            node.place = None
+            return
+        if node.place is not None and node.place[0] == node.rank:
+            return
+        self._placed += node.place is None
+        node.place = (node.rank, next(self._numbers), node)
+        heappush(self._places, node.place)
+        if len(self._places) > 2 * self._placed + _FEW_PLACES:
+            # Each former place was added once: its removal costs no more than that, on average.
+            self._places = [each for each in self._places if each[2].place is each]
+            heapify(self._places)
+
+    def evict_first(self, wanted: Callable[[Node], bool], *, entries: bool = False) -> Node | None:
         """Return the node to evict first: the lowest priority, then the deepest, then the largest.
 
-        Records the choice in the policy, so call this only for an eviction.
+        It keeps an entry or a page; with ``entries``, an entry. Records the choice in the policy,
+        so call this only for an eviction.
         """
-        found = min(
-            (node for node in self.walk() if wanted(node)),
-            key=lambda node: (node.priority, node.last_used, -node.end, -len(node)),
-            default=None,
-        )
+        best = self._first_entries(wanted) if entries else self._first_places(wanted)
+        # Equal nodes were created or used together, such as the branches of a batch.
+        found = min(best, key=lambda node: node.branch) if len(best) > 1 else next(iter(best), None)
         if found is not None:
             self.policy.evicted(found)
+        return found
+
+    def _first_entries(self, wanted: Callable[[Node], bool]) -> list[Node]:
+        """Return the equal first nodes among those with an entry: a context has few sequences."""
+        found = [node for node in self.entries if wanted(node)]
+        first = min((node.rank for node in found), default=None)
+        return [node for node in found if node.rank == first]
+
+    def _first_places(self, wanted: Callable[[Node], bool]) -> list[Node]:
+        """Return the equal first nodes in the heap."""
+        seen: list[Place] = []
+        found: list[Node] = []
+        while self._places:
+            place = self._places[0]
+            node = place[2]
+            if found and place[0] != found[0].rank:
+                break
+            heappop(self._places)
+            if node.place is place:
+                seen.append(place)
+                if wanted(node):
+                    found.append(node)
+        for place in seen:
+            heappush(self._places, place)
         return found
 
     def walk(self) -> Iterator[Node]:
@@ -358,3 +453,16 @@ class PrefixTree:
             assert page.refs == count, f"{page} is at {count} nodes and counts {page.refs}"
         counted = (self.nodes, self.tokens, self.held_tokens)
         assert counted == (nodes, tokens, held_tokens), f"counted {counted}, not {nodes, tokens}"
+        self._check_places()
+
+    def _check_places(self) -> None:
+        nodes = list(self.walk())
+        entries = {node for node in nodes if node.entry is not None}
+        assert entries == set(self.entries), f"{len(self.entries)} of {len(entries)} entries known"
+        kept = {node for node in nodes if node.entry is not None or node.page is not None}
+        placed = {place[2] for place in self._places if place[2].place is place}
+        assert kept == placed, f"{len(placed)} of {len(kept)} nodes have a place"
+        assert self._placed == len(kept), f"{self._placed} nodes counted, not {len(kept)}"
+        for node in kept:
+            assert node.place is not None, f"{node} has no place"
+            assert node.place[0] == node.rank, f"{node} has another place"

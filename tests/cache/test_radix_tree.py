@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pyllamakv.cache.paging import CountedPage
-from pyllamakv.cache.prefix_tree import Node, PrefixTree, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import Node, RadixTree, common, key_to_tokens, tokens_to_key
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -21,7 +23,7 @@ class Sheet(CountedPage):
         self.start, self.end = start, end
 
 
-def entered(tree: PrefixTree, tokens: list[int]) -> Node:
+def entered(tree: RadixTree, tokens: list[int]) -> Node:
     """Let a node keep something, so that it stays."""
     node = tree.insert(tokens_to_key(tokens))
     if node.entry is None:
@@ -29,7 +31,7 @@ def entered(tree: PrefixTree, tokens: list[int]) -> Node:
     return node
 
 
-def parted(tree: PrefixTree, node: Node) -> None:
+def parted(tree: RadixTree, node: Node) -> None:
     """Take away what a node keeps."""
     tree.detach(node)
     tree.prune(node)
@@ -55,14 +57,14 @@ def test_tokens_survive_packing() -> None:
 
 def test_find_best_match_in_an_empty_tree() -> None:
     """Match nothing (FindBestMatch, empty)."""
-    tree = PrefixTree()
+    tree = RadixTree()
     assert tree.match(tokens_to_key([1, 2])) == (tree.root, 0)
     assert tree.match(b"") == (tree.root, 0)
 
 
 def test_find_best_match_at_the_end_of_a_node() -> None:
     """Match whole nodes, and go on below them (FindBestMatch, full edge)."""
-    tree = PrefixTree()
+    tree = RadixTree()
     node = entered(tree, [1, 2, 3])
     assert tree.match(tokens_to_key([1, 2, 3])) == (node, 3)
     assert tree.match(tokens_to_key([1, 2, 3, 4])) == (node, 3)
@@ -70,7 +72,7 @@ def test_find_best_match_at_the_end_of_a_node() -> None:
 
 def test_find_best_match_inside_of_a_node() -> None:
     """Match a part of a run (FindBestMatch, partial edge): 46 of 47 thousand tokens count."""
-    tree = PrefixTree()
+    tree = RadixTree()
     long = list(range(47_000))
     node = entered(tree, long)
     assert tree.match(tokens_to_key([*long[:46_000], 5])) == (node, 46_000)
@@ -78,7 +80,7 @@ def test_find_best_match_inside_of_a_node() -> None:
 
 def test_a_split_and_a_merge_give_the_node_back() -> None:
     """Divide a node and join it again (Split/Merge round trip): key, entry and counts stay."""
-    tree = PrefixTree()
+    tree = RadixTree()
     node = entered(tree, [1, 2, 3, 4, 5])
     key = node.key
     upper = tree.split(node, 2)
@@ -94,7 +96,7 @@ def test_a_split_and_a_merge_give_the_node_back() -> None:
 
 def test_repeated_branching_keeps_every_branch() -> None:
     """Branch off at each length of one sequence (RepeatedBranching)."""
-    tree = PrefixTree()
+    tree = RadixTree()
     trunk = list(range(10, 30))
     nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
     tree.check()
@@ -104,7 +106,7 @@ def test_repeated_branching_keeps_every_branch() -> None:
 
 def test_removing_a_node_joins_what_is_left() -> None:
     """Remove one of two branches (RemoveNode): their parent and the other become one."""
-    tree = PrefixTree()
+    tree = RadixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     assert tree.nodes == 3
     parted(tree, a)
@@ -116,7 +118,7 @@ def test_removing_a_node_joins_what_is_left() -> None:
 
 def test_a_pin_resists_the_merge() -> None:
     """Keep a pinned node apart from its only child (UserSnapshotResistsAutoMerge)."""
-    tree = PrefixTree()
+    tree = RadixTree()
     pinned = tree.insert(tokens_to_key([1, 2]))
     pinned.pins.add("system")
     leaf = entered(tree, [1, 2, 3])
@@ -128,7 +130,7 @@ def test_a_pin_resists_the_merge() -> None:
 
 def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
     """Order leaves that are used at the same time, and at different ones."""
-    tree = PrefixTree()
+    tree = RadixTree()
     for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
         entered(tree, tokens)
     order = []
@@ -141,12 +143,82 @@ def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
     assert sorted(order[1:3]) == [[3, 4, 4], [3, 4, 5]]
 
 
+def test_an_eviction_looks_at_few_nodes() -> None:
+    """Neither at those that are evicted later, nor at former places of those that were used."""
+    tree = RadixTree()
+    draw = Random(1)
+    nodes = [entered(tree, [number, *range(draw.randint(1, 9))]) for number in range(1000)]
+    for node in [*nodes, *draw.choices(nodes, k=3000)]:
+        tree.touch(node)
+    order = sorted(nodes, key=lambda node: node.rank)
+    order[3].pins.add("system")
+    looks = 0
+
+    def wanted(node: Node) -> bool:
+        nonlocal looks
+        looks += 1
+        return not node.pins
+
+    evicted = []
+    while (found := tree.evict_first(wanted)) is not None:
+        evicted.append(found)
+        parted(tree, found)
+    assert evicted == [node for node in order if not node.pins]
+    # Two for a node: it and the next one, which may be equal. The pinned one is seen each time.
+    assert looks < 3.5 * len(nodes)
+    tree.check()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_first_node_is_that_of_all_nodes(whole: bool) -> None:
+    """Compare the heap with a search, after sequences and pages came, were used and left."""
+    draw = Random(7)
+    tree = RadixTree(whole_pages=whole)
+    for _ in range(600):
+        key = tokens_to_key([draw.randrange(3) for _ in range(draw.randint(1, 7))])
+        node = tree.insert(key)
+        kind = draw.randrange(5)
+        if kind < 2 and node.entry is None:
+            tree.attach(node, "entry")
+        elif kind == 2:
+            tree.set_page(node, Sheet(node.start, node.end))
+        elif kind == 3:
+            tree.touch(node, again=draw.random() < 0.5)
+        elif node.entry is not None:
+            tree.detach(node)
+        else:
+            tree.set_page(node, None)
+        path = node.path
+        tree.prune(node)
+        for each in path:
+            tree.merge(each)
+        tree.check()
+        for entries in (False, True):
+            kept = [each for each in tree.walk() if each.entry or (each.page and not entries)]
+            expected = min(kept, key=lambda each: each.rank, default=None)
+            assert tree.evict_first(lambda _: True, entries=entries) is expected
+
+
+def test_equal_nodes_are_evicted_in_the_order_of_the_tree() -> None:
+    """Branches that were created together have one rank; the last child is the first."""
+    tree = RadixTree()
+    for tokens in ([1, 2], [1, 3], [4, 5], [1, 6]):
+        entered(tree, tokens)
+    order = []
+    while (node := tree.evict_first(lambda node: node.entry is not None)) is not None:
+        rest = [each for each in tree.walk() if each.rank == node.rank]
+        assert node is rest[0]
+        order.append(key_to_tokens(node.key))
+        parted(tree, node)
+    assert sorted(order) == [[1, 2], [1, 3], [1, 6], [4, 5]]
+
+
 def test_only_what_is_used_is_touched() -> None:
     """Use a beginning only (LRUOnlyUpdatesUsedNodes): what goes on below it is as old as before.
 
     Ollama touched whatever hung below the match, so that leaves never aged.
     """
-    tree = PrefixTree()
+    tree = RadixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     tree.touch(a)
     tree.touch(b)
@@ -158,7 +230,7 @@ def test_only_what_is_used_is_touched() -> None:
 
 def test_a_divided_page_is_counted_at_both_nodes() -> None:
     """Split a node with a page: both may use it, until neither needs it (SplitPreservesData)."""
-    tree = PrefixTree()
+    tree = RadixTree()
     node = tree.insert(tokens_to_key([1, 2, 3, 4]))
     page = Sheet(0, 4)
     assert tree.set_page(node, page) is None
@@ -168,7 +240,7 @@ def test_a_divided_page_is_counted_at_both_nodes() -> None:
     assert (node.page, page.refs) == (page, 1)
     tree.check()
     assert tree.set_page(node, None) is page
-    whole = PrefixTree(whole_pages=True)
+    whole = RadixTree(whole_pages=True)
     node = whole.insert(tokens_to_key([1, 2, 3, 4]))
     whole.set_page(node, page)
     assert whole.split(node, 2).page is None
@@ -179,7 +251,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = PrefixTree()
+        self.tree = RadixTree()
         self.kept: dict[tuple[int, ...], Node] = {}
 
     @rule(tokens=WORDS)
@@ -229,7 +301,7 @@ TestMachine.pytestmark = pytest.mark.slow
 def test_a_whole_page_is_used_alone() -> None:
     """The states above it were of no use; the runs above a partial page were."""
     for whole in (True, False):
-        tree = PrefixTree(whole_pages=whole)
+        tree = RadixTree(whole_pages=whole)
         upper = tree.insert(tokens_to_key([1, 2]))
         tree.attach(upper, "entry")
         tree.touch(tree.insert(tokens_to_key([1, 2, 3])))
