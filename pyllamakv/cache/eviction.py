@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache import prefix_states
-from pyllamakv.cache.branches import StateTooLarge
 from pyllamakv.cache.defrag_retry import CellUsage
+from pyllamakv.cache.residency import Windows
 from pyllamakv.errors import (
     NativeError,
     NoSlotAvailable,
@@ -58,20 +56,13 @@ def capacity(context: Context) -> int | None:
     return found.size // context.partitions
 
 
-def _leased(cache: PrefixCache) -> set[Node]:
-    """Return the nodes whose tokens leases need: states are not needed once they were forked."""
-    if not cache.branches.can_trim:
-        return set()
-    return {each for lease in cache.leases for each in lease.node.path}
-
-
 def victim(cache: PrefixCache, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
     """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes.
 
     A state at a branch point is dropped last, because it serves several prompts.
     """
     branches = cache.branches
-    protected = {*kept, *_leased(cache)}
+    protected = {*kept, *branches.leased(cache.leases)}
     found = [
         node
         for node in branches.tree.entries
@@ -88,10 +79,7 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
         try:
             kept = branches.page_out(node, keep)
         except PagingError as error:
-            # Pages below this node would be useless without it.
-            needed = node.pins or (branches.sharing and node.children)
-            optional = branches.pages_optional or isinstance(error, StateTooLarge)
-            if needed or not (optional or node.parked):
+            if not branches.may_lose(node, error):
                 raise
             LOG.warning("%s; the branch is dropped", error)
             node.unprotect()
@@ -101,25 +89,6 @@ def evict(cache: PrefixCache, node: Node, keep: int = 0) -> Sequence | None:
     kept = branches.drop(node, keep)
     cache.counts.add("evictions")
     return kept
-
-
-def droppable(cache: PrefixCache) -> Node | None:
-    """Return the next branch to evict, resident or paged; None if all must stay."""
-    branches = cache.branches
-    if branches.starting:
-        return None
-    protected = _leased(cache)
-    most = 0 if branches.sharing else 1
-    least = branches.tree.evict_first
-    if not branches.can_trim:
-        least = partial(prefix_states.least_valuable, branches.tree, size=branches.size_of)
-
-    def wanted(node: Node) -> bool:
-        keeps = node.entry is not None or node.page is not None
-        free = keeps and not node.protected and node not in protected
-        return free and len(node.children) <= most and not branches.only_page(node)
-
-    return least(wanted)
 
 
 def free_sequences(cache: PrefixCache, n: int, kept: Iterable[Node]) -> bool:
@@ -164,14 +133,11 @@ def keep_state(cache: PrefixCache, lease: PrefixLease) -> None:
     branches, node = cache.branches, lease.node
     if node.parent is None or node.entry is not None or node.page is not None:
         return
-    # A fork of a sliding window shares its cells, and llama.cpp does not reuse shared ones.
-    pages = branches.pager is not None and (branches.may_trim or not branches.vacant)
+    assert isinstance(branches, Windows), "only leases with points have states to keep"
+    pager = branches.state_pager
     try:
-        if pages:
-            assert branches.pager is not None
-            page = branches.write_page(
-                branches.pager, lease.sequence.save(portable=False), 0, node.end
-            )
+        if pager is not None:
+            page = branches.write_page(pager, lease.sequence.save(portable=False), 0, node.end)
             branches.tree.set_page(node, page)
             cache.counts.add("paged_out")
         elif branches.vacant:
@@ -261,13 +227,10 @@ def certainly_fits(cache: PrefixCache, n: int, lease: PrefixLease | None) -> boo
     context, branches = cache.context, cache.branches
     if context.stream_per_sequence or cache.max_sequence_tokens is None:
         return True
-    if not branches.sharing or _needs_holes(context):
+    most = None if _needs_holes(context) else branches.most_cells(cache.leases)
+    if most is None:
         return False
-    # Leases may have separate cells for tokens that others have decoded too.
-    most = branches.tree.held_tokens + n
-    for each in cache.leases:
-        own = sum(len(node) for node in each.node.path if node.ref_count == 1)
-        most += len(each.ledger.tokens) - own + (each.promised if each is not lease else 0)
+    most += n + sum(each.promised for each in cache.leases if each is not lease)
     if most > cache.max_sequence_tokens:
         return False
     return branches.alone or most + branches.foreign() <= cache.max_sequence_tokens
@@ -332,9 +295,7 @@ def _free(
         if node is None:
             return False
         held = branches.tree.held_tokens
-        alone = head is not None and head.ref_count == 1 and head in node.path
-        paged = branches.storage(node) is not None
-        if head is not None and branches.sharing and alone and (paged or not branches.heir(node)):
+        if head is not None and branches.keeps_head(node, head):
             rest = evict(cache, node, head.end)
             assert rest is not None
             branches.attach(head, rest)
@@ -342,8 +303,9 @@ def _free(
             evict(cache, node)
         # Reading the cells costs more than counting evicted tokens, so they are read once at the
         # end.
-        short -= held - branches.tree.held_tokens
-        if short <= 0 or not branches.sharing:
+        freed = branches.freed(held)
+        short -= freed or 0
+        if freed is None or short <= 0:
             short = shortage(cache, n, lease)
     if _needs_holes(context):
         stats = cell_stats(context)

@@ -13,13 +13,19 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, eviction, eviction_policy, prefix_match, prefix_states
+from pyllamakv.cache import (
+    defrag_retry,
+    eviction,
+    eviction_policy,
+    prefix_match,
+    prefix_states,
+    residency,
+)
 from pyllamakv.cache import token_groups as grouping
-from pyllamakv.cache.branches import Branches
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.prefix_states import StatePoints
-from pyllamakv.cache.radix_tree import TOKEN_BYTES, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.stored_branches import StoredBranches
 from pyllamakv.closing import ClosedOnExit, NotCopied
@@ -120,7 +126,8 @@ class PrefixCache(ClosedOnExit):
         keep = None if store is None else self._store_branch
         self.policy = policy
         ranks = eviction_policy.make(policy, context.model.info)
-        self.branches = Branches(context, entries or most, pager(paging), schedule, keep, ranks)
+        kind = residency.kind_of(context)
+        self.branches = kind(context, entries or most, pager(paging), schedule, keep, ranks)
         self.budget = budget
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = eviction.capacity(context)
@@ -199,17 +206,14 @@ class PrefixCache(ClosedOnExit):
         self.sync()
         if self.stored is not None and resumed is None:
             self.counts.add("loaded_tokens", self.stored.load(self, key, together))
-        diverges = self._diverges(key)
+        diverges = self.branches.diverging(key, self.leases)
         sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
         points = parked.points if parked is not None else None
         if points is not None:
             for each in diverges:
                 points.add(each, length)
-        elif not self.branches.can_trim:
-            points = StatePoints(
-                self.branches.schedule, prompt, length,
-                branches=diverges, named=named, groups=together,
-            )  # fmt: skip
+        else:
+            points = self.branches.points(prompt, length, diverges, named, together)
         lease = PrefixLease(self, sequence, key, length, points, together)
         try:
             eviction.make_cells(self, prompt - length, lease)
@@ -242,22 +246,8 @@ class PrefixCache(ClosedOnExit):
         """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
         if node is None or node.page is None or not self.leases:
             return
-        there = node.ref_count if self.branches.can_trim else node.entry is not None
-        if not there and not eviction.make_page_room(self, node):
+        if not self.branches.has(node) and not eviction.make_page_room(self, node):
             raise eviction.full(self, node.end)
-
-    def _diverges(self, key: bytes) -> set[int]:
-        """Return the lengths at which a prompt diverges from others, also from leased ones."""
-        if self.branches.can_trim:
-            return set()
-        node, length = self.branches.tree.match(key)
-        found = {length, *(each.end for each in node.path if len(each.children) > 1)}
-        for lease in self.leases:
-            ahead = common(lease.key, key)
-            if lease.points is not None:
-                lease.points.add(ahead, len(lease.ledger))
-            found.add(ahead)
-        return found
 
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
@@ -325,7 +315,7 @@ class PrefixCache(ClosedOnExit):
             cached = f"{length} of {len(key) // TOKEN_BYTES}"
             msg = f"only {cached} tokens are in the cache; decode the others first"
             raise UsageError(msg)
-        if not branches.can_trim and (length < node.end or node.entry is None):
+        if not branches.resumes(node, length):
             eviction.pin_state(self, node, length)
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
@@ -417,7 +407,7 @@ class PrefixCache(ClosedOnExit):
     def evict(self) -> bool:
         """Drop the least recently used branch. Returns False if all are leased or pinned."""
         self.sync()
-        node = eviction.droppable(self)
+        node = self.branches.next_dropped(self.leases)
         if node is not None:
             self.branches.drop(node)
             self.counts.add("evictions")
@@ -470,7 +460,7 @@ class PrefixCache(ClosedOnExit):
         """Evict branches that would exceed the budget after this number of further tokens."""
         tokens = arguments.integer("tokens", tokens, 0)
         while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
-            node = eviction.droppable(self)
+            node = self.branches.next_dropped(self.leases)
             if node is None:
                 break
             self.branches.drop(node)
@@ -752,8 +742,7 @@ class PrefixLease(NotCopied):
         cache.leases.remove(self)
         branches.unlease(node, self)
         # Another branch may have decoded the same tokens; a longer one contains these too.
-        known = node.ref_count if branches.can_trim else node.entry is not None
-        if node.parent is None or not self._whole or known:
+        if node.parent is None or not self._whole or branches.has(node):
             branches.close(self.sequence)
         else:
             branches.keep(node, self.sequence)
@@ -901,7 +890,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
         pinned=len(cache.pins),
         nodes=tree.nodes,
         tokens=tree.tokens,
-        cells=tree.held_tokens if branches.sharing else sum(map(len, branches.sequences())),
+        cells=branches.cells,
         resident_bytes=resident,
         paged_bytes=paged,
         bytes=resident + paged,
@@ -950,7 +939,7 @@ def check(cache: PrefixCache) -> None:
     tree.check()
     nodes = list(tree.walk())
     for node in nodes:
-        _check_node(cache, node)
+        branches.check(node)
     sequences = list(branches.sequences())
     assert branches.taken == len(sequences), f"{len(sequences)} sequences, {branches.taken} counted"
     assert len({each.id for each in sequences}) == len(sequences), "a sequence is at two nodes"
@@ -962,34 +951,11 @@ def check(cache: PrefixCache) -> None:
     _check_cells(cache)
 
 
-def _check_node(cache: PrefixCache, node: Node) -> None:
-    branches, entry = cache.branches, node.entry
-    if entry is not None:
-        assert entry.open, f"the sequence of {node} was closed"
-        assert tokens_to_key(entry.ledger.tokens) == node.key, (
-            f"the sequence of {node} has other tokens"
-        )
-        assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
-        # Some releases report a recurrent state of one token as empty.
-        if branches.can_trim or node.end > 1:
-            assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
-    if branches.can_trim:
-        assert not (node.ref_count and node.page), f"{node} is resident and paged out"
-    if branches.sharing:
-        page = node.page
-        there = node.ref_count or (page and page.start <= node.start and node.end <= page.end)
-        assert there, f"the tokens of {node} are nowhere"
-    if not node.children:
-        kept = entry is not None or node.leases or node.page is not None
-        assert kept, f"{node} is a leaf that keeps nothing"
-
-
 def _check_cells(cache: PrefixCache) -> None:
     branches, context = cache.branches, cache.context
     stats = eviction.cell_stats(context)
-    if cache.leases or not branches.sharing or stats is None:
+    if cache.leases or stats is None:
         return
     ours = {each.id for each in branches.sequences()}
     if {i for i, ledger in enumerate(context.ledgers) if len(ledger)} <= ours:
-        held = branches.tree.held_tokens
-        assert stats.used == held, f"{held} tokens are held and {stats.used} cells are used"
+        branches.check_cells(stats.used)

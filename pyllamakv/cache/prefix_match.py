@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.cache import eviction
 from pyllamakv.cache import token_groups as grouping
-from pyllamakv.cache.branches import DamagedPage
 from pyllamakv.cache.radix_tree import TOKEN_BYTES
+from pyllamakv.cache.residency import DamagedPage
 from pyllamakv.errors import PagingError, PartialRemovalRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyllamakv.cache.branches import Branches
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.radix_tree import Node
+    from pyllamakv.cache.residency import Residency
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
 
@@ -31,7 +31,7 @@ def fork_longest_prefix(
     ``resumed`` is the node of a parked lease, whose sequence may be taken over. Raises
     NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
     """
-    exact = not cache.branches.may_trim
+    exact = cache.branches.exact
     while True:
         node, length = _find(cache, key, groups, exact=exact)
         eviction.check_cells(cache, len(key) // TOKEN_BYTES - length, node, length)
@@ -61,7 +61,7 @@ def _find(
         there = node.entry is not None or node.leases if exact else node.ref_count
         if not length or there:
             return node, length
-        pages = _page_in(cache, node if exact or cache.branches.sharing else _paged(node))
+        pages = _page_in(cache, node if exact else cache.branches.page_holder(node))
 
 
 def _candidate(
@@ -83,18 +83,13 @@ def _candidate(
     return next((each for each in path if each.end >= length > each.start), tree.root), length
 
 
-def _tail(branches: Branches, donor: runtime.Sequence, length: int) -> Node | None:
+def _tail(branches: Residency, donor: runtime.Sequence, length: int) -> Node | None:
     """Return the node of a sequence that may be cut although something pinned depends on it."""
     node = next((each for each in branches.tree.entries if each.entry is donor), None)
     if node is None or not branches.removable(node, frees_id=False):
         return None
     heir = branches.heir(node)
     return node if heir is None or heir.end <= length else None
-
-
-def _paged(node: Node) -> Node | None:
-    """Return a node whose page has all tokens of a node, if pages are whole sequences."""
-    return next((each for each in node.walk() if each.page is not None), None)
 
 
 def _page_in(cache: PrefixCache, node: Node | None) -> bool:
@@ -130,18 +125,13 @@ def _sequence(
         node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
         if length and node.entry is not None and node.end == length:
             parked = node.parked - (node is resumed)
-            alone = not node.pins and not parked and not node.children
-            last = branches.can_trim or not branches.vacant
-            if not branches.can_trim and node.page is not None:
-                return branches.detach(node)  # the page has the same state
-            paged = not branches.can_trim and branches.storage(node) is not None
-            if alone and last and paged and node is not resumed:
-                # Other prompts may diverge here, so the state is kept as a page.
+            unneeded = not node.pins and not parked and not node.children
+            if branches.gives(node, unneeded=unneeded):
+                if node is resumed or not branches.pages_first(node):
+                    return branches.detach(node)
                 taken = eviction.evict(cache, node, length)
                 assert taken is not None
                 return taken
-            if alone and last:
-                return branches.detach(node)
         donor = branches.provider(node, exact=exact) if length else None
         if donor is None:
             eviction.make_start(cache)

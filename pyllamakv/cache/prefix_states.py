@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.paging import MemoryPager
@@ -28,14 +28,6 @@ LOG = logging.getLogger("pyllamakv.cache")
 #: Default of the cache managers. Branch points and ends of prompts have states as well, so the
 #: interval only bounds what the first divergence from a long prompt evaluates again.
 SCHEDULE = CheckpointSchedule(size=4096, interval=512, first=16, budget=1 << 30)
-
-
-def rewinds(context: Context) -> bool:
-    """Return whether a sequence can return to every earlier position."""
-    info = context.info
-    if info.memory.keeps_states or info.can_remove_partly is False:
-        return False
-    return info.memory is MemoryType.ATTENTION or context.params.swa_full
 
 
 def saves(context: Context) -> bool:

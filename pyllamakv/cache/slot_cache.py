@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, prefix_states, slot_choice
+from pyllamakv.cache import defrag_retry, prefix_states, residency, slot_choice
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.defrag_retry import CellUsage
@@ -105,7 +105,7 @@ class SlotCache(ClosedOnExit):
         schedule = prefix_states.checked_schedule(checkpoints)
         #: None if the memory can return to every position, or cannot save states.
         self.states: StateStore | None = None
-        needed = schedule.size > 0 and not prefix_states.rewinds(context)
+        needed = schedule.size > 0 and not residency.rewinds(context)
         if needed and prefix_states.saves(context):
             self.states = StateStore(schedule)
         #: Whether this release starts no recurrent sequence in place of a removed one before a

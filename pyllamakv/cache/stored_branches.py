@@ -209,7 +209,7 @@ class StoredBranches:
         """
         if not self.store.owned:
             return 0
-        exact = exact or not can_trim(self.context)
+        exact = exact or not cache.branches.trims
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
             found = self.store.find(key, limit, exact=exact)
@@ -329,19 +329,13 @@ class StoredBranches:
             while True:
                 node, known = _resident(cache, key)
                 before = covered
-                covered = min(known, found.length - 1) if cells and branches.sharing else 0
+                covered = min(branches.shareable(known), found.length - 1) if cells else 0
                 if covered == before:
                     return covered
                 kept = node.path if keeps else []
                 if not eviction.make_sequence_room(cache, sequences, n - covered, kept):
                     break
         return None
-
-
-def can_trim(context: Context) -> bool:
-    """Return whether a sequence of the context can be trimmed to any length."""
-    memory = context.info.memory
-    return memory is MemoryType.ATTENTION or (memory is MemoryType.SWA and context.params.swa_full)
 
 
 def _sequences(cache: PrefixCache) -> Iterator[tuple[Node, runtime.Sequence]]:
