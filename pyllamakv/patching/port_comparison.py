@@ -90,7 +90,10 @@ class PortDifference:
 
 @dataclass(frozen=True)
 class PortComparison:
-    """Describe how the port for one base differs from that for another."""
+    """Describe how the port for one base differs from that for another.
+
+    ``one`` and ``other`` are the bases, or the files of ports without a base.
+    """
 
     id: str
     one: str
@@ -121,12 +124,12 @@ class PortComparison:
 def compare(one: Port, other: Port) -> PortComparison:
     """Compare the port for one base with that for another."""
     change = change_of(one.patch, other.patch)
+    names = [port.base or (port.path.name if port.path else "") for port in (one, other)]
     if change != "content":
-        return PortComparison(one.id, one.base, other.base, change)
+        return PortComparison(one.id, *names, change)
     return PortComparison(
         one.id,
-        one.base,
-        other.base,
+        *names,
         change,
         lost=missing_parts(one.patch, other.patch),
         gained=tuple(
@@ -140,16 +143,16 @@ def compare(one: Port, other: Port) -> PortComparison:
 def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
     """Return the lines that only one of two ports changes, for each function that both change.
 
-    Functions are matched by their names without classes, and lines without their spacing. A removed
-    line begins with ``removed:``. If the lines are the same in another order, those that moved are
-    returned.
+    Functions are matched by their names without classes, in added files also by file, and lines
+    without their spacing. A removed line begins with ``removed:``. If the lines are the same in
+    another order, those that moved are returned.
     """
     first, second = _by_function(one), _by_function(other)
     found = []
-    for name, (file, lines) in second.items():
-        if name not in first:
+    for place, (file, lines) in second.items():
+        if place not in first:
             continue
-        old = first[name][1]
+        name, old = place[1], first[place][1]
         gone, new = Counter(old) - Counter(lines), Counter(lines) - Counter(old)
         shown = [f"- {line}" for line in old if gone[line]]
         shown += [f"+ {line}" for line in lines if new[line]]
@@ -169,21 +172,27 @@ def changed_lines(one: Patch, other: Patch) -> tuple[PortDifference, ...]:
     return tuple(found)
 
 
-def _by_function(patch: Patch) -> dict[str, tuple[str, list[str]]]:
-    """Return file and changed lines of each function, in the order of the port."""
-    found: dict[str, tuple[str, list[str]]] = {}
+def _by_function(patch: Patch) -> dict[tuple[str, str], tuple[str, list[str]]]:
+    """Return file and changed lines of each function, in the order of the port.
+
+    The key is the added file, if it is one, and the name.
+    """
+    found: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    marks = {b"+": "", b"-": "removed: "}
     for file in patch.files:
-        if file.old is None:
-            continue  # an added file is compared as a whole
-        for hunk in file.hunks:
-            name = heading(hunk).rpartition("::")[2].split(" ")[-1]
-            lines = found.setdefault(name, (file.path, []))[1]
-            marks = {b"+": "", b"-": "removed: "}
-            lines += [
+        added = [line for hunk in file.hunks for line in hunk.added] if file.old is None else []
+        index = headings.Headings(added)
+        for at, line in enumerate(added):
+            if cpp_lines.is_significant(line):
+                key = file.path, headings.name(index.enclosing(at)).rpartition("::")[2]
+                found.setdefault(key, (file.path, []))[1].append(cpp_lines.normalize(line))
+        for hunk in file.hunks if file.old is not None else ():
+            key = "", heading(hunk).rpartition("::")[2].split(" ")[-1]
+            found.setdefault(key, (file.path, []))[1].extend(
                 marks[line[:1]] + cpp_lines.normalize(line[1:])
                 for line in hunk.lines
                 if line[:1] in marks and cpp_lines.is_significant(line[1:])
-            ]
+            )
     return found
 
 

@@ -19,6 +19,7 @@ from shutil import which
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from pyllamakv.errors import GitError
+from pyllamakv.printable import printable
 from pyllamakv.source import git_limits
 
 if TYPE_CHECKING:
@@ -186,7 +187,12 @@ def stream(
         finally:
             drain.join()
     if process.returncode:
-        raise GitError(["git", *args], process.returncode, said.decode("utf-8", "replace"))
+        raise GitError(["git", *args], process.returncode, _message(bytes(said)))
+
+
+def _message(output: bytes) -> str:
+    """Return what git wrote, for an error; a remote may send any byte."""
+    return printable(output.decode("utf-8", "replace"), keep="\n\t")
 
 
 def _has_terminal() -> bool:
@@ -287,8 +293,7 @@ def git_bytes(
     options: dict[str, Any] = {"network": network, "hold": hold, "bounded": bounded}
     done = run(folder, *args, input=input, env=env, timeout=timeout, **options)
     if check and done.returncode != 0:
-        said = (done.stderr or done.stdout).decode("utf-8", "replace")
-        raise GitError(["git", *args], done.returncode, said)
+        raise GitError(["git", *args], done.returncode, _message(done.stderr or done.stdout))
     return done.stdout
 
 

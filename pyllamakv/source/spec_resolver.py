@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import FetchError, GitError, HashMismatch, UnknownRelease, UsageError
+from pyllamakv.printable import printable
 from pyllamakv.source import era, git_command, git_limits, lockfile, tree_limits
 from pyllamakv.source.files import inheritable_lock, translate_disk_errors
 from pyllamakv.source.package_sources import find_package
@@ -112,7 +113,7 @@ def fetch_git(spec: str, *, commit: str = "") -> Release:
         try:
             found = _bring(held, store, place, ref)
         except GitError as error:
-            shown = redacted(url)
+            shown = printable(redacted(url))
             git_limits.raise_if_limit_hit(error, f"what {shown} has under {ref}")
             output = error.output.strip().replace(url, shown)
             msg = f"cannot fetch {ref} from {shown}: {output}"
@@ -141,7 +142,7 @@ def remote_commit(release: Release) -> str:
     try:
         listed = git_command.git(Path("/"), *words, network=True, timeout=_LIST_SECONDS)
     except GitError as error:
-        shown = redacted(place)
+        shown = printable(redacted(place))
         msg = f"cannot list {ref} of {shown}: {error.output.strip().replace(place, shown)}"
         raise FetchError(msg) from error
     found = {name: commit for commit, _, name in (x.partition("\t") for x in listed.split("\n"))}
@@ -236,7 +237,9 @@ def _described(store: Store, release: Release) -> Release:
     if not any(store.read_many(tree, API_HEADERS).values()):
         msg = f"{release.name} has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
         raise UnknownRelease(msg, name=release.name)
-    date = release.date or _date_of_twin(store, tree) or store.date(release.commit)
+    # The commit of a directory has a fixed date; two git references to one tree have their own.
+    twin = "" if release.kind == "git" else _date_of_twin(store, tree)
+    date = release.date or twin or store.date(release.commit)
     return replace(release, tree=tree, era=era.detect(store, tree), date=date)
 
 

@@ -104,6 +104,7 @@ def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path
     assert [loss["name"] for loss in facts["lost"] if loss["what"] == "hunk"] == ["2"]
     code, out, _ = call(capsys, "diff", "one", "0.3.1", str(short))
     assert "src/a.cpp, hunk 2" in out
+    assert out.startswith("one: 0.3.1 to short.patch: content")
     assert call(capsys, "diff", "one", "0.3.1", "0.3.1")[0] == 0
 
 

@@ -69,6 +69,7 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     lines = ["changed include/llama.h", "missing src/llama.cpp", "stray stray"]
     assert out == ["0.3.9: 3 differ", *(f"  {line}" for line in lines)]
     assert list(caught.value.files) == [f"0.3.9: {line}" for line in lines]
+    assert "`pyllamakv upstream sync 0.3.9` restores" in str(caught.value)
     run("sync")
     run("status")
 

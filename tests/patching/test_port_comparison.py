@@ -137,6 +137,17 @@ def test_changed_lines_of_a_function_are_listed() -> None:
     assert not found.lost
 
 
+def test_changed_lines_of_an_added_file_are_listed() -> None:
+    """Two swapped views in a file that both ports add; other functions of it are equal."""
+    text = b"void keep(int n) {\n    use(n);\n}\n\nvoid move(int n) {\n    cpy(v_src, v_dst);\n}\n"
+    other = text.replace(b"v_src, v_dst", b"v_dst, v_src")
+    one, two = (hunks.parse(diff({}, {"src/new.h": data})) for data in (text, other))
+    found = port_comparison.compare(port("0.3.1", one), port("0.3.2", two))
+    (lines,) = found.changed
+    assert str(lines) == "src/new.h, move"
+    assert lines.lines == ("- cpy(v_src, v_dst);", "+ cpy(v_dst, v_src);")
+
+
 @pytest.mark.slow
 def test_another_order_and_other_removed_lines_are_listed() -> None:
     """A copy before a clear is not a copy after it, and a line that stays is still executed."""

@@ -92,6 +92,15 @@ def test_failure_shows_command_and_words(tmp_path: Path) -> None:
     assert git_command.git(tmp_path, "rev-parse", "HEAD", check=False) == ""
 
 
+def test_a_message_has_no_control_characters(tmp_path: Path) -> None:
+    """A remote may send any byte; the message goes to terminals, JSON and XML."""
+    words = ("-c", "alias.x=!printf 'remote: a\\000b\\033' >&2; exit 3", "x")
+    with pytest.raises(GitError) as caught:
+        git_command.git(tmp_path, *words)
+    assert "remote: a\\x00b\\x1b" in caught.value.output
+    assert "\0" not in str(caught.value)
+
+
 def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a missing folder and a missing git have different errors."""
     with pytest.raises(GitError, match="no directory"):

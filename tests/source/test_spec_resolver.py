@@ -177,6 +177,26 @@ def test_a_bundle(tmp_path: Path) -> None:
     assert resolve(f"git:{tmp_path / 'x.bundle'}@main").commit == commit
 
 
+def test_two_references_to_one_tree_have_their_own_dates(tmp_path: Path) -> None:
+    """A revert restores a tree; the order of releases is that of their commits."""
+    up = tmp_path / "up"
+    repository(up)
+    for name, day in (("old", "1"), ("new", "9")):
+        dates = {f"GIT_{who}_DATE": f"2026-01-0{day}T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
+        git_command.git(up, "commit", "-q", "--allow-empty", "-m", name, env=dates)
+        git_command.git(up, "branch", name)
+    old, new = (resolve(f"git:{up}@{name}") for name in ("old", "new"))
+    assert old.tree == new.tree
+    assert (old.date[:10], new.date[:10]) == ("2026-01-01", "2026-01-09")
+
+
+def test_a_message_shows_control_characters_of_a_url() -> None:
+    """The message goes to a terminal."""
+    with pytest.raises(FetchError) as caught:
+        resolve("git:/none\x1b[2J@main")
+    assert "\x1b" not in str(caught.value)
+
+
 def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
     """A URL or reference that cannot be had is a failed fetch, and nothing changes."""
     repository(tmp_path / "up")
