@@ -60,20 +60,19 @@ def command(
 
     if stock and (series or patches):
         raise UsageError("choose one of --series, --patches and --stock")
-    if server and patches:
-        raise UsageError("--server has the shipped series: omit --patches")
     built: list[tuple[Spec, Variant, BuiltServer | None]] = []
     options: Any = {"backend": backend, "native": not portable, "jobs": jobs}
     with progress_bar.progress() as progress:
         for spec in _specs(release or verified.newest().name, series, stock=stock):
-            made = build_server(spec, **options, progress=progress) if server else None
+            own = "" if spec.series == () else patches
+            made = build_server(spec, patches=own, **options, progress=progress) if server else None
             variant = (
                 made.variant
                 if made
                 else build_series(
                     spec.release,
                     spec.series,
-                    "" if spec.series == () else patches,
+                    own,
                     **options,
                     progress=progress,
                 )

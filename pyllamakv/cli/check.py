@@ -77,13 +77,13 @@ def command(
     from pyllamakv.view import check_console
 
     if server:
-        if patches or isolate or folder or quick or fresh or timeout or pictures or junit:
+        if isolate or folder or quick or fresh or timeout or pictures or junit:
             raise UsageError(
-                "--server has only the options --series, --scenario, --backend, --portable, "
-                "--verbose and --json"
+                "--server has only the options --patches, --series, --scenario, --backend, "
+                "--portable, --verbose and --json"
             )
         found = _server_answer(
-            release or verified.newest().name, series, scenario, backend, not portable
+            release or verified.newest().name, patches, series, scenario, backend, not portable
         )
         if as_json:
             write_json(found.to_json())
@@ -121,7 +121,12 @@ def _names(series: str) -> tuple[str, ...]:
 
 
 def _server_answer(
-    release: str, series: str, scenarios: list[str] | None, backend: str, native: bool
+    release: str,
+    patches: str,
+    series: str,
+    scenarios: list[str] | None,
+    backend: str,
+    native: bool,
 ) -> ServerCheck:
     from pyllamakv.cli import progress_bar
     from pyllamakv.server.server_check import check_server
@@ -129,6 +134,7 @@ def _server_answer(
     with progress_bar.progress() as progress:
         return check_server(
             release,
+            patches=patches,
             series=_names(series),
             scenarios=tuple(scenarios or ()),
             backend=backend,

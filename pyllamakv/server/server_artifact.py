@@ -116,11 +116,11 @@ def servers() -> Path:
     return home() / "servers"
 
 
-def server_id(library: Variant) -> str:
-    """Return the id of the server of a variant."""
+def server_id(library: Variant, tree: str = "") -> str:
+    """Return the id of the server of a variant, or of one that is built from a tree."""
     facts = [RECIPE, library.id, variant.files_digest([project()])]
-    if not library.manifest.stock:
-        facts.append(server_patches.digest())
+    if tree or not library.manifest.stock:
+        facts.append(tree or server_patches.digest())
     return f"{library.id}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
 
 

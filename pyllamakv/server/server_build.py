@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from pyllamakv.building import build, cmake, variant
 from pyllamakv.errors import BuildError, Unsupported
-from pyllamakv.patching import trees
+from pyllamakv.patching import port_choice, trees
 from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_artifact import PROGRAM, BuiltServer, ServerManifest
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _PLACES = ("tools/server", "examples/server")
 def build_server(
     spec: str | Spec,
     *,
+    patches: str = "",
     backend: str = "cpu",
     native: bool = True,
     jobs: int | None = None,
@@ -46,9 +48,15 @@ def build_server(
 ) -> BuiltServer:
     """Return the server of the variant that ``spec`` names, building what is missing.
 
-    Raises the errors of `building.build.build`. Raises Unsupported for a release without a server,
-    before its libraries are compiled.
+    ``patches`` is the series (default: the shipped one). Raises the errors of
+    `building.build.build`. Raises Unsupported for a release without a server, before its libraries
+    are compiled.
     """
+    parsed = variant.parse(spec) if isinstance(spec, str) else spec
+    if patches and parsed.series != ():
+        return _build_foreign(
+            parsed, patches, backend=backend, native=native, jobs=jobs, progress=progress
+        )
     wanted = variant.request(spec, backend=backend, native=native)
     library = variant.lookup(wanted)
     found = library and server_artifact.lookup(library)
@@ -58,6 +66,32 @@ def build_server(
     library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
     sources = server_patches.choose(wanted.release, wanted.spec.series, progress=progress)
     return build_sources(wanted, library, sources, jobs=jobs, progress=progress)
+
+
+def _build_foreign(
+    spec: Spec,
+    patches: str,
+    *,
+    backend: str,
+    native: bool,
+    jobs: int | None,
+    progress: Progress | None,
+) -> BuiltServer:
+    """Return the server of a release with patches of another series."""
+    series = port_choice.load_series(patches)
+    release = spec_resolver.resolve(spec.release)
+    _check_sources(release, progress)
+    # A series that changes only the server is linked with the libraries of stock.
+    names = spec.series if len(series) else ()
+    library = build.build_series(
+        spec.release, names, patches, backend=backend, native=native, jobs=jobs, progress=progress
+    )
+    sources = server_patches.choose(release, spec.series, series=series, progress=progress)
+    # The sources replace those of the request, which no spec can name.
+    plain = variant.Spec(release.name, ())
+    wanted = variant.request_of(release, plain, backend=backend, native=native)
+    name = server_artifact.server_id(library, sources.tree)
+    return build_sources(wanted, library, sources, name=name, jobs=jobs, progress=progress)
 
 
 def build_sources(

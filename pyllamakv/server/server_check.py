@@ -18,7 +18,7 @@ from pyllamakv.errors import (
     Unsupported,
     UsageError,
 )
-from pyllamakv.patching import apply
+from pyllamakv.patching import apply, port_choice
 from pyllamakv.scenarios.outcome import Outcome, classify
 from pyllamakv.server import server_client, server_patches
 from pyllamakv.server.server_build import build_server
@@ -30,6 +30,7 @@ from pyllamakv.verification.verdict import Decision, Pair, decide
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pyllamakv.patching.series import Series
     from pyllamakv.server.server_artifact import BuiltServer
     from pyllamakv.server.server_scenarios import ServerScenario
     from pyllamakv.source.progress import Progress
@@ -92,6 +93,7 @@ class ServerCheck:
 def check_server(
     release: str,
     *,
+    patches: str = "",
     series: Sequence[str] = (),
     scenarios: Sequence[str] = (),
     backend: str = "cpu",
@@ -100,13 +102,15 @@ def check_server(
 ) -> ServerCheck:
     """Build both servers of a release, run the scenarios on them, and decide the verdict.
 
-    ``series`` are ids of shipped patches (empty: all that apply). Raises UsageError for an unknown
+    ``patches`` is the series (default: the shipped one), and ``series`` are ids of its patches
+    (empty: all that apply). Raises UsageError for an unknown
     scenario or a patch of the server, UnknownPatch for an unknown patch, ToolMissing without a
     package that a scenario needs, and HarnessError for an internal error. A stock server that
     cannot be fetched, built or run here has the verdict untestable.
     """
     chosen = select(scenarios)
-    variant.check_patches(series)
+    whole = port_choice.load_series(patches)
+    _check_names(series, whole, patches)
     for name in dict.fromkeys(name for each in chosen for name in each.packages):
         server_client.package(name)
     try:
@@ -120,21 +124,26 @@ def check_server(
     sides, conflict = {"stock": stock}, ""
     known, names = spec_resolver.resolve(release), tuple(series) or None
     undecided: dict[str, str] = {}
-    patches: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
-        applied = apply.apply(known, names, progress=progress)
+        library = names if len(whole) else ()
+        applied = apply.apply(known, library, series=whole, progress=progress)
         # No server scenario is that of a patch, so no run decides on one that is not applied.
         undecided = {each.id: each.reason for each in applied.skipped if each.failed}
         conflict = "; ".join(undecided.values())
         patched = build_server(
-            Spec(release, names), backend=backend, native=native, progress=progress
+            Spec(release, names),
+            patches=patches,
+            backend=backend,
+            native=native,
+            progress=progress,
         )
-        if patched.variant.manifest.stock:
+        if patched.variant.manifest.stock and not patched.manifest.server_patches:
             conflict = conflict or "no patch of the series applies"
         else:
             sides["patched"] = patched
             made = patched.manifest
-            patches = {
+            facts = {
                 "patches": made.patches,
                 "server_patches": made.server_patches,
                 "left_out": made.left_out,
@@ -143,13 +152,14 @@ def check_server(
     except (PatchConflict, NoPortApplies) as error:
         conflict = str(error).split("\n", 1)[0]
     except CommandFailed as error:
-        carried = applied.carried | server_patches.choose(known, names, progress=progress).carried
+        sources = server_patches.choose(known, names, series=whole, progress=progress)
+        carried = applied.carried | sources.carried
         decision = decide((), build_error=error.first_error or str(error), carried=_listed(carried))
         return ServerCheck(release, decision, carried=carried)
     if "patched" in sides and (reason := _cannot_run(patched)):
         failed = f"the patched server cannot run: {reason}"
-        decision = decide((), build_error=failed, carried=_listed(patches["carried"]))
-        return ServerCheck(release, decision, **patches)
+        decision = decide((), build_error=failed, carried=_listed(facts["carried"]))
+        return ServerCheck(release, decision, **facts)
     outcomes: dict[tuple[str, str], Outcome] = {}
     notes: dict[tuple[str, str], dict[str, int]] = {}
     for done, scenario in enumerate(chosen):
@@ -171,11 +181,22 @@ def check_server(
     decision = decide(
         pairs,
         conflict=conflict,
-        carried=_listed(patches.get("carried", {})),
+        carried=_listed(facts.get("carried", {})),
         undecided=() if scenarios else tuple(undecided),
     )
     servers = {side: built.id for side, built in sides.items()}
-    return ServerCheck(release, decision, pairs, notes, servers, **patches)
+    return ServerCheck(release, decision, pairs, notes, servers, **facts)
+
+
+def _check_names(names: Sequence[str], whole: Series, patches: str) -> None:
+    """Raise UnknownPatch or UsageError for a name that is no library patch of the series."""
+    if not patches:
+        return variant.check_patches(names)
+    for name in names:
+        if whole.definition(name).target == "server":
+            msg = f"{name} changes llama-server and not the libraries: leave it out of --series"
+            raise UsageError(msg)
+    return None
 
 
 def _cannot_run(built: BuiltServer) -> str:

@@ -57,8 +57,10 @@ def choose(
     """
     store = store or open_store()
     series = series_module.load() if series is None else series
-    patched = apply.apply(release, names, series=series, store=store, progress=progress)
-    if not patched.steps:
+    stock_only = names is not None and not names
+    library = names if len(series) else ()
+    patched = apply.apply(release, library, series=series, store=store, progress=progress)
+    if stock_only:
         return ServerSources(patched.tree)
     release = trees.ensure_fetched(store, release, progress)
     stock = trees.StoreTree(store, store.tree_of(release))

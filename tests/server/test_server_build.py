@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from building_kit import CMAKE, NINJA, BuildSandbox
 from cpp_kit import compiler
+from patching_kit import SeriesSandbox
 
 from pyllamakv.building import build, cmake, variant
 from pyllamakv.errors import BuildError, CommandFailed, Unsupported
 from pyllamakv.server import server_artifact, server_patches
 from pyllamakv.server.server_build import build_server
 from pyllamakv.server.server_patches import ServerSources
+from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,6 +113,40 @@ def test_the_libraries_are_those_of_the_variant(
     for name in ("PLK_LLAMA_SRC", "CMAKE_C_COMPILER", "CMAKE_CXX_FLAGS", "CMAKE_BUILD_TYPE"):
         assert server[name] == library[name]
     assert not any(name.startswith("GGML_") for name in server)
+
+
+@pytest.mark.slow
+def test_the_server_of_another_series(shop: BuildSandbox, tmp_path: Path) -> None:
+    """Its patches of the libraries and of the server are in it, and a second build runs nothing."""
+    stock = {"src/llama.cpp": b"// stock\n"}
+    page = {"tools/server/page.txt": b"page\n"}
+    queue = SeriesSandbox(open_store(), tmp_path / "queue")
+    marker = ("src/llama.cpp", "// stock")
+    fixed = {"src/llama.cpp": b"// stock\n// fixed\n"}
+    queue.add_patch("fix", {"0.3.9": (stock, fixed)}, marker=marker)
+    queue.add_patch("page", {"0.3.9": ({}, page)}, marker=marker, target="server")
+    spec = shop.spec.replace("+stock", "+patched")
+    found = build_server(spec, patches=str(queue.folder))
+    assert found.program.read_text("utf-8") == "// stock\n// fixed\n"
+    assert found.variant.manifest.patches == ("fix",)
+    assert found.manifest.server_patches == ("page",)
+    ran = shop.count("ninja")
+    assert build_server(spec, patches=str(queue.folder)).id == found.id
+    assert shop.count("ninja") == ran
+
+
+@pytest.mark.slow
+def test_a_series_of_server_patches_alone(shop: BuildSandbox, tmp_path: Path) -> None:
+    """Its server is linked with the libraries of stock, and is another one than stock's."""
+    queue = SeriesSandbox(open_store(), tmp_path / "queue")
+    page = {"tools/server/page.txt": b"page\n"}
+    marker = ("src/llama.cpp", "// stock")
+    queue.add_patch("page", {"0.3.9": ({}, page)}, marker=marker, target="server")
+    spec = shop.spec.replace("+stock", "+patched")
+    found = build_server(spec, patches=str(queue.folder))
+    assert found.manifest.server_patches == ("page",)
+    assert found.variant.manifest.stock
+    assert found.id != build_server(shop.spec, patches=str(queue.folder)).id
 
 
 def test_a_release_without_a_server(shop: BuildSandbox) -> None:

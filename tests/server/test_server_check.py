@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from patching_kit import SeriesSandbox
 
 from pyllamakv.building.variant import Spec
 from pyllamakv.errors import (
@@ -27,6 +28,7 @@ from pyllamakv.server import server_check
 from pyllamakv.server.server_check import check_server, select
 from pyllamakv.server.server_lab import ServerLab
 from pyllamakv.server.server_scenarios import SCENARIOS, ServerScenario
+from pyllamakv.source.store import open_store
 from pyllamakv.verification.verdict import Verdict
 
 
@@ -237,6 +239,19 @@ def test_select() -> None:
     assert len({each.id for each in SCENARIOS}) == len(SCENARIOS)
     with pytest.raises(UsageError, match="expected one of server-context-shift"):
         select(["fragmented"])
+
+
+@pytest.mark.parametrize(("name", "error"), [("page", UsageError), ("nothing", UnknownPatch)])
+def test_names_of_another_series_are_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, error: type[Exception]
+) -> None:
+    """By its own patches; the ids of the shipped series are not known then."""
+    queue = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "queue")
+    queue.add_patch("page", {"0.3.9": ({}, {"tools/server/a.txt": b"a\n"})}, target="server")
+    monkeypatch.setattr(server_check, "build_server", None)
+    for names in ((name,), ("full-defrag",)):
+        with pytest.raises(error if names == (name,) else UnknownPatch):
+            check_server("0.3.9", patches=str(queue.folder), series=names)
 
 
 @pytest.mark.parametrize(
