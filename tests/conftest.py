@@ -56,17 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "release(name): the release that a native test runs on")
 
 
-@pytest.fixture(autouse=True)
-def locks_of_series() -> Iterator[None]:
-    """Forget the locks that a test included: a process knows the releases of its series."""
-    from pyllamakv.source import lockfile
-
-    kept = dict(lockfile._INCLUDED)
-    yield
-    lockfile._INCLUDED.clear()
-    lockfile._INCLUDED.update(kept)
-
-
 @pytest.fixture(scope="session")
 def stock() -> Variant:
     """Return the stock variant of the test release."""

@@ -54,12 +54,14 @@ def command(
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
+    from pyllamakv.patching import port_choice
     from pyllamakv.source import lockfile, spec_resolver
     from pyllamakv.source.releases import ARCHIVE_KINDS
     from pyllamakv.verification import bisect, matrix, result_cache
     from pyllamakv.verification.cell import CellSpec
 
-    good, bad = (spec_resolver.resolve(name).name for name in (good, bad))
+    lock = port_choice.load_series(patches).lock
+    good, bad = (spec_resolver.resolve(name, lock).name for name in (good, bad))
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()

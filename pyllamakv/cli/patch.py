@@ -62,8 +62,8 @@ def status(
     from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import status as statuses
 
-    chosen = _releases_of(names or [], every=every)
     series = _series_of(patches)
+    chosen = _releases_of(names or [], every=every, lock=series.lock)
     with progress_bar.progress() as progress:
         found = statuses.status(
             chosen, series=series.every if server else series, progress=progress
@@ -93,10 +93,11 @@ def apply(
     from pyllamakv.source.store import open_store
 
     store = open_store()
-    target = _release_of(release)
+    series = _series_of(patches)
+    target = _release_of(release, series.lock)
     with progress_bar.progress() as progress:
         patched = applying.apply(
-            target, names or None, series=_series_of(patches), store=store, progress=progress
+            target, names or None, series=series, store=store, progress=progress
         )
     _check_series(patched)
     if to is not None:
@@ -189,10 +190,11 @@ def export_series(
     if as_json and to is None:
         raise errors.UsageError("--json wants --to DIR: without it the mails go to stdout.")
     store = open_store()
-    target = _release_of(release)
+    series = _series_of(patches)
+    target = _release_of(release, series.lock)
     with progress_bar.progress() as progress:
         patched = applying.apply(
-            target, names or None, series=_series_of(patches), store=store, progress=progress
+            target, names or None, series=series, store=store, progress=progress
         )
     _check_series(patched)
     found = exporting.mail_series(store, target.commit, patched)
@@ -416,9 +418,10 @@ def drift(
     from pyllamakv.cli import patch_views, progress_bar
     from pyllamakv.patching import drift as drifting
 
+    series = _series_of(patches)
     with progress_bar.progress() as progress:
         found = drifting.drift(
-            _release_of(release), names or [], series=_series_of(patches), progress=progress
+            _release_of(release, series.lock), names or [], series=series, progress=progress
         )
     if as_json:
         write_json([one.as_json() for one in found])
@@ -448,7 +451,7 @@ def newest(
     from pyllamakv.cli import progress_bar
     from pyllamakv.verification import newest as searching
 
-    chosen = _releases_of(names or [], every=every)
+    chosen = _releases_of(names or [], every=every, lock=_series_of(patches).lock)
     with progress_bar.progress() as progress:
         found = searching.newest(
             chosen,
@@ -487,7 +490,11 @@ def obsolete(
     }
     with progress_bar.progress() as progress:
         found = judging.obsolete(
-            _release_of(release), names or [], series=series, stock=stock, progress=progress
+            _release_of(release, series.lock),
+            names or [],
+            series=series,
+            stock=stock,
+            progress=progress,
         )
     if as_json:
         return write_json([one.as_json() for one in found])
@@ -586,20 +593,22 @@ def _series_of(patches: str) -> Series:
     return port_choice.load_series(patches)
 
 
-def _release_of(name: str) -> FoundRelease:
-    """Return the release that a spec means."""
+def _release_of(name: str, lock: Path | None = None) -> FoundRelease:
+    """Return the release that a spec means; ``lock`` is the lock file of a series."""
     from pyllamakv.source import spec_resolver
 
-    return spec_resolver.resolve(name)
+    return spec_resolver.resolve(name, lock)
 
 
-def _releases_of(names: Sequence[str], *, every: bool, none: bool = False) -> list[FoundRelease]:
+def _releases_of(
+    names: Sequence[str], *, every: bool, none: bool = False, lock: Path | None = None
+) -> list[FoundRelease]:
     """Return the releases named; without names those fetched, or every one of the lock."""
     from pyllamakv.source import lockfile
     from pyllamakv.source.store import open_store
 
     if names:
-        return [_release_of(name) for name in names]
+        return [_release_of(name, lock) for name in names]
     known = sorted(lockfile.known().values(), key=lambda release: release.order)
     store = open_store()
     found = [release for release in known if every or store.has(release)]

@@ -34,7 +34,8 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
     valid start. Raises NoPortApplies.
     """
     bases = {port.base for port in definition.ports}
-    known = {r.commit: r for r in lockfile.known().values() if store.has(r) or r.key in bases}
+    there = lockfile.bases(series.lock).values()
+    known = {r.commit: r for r in there if store.has(r) or r.key in bases}
     known[onto.commit] = onto
     line = sorted(known.values(), key=lambda release: release.order)
     at = line.index(onto)

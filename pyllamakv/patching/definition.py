@@ -178,11 +178,16 @@ class Definition:
         version = sdist_version(name)
         if version and not SpecifierSet(self.releases).contains(version, prereleases=True):
             return False
-        known = lockfile.bases() if self.since or self.until else {}
+        known = lockfile.bases(self.lock) if self.since or self.until else {}
         first, here, last = map(known.get, (self.since, name, self.until))
         if here is None:
             return True
         return not (first and here.date < first.date) and not (last and here.date > last.date)
+
+    @property
+    def lock(self) -> Path | None:
+        """Return the lock file of the series that the patch is in, if it is in one."""
+        return self.folder.parent / lockfile.SERIES_LOCK if self.folder else None
 
     @property
     def covered(self) -> tuple[str, str, str]:

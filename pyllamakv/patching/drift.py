@@ -156,11 +156,12 @@ def why(
     return "; ".join(said)
 
 
-def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
+def _best(one: status.PatchStatus, release: Release, series: Series) -> status.Attempt | None:
     """Return the attempt to measure; without an applicable port, that of the nearest base."""
     if one.state != "not-applicable":
         return one.best
-    line = sorted({**lockfile.known(), release.name: release}.values(), key=lambda r: r.order)
+    there = {each.key: each for each in lockfile.bases(series.lock).values()}
+    line = sorted({**there, release.key: release}.values(), key=lambda r: r.order)
     names = [each.key for each in line]
     here = names.index(release.key)
     far = {name: abs(place - here) for place, name in enumerate(names)}
@@ -168,7 +169,7 @@ def _best(one: status.PatchStatus, release: Release) -> status.Attempt | None:
 
 
 def _one(one: status.PatchStatus, release: Release, series: Series, store: Store) -> Drift:
-    best = _best(one, release)
+    best = _best(one, release, series)
     if best is None:
         return Drift(one.release, one.id, one.state, "", (), one.reason)
     port = next(t for t in series.definition(one.id).ports if t.base == best.base)

@@ -19,6 +19,7 @@ from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from pyllamakv.patching.definition import Port
     from pyllamakv.patching.hunks import Patch
@@ -99,7 +100,7 @@ def obsolete(
             texts = series.definition(one.id).ports
             signs = (
                 reverse_apply_sign(one, texts, tree),
-                symbols_sign(texts, release, store),
+                symbols_sign(texts, release, store, series.lock),
                 scenario_sign((stock or {}).get(one.id, {})),
             )
             found.append(Obsolescence(release.name, one.id, signs, one.state != "not-applicable"))
@@ -161,14 +162,16 @@ def _before(old: Sequence[bytes], lines: bytes) -> bool:
     return bool(old) and b"\n" + b"".join(old) in lines
 
 
-def symbols_sign(texts: Sequence[Port], release: Release, store: Store) -> Sign:
+def symbols_sign(
+    texts: Sequence[Port], release: Release, store: Store, lock: Path | None = None
+) -> Sign:
     """Decide from names: those that the patch hooks into are gone, or those that it adds exist.
 
     The names are read from the port's base release; the port whose requirements the release meets
     best decides. Unknown if the store has no base older than the release, because names that do not
     exist yet are not gone.
     """
-    known = lockfile.bases()
+    known = lockfile.bases(lock)
     best: tuple[float, set[str], set[str], set[str]] | None = None
     for text in texts:
         base = known.get(text.base)

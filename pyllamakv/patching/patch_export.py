@@ -192,13 +192,13 @@ def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:
     return git_command.git_bytes(store.path, "format-patch", *FLAGS, tag, "-1", commit)
 
 
-def _release(name: str) -> Release:
-    """Return a base release, from the package index if the lock file does not have it.
+def _release(name: str, lock: Path | None) -> Release:
+    """Return a base release, from the package index if no lock file has it.
 
     The blob ids in the port show whether it is the same release.
     """
     try:
-        return spec_resolver.resolve(name)
+        return spec_resolver.resolve(name, lock)
     except UnknownRelease:
         from pyllamakv.source import fetch
 
@@ -206,7 +206,7 @@ def _release(name: str) -> Release:
 
 
 def _ground(series: Series, text: Port, store: Store) -> _Ground:
-    release = trees.ensure_fetched(store, _release(text.base))
+    release = trees.ensure_fetched(store, _release(text.base, series.lock))
     return _Ground(store, *apply.apply_requirements(series, text.requires, release, store=store))
 
 

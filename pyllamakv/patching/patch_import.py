@@ -184,7 +184,7 @@ def import_patch(
     tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
     fitting = [trial.release for trial in tried if trial.applies and trial.release.kind != "path"]
-    covered = _bounds(min(fitting, key=lambda release: release.order), until)
+    covered = _bounds(min(fitting, key=lambda release: release.order), until, series.lock)
     written: dict[Path, str | bytes] = {}
     files = []
     stock = trees.StoreTree(store, store.tree_of(chosen))
@@ -228,12 +228,13 @@ def import_patch(
 
 def accept_until(folder: Path, id_: str, until: str) -> Path:
     """Set the last release that an imported patch is meant for; return its `patch.toml`."""
-    definition = series_module.load(folder).definition(id_)
+    series = series_module.load(folder)
+    definition = series.definition(id_)
     if not definition.author:
         raise UsageError(f"{id_} was not imported; edit the releases in its patch.toml.")
     since = definition.since or definition.releases.partition(",")[0].removeprefix(">=")
     file = folder / id_ / "patch.toml"
-    bounds = _bounds(spec_resolver.resolve(since), until)
+    bounds = _bounds(spec_resolver.resolve(since, series.lock), until, series.lock)
     document = tomlkit.document()
     for key, value in tomlkit.parse(file.read_text("utf-8")).items():
         if key in _AFTER_BOUNDS:
@@ -245,12 +246,12 @@ def accept_until(folder: Path, id_: str, until: str) -> Path:
     return file
 
 
-def _bounds(first: Release, until: str | None) -> dict[str, Any]:
+def _bounds(first: Release, until: str | None, lock: Path | None) -> dict[str, Any]:
     """Return the keys of the covered releases; only versions of sdists fit into a specifier."""
     found = {"releases": f">={first.name}"} if sdist_version(first.name) else {"since": first.key}
     if until is None:
         return found
-    last = spec_resolver.resolve(until)
+    last = spec_resolver.resolve(until, lock)
     if last.order < first.order:
         raise UsageError(f"{last.name} is older than {first.name}, the first release of the patch.")
     if "releases" in found and sdist_version(last.name):

@@ -174,7 +174,7 @@ def choose_for_tree(
 
 def candidates(definition: Definition, release: str) -> tuple[Port, ...]:
     """Return the ports in order of trial: the one written for this very release first."""
-    if release.startswith("git:") and (known := lockfile.known().get(release)):
+    if release.startswith("git:") and (known := lockfile.bases(definition.lock).get(release)):
         release = known.key
     return tuple(sorted(definition.ports, key=lambda port: port.base != release))
 

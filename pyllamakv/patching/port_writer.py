@@ -88,7 +88,7 @@ def _others(
     definition: Definition, store: Store, progress: Progress | None
 ) -> tuple[list[trees.StoreTree], list[str]]:
     """Return the trees of the bases that the patch has ports for, and notes on those without."""
-    known = lockfile.bases()
+    known = lockfile.bases(definition.lock)
     found: list[trees.StoreTree] = []
     notes: list[str] = []
     for port in definition.ports:

@@ -172,7 +172,7 @@ def _start(
 ) -> Rebased:
     series = port_choice.load_series(patches)
     definition = series.definition(id_)
-    release = trees.ensure_fetched(store, spec_resolver.resolve(onto), progress)
+    release = trees.ensure_fetched(store, spec_resolver.resolve(onto, series.lock), progress)
     if to is None:
         port_writer.check_writable(series, definition, release)
     with store.lock(f"rebase-{id_}"):
@@ -259,7 +259,7 @@ def _finish(store: Store, session: Session, tree: str, state: State) -> Rebased:
         stock = trees.StoreTree(store, store.tree_of(session.stock))
         path, more = port_writer.write_port(definition, text, session.era, stock, store)
         if series.folder and session.onto.startswith("git-"):
-            lockfile.pin(series.folder, spec_resolver.resolve(session.onto))
+            lockfile.pin(series.folder, spec_resolver.resolve(session.onto, series.lock))
         notes += more
     return replace(said, path=path, comparison=port_comparison.compare(old, text), notes=notes)
 

@@ -47,6 +47,12 @@ class Series:
         return tuple(patch.id for patch in self.definitions)
 
     @property
+    def lock(self) -> Path | None:
+        """Return the lock file with the git commits that ports are for, if there may be one."""
+        there = self.folder is not None and (self.folder / "series.toml").is_file()
+        return self.folder / lockfile.SERIES_LOCK if self.folder and there else None
+
+    @property
     def every(self) -> Series:
         """Return the series with the patches of the server as ordinary ones."""
         return replace(self, definitions=(*self.definitions, *self.server), server=())
@@ -109,7 +115,6 @@ def load(folder: Path | None = None, *, missing_ok: bool = False) -> Series:
     missing = [id_ for id_ in order if not (folder / id_ / "patch.toml").is_file()]
     if missing:
         raise table.wrong(f"{missing[0]} has no file {missing[0]}/patch.toml")
-    lockfile.include(folder / lockfile.SERIES_LOCK)
     definitions = tuple(definition.load(folder / id_, missing_ok=missing_ok) for id_ in order)
     before: set[str] = set()
     for patch in definitions:

@@ -31,8 +31,6 @@ _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 #: Parsed releases of each file, with the state of the file when it was read.
 _KEPT: dict[Path, tuple[tuple[int, ...], list[Release]]] = {}
-#: The lock files of the series that this process has read.
-_INCLUDED: dict[Path, None] = {}
 #: The lock file in the directory of a series: the releases of its ports that no other lock has.
 SERIES_LOCK = "upstream.lock.toml"
 _ORDER = [f.name for f in fields(Release)]
@@ -49,24 +47,22 @@ def added() -> Path:
     return home() / "added.lock.toml"
 
 
-def include(path: Path) -> None:
-    """Add the lock file of a patch series to the known releases of this process."""
-    _INCLUDED.setdefault(path)
-
-
 def known() -> dict[str, Release]:
     """Return all releases by name, ordered by date.
 
     Of several releases of one name, that of the shipped lock is returned, else the user's.
     """
-    files = (*reversed(_INCLUDED), added(), shipped())
-    found = {release.name: release for file in files for release in load(file)}
+    found = {release.name: release for file in (added(), shipped()) for release in load(file)}
     return {release.name: release for release in sorted(found.values(), key=lambda r: r.order)}
 
 
-def bases() -> dict[str, Release]:
-    """Return all releases by name and by key: a port for a git commit is named by its key."""
-    found = known()
+def bases(lock: Path | None = None) -> dict[str, Release]:
+    """Return all releases by name and by key: a port for a git commit is named by its key.
+
+    ``lock`` is the lock file of a series, whose releases are included.
+    """
+    pinned = {release.name: release for release in load(lock)} if lock else {}
+    found = pinned | known()
     return {release.key: release for release in found.values()} | found
 
 
@@ -79,7 +75,6 @@ def pin(folder: Path, release: Release) -> None:
     if release.kind == "git":
         url = release.name.removeprefix("git:").rpartition("@")[0] or release.url
         save(folder / SERIES_LOCK, [replace(release, name=f"git:{url}@{release.commit}")])
-        include(folder / SERIES_LOCK)
 
 
 def load(path: Path) -> list[Release]:

@@ -38,12 +38,13 @@ _LIST_SECONDS = 120
 _SKIPPED = (".git", "__pycache__")
 
 
-def resolve(spec: str) -> Release:
+def resolve(spec: str, lock: Path | None = None) -> Release:
     """Return the release that a spec means: ``0.3.9``, ``b4980``, ``git:URL@REF``, ``path:DIR``.
 
     Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
     also asks the package indexes. `releases.canonical_name` has the other spellings of a name. A
-    git reference is pinned when it is first resolved. Raises UnknownRelease with the closest names.
+    git reference is pinned when it is first resolved, and so is a release of ``lock``, the lock
+    file of a series. Raises UnknownRelease with the closest names.
     """
     spec = spec.strip()
     if spec.startswith("path:"):
@@ -52,6 +53,10 @@ def resolve(spec: str) -> Release:
     name = canonical_name(spec, known)
     if name in known:
         return known[name]
+    pinned = {release.name: release for release in lockfile.load(lock)} if lock else {}
+    if (name := canonical_name(spec, pinned)) in pinned:
+        lockfile.save(lockfile.added(), [pinned[name]])
+        return pinned[name]
     if spec.startswith("git:"):
         return pin_git(spec)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

@@ -22,6 +22,8 @@ from pyllamakv.verification import cell as cells
 from pyllamakv.verification.cell import CellResult, CellSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyllamakv.source.progress import Progress
 
 #: Verifies a cell from JSON to JSON; a module-level function, so that it can be pickled.
@@ -75,16 +77,17 @@ def plan(choice: MatrixSelection | None = None) -> tuple[CellSpec, ...]:
             choice.patches,
         )
         for backend in choice.backends
-        for release in _names(choice)
+        for release in _names(choice, series.lock)
         for patch in alone
     )
     return tuple(dict.fromkeys(selected))
 
 
-def _names(choice: MatrixSelection) -> list[str]:
+def _names(choice: MatrixSelection, lock: Path | None) -> list[str]:
     known = lockfile.known()
     if choice.releases:
-        found = {each.name: each for each in map(spec_resolver.resolve, choice.releases)}
+        resolved = (spec_resolver.resolve(name, lock) for name in choice.releases)
+        found = {each.name: each for each in resolved}
     else:
         found = {name: each for name, each in known.items() if each.kind in releases.ARCHIVE_KINDS}
     eras = {release.era for release in known.values()}

@@ -40,7 +40,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     known = {name: each for name, each in lockfile.known().items() if name in SOME}
     monkeypatch.setattr(lockfile, "known", lambda: known)
-    monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name: known[name])
+    monkeypatch.setattr(matrix.spec_resolver, "resolve", lambda name, *_: known[name])
     monkeypatch.setattr(matrix.port_choice, "load_series", lambda _: cell_results.Series())
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": spec.name)
     monkeypatch.setattr(verified, "shipped", lambda: tmp_path / "expected.toml")

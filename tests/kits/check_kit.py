@@ -76,7 +76,9 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
     monkeypatch.setattr(checking.apply, "apply", apply)
     monkeypatch.setattr(checking.drift, "why", lambda *_: world.why)
     monkeypatch.setattr(checking.fetch, "fetch", fetch)
-    monkeypatch.setattr(checking.spec_resolver, "resolve", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        checking.spec_resolver, "resolve", lambda name, *_: SimpleNamespace(name=name)
+    )
     monkeypatch.setattr(runner, "open_worker", world.opener)
     return world
 

@@ -29,7 +29,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
     bench.add_release("0.3.2", {"src/other.cpp": b"\n"})
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
     bench.add_patch("two", {"0.3.1": (ONE, TWO)}, requires=("one",))
-    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: bench.releases[name])
     return bench
 
 

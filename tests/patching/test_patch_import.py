@@ -92,7 +92,7 @@ def test_author_date_and_message_stay(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are those of the mail, in full, also in the commit; no licence is claimed."""
-    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: bench.releases[name])
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
     take(bench, file)
@@ -335,7 +335,7 @@ def test_a_required_patch_is_applied_before(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial and the port are made on top of it, and the port requires it."""
-    monkeypatch.setattr(spec_resolver, "resolve", bench.releases.__getitem__)
+    monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: bench.releases[name])
     bench.add_release("0.3.4", {"src/a.cpp": OLD["src/a.cpp"], "src/b.cpp": b"other\n"})
     after = OLD | {"src/b.cpp": numbered(20, l3="one")}
     mine = after | {"src/b.cpp": numbered(20, l3="one", l4="mine")}
@@ -396,7 +396,8 @@ def test_a_commit_can_be_the_base(
     (pinned,) = lockfile.load(bench.folder / "upstream.lock.toml")
     assert (pinned.name, pinned.commit) == (f"git:https://example.org/x.git@{commit}", commit)
     loaded = series.load(bench.folder)
-    assert lockfile.bases()[done.base] == pinned
+    assert lockfile.bases(loaded.lock)[done.base] == pinned
+    assert done.base not in lockfile.bases()  # the pins of a series are those of no other one
     (found,) = status.of_release(bench.releases[spec], loaded.including(["mine"]), bench.store)[1:]
     assert (found.state, found.port) == ("applies", done.base)
     moved = replace(pinned, name="path:/x", kind="path")

@@ -190,6 +190,20 @@ def test_two_references_to_one_tree_have_their_own_dates(tmp_path: Path) -> None
     assert (old.date[:10], new.date[:10]) == ("2026-01-01", "2026-01-09")
 
 
+def test_a_release_of_the_lock_of_a_series(tmp_path: Path) -> None:
+    """It is pinned in the data directory when it is resolved; other pins of the series are not."""
+    pins = [
+        Release(f"git:{tmp_path}@{sign * 40}", "git", sign * 40, "c" * 40, "unified", "2026-01-01")
+        for sign in "ab"
+    ]
+    lockfile.save(tmp_path / "upstream.lock.toml", pins)
+    with pytest.raises(UnknownRelease):
+        resolve("git-" + "a" * 12)
+    assert resolve("git-" + "a" * 12, tmp_path / "upstream.lock.toml") == pins[0]
+    assert list(lockfile.known()) == [pins[0].name]
+    assert set(lockfile.bases(tmp_path / "upstream.lock.toml")) > {each.key for each in pins}
+
+
 def test_a_message_shows_control_characters_of_a_url() -> None:
     """The message goes to a terminal."""
     with pytest.raises(FetchError) as caught:

@@ -19,6 +19,7 @@ TRACE = "PYLLAMAKV_TEST_TRACE"
 class Series:
     """Replace the shipped series, whose ports do not matter here."""
 
+    lock = None
     order = ("full-defrag", "kv-counters")
 
     def definition(self, name: str) -> str:
