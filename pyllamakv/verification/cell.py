@@ -130,6 +130,7 @@ class CellSpec:
             patches=self.patches,
             isolate=self.isolate,
             scenarios=self.scenarios,
+            limit=True,
             backend=self.backend,
             fresh=fresh,
             native=self.native,

@@ -47,7 +47,8 @@ class CheckRequest:
 
     ``patches`` is a series (a path or ``git:REPOSITORY@FROM..TO``; empty: the shipped one),
     ``series`` are ids of its patches (empty: all that apply), and ``isolate`` is one patch to
-    verify with its own scenarios.
+    verify with its own scenarios. ``scenarios`` are what the patches are asked to pass, or, with
+    ``limit``, only those that run: the patches then claim their own alone.
     """
 
     release: str
@@ -55,6 +56,7 @@ class CheckRequest:
     patches: str = ""
     isolate: str = ""
     scenarios: tuple[str, ...] = ()
+    limit: bool = False
     folders: tuple[Path, ...] = ()
     backend: str = "cpu"
     fresh: bool = False
@@ -158,7 +160,9 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     if any(patch.scenarios for patch in asked):
         chosen = _narrowed(chosen, claims)
     try:
-        release = fetch.fetch(spec_resolver.resolve(question.release), progress=progress)
+        release = fetch.fetch(
+            spec_resolver.resolve(question.release, series.lock), progress=progress
+        )
         stock = build(
             f"{question.release}+stock",
             backend=question.backend,
@@ -207,7 +211,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
     if faults:
         msg = f"{faults[0].scenario} [{faults[0].setting}]: {faults[0].outcome.message}"
         raise HarnessError(msg)
-    pairs = pair_up(chosen, runs, claims)
+    pairs = pair_up(chosen, runs, claims, question.scenarios)
     made_pairs = [pair for pair in pairs if not _is_open(pair)]
     stopped = len(pairs) - len(made_pairs)
     headers = _test_headers(question, made, progress)
@@ -269,14 +273,19 @@ def pair_up(
     scenarios: Sequence[Scenario],
     runs: dict[str, tuple[Run, ...]],
     claimed: set[str] | None = None,
+    named: Sequence[str] = (),
 ) -> list[Pair]:
     """Return each scenario and setting with its outcome on both sides.
 
-    ``claimed`` are the scenarios that the patches claim to pass; None: all. For patches without any
-    claim, a guard that stock fails is a fix like any other.
+    ``claimed`` are the scenarios that the patches claim to pass; None: all. ``named`` are those of
+    the request. For patches without any claim, a guard that stock fails is a fix like any other,
+    and so is a named one that the patches do not claim.
     """
+    unclaimed = set(named) - (set(named) if claimed is None else claimed)
     kinds: dict[str, Kind] = {
-        each.id: "fix" if claimed == set() and each.kind == "guard" else each.kind
+        each.id: "fix"
+        if each.kind == "guard" and (claimed == set() or each.id in unclaimed)
+        else each.kind
         for each in scenarios
     }
     patched = {(run.scenario, run.setting): run.outcome for run in runs.get("patched", ())}
@@ -304,11 +313,14 @@ def _names(question: CheckRequest) -> list[str] | None:
 def _claims(question: CheckRequest, series: Series, asked: Sequence[Definition]) -> set[str]:
     """Return the scenarios that the patches claim to pass: theirs, and those of the request.
 
+    A request that only limits what runs claims nothing.
+
     A scenario that another patch names is not claimed by the requested ones that have their own.
     """
     own = {name for patch in asked or series for name in patch.scenarios}
     others = {name for patch in series for name in patch.scenarios} if asked and own else set()
-    return own | set(() if asked else series.scenarios) | (set(question.scenarios) - others)
+    named = set(() if question.limit else question.scenarios)
+    return own | set(() if asked else series.scenarios) | (named - others)
 
 
 def _narrowed(chosen: list[Scenario], own: set[str]) -> list[Scenario]:

@@ -32,6 +32,7 @@ from pyllamakv.patching import series
 from pyllamakv.patching.port_choice import Manual, Skipped
 from pyllamakv.scenarios.scenario import CACHES
 from pyllamakv.verification import check_report, discovery, parallel_runs
+from pyllamakv.verification.cell import CellSpec
 from pyllamakv.verification.verdict import Verdict
 from pyllamakv.view import check_console
 
@@ -296,6 +297,28 @@ def test_a_series_without_claims(
     answer = ask(isolate="quant-copy-fix", scenarios=())
     assert answer.decision.verdict is Verdict.HARMLESS
     assert set(answer.decision.scenarios) == set(SOME)
+
+
+@pytest.mark.slow
+def test_scenarios_that_limit_a_request_are_not_claimed(
+    world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure that stock shares is no failed claim then; what only stock fails is a fix."""
+    foreign = {"patches": str(_file(tmp_path)), "scenarios": ("fragmented",)}
+    world.make = lambda side: Rolling()
+    assert ask(**foreign).decision.verdict is Verdict.INEFFECTIVE
+    assert ask(**foreign, limit=True).decision.verdict is Verdict.HARMLESS
+    assert CellSpec("0.3.9", **foreign).check_request().limit
+    world.make = lambda side: Rolling(heals=side == "patched")
+    assert ask(**foreign, limit=True, fresh=True).decision.verdict is Verdict.NEEDED
+    # A guard that the user names is a fix if the patches claim others.
+    mine = tmp_path / "mine"
+    shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
+    (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
+    guard = replace(discovery.find("fragmented"), kind="guard")
+    monkeypatch.setattr(discovery, "select", lambda *_: [guard])
+    answer = ask(patches=str(mine), scenarios=("fragmented",), limit=True, fresh=True)
+    assert answer.decision.verdict is Verdict.NEEDED
 
 
 @pytest.mark.slow
