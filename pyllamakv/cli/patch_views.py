@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pyllamakv.patching.conflict_help import decision
 from pyllamakv.patching.drift import changed_text
 from pyllamakv.printable import printable
 
@@ -69,6 +70,8 @@ def _causes(found: Sequence[PatchStatus]) -> list[str]:
         before = [one.release for one in found if one.id == id_ and one.good]
         if those[0].bad and before:
             line += f"; it is part of {before[-1]}"
+        if likely := _decisions(those[0]):
+            line += f"; likely: {_safe('; '.join(likely))}"
         blocked = [
             one.id
             for one in found
@@ -80,6 +83,13 @@ def _causes(found: Sequence[PatchStatus]) -> list[str]:
             line += f"; this blocks {_safe(', '.join(blocked))}"
         lines.append(line)
     return lines
+
+
+def _decisions(one: PatchStatus) -> list[str]:
+    """Return the likely decisions for the conflicts with the nearest port, each once."""
+    conflicts = one.manual[0].conflicts if one.bad and one.manual else ()
+    found = (decision(each.upstream, each.base, each.patch) for each in conflicts if each.line)
+    return list(dict.fromkeys(found))
 
 
 def _grouped(found: Sequence[PatchStatus]) -> Table:

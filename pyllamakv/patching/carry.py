@@ -53,7 +53,8 @@ TRIED = 3
 
 #: Options of git that determine the changes of a merged tree; the same as for exported patches.
 _DIFF = ("--no-renames", "--full-index", "--unified=3", "--no-ext-diff", "--no-textconv")
-_CONFLICT = re.compile(
+#: A marked conflict: the lines of the target, of the base, and of the patch.
+CONFLICT = re.compile(
     rb"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n", re.DOTALL | re.MULTILINE
 )
 #: Exit status of git for arguments that it does not know.
@@ -79,7 +80,7 @@ class Carrier:
         self._store = store
         self._release = release
         self._series = series
-        self._bases = lockfile.bases() if bases is None else bases
+        self._bases = lockfile.bases(series.lock) if bases is None else bases
         self._progress = progress
 
     def ports(self, definition: Definition) -> tuple[Port, ...]:
@@ -430,7 +431,7 @@ def _conflicts(
     """
     index = hunk_locator.LineIndex(hunk_locator.lines_of(patched))
     found = headings.Headings(index.lines)
-    for line, match in zip(_marker_lines(marked), _CONFLICT.finditer(data), strict=False):
+    for line, match in zip(_marker_lines(marked), CONFLICT.finditer(data), strict=False):
         sides = [_lines(match[number]) for number in (1, 2, 3)]
         changed = next((n for n, each in enumerate(sides[2]) if each not in sides[1]), 0)
         places = index.matches(hunk_locator.lines_of(match[3])) if match[3] else []
@@ -464,7 +465,7 @@ def _by_tokens(
         out: list[bytes] = []
         done = 0
         data = read(path)
-        for match in _CONFLICT.finditer(data):
+        for match in CONFLICT.finditer(data):
             sides = [match[number].decode("utf-8", "surrogateescape") for number in (1, 2, 3)]
             found = token_merge.merge(*sides)
             if found is None:

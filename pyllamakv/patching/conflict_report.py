@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.patching import drift, port_comparison, status
+from pyllamakv.patching import conflict_help, drift, port_comparison, status
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import release_chain
 from pyllamakv.source.releases import ARCHIVE_KINDS
@@ -37,7 +37,8 @@ class HunkConflict:
     the lines. ``line`` is counted from 1 in the release's file, with the
     earlier patches of the series. ``upstream``, ``base`` and
     ``patch`` are the lines of the release, of the port's base and of the patched base. Upstream
-    changed them between ``changed_after`` and ``changed_in``.
+    changed them between ``changed_after`` and ``changed_in``. ``decision`` is the likely way to
+    resolve the conflict, or empty.
     """
 
     file: str
@@ -49,6 +50,7 @@ class HunkConflict:
     patch: tuple[str, ...]
     changed_after: str
     changed_in: str
+    decision: str = ""
 
     def __str__(self) -> str:
         words = [self.file]
@@ -58,7 +60,9 @@ class HunkConflict:
             words.append(f"hunk {self.hunk} in {name}" if name else f"hunk {self.hunk}")
         if self.line:
             words.append(f"line {self.line}")
-        return f"{', '.join(words)}: {drift.changed_text(self.changed_after, self.changed_in)}"
+        changed = drift.changed_text(self.changed_after, self.changed_in)
+        likely = f"; likely: {self.decision}" if self.decision else ""
+        return f"{', '.join(words)}: {changed}{likely}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,9 @@ def _merged(
             conflict.patch,
             after,
             changed,
+            conflict_help.decision(conflict.upstream, conflict.base, conflict.patch)
+            if conflict.line
+            else "",
         )
 
 
@@ -165,6 +172,7 @@ def _strict(measured: Drift, release: Release) -> Iterable[HunkConflict]:
             (),
             after,
             changed,
+            "drop the hunk: upstream makes its change" if place.state == "already" else "",
         )
 
 

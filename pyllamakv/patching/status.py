@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyllamakv.errors import SourceError
+from pyllamakv.errors import GitError, SourceError
 from pyllamakv.patching import port_choice, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.printable import printable
+from pyllamakv.source import git_command
 from pyllamakv.source.releases import sdist_version
 from pyllamakv.source.store import Store, open_store
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
+
+#: Timeout in seconds for the search of one line in a history.
+_SECONDS = 30
 
 State = Literal[
     "applies",
@@ -136,7 +143,43 @@ def of_release(
         return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)
     tree.fetch(path for patch in series for port in patch.ports for path in port.patch.paths)
     carrier = Carrier(store, release, series, progress=progress)
-    return of_tree(release.name, series, tree, carrier)
+    found = of_tree(release.name, series, tree, carrier)
+    return tuple(_with_commit(one, release, series.definition(one.id), tree) for one in found)
+
+
+def _with_commit(
+    one: PatchStatus, release: Release, definition: Definition, tree: Tree
+) -> PatchStatus:
+    """Add the commit of upstream that contains a contained patch, if the history is there."""
+    commit = _containing(release, definition, tree) if one.state == "contained" else ""
+    return replace(one, reason=f"{one.reason}; it is in {commit}") if commit else one
+
+
+def _containing(release: Release, definition: Definition, tree: Tree) -> str:
+    """Return the newest commit that brought a line of a patch, with its subject.
+
+    Only a local repository has the history. Of each file, the longest line is searched that the
+    patch adds and the release has, or else one that the patch removes.
+    """
+    place = Path((release.url or "").removeprefix("file://"))
+    if release.kind not in ("path", "git") or not release.url or not place.is_dir():
+        return ""
+    head = release.commit if release.kind == "git" else "HEAD"
+    found: list[str] = []
+    for file in definition.ports[-1].patch.files if definition.ports else ():
+        entry = tree.entry(file.path)
+        data = entry.data if entry else b""
+        added = [line for hunk in file.hunks for line in hunk.added if line in data]
+        lines = added or [line for hunk in file.hunks for line in hunk.removed]
+        text = max((line.strip().decode("utf-8", "replace") for line in lines), key=len, default="")
+        words = ("-1", "--format=%ct %h %s", "--no-ext-diff", "--no-textconv", f"-S{text}")
+        with suppress(GitError):  # the directory may be no repository, and its history long
+            command = ("log", *words, head, "--", file.path)
+            done = git_command.run(place, *command, bounded=True, timeout=_SECONDS)
+            found += done.stdout.decode("utf-8", "replace").splitlines()[:1]
+    newest = max(found, key=lambda line: int(line.split()[0]), default="")
+    commit, _, subject = newest.partition(" ")[2].partition(" ")
+    return f"{commit[:12]} ({printable(subject)})" if commit else ""
 
 
 def of_tree(

@@ -91,6 +91,12 @@ def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> No
     assert [found[old, f"mine-{n}"] for n in (1, 2, 3)] == ["applies"] * 3
     states = [found[upstream, f"mine-{n}"] for n in (1, 2, 3)]
     assert states == ["contained", "manual", "applies"]
+    commit = git(tmp_path / "llama.cpp", "rev-parse", "main")
+    reasons = {row["patch"]: row["reason"] for row in json.loads(out) if row["release"] == upstream}
+    assert f"it is in {commit[:12]} (upstream: fix one, change two)" in reasons["mine-1"]
+    likely = "likely: rewrite the hunk: upstream changed a line that it replaces"
+    text = " ".join(run("patch", "status", upstream, "--patches", "queue")[1].split())
+    assert text.count(likely) == 1
 
     code_, out, _ = run("patch", "newest", old, upstream, "--patches", "queue")
     assert code_ == 0
@@ -99,11 +105,11 @@ def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> No
 
     code_, _, err = run("patch", "rebase", "mine-2", "--patches", "queue", "--onto", upstream)
     assert code_ == 3
+    assert likely in err
     (folder,) = (tmp_path / "home" / "rebase").glob("mine-2/tree")
     (folder / "src" / "two.cpp").write_bytes(TWO.replace(b"9();", b"9(b, a);"))
     code_, out, err = run("patch", "rebase", "--continue", "mine-2")
     assert (code_, "resolved" in out) == (0, True), err
-    commit = git(tmp_path / "llama.cpp", "rev-parse", "main")
     assert f"@{commit}" in (queue / "upstream.lock.toml").read_text()
     git(queue, "add", "-A")
     git(queue, "commit", "-q", "-m", "Port mine-2")

@@ -57,7 +57,10 @@ def test_a_conflict(bench: SeriesSandbox) -> None:
     assert conflict.patch == ("    keep(c);",)
     assert (conflict.changed_after, conflict.changed_in) == ("0.3.2", "0.3.3")
     said = f"src/a.cpp, hunk 2 in second, line {line}: changed between 0.3.2 and 0.3.3"
-    assert str(conflict) == said
+    assert (
+        conflict.decision == "rewrite the hunk: it uses `keep`, which upstream's lines do not have"
+    )
+    assert str(conflict) == f"{said}; likely: {conflict.decision}"
 
 
 def test_a_release_without_conflicts(bench: SeriesSandbox) -> None:
