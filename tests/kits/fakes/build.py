@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("fake_plk.c")
 ROOT = SOURCE.parents[3]
 
 #: What decoding one of these tokens does; see fake_plk.c.
-ABORT, THROW, MINUS, HANG, EXIT, SEGV, SLOW, LOG, FLOOD = range(500, 509)
+ABORT, THROW, MINUS, HANG, EXIT, SEGV, SLOW, LOG, FLOOD, FULL = range(500, 510)
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -1,5 +1,6 @@
-/* A small stand-in for libplk: the whole of plk.h over arrays, with contiguous slots and scripted
- * failures, so that binding and runtime are tested without llama.cpp.
+/* A libplk without llama.cpp, for what the binding does with any library: load, check, convert,
+ * forward, and outlive. It fails on request, and has no cells: operations on them are logged with
+ * their arguments, at level 1, and return fixed values. `simulated.py` simulates a cache.
  *
  * Vocabulary: 512 tokens; 0..255 are bytes, BOS 256, EOS 257. Scripts: decoding one of the tokens
  * below does what its name says. Logits of a token t at position p peak at (t + p + 1) % 256.
@@ -41,22 +42,23 @@ enum {
     T_SEGV = 505,   /* writes to NULL */
     T_SLOW = 506,   /* sleeps 50 ms first */
     T_LOG = 507,    /* logs a warning */
-    T_FLOOD = 508   /* logs more than the ring holds */
+    T_FLOOD = 508,  /* logs more than the ring holds */
+    T_FULL = 509    /* finds no slot */
 };
 
 struct plk_model { int contexts; };
-typedef struct { int32_t pos, shift, token; uint64_t seqs; } cell;
 struct plk_context {
     plk_model *model;
     plk_context_params params;
-    cell *cells;
-    int n, outputs;
+    int n, outputs, reads;
+    int32_t last[64], *tokens; /* last decoded position by sequence; the tokens of the last flush */
+    uint8_t *state;            /* the last one loaded, whatever the sequence */
+    int64_t state_size;
     float *logits;
     float adapters, embedding[32]; /* sum of the scales, added to the logits */
     int *output_of; /* place in the batch -> row of logits, or -1 */
     volatile int cancelled;
     int64_t cancel_after, polls;
-    plk_counters counters;
 };
 struct plk_adapter { int n_pairs; };
 struct plk_sampler { plk_sampler_params params; int64_t taken; };
@@ -229,12 +231,11 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
     c->model = model;
     c->params = *params;
     c->n = (int) params->n_ctx;
-    c->cells = calloc((size_t) c->n, sizeof(cell));
-    for (int i = 0; i < c->n; i++) c->cells[i].pos = -1;
+    c->tokens = calloc((size_t) c->n, sizeof(int32_t));
+    memset(c->last, -1, sizeof c->last);
     c->logits = calloc((size_t) params->n_batch * N_VOCAB, sizeof(float));
     c->output_of = calloc(params->n_batch, sizeof(int));
     c->cancel_after = -1;
-    c->counters.size = sizeof c->counters;
     model->contexts++;
     alive++;
     *out = c;
@@ -243,7 +244,8 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
 void plk_context_free(plk_context *c) {
     c->model->contexts--;
     alive--;
-    free(c->cells);
+    free(c->tokens);
+    free(c->state);
     free(c->logits);
     free(c->output_of);
     free(c);
@@ -265,15 +267,6 @@ int plk_threads(plk_context *c, int32_t n_threads, int32_t n_threads_batch) {
     return PLK_OK;
 }
 
-static int find_slot(plk_context *c, int n) {
-    c->counters.slot_searches++;
-    for (int i = 0, run = 0; i < c->n; i++) {
-        run = c->cells[i].pos < 0 ? run + 1 : 0;
-        if (run == n) return i - n + 1;
-    }
-    c->counters.slot_failures++;
-    return -1;
-}
 static int poll_cancel(plk_context *c) {
     c->polls++;
     return c->cancelled || (c->cancel_after >= 0 && c->polls > c->cancel_after);
@@ -288,6 +281,7 @@ static int script(plk_context *c, int32_t token) {
     case T_SEGV: *(volatile int *) 8 = 1; return 0;
     case T_SLOW: usleep(50000); return 0;
     case T_LOG: say(3, "fake: warned"); return 0;
+    case T_FULL: say(4, "fake: failed to find KV cache slot"); return PLK_NO_SLOT;
     case T_FLOOD: for (int i = 0; i < 100; i++) say(2, "fake: line %d", i); return 0;
     default: if (FAKE_PACE) usleep(FAKE_PACE); return poll_cancel(c) ? PLK_ABORTED : 0;
     }
@@ -302,34 +296,27 @@ int plk_decode(plk_context *c, const plk_batch *b) {
     if (b->n_tokens > (int32_t) c->params.n_batch) return fail(PLK_EINVAL, "n_tokens > n_batch");
     for (int32_t i = 0; i < b->n_tokens; i++)
         if (b->token[i] < 0 || b->token[i] >= N_VOCAB) return fail(PLK_EINVAL, "invalid token");
-    cell *before = malloc((size_t) c->n * sizeof(cell));
-    memcpy(before, c->cells, (size_t) c->n * sizeof(cell));
     int status = 0;
     const int32_t *ids = b->seq_id;
     c->outputs = 0;
     c->polls = 0;
-    for (int32_t at = 0; at < b->n_tokens && !status;) {
-        int n = b->n_tokens - at, u = (int) c->params.n_ubatch;
-        if (n > u) n = u;
-        int slot = find_slot(c, n);
-        if (slot < 0) {
-            say(4, "fake: failed to find KV cache slot for ubatch of size %d", n);
-            status = PLK_NO_SLOT;
+    for (int32_t at = 0; at < b->n_tokens && !status; at++) {
+        char owners[64] = "";
+        for (int k = 0, m = b->seq_count ? b->seq_count[at] : 1; k < m; k++) {
+            size_t end = strlen(owners);
+            snprintf(owners + end, sizeof owners - end, "%s%d", k ? "+" : "", *ids++);
         }
-        for (int i = 0; i < n && !status; i++, at++) {
-            uint64_t mask = 0;
-            for (int k = 0, m = b->seq_count ? b->seq_count[at] : 1; k < m; k++)
-                mask |= 1ull << (*ids++ & 63);
-            c->cells[slot + i] = (cell) { b->pos[at], 0, b->token[at], mask };
-            status = script(c, b->token[at]);
-            c->output_of[at] = -1;
-            if (b->logits ? b->logits[at] : at == b->n_tokens - 1)
-                put_logits(c, at, b->token[at], b->pos[at]);
-        }
+        say(1, "token %d at %d of %s", b->token[at], b->pos[at], owners);
+        status = script(c, b->token[at]);
+        c->output_of[at] = -1;
+        if (b->logits ? b->logits[at] : at == b->n_tokens - 1)
+            put_logits(c, at, b->token[at], b->pos[at]);
     }
-    if (status && c->params.guard) memcpy(c->cells, before, (size_t) c->n * sizeof(cell));
+    ids = b->seq_id;
+    for (int32_t at = 0; at < b->n_tokens && !status; at++)
+        for (int k = 0, m = b->seq_count ? b->seq_count[at] : 1; k < m; k++)
+            c->last[*ids++ & 63] = b->pos[at];
     c->cancelled = 0;
-    free(before);
     return status;
 }
 int plk_decode_one(plk_context *c, int32_t token, int32_t pos, int32_t seq_id) {
@@ -365,105 +352,70 @@ void plk_cancel(plk_context *c) { c->cancelled = 1; }
 void plk_cancel_after(plk_context *c, int64_t polls) { c->cancel_after = polls; }
 int64_t plk_cancel_polls(const plk_context *c) { return c->polls; }
 
-/* Visit the cells of a sequence within a range. */
-#define EACH(c, seq, p0, p1)                                                                       \
-    for (cell *x = (c)->cells; x < (c)->cells + (c)->n; x++)                                       \
-        if (x->pos >= 0 && ((seq) < 0 || (x->seqs >> (seq) & 1)) && x->pos >= (p0) &&              \
-            ((p1) < 0 || x->pos < (p1)))
+/* Log a call of an operation on cells with its arguments. */
+#define CALLED(...) (say(1, __VA_ARGS__), PLK_OK)
 int plk_clear(plk_context *c, int32_t data) {
-    (void) data;
-    for (int i = 0; i < c->n; i++) c->cells[i] = (cell) { -1, 0, 0, 0 };
-    return PLK_OK;
+    memset(c->last, -1, sizeof c->last);
+    return CALLED("clear %d", data);
 }
 int plk_seq_rm(plk_context *c, int32_t seq, int32_t p0, int32_t p1) {
+    (void) c;
     if (seq == 62 && p1 >= 0) return fail(PLK_EREFUSED, "a part of a state"); /* as if recurrent */
-    EACH(c, seq, p0, p1) {
-        x->seqs &= seq < 0 ? 0 : ~(1ull << seq);
-        if (!x->seqs) *x = (cell) { -1, 0, 0, 0 };
-    }
-    return PLK_OK;
+    return CALLED("seq_rm %d %d %d", seq, p0, p1);
 }
 int plk_seq_cp(plk_context *c, int32_t from, int32_t to, int32_t p0, int32_t p1) {
-    EACH(c, from, p0, p1) x->seqs |= 1ull << to;
-    return PLK_OK;
+    (void) c;
+    return CALLED("seq_cp %d %d %d %d", from, to, p0, p1);
 }
 int plk_seq_keep(plk_context *c, int32_t seq) {
-    for (cell *x = c->cells; x < c->cells + c->n; x++)
-        if (x->pos >= 0 && !(x->seqs &= 1ull << seq)) *x = (cell) { -1, 0, 0, 0 };
-    return PLK_OK;
+    (void) c;
+    return CALLED("seq_keep %d", seq);
 }
 int plk_seq_add(plk_context *c, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-    EACH(c, seq, p0, p1) {
-        x->pos += delta;
-        x->shift += delta;
-        if (x->pos < 0) *x = (cell) { -1, 0, 0, 0 };
-    }
-    return PLK_OK;
+    (void) c;
+    return CALLED("seq_add %d %d %d %d", seq, p0, p1, delta);
 }
 int plk_seq_div(plk_context *c, int32_t seq, int32_t p0, int32_t p1, int32_t divisor) {
+    (void) c;
     if (divisor < 1) return fail(PLK_EINVAL, "divisor");
-    EACH(c, seq, p0, p1) {
-        int32_t old = x->pos;
-        x->pos /= divisor;
-        x->shift += x->pos - old;
-    }
-    return PLK_OK;
+    return CALLED("seq_div %d %d %d %d", seq, p0, p1, divisor);
 }
 int32_t plk_seq_pos_min(plk_context *c, int32_t seq) {
-    int32_t found = -1;
-    EACH(c, seq, -1, -1) if (found < 0 || x->pos < found) found = x->pos;
-    return found;
+    return c->last[seq & 63] < 0 ? -1 : 100 + seq;
 }
-int32_t plk_seq_pos_max(plk_context *c, int32_t seq) {
-    int32_t found = -1;
-    EACH(c, seq, -1, -1) if (x->pos > found) found = x->pos;
-    return found;
-}
+int32_t plk_seq_pos_max(plk_context *c, int32_t seq) { return c->last[seq & 63]; }
 
 int plk_defrag(plk_context *c, plk_defrag_report *out) {
+    (void) c;
     if (!(plk_capabilities() & PLK_CAP_DEFRAG)) return fail(PLK_EUNSUPPORTED, "no defrag");
-    int moved = 0, to = 0;
-    for (int i = 0; i < c->n; i++) {
-        if (c->cells[i].pos < 0) continue;
-        if (i != to) {
-            c->cells[to] = c->cells[i];
-            c->cells[i] = (cell) { -1, 0, 0, 0 };
-            moved++;
-        }
-        to++;
-    }
-    c->counters.defrags++;
-    c->counters.cells_moved += moved;
-    *out = (plk_defrag_report) { out->size, moved > 0, moved > 0, moved, moved * 256, 0, 1000 };
+    *out = (plk_defrag_report) { out->size, 1, 2, 3, 4, 5, 6, 7, 8 };
     return PLK_OK;
 }
 int plk_update(plk_context *c) {
-    for (int i = 0; i < c->n; i++) c->cells[i].shift = 0;
-    return PLK_OK;
+    (void) c;
+    return CALLED("update");
 }
 int plk_cells_info_read(plk_context *c, int32_t cache, plk_cells_info *out) {
     if (!(plk_capabilities() & PLK_CAP_CELLS)) return fail(PLK_EUNSUPPORTED, "no cells");
     if (cache) return fail(PLK_EINVAL, "no such cache");
-    int used = 0, shift = 0;
-    for (int i = 0; i < c->n; i++) used += c->cells[i].pos >= 0, shift |= c->cells[i].shift != 0;
-    *out = (plk_cells_info) { out->size, 0, 0, c->n, used, 0, shift, 2, c->params.type_k,
-                              c->params.type_v, c->params.flash_attn <= 0, 1,
-                              (uint64_t) c->n * 64, (uint64_t) c->n * 64 };
+    *out = (plk_cells_info) { out->size, 3, 1, c->n, 4, 5, 1, 6, 7, 8, 0, 1, 10, 11 };
     return PLK_OK;
 }
 int plk_cells_read(plk_context *c, int32_t cache, int32_t room, int32_t *pos, int32_t *shift,
                    uint64_t *seqs, int32_t words) {
     if (cache || room < c->n) return fail(PLK_EINVAL, "room");
     for (int i = 0; i < c->n; i++) {
-        pos[i] = c->cells[i].pos;
-        shift[i] = c->cells[i].shift;
-        for (int w = 0; w < words; w++) seqs[(size_t) i * words + w] = w ? 0 : c->cells[i].seqs;
+        pos[i] = i + c->reads;
+        shift[i] = -i;
+        for (int w = 0; w < words; w++) seqs[(size_t) i * words + w] = (uint64_t) i << (32 * w);
     }
+    c->reads++;
     return c->n;
 }
 int plk_counters_read(plk_context *c, plk_counters *out) {
+    (void) c;
     if (!(plk_capabilities() & PLK_CAP_COUNTERS)) return fail(PLK_EUNSUPPORTED, "no counters");
-    *out = c->counters;
+    for (int i = 0; i < 11; i++) (&out->slot_searches)[i] = i + 1;
     return PLK_OK;
 }
 
@@ -494,43 +446,32 @@ int64_t plk_mapping_trim(plk_context *c) {
 int plk_mapping_flush(plk_context *c, const int32_t *tokens, int32_t n_tokens) {
     if (!c->params.kv_keep) return fail(PLK_EUNSUPPORTED, "not kept");
     if (n_tokens != c->n) return fail(PLK_EINVAL, "as many tokens as cells");
-    for (int i = 0; i < c->n; i++) c->cells[i].token = tokens[i];
+    memcpy(c->tokens, tokens, (size_t) c->n * sizeof *tokens);
     return PLK_OK;
 }
 int32_t plk_mapping_tokens(plk_context *c, int32_t room, int32_t *tokens) {
     if (room < c->n) return fail(PLK_EINVAL, "room");
-    for (int i = 0; i < c->n; i++) tokens[i] = c->cells[i].token;
+    memcpy(tokens, c->tokens, (size_t) c->n * sizeof *tokens);
     return c->n;
 }
 
-/* A state is pairs of position and token. */
 int64_t plk_state_size(plk_context *c, int32_t seq) {
-    int64_t n = 0;
-    EACH(c, seq, -1, -1) n += 8;
-    return n;
+    (void) seq;
+    return c->state_size;
 }
 int64_t plk_state_save(plk_context *c, int32_t seq, uint8_t *data, int64_t room) {
-    int64_t n = 0;
-    if (plk_state_size(c, seq) > room) return fail(PLK_ESTATE, "room");
-    EACH(c, seq, -1, -1) {
-        memcpy(data + n, &x->pos, 4);
-        memcpy(data + n + 4, &x->token, 4);
-        n += 8;
-    }
-    return n;
+    say(1, "state_save %d", seq);
+    if (c->state_size > room) return fail(PLK_ESTATE, "room");
+    if (c->state) memcpy(data, c->state, (size_t) c->state_size);
+    return c->state_size;
 }
 int64_t plk_state_load(plk_context *c, int32_t seq, const uint8_t *data, int64_t length) {
+    say(1, "state_load %d", seq);
     if (length % 8) return fail(PLK_ESTATE, "not a state");
-    plk_seq_rm(c, seq, -1, -1);
-    int slot = length ? find_slot(c, (int) (length / 8)) : 0;
-    if (slot < 0) return 0;
-    for (int64_t n = 0; n < length; n += 8) {
-        cell *x = &c->cells[slot + n / 8];
-        memcpy(&x->pos, data + n, 4);
-        memcpy(&x->token, data + n + 4, 4);
-        x->seqs = 1ull << seq;
-    }
-    return length;
+    if (length > 8 * c->n) return 0;
+    c->state = realloc(c->state, (size_t) length + 1);
+    memcpy(c->state, data, (size_t) length);
+    return c->state_size = length;
 }
 
 int plk_sampler_new(const plk_model *model, const plk_sampler_params *params, plk_sampler **out) {

@@ -1,18 +1,23 @@
-"""Operations on contexts do what the protocol says, in this process and in a worker alike."""
+"""Operations on contexts pass their arguments and results, in this process and in a worker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes.build import MINUS, THROW
+from fakes.build import FULL, MINUS, THROW
 from fakes.opened import feed
 
 from pyllamakv.binding.protocol import (
+    CellsInfo,
     ContextHandle,
+    ContextParams,
+    Counters,
     ModelHandle,
     Native,
+    RawDefrag,
     SamplerParams,
 )
 from pyllamakv.binding.remote import Remote
@@ -23,6 +28,17 @@ from pyllamakv.errors import (
 )
 
 pytest_plugins = ("fakes.opened",)
+
+Calls = Callable[[], list[str]]
+
+
+@pytest.fixture
+def calls(native: Native) -> Iterator[Calls]:
+    """Return what reads the calls in C since the last read."""
+    native.log_level(1)
+    native.logs()
+    yield lambda: [text for _level, text in native.logs()]
+    native.log_level(2)  # the level that the library starts with
 
 
 def ints(*values: int) -> Any:
@@ -76,21 +92,22 @@ def test_one_token_of_each(native: Native, model: ModelHandle, context: ContextH
         native.decode_each(context, [1.5], [0], (0,))
 
 
-def test_batches_with_several_sequences_per_token(native: Native, context: ContextHandle) -> None:
+def test_batches_with_several_sequences_per_token(
+    native: Native, context: ContextHandle, calls: Calls
+) -> None:
     """The flat list of sequences belongs to the tokens by their counts."""
     code = native.decode(context, ints(1, 2), ints(0, 1), ints(2, 1), ints(0, 3, 3), None)
     assert code == 0
-    cells = native.cells(context, 0)
-    assert cells.seqs[:2, 0].tolist() == [0b1001, 0b1000]
+    assert calls() == ["token 1 at 0 of 0+3", "token 2 at 1 of 3"]
 
 
-def test_arrays_of_another_kind(native: Native, context: ContextHandle) -> None:
+def test_arrays_of_another_kind(native: Native, context: ContextHandle, calls: Calls) -> None:
     """What C cannot read in place is converted, not misread."""
     wide = np.arange(8, dtype=np.int64)[::2]
     if isinstance(native, Remote):
         wide = wide.astype(np.int32)[::1]
-    assert native.decode(context, wide, wide, None, wide * 0, None) == 0
-    assert native.cells(context, 0).pos[:4].tolist() == [0, 2, 4, 6]
+    assert native.decode(context, wide + 40, wide, None, wide + 1, None) == 0
+    assert calls() == [f"token {40 + n} at {n} of {n + 1}" for n in (0, 2, 4, 6)]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +128,7 @@ def test_short_arrays_stay_out_of_c(native: Native, context: ContextHandle, arra
 
 def test_codes_of_decode(native: Native, context: ContextHandle) -> None:
     """llama_decode's own codes are returned, ours are raised."""
-    assert feed(native, context, 0, 32) == 0
-    assert feed(native, context, 1, 32, 100) == 0
-    assert feed(native, context, 2, 16, 200) == 1
-    native.clear(context, True)
+    assert native.decode_one(context, FULL, 0, 0) == 1
     assert native.decode_one(context, MINUS, 0, 0) == -3
     with pytest.raises(NativeError, match="invalid token") as caught:
         native.decode_one(context, THROW, 0, 0)
@@ -125,64 +139,64 @@ def test_codes_of_decode(native: Native, context: ContextHandle) -> None:
         native.decode_one(context, -5, 0, 0)
 
 
-def test_sequences(native: Native, context: ContextHandle) -> None:
-    """Sequence operations reach the cells."""
-    feed(native, context, 0, 8)
-    assert native.seq_rm(context, 0, 2, 4)
-    assert not native.seq_rm(context, 62, 2, 4)
-    native.seq_cp(context, 0, 1, -1, -1)
-    native.seq_add(context, 1, 4, -1, 10)
-    assert native.seq_pos_max(context, 1) == 17
-    assert native.seq_pos_min(context, 1) == 0
-    assert native.seq_pos_min(context, 5) == -1
-    cells = native.cells(context, 0)
-    assert cells.pos[:8].tolist() == [0, 1, -1, -1, 14, 15, 16, 17]
-    assert cells.shift[:8].tolist() == [0, 0, 0, 0, 10, 10, 10, 10]
-    assert cells.info.has_shift
-    assert cells.info.used == 6
+def test_operations_on_sequences_pass_their_arguments(
+    native: Native, context: ContextHandle, calls: Calls
+) -> None:
+    """Each argument has its place in C, and what C refuses is False or an error."""
+    assert native.seq_rm(context, 1, 2, 4)
+    native.seq_cp(context, 1, 2, -1, 3)
+    native.seq_keep(context, 5)
+    native.seq_add(context, 1, 4, -1, -10)
     native.seq_div(context, 1, 14, -1, 2)
-    assert native.seq_pos_max(context, 1) == 8
     native.update(context)
-    assert not native.cells(context, 0).info.has_shift
-    native.seq_keep(context, 1)
-    assert native.seq_pos_max(context, 0) == -1
+    native.clear(context, True)
+    native.clear(context, False)
+    assert calls() == [
+        "seq_rm 1 2 4", "seq_cp 1 2 -1 3", "seq_keep 5", "seq_add 1 4 -1 -10",
+        "seq_div 1 14 -1 2", "update", "clear 1", "clear 0",
+    ]  # fmt: skip
+    assert not native.seq_rm(context, 62, 2, 4)
     with pytest.raises(NativeError, match="divisor"):
         native.seq_div(context, 1, 0, -1, 0)
+    assert native.seq_pos_min(context, 5) == native.seq_pos_max(context, 5) == -1
+    feed(native, context, 5, 8)
+    assert (native.seq_pos_min(context, 5), native.seq_pos_max(context, 5)) == (105, 7)
 
 
-def test_defragmentation(native: Native, context: ContextHandle) -> None:
-    """A defragmentation closes holes, and the report and the counters have the moves."""
-    feed(native, context, 0, 8)
-    native.seq_rm(context, 0, 2, 4)
-    report = native.defrag(context)
-    assert (report.cells, report.passes, report.ns) == (4, 1, 1000)
-    assert native.cells(context, 0).pos[:7].tolist() == [0, 1, 4, 5, 6, 7, -1]
-    counters = native.counters(context)
-    assert (counters.defrags, counters.cells_moved) == (1, 4)
+def test_numbers_of_a_cache_keep_their_names(native: Native, context: ContextHandle) -> None:
+    """Every field of a report is that of C, in order; 64-bit numbers are read whole."""
+    assert native.defrag(context) == RawDefrag(1, 2, 3, 4, 5, 6, 7, 8)
+    assert native.counters(context) == Counters(*range(1, 12))
+    info = CellsInfo(3, True, 64, 4, 5, True, 6, 7, 8, False, 1, 10, 11)
+    assert native.cells(context, 0).info == info
     with pytest.raises(NativeError, match="no such cache"):
         native.cells(context, 3)
 
 
-def test_snapshots_do_not_change(native: Native, context: ContextHandle) -> None:
-    """The arrays of a snapshot are its own."""
-    feed(native, context, 0, 4)
-    before = native.cells(context, 0)
-    native.clear(context, True)
-    assert before.pos[:4].tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize("n_seq_max", [8, 65])
+def test_snapshots_have_a_row_per_cell_and_do_not_change(
+    native: Native, model: ModelHandle, n_seq_max: int
+) -> None:
+    """The arrays are those that C wrote; a later snapshot has its own."""
+    context = native.context_new(model, ContextParams(n_ctx=16, n_seq_max=n_seq_max))
+    places, words = np.arange(16), (n_seq_max + 63) // 64
+    first, second = native.cells(context, 0), native.cells(context, 0)
+    assert (first.pos == places).all() and (second.pos == places + 1).all()
+    for raw in (first, second):
+        assert (raw.shift == -places).all()
+        assert raw.seqs.tolist() == [[n << 32 * word for word in range(words)] for n in range(16)]
 
 
-def test_states(native: Native, context: ContextHandle) -> None:
+def test_states(native: Native, context: ContextHandle, calls: Calls) -> None:
     """A state is bytes; a refusal is 0; what is no state raises."""
-    feed(native, context, 0, 6)
-    state = native.state_save(context, 0)
-    assert len(state) == 48
+    assert native.state_save(context, 7) == b""
+    state = bytes(range(48))
     assert native.state_load(context, 3, state) == 48
-    assert native.seq_pos_max(context, 3) == 5
-    assert native.state_save(context, 3) == state
+    assert native.state_save(context, 5) == state
+    assert calls() == ["state_save 7", "state_load 3", "state_save 5"]
     with pytest.raises(StateError, match="not a state"):
         native.state_load(context, 3, b"abc")
     assert native.state_load(context, 4, state * 20) == 0
-    assert native.state_save(context, 7) == b""
 
 
 def test_samplers(native: Native, model: ModelHandle, context: ContextHandle) -> None:
@@ -209,7 +223,7 @@ def test_many(native: Native, context: ContextHandle) -> None:
     code, row, cells = native.many(calls)
     assert code == 0
     assert int(row.argmax()) == 2
-    assert cells.info.used == 1
+    assert cells.info.used == 4
     with pytest.raises(NativeError, match="invalid token"):
         native.many([("decode_one", (context, THROW, 0, 0)), *calls])
     assert native.seq_pos_max(context, 0) == 0
