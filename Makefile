@@ -67,7 +67,7 @@ matrix: ## Verify every release, and compare with the expected verdicts
 
 eras: ## Verify one release per era in few settings
 	@$(call own,test) && $(run) matrix run --sample --quick $(MATRIX_ARGS) && \
-	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest -n auto tests/binding/test_arguments_sweep.py && \
+	PYLLAMAKV_SWEEP_RELEASES=eras "$$py" -m pytest -n auto tests/binding/test_arguments_sweep.py tests/qa/test_native_calls.py && \
 	"$$py" -m pytest tests/repository/test_records.py tests/repository/test_readme.py -k "recorded_trees or memory_classes"
 
 bench: ## Measure the main benchmarks

@@ -4,7 +4,6 @@
 same ones each time, others on stock than on patched. ``PYLLAMAKV_SWEEP_RELEASES`` names other
 releases, separated by commas; ``eras`` stands for one release per era. ``PYLLAMAKV_SWEEP_PARTS`` is
 how many runs make up the whole (1: make all calls).
-``PYLLAMAKV_MEMORY_SWEEP_PARTS`` is the same for the calls on kinds of memory (`memory_sweep_kit`).
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import sweep_kit
-from native_kit import TEST_RELEASE, built
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from native_kit import TEST_RELEASE, built, swept_releases
 
 TESTS = Path(__file__).resolve().parents[1]
 #: The calls of a variant are made in so many runs, of which a test makes one.
 PARTS = 4
-#: The same for the calls on kinds of memory, which take a process each.
-MEMORY_PARTS = 2000
 #: Seconds after which a call counts as one that never ends.
 SILENCE = 120
 #: The most memory that a worker may have taken, in MiB.
@@ -41,16 +35,6 @@ MEMORY = 800
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 #: Calls that end a worker are found one by one, up to so many.
 ENDS = 10
-
-
-def releases() -> list[str]:
-    """Return the releases to sweep."""
-    named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", TEST_RELEASE)
-    if named != "eras":
-        return named.split(",")
-    from pyllamakv.verification import matrix
-
-    return [cell.release for cell in matrix.plan(matrix.MatrixSelection(sample=True))]
 
 
 @dataclass
@@ -126,7 +110,7 @@ def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
 @pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])
-@pytest.mark.parametrize("release", releases())
+@pytest.mark.parametrize("release", swept_releases())
 def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
     """Replace each argument of each call by wrong ones, and look at what comes out."""
     built(f"{release}+{kind}")
@@ -140,45 +124,6 @@ def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
     if release == TEST_RELEASE and kind == "patched":
         # What is refused with right arguments is refused before the wrong one is looked at.
         assert numbers["failing"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.native
-@pytest.mark.parametrize("kind", ["stock", "patched"])
-@pytest.mark.parametrize("release", releases())
-def test_no_operation_on_a_memory_ends_the_process(
-    release: str, kind: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """Make every native call on every kind of memory, in child processes; record the numbers.
-
-    Of the calls of `memory_sweep_kit`, 1 in ``MEMORY_PARTS`` is drawn.
-    """
-    built(f"{release}+{kind}")
-    parts = int(os.environ.get("PYLLAMAKV_MEMORY_SWEEP_PARTS", MEMORY_PARTS))
-    part = 0 if kind == "stock" else parts // 2
-    path = os.pathsep.join(
-        (str(TESTS / "kits"), str(TESTS.parent), os.environ.get("PYTHONPATH", ""))
-    )
-    command = [str(TESTS / "kits" / "memory_sweep_kit.py"), f"{release}+{kind}", f"{part}"]
-    ran = subprocess.run(
-        [sys.executable, *command, f"{parts}"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    lines = ran.stdout.splitlines()
-    found = [line for line in lines if line.startswith("!")]
-    assert not found, "\n".join(found[:40])
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    numbers = json.loads(lines[-1].removeprefix("= "))
-    record_property("calls", f"{release}+{kind}: {numbers}")
-    sys.stdout.write(f"{release}+{kind}: {numbers}\n")
-    assert numbers["signals"] == 0
-    assert numbers["memories"] >= 4
-    assert numbers["accepted"] > 0 < numbers["refused"]
-    if release == TEST_RELEASE:
-        assert numbers["assertions"] == 0, [line for line in lines if line.startswith("~")]
 
 
 def test_every_public_class_is_swept_or_excluded() -> None:

@@ -1,6 +1,6 @@
 """Run every native operation on every kind of memory, with arguments at their boundaries.
 
-Run as a program, this module is the worker of `test_arguments_sweep`: its arguments are a variant's
+Run as a program, this module is the worker of `qa.native_calls`: its arguments are a variant's
 spec, which part of the cases to run and of how many, and names of generated models (default: all).
 Each case runs in a child process. A line that starts with ``!`` is a child that ended otherwise
 than by a result or a typed error, ``~`` an assertion of llama.cpp that became an error, and the

@@ -25,3 +25,13 @@ def built(spec: str) -> Variant:
             pytest.fail(message)
         pytest.skip(message)
     return found
+
+
+def swept_releases() -> list[str]:
+    """Return the releases that sweeps of arguments use: ``PYLLAMAKV_SWEEP_RELEASES``."""
+    named = os.environ.get("PYLLAMAKV_SWEEP_RELEASES", TEST_RELEASE)
+    if named != "eras":
+        return named.split(",")
+    from pyllamakv.verification import matrix
+
+    return [cell.release for cell in matrix.plan(matrix.MatrixSelection(sample=True))]

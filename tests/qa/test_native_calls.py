@@ -1,4 +1,4 @@
-"""Calls on every kind of memory: what ends a process is a defect."""
+"""Calls on every kind of memory: a call that ends its process is a defect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from native_kit import TEST_RELEASE, built, swept_releases
 
 from pyllamakv.building import variant
 from qa import native_calls
@@ -49,3 +50,21 @@ def test_a_longer_run_makes_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [
         ("0.3.9+stock", 2000), ("0.3.9+patched", 2000), ("0.3.9+stock", 33), ("0.3.9+patched", 33),
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["stock", "patched"])
+@pytest.mark.parametrize("release", swept_releases())
+def test_no_call_on_a_memory_ends_the_process(release: str, kind: str) -> None:
+    """A part of the calls is made: the same ones each time, others on stock than on patched."""
+    built(f"{release}+{kind}")
+    first = 0 if kind == "stock" else native_calls.PARTS // 2
+    entry = native_calls.make_calls(f"{release}+{kind}", native_calls.PARTS, first, lambda _: None)
+    assert entry.passed, "\n".join(entry.defects[:40])
+    numbers = entry.data
+    assert numbers["signals"] == 0
+    assert numbers["memories"] >= 4
+    assert numbers["accepted"] > 0 < numbers["refused"]
+    if release == TEST_RELEASE:
+        assert numbers["assertions"] == 0
