@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyllamakv.binding.protocol import DecodeStatus
 from pyllamakv.errors import ScenarioFailed, Untestable
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.ledger import cell_differences
+from pyllamakv.scenarios.cell_ledger import cell_differences
 from pyllamakv.scenarios.player import Player, word
 
 if TYPE_CHECKING:

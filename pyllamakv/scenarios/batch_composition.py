@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import ContextHandle, Native
-    from pyllamakv.scenarios.ledger import CellLedger
+    from pyllamakv.scenarios.cell_ledger import CellLedger
 
 #: The contents of a batch. A key is a sequence, or a tuple of sequences that share the cells; its
 #: value is the number of tokens, or the tokens. The key type of a Mapping is invariant, hence Any.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pyllamakv.binding.protocol import ContextHandle, Native
-    from pyllamakv.runtime.snapshot import Snapshot
-    from pyllamakv.scenarios.ledger import Content
+    from pyllamakv.runtime.snapshot import CellMap, Snapshot
+    from pyllamakv.scenarios.cell_ledger import Content
 
 #: The parsed states by sequence.
 Rows = dict[int, state_parser.SequenceState]
@@ -83,12 +83,16 @@ def _compare_sections(
 def contents(snapshot: Snapshot) -> Counter[Content]:
     """Count the cells of each content in a snapshot, of the full cache where there are two."""
     found: Counter[Content] = Counter()
-    main = [cells for cells in snapshot.streams if not cells.swa] or snapshot.streams
-    for cells in main:
-        used = np.flatnonzero(cells.pos >= 0)
-        words = map(tuple, cells.seqs[used].tolist())
-        found.update(zip(cells.pos[used].tolist(), map(owners, words), strict=True))
+    for cells in [cells for cells in snapshot.streams if not cells.swa] or snapshot.streams:
+        found += stream_contents(cells)
     return found
+
+
+def stream_contents(cells: CellMap) -> Counter[Content]:
+    """Count the cells of each content in one stream."""
+    used = np.flatnonzero(cells.pos >= 0)
+    words = map(tuple, cells.seqs[used].tolist())
+    return Counter(zip(cells.pos[used].tolist(), map(owners, words), strict=True))
 
 
 def sliding(snapshot: Snapshot) -> dict[int, list[int]] | None:

@@ -29,7 +29,7 @@ from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDie
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios import kv_rows
 from pyllamakv.scenarios.batch_composition import BatchRows, Feeds, compose, image_rows
-from pyllamakv.scenarios.ledger import CellLedger, Content, cell_differences, window_errors
+from pyllamakv.scenarios.cell_ledger import CellLedger, Content, cell_differences, window_errors
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -100,12 +100,12 @@ class Player:
             self.ledger.add(feed.token.tolist(), feed.pos.tolist(), feed.owners)
             self.steps.append(Step("decode", (feed,), logits))
         if expect is not None and status != expect:
-            free = self.n_cells - self.ledger.used
             msg = (
-                f"a decode of {len(feed.token)} tokens with {free} free cells ended with "
+                f"a decode of {len(feed.token)} tokens with {self.free} free cells ended with "
                 f"{word(status)}, expected {word(expect)}"
             )
-            raise ScenarioFailed(msg, failure="claim", evidence={"status": status, "free": free})
+            evidence = {"status": status, "free": self.free}
+            raise ScenarioFailed(msg, failure="claim", evidence=evidence)
         return status
 
     def decode_image(
@@ -220,6 +220,11 @@ class Player:
         """Return the size of the cache in cells."""
         snapshot = self.snapshot()
         return self.info.n_ctx if snapshot is None else int(snapshot.stats.size)
+
+    @property
+    def free(self) -> int:
+        """Return the number of free cells according to the ledger."""
+        return self.n_cells - self.ledger.used
 
     def snapshot(self) -> Snapshot | None:
         """Return the present cells, or None if the build cannot read them."""

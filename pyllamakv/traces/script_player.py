@@ -176,7 +176,7 @@ def _verify(_: Line, session: ScriptSession, player: Player) -> dict[str, Any]:
     assert session.reference is not None
     if not session.foreign:
         session.reference.catch_up()
-        if player.ledger.used < player.n_cells:
+        if player.free:
             session.reference.check_next()
     return {}
 

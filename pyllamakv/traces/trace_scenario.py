@@ -131,7 +131,7 @@ def _open(lines: list[Line], session: ScriptSession, lab: Lab) -> None:
 def _play(line: Line, head: Head, session: ScriptSession, player: Player) -> None:
     recorded = line.result
     session.check_expectation(line)
-    free, decodes = player.n_cells - player.ledger.used, line.op in DECODES
+    free, decodes = player.free, line.op in DECODES
     try:
         result = script_player.play_line(line, session)
     except (NativeError, Unsupported) as error:
@@ -184,6 +184,6 @@ def _verify(session: ScriptSession, player: Player, lab: Lab) -> None:
         return  # no reference can follow: it would have to know what a state holds, or be too large
     reference = lab.reference(player)
     reference.catch_up()
-    if player.ledger.used < player.n_cells:
+    if player.free:
         reference.check_next()
         player.check_cells()

@@ -16,7 +16,7 @@ from pyllamakv.binding.library import find_library
 from pyllamakv.native._plk import ffi
 from pyllamakv.open_variant import find_built
 from pyllamakv.runtime.ledger import POSITION_LIMIT
-from pyllamakv.scenarios.ledger import Cell, cell_differences
+from pyllamakv.scenarios.cell_ledger import cell_differences
 from qa.built import SPEC
 from qa.fuzzing.call_generator import CallGenerator
 from qa.fuzzing.fuzz_state import FuzzState
@@ -184,13 +184,11 @@ class CallRunner:
 
     def _loaded(self, seq: int, status: int) -> None:
         """Copy a restored sequence from the cells into the ledger: its content is unknown."""
-        ledger = self.world.ledger
-        ledger.remove(seq)
         _, held = self.world.picture()
         found = [pos for (pos, owners), n in held.items() if owners == (seq,) for _ in range(n)]
         if status == 0 and found:
             raise WrongAnswer("a state was refused, but changed the cells")
-        ledger.cells.extend(Cell(pos, {seq}) for pos in found)
+        self.world.ledger.replace(seq, [(pos, -1) for pos in found])
 
     def _works(self) -> None:
         """Decode in the context, and again after a clear: it must work after any refusal."""

@@ -12,7 +12,7 @@ import numpy as np
 from pyllamakv.binding import loading
 from pyllamakv.native._plk import ffi
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.scenarios.ledger import CellLedger, Content
+from pyllamakv.scenarios.cell_ledger import CellLedger, Content
 from qa.fuzzing.arena import FILLED, Arena
 from qa.fuzzing.signatures import Parameter, fields
 from qa.fuzzing.target import WrongAnswer

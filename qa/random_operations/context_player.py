@@ -45,11 +45,6 @@ class ContextPlayer(Player):
         self.sequences = [context.sequence(n) for n in range(context.info.n_seq_max)]
         self.cause = ""
 
-    @property
-    def free(self) -> int:
-        """Return the number of free cells according to the ledger."""
-        return self.n_cells - self.ledger.used
-
     @cached_property
     def n_cells(self) -> int:
         """Return the size of the cache in cells."""

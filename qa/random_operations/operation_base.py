@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.errors import PartialRemovalRefused, ScenarioFailed, Unsupported
-from pyllamakv.runtime import swa
 from pyllamakv.scenarios import kv_rows
+from pyllamakv.scenarios.cell_ledger import reusable_cells
 from pyllamakv.scenarios.player import word
 from qa.random_operations.content_check import ContentCheck
 from qa.random_operations.context_player import ContextPlayer
@@ -193,7 +193,10 @@ class OperationBase:
         if self.ledger.streams and feed is not None:
             wanted = Counter(seq for (seq,) in feed.owners)
         return any(
-            wanted[each.info.stream] > swa.reusable_cells(each, self.subject.info.n_swa)
+            wanted[each.info.stream]
+            > reusable_cells(
+                kv_rows.stream_contents(each), each.stats.size, self.subject.info.n_swa
+            )
             for each in snapshot.streams
             if each.swa
         )

@@ -18,7 +18,7 @@ from pyllamakv.scenarios.player import Step
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.state_parser import SequenceState
-    from pyllamakv.scenarios.ledger import Cell
+    from pyllamakv.scenarios.cell_ledger import Cell
     from qa.random_operations.context_player import ContextPlayer
 
 

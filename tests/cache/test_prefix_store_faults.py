@@ -17,7 +17,7 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["kill", "eio", "full"])
 def test_flushed_prefixes_survive_a_fault_at_each_change(kind: str) -> None:
     """Everything flushed before the fault is reused after it, and no logits are wrong."""
-    steps = [("fakes.simulated_steps:StoreSimulatedPrefixes", [])]
+    steps = [("cache_kit:StoreSimulatedPrefixes", [])]
     (record,) = preloaded_process.run_injections(
         steps, [kind], seconds=600, seed=1, tick=lambda _: None
     )

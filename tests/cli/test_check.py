@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from check_kit import SOME, CheckSandbox, make
-from fakes.rollback_libraries import Rolling
+from fakes.simulated import SimulatedNative
 
 from pyllamakv.cli import main
 from pyllamakv.errors import CommandFailed
@@ -90,7 +90,7 @@ def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path
 
 def test_exit_codes_of_check_are_those_of_git_bisect(world: CheckSandbox, capsys) -> None:
     """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
-    world.make = lambda side: Rolling()
+    world.make = lambda side: SimulatedNative()
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1
     world.build_stock = CommandFailed("x", ["ninja"], 1, "log")
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 125

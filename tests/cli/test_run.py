@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import EXAMPLE, Opened, cli
-from fakes.rollback_libraries import Rolling
+from fakes.simulated import SimulatedNative
 
 import pyllamakv
 
@@ -23,7 +23,7 @@ def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
 
     def open_(spec, **options):
         asked.append((str(spec), options))
-        return Opened(Rolling(heals=not str(spec).endswith("stock")))
+        return Opened(SimulatedNative(heals=not str(spec).endswith("stock")))
 
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)
@@ -104,13 +104,13 @@ def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatc
 def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, words) -> None:
     """The script names one, and the command line comes first; one that is not there is refused."""
     loaded = []
-    load = Rolling.model_load
+    load = SimulatedNative.model_load
 
     def loading(self, path, params):
         loaded.append(Path(path).name)
         return load(self, path, params)
 
-    monkeypatch.setattr(Rolling, "model_load", loading)
+    monkeypatch.setattr(SimulatedNative, "model_load", loading)
     assert cli(capsys, *words, EXAMPLE, "--model", "bytes")[0] == 0
     assert loaded[0].startswith("bytes-")
     opened.clear()

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from cli_kit import EXAMPLE, Opened, cli
-from fakes.rollback_libraries import Rolling
+from fakes.simulated import SimulatedNative
 from metrics_kit import parse
 
 import pyllamakv
@@ -25,7 +25,7 @@ def opened(monkeypatch, tmp_path) -> list[str]:
 
     def open_(spec, **_):
         asked.append(str(spec))
-        return Opened(Rolling(heals=not str(spec).endswith("stock")))
+        return Opened(SimulatedNative(heals=not str(spec).endswith("stock")))
 
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     monkeypatch.setattr(pyllamakv, "open", open_, raising=False)

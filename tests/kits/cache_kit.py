@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import runtime_kit
+from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.cache.context_cache import ContextCache
+from qa.faults.steps.caching import StorePrefixes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pyllamakv as kv
 
 
@@ -49,3 +50,23 @@ def fresh(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
 def some(n: int, seed: int = 1) -> list[int]:
     """Return tokens of the smallest vocabulary, without a period."""
     return np.random.default_rng(seed).integers(1, 60, n).tolist()
+
+
+class StoreSimulatedPrefixes(StorePrefixes):
+    """Flush and reuse prefixes of simulated sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("simulated"), Path("model.gguf"))
+
+    def prepare(self, folder: Path) -> None:
+        """Write the model."""
+        write_gguf(folder / self.model)
+
+    def run(self, folder: Path) -> Any:
+        """Run in the directory of the attempt."""
+        self.model = folder / "model.gguf"
+        return super().run(folder)
+
+    def open(self) -> Any:
+        """Open a simulated library."""
+        return runtime_kit.library()

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.rollback_libraries import Opener, Rolling
+from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking
@@ -65,7 +66,7 @@ def make(monkeypatch: pytest.MonkeyPatch, home: Path) -> CheckSandbox:
         return release
 
     def by_side(path: Path):
-        return (world.make or (lambda side: Rolling(heals=side == "patched")))(path.name)
+        return (world.make or (lambda side: SimulatedNative(heals=side == "patched")))(path.name)
 
     by_side.by_path = True
     world.opener = Opener(by_side)

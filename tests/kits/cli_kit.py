@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.rollback_libraries import Rolling
+from fakes.simulated import SimulatedNative
 
 from pyllamakv.cli import main
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fragmented.jsonl"
 class Opened:
     """Stand in for an opened library."""
 
-    def __init__(self, native: Rolling) -> None:
+    def __init__(self, native: SimulatedNative) -> None:
         self.native = native
         self.about = native.about
 

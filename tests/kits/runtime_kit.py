@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,32 @@ if TYPE_CHECKING:
 
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
+
+
+@dataclass
+class Held:
+    """Stand in for an opened library."""
+
+    native: object
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Opener:
+    """Open a simulated library for each call, and keep a list of them."""
+
+    make: Any
+    opened: list[Held] = field(default_factory=list)
+    environments: list[dict[str, str]] = field(default_factory=list)
+
+    def __call__(self, path: Path, environment: dict[str, str]) -> Held:
+        self.environments.append(environment)
+        made = self.make(path) if getattr(self.make, "by_path", False) else self.make()
+        self.opened.append(Held(made))
+        return self.opened[-1]
 
 
 def library(*, isolated: bool = False, **options: Any) -> OpenLibrary:

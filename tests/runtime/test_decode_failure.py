@@ -97,8 +97,7 @@ def test_ghosts_of_a_failed_decode_are_removed(tmp_path: Path) -> None:
     decode = ctx.native.decode
 
     def leaving(handle, token, pos, counts, seq, logits):
-        cells = cache.find(1)
-        cache.put(cells, token[:1].tolist(), pos[:1].tolist(), [[int(seq[0])]])
+        cache.put(cache.find(1), token[:1].tolist(), pos[:1].tolist(), [[int(seq[0])]])
         return 1
 
     ctx.native.decode = leaving

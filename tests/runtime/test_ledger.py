@@ -1,4 +1,4 @@
-"""Test the record of sequences against a model that is a list of cells."""
+"""Test the record of sequences against the reference model of cells."""
 
 from __future__ import annotations
 
@@ -10,64 +10,63 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pyllamakv.errors import UsageError
 from pyllamakv.runtime.ledger import Ledger
+from pyllamakv.scenarios.cell_ledger import CellLedger
 
 SEQUENCE = st.integers(0, 2)
 BOUND = st.one_of(st.none(), st.integers(0, 30))
 
 
+def bounds(p0: int | None, p1: int | None) -> tuple[int, int]:
+    """Return bounds as the reference has them: negative ones are open."""
+    return (-1 if p0 is None else p0), (-1 if p1 is None else p1)
+
+
 class Cells(RuleBasedStateMachine):
-    """Drive ledgers and plain cells (token, position, sequences) alike."""
+    """Run the same operations on the ledgers of sequences and on the reference."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledgers = [Ledger() for _ in range(3)]
-        self.cells: list[list] = []
+        self.reference = CellLedger()
         self.mark = 0
-
-    def mine(self, seq: int, p0: int | None = None, p1: int | None = None) -> list[list]:
-        """Return the cells of a sequence in a range."""
-        low, high = p0 or 0, 10**9 if p1 is None else p1
-        return [c for c in self.cells if seq in c[2] and low <= c[1] < high]
 
     @rule(seq=SEQUENCE, tokens=st.lists(st.integers(0, 99), max_size=5))
     def decode(self, seq: int, tokens: list[int]) -> None:
         """Add tokens at the end."""
         for token in tokens:
-            pos = max((c[1] for c in self.mine(seq)), default=-1) + 1
-            self.cells.append([token, pos, {seq}])
+            pos = self.reference.next(seq)
+            self.reference.add([token], [pos], [[seq]])
             self.ledgers[seq].append(token, pos, self.mark)
             self.mark += 1
 
     @rule(seq=SEQUENCE, p0=BOUND, p1=BOUND)
     def remove(self, seq: int, p0: int | None, p1: int | None) -> None:
         """Remove a range."""
-        gone = self.mine(seq, p0, p1)
-        assert self.ledgers[seq].remove(p0, p1) == len(gone)
-        for cell in gone:
-            cell[2].discard(seq)
+        before = len(self.reference.of(seq))
+        self.reference.remove(seq, *bounds(p0, p1))
+        assert self.ledgers[seq].remove(p0, p1) == before - len(self.reference.of(seq))
 
     @rule(src=SEQUENCE, dst=SEQUENCE, p1=BOUND)
     def fork(self, src: int, dst: int, p1: int | None) -> None:
         """Share the cells of another sequence with an empty one."""
         if len(self.ledgers[dst]) or src == dst:
             return
-        for cell in self.mine(src, None, p1):
-            cell[2].add(dst)
+        self.reference.copy(src, dst, *bounds(None, p1))
         self.ledgers[dst].copy_from(self.ledgers[src], None, p1, share=True)
 
     @rule(seq=SEQUENCE, p0=BOUND, p1=BOUND, delta=st.integers(-10, 10))
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Shift a range where neither a shared cell nor another position is met."""
-        moving = self.mine(seq, p0, p1)
-        others = {other for cell in moving for other in cell[2]} - {seq}
+        low, high = p0 or 0, 10**9 if p1 is None else p1
+        moving = [c.seqs for c in self.reference.cells if seq in c.seqs and low <= c.pos < high]
+        others = set().union(*moving) - {seq}
         found = self.ledgers[seq].shared_with(enumerate(self.ledgers), p0, p1)
         assert set(found) == others
         try:
             self.ledgers[seq].check_move(p0, p1, delta)
         except UsageError:
             return
-        for cell in moving:
-            cell[1] += delta
+        self.reference.shift(seq, *bounds(p0, p1), delta)
         marks = self.ledgers[seq].marks_in(p0, p1)
         for other in found:
             self.ledgers[other].follow(marks, lambda p: p + delta)
@@ -77,10 +76,10 @@ class Cells(RuleBasedStateMachine):
     def agree(self) -> None:
         """Compare tokens, positions and the next position of every sequence."""
         for seq, ledger in enumerate(self.ledgers):
-            cells = sorted((c[1], c[0]) for c in self.mine(seq))
-            assert sorted(zip(ledger.positions, ledger.tokens, strict=True)) == cells
+            cells = zip(ledger.positions, ledger.tokens, strict=True)
+            assert sorted(cells) == self.reference.of(seq)
             assert ledger.positions == sorted(ledger.positions)
-            assert ledger.next == max((c[0] for c in cells), default=-1) + 1
+            assert ledger.next == self.reference.next(seq)
             assert len(ledger.marks) == len(ledger)
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pyllamakv.scenarios.cell_ledger import CellLedger
 from pyllamakv.scenarios.client_workload import KEPT_PREFIX, SlotServer
-from pyllamakv.scenarios.ledger import CellLedger
 
 
 class Player:

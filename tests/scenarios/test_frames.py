@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.binding.protocol import ContextParams, ModelParams
@@ -51,7 +50,7 @@ def test_a_timeline_ends_when_it_is_long_enough(tiny_model) -> None:
 
 def test_one_run_of_a_scenario_is_recorded(tiny_model) -> None:
     """Where the scenario asks for it; the timeline is kept with the run's result."""
-    native = Rolling(heals=True)
+    native = SimulatedNative(heals=True)
     model = native.model_load(str(tiny_model), ModelParams())
     fragmented = discovery.find("fragmented")
     assert fragmented.record_frames

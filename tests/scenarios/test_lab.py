@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.rollback_libraries import Opener, Rolling
 from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 from pyllamakv.binding.protocol import Capability, ModelParams
 from pyllamakv.errors import (
@@ -44,17 +44,16 @@ GUARDS = (
 )
 
 
-class Forgetful(Rolling):
+class Forgetful(SimulatedNative):
     """Lose the cells of the highest sequence when defragmenting."""
 
     def defrag(self, context):
         report = super().defrag(context)
-        cache = self._get(context).cache
-        cache.drop(cache.has(1), 1)
+        self._get(context).cache.remove(1)
         return report
 
 
-class Swapping(Rolling):
+class Swapping(SimulatedNative):
     """Swap the data of two cells when defragmenting, and leave their labels."""
 
     def defrag(self, context):
@@ -67,22 +66,25 @@ class Swapping(Rolling):
 class Ghostly(SimulatedNative):
     """Leave the first micro-batches of a failed decode behind."""
 
+    def __init__(self):
+        super().__init__(rolls_back=False)
 
-class Crashing(Rolling):
+
+class Crashing(SimulatedNative):
     """End the worker in a defragmentation."""
 
     def defrag(self, context):
         raise WorkerDied("ended by SIGABRT", signal=6)
 
 
-class Dying(Rolling):
+class Dying(SimulatedNative):
     """End the worker in a restore."""
 
     def state_load(self, context, seq, data):
         raise WorkerDied("ended by SIGABRT", signal=6)
 
 
-class Hanging(Rolling):
+class Hanging(SimulatedNative):
     """Never come back from a defragmentation."""
 
     def defrag(self, context):
@@ -102,15 +104,15 @@ def run(make, name: str, setting=CACHES[0]):
 @pytest.mark.parametrize("name", FIXES)
 def test_fixes_turn_from_red_to_green(name: str) -> None:
     """A library that defragments when it must passes what one that does not fails."""
-    assert run(lambda: Rolling(), name).outcome.failure == "claim"
-    healed = run(lambda: Rolling(heals=True), name)
+    assert run(lambda: SimulatedNative(), name).outcome.failure == "claim"
+    healed = run(lambda: SimulatedNative(heals=True), name)
     assert healed.outcome.status == "pass", healed.outcome.message
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
     """A guard has nothing against a library without faults."""
-    found = run(lambda: Rolling(heals=True), name)
+    found = run(lambda: SimulatedNative(heals=True), name)
     assert found.outcome.status == "pass", found.outcome.message
     assert found.pictures
 
@@ -137,12 +139,12 @@ def test_each_failure_has_its_class(make, name: str, failure: str) -> None:
 def test_logits_alone_give_damage_away() -> None:
     """Where bytes cannot be compared, the reference's logits find what was damaged."""
 
-    class Mute(Rolling):
+    class Mute(SimulatedNative):
         def decode(self, *arguments):
             status = super().decode(*arguments)
             cache = self._get(arguments[0]).cache
-            if cache.size == 256 and (cache.pos >= 0).sum() > 200:
-                cache.token[0] += 1
+            if cache.size == 256 and len(cache.used) > 200:
+                cache.slots[0].token += 1
             return status
 
     def workload(lab: Lab) -> None:
@@ -173,7 +175,7 @@ def test_a_crash_loses_its_own_run_only() -> None:
 
 def test_an_environment_gets_a_worker_of_its_own() -> None:
     """Variables are read once per process, so they are not mixed."""
-    opener = Opener(lambda: Rolling(heals=True))
+    opener = Opener(lambda: SimulatedNative(heals=True))
     with ScenarioRunner(opener) as bench:
         for setting in (CACHES[0], scenario.MOVERS[0], CACHES[0]):
             bench.run(Path("lib"), discovery.find("fragmented"), setting)
@@ -183,7 +185,7 @@ def test_an_environment_gets_a_worker_of_its_own() -> None:
 
 def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
     """A release with scattered slots uses them if the setting requires it."""
-    opener = Opener(lambda: Rolling(heals=True))
+    opener = Opener(lambda: SimulatedNative(heals=True))
     with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), scenario.SCATTERED)
     assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
@@ -191,7 +193,7 @@ def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
 
 def test_contexts_are_given_back() -> None:
     """A run leaves no context behind in its worker."""
-    opener = Opener(lambda: Rolling(heals=True))
+    opener = Opener(lambda: SimulatedNative(heals=True))
     with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
         native = opener.opened[0].native
@@ -220,14 +222,14 @@ def test_errors_have_one_meaning_each(error, status: str, failure: str) -> None:
 def test_a_missing_capability_is_absent() -> None:
     """What a build cannot do at all is not a failure."""
     none = Capability(0)
-    assert run(lambda: Rolling(capabilities=none), "counters").outcome.status == "absent"
+    assert run(lambda: SimulatedNative(capabilities=none), "counters").outcome.status == "absent"
 
 
 @pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
 def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type) -> None:
     """On a device the feature is not expected; in host memory the patch has lost it."""
 
-    class Unmapped(Rolling):
+    class Unmapped(SimulatedNative):
         def context_new(self, model, params):
             raise Unsupported("kv_backing has no effect here")
 
@@ -244,7 +246,7 @@ def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type
 @pytest.mark.parametrize(("backend", "bound"), [("cpu", 0.02), ("vulkan", 0.02), ("cuda", 0.1)])
 def test_cuda_may_sum_in_another_order(backend: str, bound: float) -> None:
     """Its correct caches differ more; a damaged cache differs by 0.3 or more."""
-    native = Rolling()
+    native = SimulatedNative()
     lab = Lab(
         native, native.model_load("tiny", ModelParams()), CACHES[0], place=DevicePlacement(backend)
     )
@@ -277,7 +279,7 @@ def test_a_scenario_that_asks_for_the_wrong_size_is_a_fault() -> None:
     def workload(lab: Lab) -> None:
         lab.player(100)
 
-    with ScenarioRunner(Opener(Rolling)) as bench:
+    with ScenarioRunner(Opener(SimulatedNative)) as bench:
         found = bench.run(Path("lib"), Scenario("x", "guard", "", "", workload), CACHES[0])
     assert found.outcome.status == "fault"
     assert "256" in found.outcome.message

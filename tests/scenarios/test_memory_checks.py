@@ -11,8 +11,8 @@ import pytest
 from pyllamakv.binding.protocol import Capability, Counters, ModelParams
 from pyllamakv.errors import NativeError, ScenarioFailed, Unsupported, WorkerDied
 from pyllamakv.scenarios import synthetic_models
+from pyllamakv.scenarios.cell_ledger import CellLedger, window_errors
 from pyllamakv.scenarios.lab import Lab
-from pyllamakv.scenarios.ledger import CellLedger, window_errors
 from pyllamakv.scenarios.memory_checks import check_searches, exercise_memory
 from pyllamakv.scenarios.scenario import Setting
 

@@ -15,7 +15,7 @@ from native_kit import built
 from pyllamakv.binding.library import open_library
 from pyllamakv.binding.protocol import Capability, ContextParams, ModelParams
 from pyllamakv.scenarios import kv_rows
-from pyllamakv.scenarios.ledger import cell_differences
+from pyllamakv.scenarios.cell_ledger import cell_differences
 from pyllamakv.scenarios.player import Player
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.rollback_libraries import Opener, Rolling
+from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.scenarios.device_placement import DevicePlacement
@@ -16,7 +17,7 @@ from pyllamakv.verification import discovery
 from pyllamakv.verification.verdict import Pair, is_harmful
 
 
-class Device(Rolling):
+class Device(SimulatedNative):
     """Keep the cache away from host memory."""
 
     def cells(self, context, cache):
@@ -99,10 +100,10 @@ def test_a_device_that_is_right_is_tried_once() -> None:
 
 def test_a_device_that_has_not_the_cache_is_tried_once() -> None:
     """The control's context is given back, and the second run takes its word."""
-    made: list[Rolling] = []
+    made: list[SimulatedNative] = []
 
-    def make() -> Rolling:
-        made.append(Rolling(heals=True))
+    def make() -> SimulatedNative:
+        made.append(SimulatedNative(heals=True))
         return made[-1]
 
     outcome, _, opened = run(make, "vulkan", times=2)
@@ -118,7 +119,7 @@ def test_processors_are_not_tried(backend: str) -> None:
     assert not place.off_cpu
     assert place.model("tiny") == "tiny"
     if backend == "cpu":
-        outcome, calls, _ = run(lambda: Rolling(heals=True), backend)
+        outcome, calls, _ = run(lambda: SimulatedNative(heals=True), backend)
         assert outcome.status == "pass"
         assert f"decode {TOKENS}" not in calls
 

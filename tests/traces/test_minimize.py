@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import trace_kit
-from fakes.rollback_libraries import Opener, Rolling
+from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 import pyllamakv
 from pyllamakv.cli import main
@@ -40,7 +41,7 @@ def _home(request, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
 
 
-def shrink(path: Path, make=Rolling, **options):
+def shrink(path: Path, make=SimulatedNative, **options):
     head, lines = trace_scenario.load(path)
     model = synthetic_models.model("tiny")
     return minimize.minimize(head, lines, Path("lib"), model=model, opener=Opener(make), **options)
@@ -53,7 +54,7 @@ def words(found) -> list[dict]:
 @pytest.mark.slow
 def test_what_matters_is_left(tmp_path: Path) -> None:
     """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
-    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     told: list[tuple[int, int]] = []
     found = shrink(path, progress=lambda left, runs: told.append((left, runs)))
     assert (found.failure, found.before, found.minimal) == ("claim", 111, True)
@@ -65,7 +66,7 @@ def test_what_matters_is_left(tmp_path: Path) -> None:
     # It fails, and fails no more with a token less anywhere.
     head, _ = trace_scenario.load(path)
     first, *rest = found.lines
-    with ScenarioRunner(Opener(Rolling)) as bench:
+    with ScenarioRunner(Opener(SimulatedNative)) as bench:
         work = minimize.FailureProbe(
             head, first, Path("lib"), synthetic_models.model("tiny"), bench
         )
@@ -99,12 +100,12 @@ def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
 def test_another_failure_is_not_taken_for_it(tmp_path: Path) -> None:
     """What crashes stays a crash, though less of it loses cells."""
 
-    class Bad(Rolling):
+    class Bad(SimulatedNative):
         def update(self, context):
             cache = self._get(context).cache
-            if (cache.pos >= 0).sum() >= 9:
+            if len(cache.used) >= 9:
                 raise WorkerDied("the worker was killed by signal 11")
-            cache.drop(cache.has(0), 0)
+            cache.remove(0)
 
     path = tmp_path / "bad.jsonl"
     path.write_text('{"op": "decode", "feed": {"0": 30}}\n{"op": "clear"}\n' * 2 +
@@ -117,12 +118,11 @@ def test_another_failure_is_not_taken_for_it(tmp_path: Path) -> None:
 def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
     """By whole steps."""
 
-    class Lossy(Rolling):
+    class Lossy(SimulatedNative):
         def decode(self, context, token, pos, *rest):
             status = super().decode(context, token, pos, *rest)
-            cache = self._get(context).cache
             if int(pos[0]) == 4 and int(token[0]) == 9:
-                cache.drop(cache.ranged(0, 2, 3), 0)
+                self._get(context).cache.remove(0, 2, 3)
             return status
 
     path = tmp_path / "lossy.jsonl"
@@ -134,15 +134,15 @@ def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
 
 def test_what_does_not_fail_is_not_shrunk(tmp_path: Path) -> None:
     """A trace that passes is reported, and one that cannot be replayed has the reason."""
-    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     with pytest.raises(UsageError, match="does not fail on that build"):
-        shrink(path, lambda: Rolling(heals=True))
+        shrink(path, lambda: SimulatedNative(heals=True))
 
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     """The shortest trace so far is returned, and reported as not minimal."""
-    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
 
     def told(left: int, _: int) -> None:
         if left < 60:
@@ -157,10 +157,10 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("at", "left"), [(1, None), (2, 111)])
 def test_an_interrupt_of_the_first_runs(tmp_path: Path, at: int, left: int | None) -> None:
     """Before it is known how the trace fails there is nothing to keep; then there is all of it."""
-    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     runs = []
 
-    class Interrupted(Rolling):
+    class Interrupted(SimulatedNative):
         def context_new(self, model, params):
             if params.n_seq_max == 4:
                 runs.append(1)
@@ -189,7 +189,7 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
 
     class Opened:
         def __init__(self) -> None:
-            self.native = Rolling()
+            self.native = SimulatedNative()
             self.about = self.native.about
 
         def __enter__(self) -> Opened:
@@ -200,8 +200,10 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(pyllamakv, "open", lambda *_, **__: Opened(), raising=False)
     monkeypatch.setattr(variant_selection, "variant_folder", lambda *_: Path("lib"))
-    monkeypatch.setattr(minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(Rolling)))
-    path = trace_kit.record(tmp_path / "long.jsonl", LONG, Rolling())
+    monkeypatch.setattr(
+        minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(SimulatedNative))
+    )
+    path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     code, out, _ = cli(capsys, "trace", "minimize", path)
     assert code == 0
     assert "111 operations became 3" in out
@@ -212,7 +214,9 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
     assert json.loads(out)["operations"] == 3
     assert (tmp_path / "x.jsonl").is_file()
     monkeypatch.setattr(
-        minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(lambda: Rolling(heals=True)))
+        minimize,
+        "ScenarioRunner",
+        lambda _: ScenarioRunner(Opener(lambda: SimulatedNative(heals=True))),
     )
     assert cli(capsys, "trace", "minimize", path)[0] == 2
 

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rollback_libraries import Rolling
 from fakes.simulated import SimulatedNative
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,10 +271,10 @@ def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
 {{"op": "batch", "tokens": {[7] * 18}, "seq": 2, "expect": "any"}}
 {{"op": "expect", "used": 24}}
 """
-    path = record(tmp_path / "x.jsonl", text, Rolling())
+    path = record(tmp_path / "x.jsonl", text, SimulatedNative())
     _, lines = trace.read(path)
     assert lines[3].result["status"] == 1
-    session = ScriptSession(Rolling(heals=True))
+    session = ScriptSession(SimulatedNative(heals=True))
     script_player.play(lines, session)
     assert session.player is not None
     assert session.player.ledger.used == 24

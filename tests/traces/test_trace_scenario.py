@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import trace_kit
-from fakes.rollback_libraries import Opener, Rolling
+from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 from pyllamakv.errors import NativeError, ScriptError, UsageError, WorkerDied
 from pyllamakv.scenarios import synthetic_models
@@ -35,18 +36,18 @@ def _home(request, tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """Return a trace in which a library fails that does not defragment."""
-    return trace_kit.record(tmp_path / "Stock_fails.jsonl", FRAGMENTED, Rolling())
+    return trace_kit.record(tmp_path / "Stock_fails.jsonl", FRAGMENTED, SimulatedNative())
 
 
-def run(path: Path, make=Rolling):
+def run(path: Path, make=SimulatedNative):
     """Play the scenario of a file on a library and return its outcome."""
     one = discovery.read(path)
     with ScenarioRunner(Opener(make)) as bench:
         return bench.run(Path("lib"), one, one.settings[0]).outcome
 
 
-def healing() -> Rolling:
-    return Rolling(heals=True)
+def healing() -> SimulatedNative:
+    return SimulatedNative(heals=True)
 
 
 def edit(path: Path, **words: str) -> Path:
@@ -85,30 +86,29 @@ def test_what_cannot_fit_may_fail(tmp_path: Path) -> None:
     text = (
         '{"op": "decode", "feed": {"0": 250}}\n{"op": "decode", "feed": {"0": 9}, "expect": "any"}'
     )
-    assert run(trace_kit.record(tmp_path / "full.jsonl", text, Rolling())).status == "pass"
+    assert run(trace_kit.record(tmp_path / "full.jsonl", text, SimulatedNative())).status == "pass"
 
 
 def test_contents_are_proved(recorded: Path, tmp_path: Path) -> None:
     """Lost cells, other logits, a refusal, a crash: each has its class."""
 
-    class Losing(Rolling):
+    class Losing(SimulatedNative):
         def decode(self, context, token, pos, seq_count, seq_id, logits):
             status = super().decode(context, token, pos, seq_count, seq_id, logits)
-            cache = self._get(context).cache
             if len(token) == 8:
-                cache.drop(cache.ranged(0, 3, 4), 0)
+                self._get(context).cache.remove(0, 3, 4)
             return status
 
-    class Wrong(Rolling):
+    class Wrong(SimulatedNative):
         def _row(self, cache, seq, pos):
             row = super()._row(cache, seq, pos)
             return row * 2 if cache.size == 256 and pos == 128 else row
 
-    class Refusing(Rolling):
+    class Refusing(SimulatedNative):
         def seq_rm(self, context, seq, p0, p1):
             return False
 
-    class Dying(Rolling):
+    class Dying(SimulatedNative):
         def seq_rm(self, context, seq, p0, p1):
             raise WorkerDied("the worker was killed")
 
@@ -124,14 +124,14 @@ def test_contents_are_proved(recorded: Path, tmp_path: Path) -> None:
 def test_errors_that_were_recorded_may_come_again(tmp_path: Path) -> None:
     """A call that threw does not have to; one that did not must not."""
 
-    class Throwing(Rolling):
+    class Throwing(SimulatedNative):
         def update(self, context):
             raise NativeError("threw", code=-3)
 
     text = '{"op": "decode", "feed": {"0": 3}}\n{"op": "update"}'
     with pytest.raises(NativeError):
         trace_kit.record(tmp_path / "a.jsonl", text, Throwing())
-    for make in (Rolling, Throwing):
+    for make in (SimulatedNative, Throwing):
         assert run(tmp_path / "a.jsonl", make).status == "pass"
     trace_kit.record(tmp_path / "b.jsonl", text)
     assert run(tmp_path / "b.jsonl", Throwing).failure == "claim"
@@ -181,7 +181,7 @@ def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
     """Of later decodes every few; the result is the same."""
     monkeypatch.setattr(trace_scenario, "KEPT", 4)
     lines = ['{"op": "step", "seq": 0, "token": 5}'] * 60
-    path = trace_kit.record(tmp_path / "long.jsonl", "\n".join(lines), Rolling())
+    path = trace_kit.record(tmp_path / "long.jsonl", "\n".join(lines), SimulatedNative())
     assert run(path).status == "pass"
     monkeypatch.setattr(trace_scenario, "LIMIT", 100)
     assert run(path).status == "pass"

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from check_kit import SOME, CheckSandbox, ask, make
-from fakes.rollback_libraries import Rolling
+from fakes.simulated import SimulatedNative
 from rich.console import Console
 
 from pyllamakv.errors import (
@@ -79,7 +79,7 @@ def test_broken_apply(world: CheckSandbox) -> None:
 def test_native(world: CheckSandbox) -> None:
     """No text applies and stock passes: upstream does it itself."""
     world.applied = PatchConflict("no such function")
-    world.make = lambda side: Rolling(heals=True)
+    world.make = lambda side: SimulatedNative(heals=True)
     assert ask().decision.verdict is Verdict.NATIVE
 
 
@@ -101,7 +101,7 @@ def test_broken_carry(world: CheckSandbox) -> None:
     console = Console(file=io.StringIO(), width=80)
     check_console.show(good, {}, console)
     assert "patches: full-defrag (carried from 0.3.8)" in console.file.getvalue()
-    world.make = lambda side: Rolling(heals=side == "stock")
+    world.make = lambda side: SimulatedNative(heals=side == "stock")
     answer = ask(fresh=True)
     assert (answer.decision.verdict, answer.decision.exit_code) == (Verdict.BROKEN_CARRY, 1)
     assert answer.decision.reason.startswith("carried full-defrag from 0.3.8: introduces ")
@@ -134,11 +134,11 @@ def test_a_library_that_does_not_load(world: CheckSandbox) -> None:
     """A patched one is a broken build; a stock one says nothing about the patch."""
 
     def refusing(side: str):
-        def make(path_side: str) -> Rolling:
+        def make(path_side: str) -> SimulatedNative:
             if path_side == side:
                 msg = "undefined symbol: ggml_x"
                 raise LoadError(msg)
-            return Rolling()
+            return SimulatedNative()
 
         return make
 
@@ -160,14 +160,13 @@ def test_an_unknown_release_is_a_usage_error(world: CheckSandbox) -> None:
 def test_a_harmful_patch_is_red(world: CheckSandbox) -> None:
     """A patched library that loses tokens is named with its scenario and setting."""
 
-    class Losing(Rolling):
+    class Losing(SimulatedNative):
         def defrag(self, context):
             report = super().defrag(context)
-            cache = self._get(context).cache
-            cache.drop(cache.has(1), 1)
+            self._get(context).cache.remove(1)
             return report
 
-    world.make = lambda side: Losing(heals=True) if side == "patched" else Rolling()
+    world.make = lambda side: Losing(heals=True) if side == "patched" else SimulatedNative()
     answer = ask()
     assert answer.decision.verdict is Verdict.HARMFUL
     assert "fork-then-defrag" in answer.decision.reason
@@ -177,7 +176,7 @@ def test_a_harmful_patch_is_red(world: CheckSandbox) -> None:
 def test_a_fault_of_ours_is_never_a_verdict(world: CheckSandbox) -> None:
     """A broken scenario ends the check, and nothing is remembered of it."""
 
-    class Odd(Rolling):
+    class Odd(SimulatedNative):
         def seq_cp(self, *_):
             raise ZeroDivisionError
 
@@ -223,7 +222,7 @@ def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path
     """Without a claim it is native only if the release contains it; no run can show more."""
     file = _file(tmp_path)
     world.applied = PatchConflict("hunk 1 does not apply")
-    world.make = lambda side: Rolling(heals=True)
+    world.make = lambda side: SimulatedNative(heals=True)
     answer = ask(patches=str(file), scenarios=())
     assert str(answer.decision) == "broken-apply: hunk 1 does not apply"
     assert answer.pairs == ()
@@ -259,7 +258,7 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
 ) -> None:
     """Hangs on both sides leave a patch without claims untested; a broken claim stays broken."""
 
-    class Hanging(Rolling):
+    class Hanging(SimulatedNative):
         def decode(self, *_):
             raise WorkerTimeout("no answer")
 
@@ -270,7 +269,7 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
     answer = ask(patches=str(_file(tmp_path)), scenarios=())
     assert answer.decision.verdict is Verdict.UNTESTABLE
     assert f"{answer.stopped} runs were not made" in answer.decision.reason
-    world.make = lambda side: Hanging() if side == "stock" else Rolling()
+    world.make = lambda side: Hanging() if side == "stock" else SimulatedNative()
     answer = ask(patches=str(_file(tmp_path)), scenarios=("fragmented",), fresh=True)
     assert answer.decision.verdict is Verdict.INEFFECTIVE
     broken = [pair for pair in answer.pairs if pair.patched and pair.patched.failed]
@@ -284,7 +283,7 @@ def test_a_series_without_claims(
     """An imported patch has the verdict of its file; so does its own check in the series."""
     some = [discovery.find(name) for name in SOME]
     monkeypatch.setattr(discovery, "select", lambda *_: some)
-    world.make = lambda side: Rolling()
+    world.make = lambda side: SimulatedNative()
     mine = tmp_path / "mine"
     shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
     (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
@@ -305,11 +304,11 @@ def test_scenarios_that_limit_a_request_are_not_claimed(
 ) -> None:
     """A failure that stock shares is no failed claim then; what only stock fails is a fix."""
     foreign = {"patches": str(_file(tmp_path)), "scenarios": ("fragmented",)}
-    world.make = lambda side: Rolling()
+    world.make = lambda side: SimulatedNative()
     assert ask(**foreign).decision.verdict is Verdict.INEFFECTIVE
     assert ask(**foreign, limit=True).decision.verdict is Verdict.HARMLESS
     assert CellSpec("0.3.9", **foreign).check_request().limit
-    world.make = lambda side: Rolling(heals=side == "patched")
+    world.make = lambda side: SimulatedNative(heals=side == "patched")
     assert ask(**foreign, limit=True, fresh=True).decision.verdict is Verdict.NEEDED
     # A guard that the user names is a fix if the patches claim others.
     mine = tmp_path / "mine"
@@ -328,7 +327,7 @@ def test_junit_charges_no_shared_failure(
     """Like the verdict: only failures that a patch claims to fix, or that stock does not have."""
     some = [discovery.find(name) for name in SOME]
     monkeypatch.setattr(discovery, "select", lambda *_: some)
-    world.make = lambda side: Rolling()
+    world.make = lambda side: SimulatedNative()
     foreign = ask(patches=str(_file(tmp_path)), scenarios=())
     assert foreign.decision.verdict is Verdict.HARMLESS
     assert foreign.decision.shared

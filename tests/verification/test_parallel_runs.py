@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes.rollback_libraries import Opener, Rolling
+from fakes.simulated import SimulatedNative
+from runtime_kit import Opener
 
 from pyllamakv.errors import WorkerDied, WorkerTimeout
 from pyllamakv.scenarios.outcome import Outcome
@@ -19,7 +20,7 @@ from pyllamakv.verification.parallel_runs import RunTask
 PATIENCE = 120
 
 
-class Stuck(Rolling):
+class Stuck(SimulatedNative):
     """Compute forever, until the worker is killed."""
 
     def __init__(self, *words, **more) -> None:
@@ -50,8 +51,8 @@ def test_an_interrupt_ends_a_run_at_once() -> None:
     """The interrupted run has no result; the finished ones are cached."""
     stuck = Stuck()
 
-    def make(path: Path) -> Rolling:
-        return stuck if path.name == "stuck" else Rolling(heals=True)
+    def make(path: Path) -> SimulatedNative:
+        return stuck if path.name == "stuck" else SimulatedNative(heals=True)
 
     make.by_path = True
 
@@ -66,7 +67,7 @@ def test_an_interrupt_ends_a_run_at_once() -> None:
     assert parallel_runs.load_run(slow.key) is None
 
 
-class Silent(Rolling):
+class Silent(SimulatedNative):
     """Answer nothing in time."""
 
     def decode(self, *_):
@@ -79,7 +80,7 @@ def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None
     made = iter(range(9))
     opener = Opener(
         lambda: (
-            Silent() if 0 < next(made) <= silent else Rolling(heals=True)
+            Silent() if 0 < next(made) <= silent else SimulatedNative(heals=True)
         )  # 0 only tries to load
     )
     one = task("patched", "fragmented")
@@ -109,7 +110,7 @@ def test_a_full_disk_costs_the_memory_alone(
 def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later releases find no software device of Vulkan without the variable that names it."""
     monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
-    opener = Opener(lambda: Rolling(heals=True))
+    opener = Opener(lambda: SimulatedNative(heals=True))
     one = dataclasses.replace(task("patched", "fragmented"), backend="vulkan")
     parallel_runs.run_tasks([one], workers=1, opener=opener)
     assert {each.get("GGML_VK_VISIBLE_DEVICES") for each in opener.environments} == {"0"}
@@ -117,7 +118,7 @@ def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_remembered_is_not_run_again() -> None:
     """Until it is asked for afresh."""
-    opener = Opener(lambda: Rolling(heals=True))
+    opener = Opener(lambda: SimulatedNative(heals=True))
     words = {"workers": 1, "opener": opener}
     tasks = [task("patched", "fragmented"), task("patched", "fork-then-defrag")]
     first = parallel_runs.run_tasks(tasks, **words)
@@ -133,9 +134,9 @@ def test_no_more_runs_are_made_after_three_hangs() -> None:
     """The first hang is repeated, later ones are not; the other side still runs."""
     made: list[str] = []
 
-    def make(path: Path) -> Rolling:
+    def make(path: Path) -> SimulatedNative:
         made.append(path.name)
-        return Silent() if path.name == "patched" else Rolling(heals=True)
+        return Silent() if path.name == "patched" else SimulatedNative(heals=True)
 
     make.by_path = True
     names = ("fragmented", "fork-then-defrag", "many-moves", "shift-then-defrag", "used-count")
@@ -151,10 +152,10 @@ def test_no_more_runs_are_made_after_three_hangs() -> None:
 
 def test_the_timeout_of_a_call_is_set() -> None:
     """On every worker that runs scenarios."""
-    libraries: list[Rolling] = []
+    libraries: list[SimulatedNative] = []
 
-    def make() -> Rolling:
-        libraries.append(Rolling(heals=True))
+    def make() -> SimulatedNative:
+        libraries.append(SimulatedNative(heals=True))
         return libraries[-1]
 
     parallel_runs.run_tasks(

@@ -66,7 +66,7 @@ def _full(lab: Lab, player: Player) -> None:
 
     Leaves the cache as it was.
     """
-    player.fill({2: player.n_cells - player.ledger.used})
+    player.fill({2: player.free})
     before = lab.counters(player)
     player.decode({2: 1}, expect=DecodeStatus.NO_SLOT)
     full = lab.counters(player) - before

@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
     lab.picture(player, "after")
     lab.verify(player)
     player.remove(0)
-    player.decode({6: player.n_cells - player.ledger.used - 1})
+    player.decode({6: player.free - 1})
     player.check_windows(WINDOW)
     lab.verify(player)
     _refused_then_cut(lab)

@@ -33,7 +33,7 @@ def run(lab: Lab) -> None:
     lab.picture(player, "after")
     lab.verify(player)
     # Use all free cells but one, which `verify` needs.
-    player.fill({3: player.n_cells - player.ledger.used - 1})
+    player.fill({3: player.free - 1})
     player.check_windows(WINDOW)
     lab.verify(player)
 

@@ -29,7 +29,7 @@ def run(lab: Lab) -> None:
     half = _generate(player, {0: prompt, 1: other}, LENGTH)[0]
     player.remove(1)
     lab.picture(player, "before")
-    free = player.n_cells - player.ledger.used
+    free = player.free
     player.decode({2: free - LENGTH - 4})
     lab.picture(player, "after")
     rest = _generate(player, {0: half[-1:]}, LENGTH)[0]

@@ -7,7 +7,6 @@ import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from fakes.simulated import SimulatedNative
 
 from pyllamakv.errors import Unsupported
@@ -30,7 +29,7 @@ class Vanishing(SimulatedNative):
     def defrag(self, context: int) -> Any:
         cache = self._get(context).cache
         found = super().defrag(context)
-        cache.drop(np.flatnonzero(cache.pos >= 0)[-1:], -1)
+        cache.discard(cache.of(-1)[-1:])
         return found
 
 
@@ -41,7 +40,9 @@ class Swapping(SimulatedNative):
         cache = self._get(context).cache
         found = super().defrag(context)
         cache.rows[-1, [0, 1]] = cache.rows[-1, [1, 0]]
-        cache.token[[0, 1]] = cache.token[[1, 0]]
+        one, two = cache.slots[:2]
+        if one and two:
+            one.token, two.token = two.token, one.token
         return found
 
 
@@ -50,7 +51,7 @@ class Keeping(SimulatedNative):
 
     def clear(self, context: int, data: bool) -> None:
         cache = self._get(context).cache
-        cache.drop(np.flatnonzero(cache.pos >= 0)[1:], -1)
+        cache.discard(cache.of(-1)[1:])
 
 
 class Refusing(SimulatedNative):

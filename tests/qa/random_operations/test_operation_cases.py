@@ -6,11 +6,9 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import runtime_kit
-from fakes.simulated import SimulatedNative
-from fakes.simulated_cache import Cache
+from fakes.simulated import SimulatedCells, SimulatedNative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_kit import built
@@ -117,28 +115,26 @@ def test_any_schedule_passes(
     assert failed is None, failed
 
 
-def vanish(cache: Cache) -> None:
+def vanish(cache: SimulatedCells) -> None:
     """Forget the last used cell."""
-    cache.pos[np.flatnonzero(cache.pos >= 0)[-1:]] = -1
-    cache.seqs[cache.pos < 0] = 0
+    cache.discard(cache.of(-1)[-1:])
 
 
-def stay(cache: Cache) -> None:
+def stay(cache: SimulatedCells) -> None:
     """Leave the last used cell behind, at the end of the cache."""
-    if cache.pos[-1] < 0:
-        last = np.flatnonzero(cache.pos >= 0)[-1]
-        for array in (cache.pos, cache.shift, cache.seqs, cache.token):
-            array[-1], array[last] = array[last], 0
-        cache.rows[:, -1] = cache.rows[:, last]
-        cache.pos[last] = -1
+    last = cache.used[-1]
+    for array in (cache.slots, cache.shift):
+        array[-1], array[last] = array[last], array[-1]
+    cache.rows[:, -1] = cache.rows[:, last]
 
 
-def disown(cache: Cache) -> None:
+def disown(cache: SimulatedCells) -> None:
     """Keep the first sequence of each cell."""
-    cache.seqs &= ~cache.seqs + np.uint64(1)
+    for cell in cache.of(-1):
+        cell.seqs = {min(cell.seqs)}
 
 
-def swap(cache: Cache) -> None:
+def swap(cache: SimulatedCells) -> None:
     """Exchange the values of the first two cells in the last layer."""
     cache.rows[-1, [0, 1]] = cache.rows[-1, [1, 0]]
 
@@ -150,15 +146,15 @@ def test_a_fault_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, kind: str
 ) -> None:
     """A library with one kind of wrong moves fails within a few cases, with the reason."""
-    right = Cache.compact
+    right = SimulatedCells.compact
 
-    def wrong(cache: Cache) -> tuple[int, int]:
+    def wrong(cache: SimulatedCells) -> tuple[int, int]:
         done = right(cache)
         if done[0]:
             fault(cache)
         return done
 
-    monkeypatch.setattr(Cache, "compact", wrong)
+    monkeypatch.setattr(SimulatedCells, "compact", wrong)
     opener = simulated_opener(tmp_path)
     found = (
         operation_cases.CaseRunner(opener).play(operation_cases.generate_operations(seed, 30))
@@ -173,8 +169,8 @@ def test_a_failure_has_its_seed_and_the_shortest_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What still fails is a script, and each operation of it is needed."""
-    right = Cache.compact
-    monkeypatch.setattr(Cache, "compact", lambda cache: (right(cache), vanish(cache))[0])
+    right = SimulatedCells.compact
+    monkeypatch.setattr(SimulatedCells, "compact", lambda cache: (right(cache), vanish(cache))[0])
     opener = simulated_opener(tmp_path)
     seed = next(
         s

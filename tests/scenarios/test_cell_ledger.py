@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pyllamakv.scenarios.ledger import CellLedger, cell_differences
+from pyllamakv.scenarios.cell_ledger import CellLedger, cell_differences, reusable_cells
 
 
 def filled(**seqs: int) -> CellLedger:
@@ -66,3 +66,22 @@ def test_differences_name_what_is_lost_and_what_is_a_ghost() -> None:
     assert "position 1 of sequence 0+1" in text
     assert "position 7 of sequence 2" in text
     assert cell_differences(expected, expected) == (0, 0, "")
+
+
+def test_only_unshared_cells_before_the_window_are_reusable() -> None:
+    """The next token, at position 10, sees positions 7 to 9 with a window of 4."""
+    ledger = filled(s0=10)
+    assert reusable_cells(ledger.contents(), 16, 4) == 16 - 3
+    ledger.copy(0, 1, 5, 8)
+    assert reusable_cells(ledger.contents(), 16, 4) == 16 - 3 - 2
+    ledger.remove(0)
+    assert reusable_cells(ledger.contents(), 16, 4) == 16 - 3
+    assert reusable_cells(CellLedger().contents(), 16, 4) == 16
+
+
+def test_discarded_cells_leave_all_sequences() -> None:
+    """Only the given cells go."""
+    ledger = filled(s0=3)
+    ledger.copy(0, 1)
+    ledger.discard(ledger.cells[1:2])
+    assert ledger.of(0) == ledger.of(1) == [(0, 0), (2, 2)]

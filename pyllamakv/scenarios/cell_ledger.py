@@ -1,5 +1,9 @@
 """Track the expected content of a cache in plain Python, independent of cell indexes.
 
+This is the reference of everything that verifies cells: scenarios, random operations, fuzzing and
+the simulated library of the tests. It shares no code with the ledgers of `pyllamakv.runtime`, which
+it is compared with, and imports nothing from there.
+
 The ledger identifies cells by content, not by index: a cell has one position and one or several
 sequences, as in a unified cache of llama.cpp. If each sequence has its own stream, a copy has its
 own cells.
@@ -45,6 +49,12 @@ class CellLedger:
             if seq < 0:
                 cell.seqs.clear()
             cell.seqs.discard(seq)
+        self._drop()
+
+    def discard(self, cells: Iterable[Cell]) -> None:
+        """Remove cells from all of their sequences."""
+        for cell in cells:
+            cell.seqs.clear()
         self._drop()
 
     def copy(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
@@ -136,6 +146,24 @@ def window_errors(ledger: CellLedger, found: Mapping[int, Sequence[int]], window
         if lost:
             return f"{len(lost)} cells of sequence {seq} lost from its window (position {lost[0]})"
     return ""
+
+
+def reusable_cells(contents: Mapping[Content, int], size: int, window: int) -> int:
+    """Count the cells of a sliding-window cache of ``size`` cells that the next tokens may use.
+
+    These are free cells, and cells outside of the window of their only sequence: llama.cpp does not
+    reuse cells that several sequences share.
+    """
+    ends: dict[int, int] = {}
+    for pos, owners in contents:
+        for seq in owners:
+            ends[seq] = max(ends.get(seq, -1), pos)
+    kept = sum(
+        count
+        for (pos, owners), count in contents.items()
+        if len(owners) > 1 or pos > ends[owners[0]] + 1 - window
+    )
+    return size - kept
 
 
 def cell_differences(expected: Counter[Content], found: Counter[Content]) -> tuple[int, int, str]:
