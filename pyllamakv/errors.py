@@ -215,7 +215,7 @@ class Locked(SourceError):
 
 
 class BranchRefused(SourceError):
-    """A branch cannot be replaced: it has commits of somebody else, or is checked out."""
+    """A branch cannot be replaced: it has commits of another author, or is checked out."""
 
     exit_code = 2
 

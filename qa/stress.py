@@ -95,14 +95,14 @@ def _run(sections: Sequence[str], run: Callable[[str, Tick], list[Entry]]) -> li
                 made = run(name, tick)
                 tried = [entry for entry in made if entry.ran]
                 wrong = sum(len(entry.defects) for entry in tried) or "none"
-                said = f"ran {len(tried)} in {time.monotonic() - began:.0f} s, defects: {wrong}"
-                said += "".join(f"; {e.name} {e.skip_reason}" for e in made if not e.ran)
+                text = f"ran {len(tried)} in {time.monotonic() - began:.0f} s, defects: {wrong}"
+                text += "".join(f"; {e.name} {e.skip_reason}" for e in made if not e.ran)
             except Exception as error:
                 broken.append(error)
                 # The first one is printed at the end.
-                said = f"failed with {type(error).__name__}"
-                said += f": {error}" if len(broken) > 1 else ""
-            progress.console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
+                text = f"failed with {type(error).__name__}"
+                text += f": {error}" if len(broken) > 1 else ""
+            progress.console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
     return broken
 
 

@@ -52,7 +52,7 @@ def prompt(url: str, number: int) -> str:
     """Return a text of about `PROMPT` tokens, another one for each chat."""
     words = ""
     while len(post(f"{url}/tokenize", {"content": words})["tokens"]) < PROMPT - 20:
-        words += f"Chat {number} tells a story about a cat and a dog. "
+        words += f"Chat {number} is about a cat and a dog. "
     return words
 
 

@@ -191,7 +191,7 @@ class AsyncGeneration(NotCopied):
         self._seen = seen
         try:
             self._loop.call_soon_threadsafe(self._changed.set)
-        except RuntimeError:  # the loop was closed: nobody reads the text
+        except RuntimeError:  # the loop was closed: the text has no reader
             self.generation.cancel()
 
     def __aiter__(self) -> AsyncIterator[str]:

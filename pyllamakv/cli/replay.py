@@ -73,12 +73,12 @@ def _show_environment(head: Head) -> None:
 
     played = trace.recorded(head.environment)
     if played:
-        said = " ".join(f"{name}={value}" for name, value in played.items())
-        write_lines([f"under {said}"])
+        settings = " ".join(f"{name}={value}" for name, value in played.items())
+        write_lines([f"under {settings}"])
     ours = played.keys() - head.environment.keys()
     if ours:
-        said = ", ".join(sorted(ours))
-        write_lines([f"not set in the recording: {said}"])
+        names = ", ".join(sorted(ours))
+        write_lines([f"not set in the recording: {names}"])
 
 
 def _show(found: list[Replay]) -> None:

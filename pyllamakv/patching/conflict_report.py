@@ -181,7 +181,7 @@ def _hunk(port: Port, conflict: MergeConflict) -> tuple[FilePatch | None, int]:
     file = next((each for each in port.patch.files if each.path == conflict.file), None)
     if file is None:
         return None, 0
-    # A file that one side deleted has no conflicting lines: its first hunk stands for all.
+    # A file that one side deleted has no conflicting lines: its first hunk represents all.
     if not conflict.line:
         return file, min(1, len(file.hunks))
     shared = [_shared(hunk, conflict) for hunk in file.hunks]

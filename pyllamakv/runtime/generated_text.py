@@ -150,8 +150,8 @@ class TextStream:
     after another exception.
     """
 
-    # The generator must not refer to this object: without a cycle, a generation that nobody
-    # continues ends at once, as that of a plain generator does.
+    # The generator must not refer to this object: without a cycle, a generation that is
+    # not continued ends at once, as that of a plain generator does.
 
     def __init__(
         self, output: GeneratedText, generate: Callable[[GeneratedText], Generator[str]]

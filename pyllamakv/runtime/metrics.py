@@ -163,7 +163,7 @@ def aligned(rows: Iterable[tuple[str, str]]) -> str:
         if len(pair) != 2 or not all(isinstance(each, str) for each in pair):
             raise arguments.wrong_type("an item of rows", row, "a pair of text, (name, value)")
     width = max((len(name) for name, _ in rows), default=0)
-    return "".join(f"{name:<{width}}  {said}\n" for name, said in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
 def _check(stats: object, counters: object, managers: object) -> None:
@@ -366,20 +366,20 @@ def expose(found: Iterable[Metric], labels: Mapping[str, str] | None = None) -> 
     if labels is not None:
         expected = "a mapping of labels to text, or None"
         arguments.instance("labels", labels, Mapping, expected)  # type: ignore[type-abstract]
-        for label, said in labels.items():
+        for label, text in labels.items():
             arguments.text("a label", label)
-            arguments.text(f"labels[{arguments.shown(label)}]", said)
+            arguments.text(f"labels[{arguments.shown(label)}]", text)
     check(labels or {}, [key for one in found for own, _ in one.samples for key in own])
     lines = []
     for metric in found:
         lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
         lines.append(f"# TYPE {metric.name} {metric.kind}")
         for own, value in metric.samples:
-            said = ",".join(
+            pairs = ",".join(
                 f'{key}="{_escape(str(each), quote=True)}"'
                 for key, each in {**(labels or {}), **own}.items()
             )
-            lines.append(f"{metric.name}{f'{{{said}}}' if said else ''} {format_value(value)}")
+            lines.append(f"{metric.name}{f'{{{pairs}}}' if pairs else ''} {format_value(value)}")
     return "".join(line + "\n" for line in lines)
 
 

@@ -169,5 +169,5 @@ def _tools(backend: str) -> str:
         seen = f"{driver.gpus}, driver {driver.version}" if driver else "no driver"
         return f"{seen}; nvcc {toolkit.version} for {toolkit.architecture}"
     if backend == "vulkan":
-        return ", ".join(doctor.vulkan_devices()) or "a Vulkan driver that does not tell its name"
+        return ", ".join(doctor.vulkan_devices()) or "a Vulkan driver without a name"
     return "this machine's processor, behind RPC on loopback" if backend == "rpc" else backend

@@ -72,9 +72,9 @@ class FaultInjector:
         self.points = self._counter.changes
         self.files = step.files(self.place)
         if self.expected.ending != "done":
-            said, record = self.expected.error, self._record("none")
-            if not (step.optional and said.startswith("Unsupported: ")):
-                record.defects.append(f"{step.name} fails without a fault: {said}")
+            error, record = self.expected.error, self._record("none")
+            if not (step.optional and error.startswith("Unsupported: ")):
+                record.defects.append(f"{step.name} fails without a fault: {error}")
 
     def _record(self, kind: str) -> InjectionRecord:
         return self.records.setdefault(kind, InjectionRecord(self.step.name, kind))

@@ -112,8 +112,8 @@ def header_program(folder: Path, text: str | None = None) -> list[str]:
     command = [compiler(), *_FLAGS, "-I", str(folder), str(source), "-o", str(program)]
     made = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if made.returncode:
-        said = made.stderr.strip().splitlines()
-        reason = said[0] if said else "no error message"
+        lines = made.stderr.strip().splitlines()
+        reason = lines[0] if lines else "no error message"
         raise Untestable(f"{command[0]} cannot build the fuzzer: {reason}")
     return [str(program), "-max_len=65536", "-rss_limit_mb=2048"]
 
@@ -141,11 +141,11 @@ def fuzz(
             f"-artifact_prefix={folder}/", "-print_final_stats=1", *map(str, corpora),
         ]  # fmt: skip
         code = _run(command, folder / "log", files)
-        said = (folder / "log").read_text("utf-8", "replace")
-        _read(said, outcome)
+        log = (folder / "log").read_text("utf-8", "replace")
+        _read(log, outcome)
         if not code:
             break
-        finding = _finding(folder, said, code)
+        finding = _finding(folder, log, code)
         outcome.findings.setdefault(f"{finding.what} {finding.where}", finding)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     outcome.cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
@@ -164,9 +164,9 @@ def _run(command: Sequence[str], log: Path, files: Path) -> int:
         ).returncode
 
 
-def _read(said: str, outcome: FuzzResult) -> None:
-    units = re.search(r"stat::number_of_executed_units: (\d+)", said)
-    status = _STATUS.findall(said)
+def _read(log: str, outcome: FuzzResult) -> None:
+    units = re.search(r"stat::number_of_executed_units: (\d+)", log)
+    status = _STATUS.findall(log)
     outcome.inputs += int(units.group(1)) if units else 0
     if status:
         edges, inputs, size, unit = status[-1]
@@ -174,17 +174,17 @@ def _read(said: str, outcome: FuzzResult) -> None:
         outcome.corpus, outcome.corpus_bytes = int(inputs), int(size) * _UNITS[unit]
 
 
-def _finding(folder: Path, said: str, code: int) -> FuzzFinding:
+def _finding(folder: Path, log: str, code: int) -> FuzzFinding:
     """Return what ended the program, and the input, which libFuzzer wrote into the directory."""
     inputs = [path for path in folder.iterdir() if _ARTIFACT.fullmatch(path.name)]
     if not inputs:
-        raise HarnessError(f"the fuzzer ended with status {code}: {said[-2000:]}")
+        raise HarnessError(f"the fuzzer ended with status {code}: {log[-2000:]}")
     content = inputs[0].read_bytes()
     for path in inputs:
         path.unlink()
-    marks = (re.search(mark, said, re.MULTILINE) for mark in _MARKS)
+    marks = (re.search(mark, log, re.MULTILINE) for mark in _MARKS)
     what = next((mark.group(1) for mark in marks if mark), f"ended with status {code}")
-    places = _PLACE.findall(said)
+    places = _PLACE.findall(log)
     where = ""
     if places:
         # The last frame of a traceback of Python, the first one of a sanitizer.

@@ -169,8 +169,8 @@ def run_workload(kind: LeakWorkload, variant: Path, seconds: float) -> list[dict
         except subprocess.TimeoutExpired as error:
             raise HarnessError(f"{kind.work} did not end within {error.timeout:.0f} s") from error
     if done.returncode:
-        said = done.stderr.strip()[-600:]
-        raise HarnessError(f"{kind.work} ended with status {done.returncode}: {said}")
+        output = done.stderr.strip()[-600:]
+        raise HarnessError(f"{kind.work} ended with status {done.returncode}: {output}")
     samples: list[dict[str, int]] = json.loads(next(reversed(done.stdout.splitlines()), "[]"))
     if not samples:
         raise HarnessError(f"{kind.work} ended without a sample")

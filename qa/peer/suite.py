@@ -39,8 +39,8 @@ class Suite:
     def __str__(self) -> str:
         counts = self.counts()
         words = [
-            f"{counts[what]} {said}"
-            for what, said in (
+            f"{counts[what]} {text}"
+            for what, text in (
                 (PASSED, "passed"),
                 (FAILED, "failed"),
                 (SKIPPED, "skipped"),
@@ -104,8 +104,8 @@ def run(peer: LlamaCppPythonEnv, variant: Variant, *, seconds: float = SECONDS) 
             return Suite(crash=f"no end after {seconds:.0f} s")
         if not report.is_file():
             lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
-            said = f": {lines[-1]}" if lines else ""
-            return Suite(crash=f"it ended with status {done.returncode}{said}")
+            detail = f": {lines[-1]}" if lines else ""
+            return Suite(crash=f"it ended with status {done.returncode}{detail}")
         return Suite(read(report.read_bytes()))
 
 

@@ -1,6 +1,6 @@
 """A replayed request, recorded traces of requests, and the cells that requests need at most.
 
-A cell stands for a number of tokens. Requests are equal for equal arguments.
+A cell represents a number of tokens. Requests are equal for equal arguments.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class SanitizerRun:
         """Add the reports of a program, and its failure."""
         self.add(ended.found)
         if ended.code:
-            self.wrong.append(f"{what} ended with status {ended.code}: {ended.said}")
+            self.wrong.append(f"{what} ended with status {ended.code}: {ended.output}")
 
 
 def names() -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class ProcessResult:
     found: list[Report] = field(default_factory=list)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the end of its output, for error messages."""
         return (self.out + self.err).strip()[-400:]
 
@@ -137,6 +137,6 @@ def planted(kind: str, library: Path, fault: str) -> list[Report]:
             env={"PLK_PLANTED": fault},
         )
     if ended.code != 0 and not ended.found:
-        msg = f"a process under the {kind} sanitizer ended with status {ended.code}: {ended.said}"
+        msg = f"a process under the {kind} sanitizer ended with status {ended.code}: {ended.output}"
         raise Untestable(msg)
     return ended.found

@@ -41,7 +41,7 @@ SINCE = "2024-07-31"
 RECENT = "2026-08-01"
 #: Every port is kept.
 TODAY = "today"
-#: The ports that fit no other state are removed: without this state, nobody had written them.
+#: The ports that fit no other state are removed: without this state, they would not exist.
 LEAVE_ONE_OUT = "leave-one-out"
 #: Only ports with a base older than the state are kept.
 FORWARD = "forward"

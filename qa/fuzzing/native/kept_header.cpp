@@ -1,7 +1,7 @@
-// Fuzz what llama-kv-mmap.h makes of a file that lies there already: libFuzzer's target.
+// Fuzz how llama-kv-mmap.h reads an existing file: libFuzzer's target.
 //
-// An input is a byte that says how the file is asked for, and what the file begins with; the rest of
-// it is a cache that was kept. FUZZ_FOLDER names an empty folder for it.
+// An input is a byte that selects the options of opening, and the first bytes of the file; the rest of
+// the file is a kept cache. FUZZ_FOLDER names an empty folder for it.
 
 #include "llama-kv-mmap.h"
 

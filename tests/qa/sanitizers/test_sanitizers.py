@@ -291,7 +291,7 @@ def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sanitized_process, "PATIENCE", 0.5)
     ended = sanitized_process.run(["sleep", "60"], "address", tmp_path)
     assert (ended.code, ended.found) == (sanitized_process.HUNG, [])
-    assert "no end within 0.5 seconds" in ended.said
+    assert "no end within 0.5 seconds" in ended.output
 
 
 def test_a_run_of_a_scenario_that_reports_is_a_defect(
