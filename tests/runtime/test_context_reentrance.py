@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import Counter
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -215,14 +216,28 @@ def test_calls_of_handlers_during_an_operation_are_busy(operation: str, tmp_path
 
 @pytest.mark.native
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["0.3.9", "b11549"])
-def test_calls_of_handlers_are_busy_in_a_real_library(release: str) -> None:
-    """As in the simulated one."""
+@pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
+@pytest.mark.parametrize(
+    ("release", "kind"),
+    [
+        *(("0.3.9", kind) for kind in ("bytes", "sliding", "recurrent")),
+        *(("b11549", kind) for kind in ("bytes", "sliding", "recurrent", "hybrid")),
+    ],
+)
+def test_calls_of_handlers_are_busy_in_a_real_library(
+    release: str, kind: str, isolated: bool, tmp_path: Path
+) -> None:
+    """As in the simulated one, for every kind of memory, also in a worker process."""
+    shape = replace(synthetic_models.SHAPES[kind], n_vocab=320, vocab="bytes")
     with (
-        kv.open(built(f"{release}+patched").folder) as library,
-        library.load_model(synthetic_models.model("bytes")) as model,
+        kv.open(built(f"{release}+patched").folder, isolated=isolated) as library,
+        library.load_model(synthetic_models.generate(shape, tmp_path)) as model,
     ):
-        for operation in ("prefill", "step", "advance", "generate", "defrag", "leases", "batcher"):
+        operations = ["prefill", "step", "advance", "leases", "batcher"]
+        if kind in ("bytes", "sliding"):
+            # States have no cells to move, and cannot evaluate their last token again.
+            operations += ["generate", "defrag"]
+        for operation in operations:
             for inner in ("clear", "trim", "step", "close", "prefix acquire", "slot acquire"):
                 check_pair(model, operation, inner)
 
