@@ -60,9 +60,9 @@ def _digest(folder: Path, tick: Tick, size: int, pairs: int) -> list[Figure]:
             "the digest of a file in the page cache",
             f"{slow.median:.2f} s per GB [{min(seconds):.2f}, {max(seconds):.2f}], "
             f"CPU time {work.median:.2f} s per GB [{min(cpu):.2f}, {max(cpu):.2f}]",
-            "",
-            None,
             "once per content",
+            None,
+            "",
             f"{size / 1e9:.1f} GB, {usable_cpus()} threads, extremes of 5",
             {"seconds per GB": seconds, "CPU seconds per GB": cpu},
         ),

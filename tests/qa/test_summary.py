@@ -117,7 +117,8 @@ def test_a_missed_target_is_always_listed() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| Fast"))
     assert "0.9 [0.8, 1.0] x to 1.2 [1.1, 1.3] x" in row
     assert "**1 of 2 missed**" in row
-    assert "2026-11-24: `python -m qa bench loop`" in row
+    assert row.endswith("| 1 |")
+    assert "\n1. 2026-11-24: `python -m qa bench loop`\n" in page
     assert "| C: 1 |" in row, "the limit of both"
     apart = summary.benchmarks([good, dataclasses.replace(bad, limit="C: 2")], CLAIM)
     assert "C: 1" not in apart.partition("## Missed targets")[0], "a limit of one of two settings"
@@ -128,7 +129,7 @@ def test_a_missed_target_is_always_listed() -> None:
 
 
 def test_a_claim_can_have_several_groups() -> None:
-    """The row has the command of each. Equal numbers are no range."""
+    """The row has the number of each command. Equal numbers are no range."""
     lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, date="2026-11-24", command="x")
     more = dataclasses.replace(
         lost, group="Loop 2", value="0 of 3 lost", date="2026-11-23", command="y"
@@ -137,7 +138,8 @@ def test_a_claim_can_have_several_groups() -> None:
     page = summary.benchmarks([lost, more, other], {"Fast": (r"Loop \d", "greedy")})
     row = next(line for line in page.splitlines() if line.startswith("| Fast"))
     assert "| 0 of 3 lost; 0 of 9 lost | 0 (met) |" in row
-    assert row.endswith("| 2026-11-23: `y`; 2026-11-24: `x` |")
+    assert row.endswith("| 1, 2 |")
+    assert page.endswith("## Commands\n\n1. 2026-11-24: `x`\n2. 2026-11-23: `y`\n")
 
 
 def test_a_claim_needs_a_figure() -> None:
