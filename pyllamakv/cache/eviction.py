@@ -25,8 +25,9 @@ from pyllamakv.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pyllamakv.cache.lease import PrefixLease
     from pyllamakv.cache.paging import Page
-    from pyllamakv.cache.prefix_cache import PrefixCache, PrefixLease
+    from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.radix_tree import Node
     from pyllamakv.errors import KVCacheFull
     from pyllamakv.runtime.context import Context

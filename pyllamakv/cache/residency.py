@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.eviction_policy import EvictionPolicy
+    from pyllamakv.cache.lease import PrefixLease
     from pyllamakv.cache.paging import Page, Pager
-    from pyllamakv.cache.prefix_cache import PrefixLease
     from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context

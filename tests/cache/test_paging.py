@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes.simulated import SimulatedNative
-from prefix_kit import make, serve
+from prefix_kit import SYSTEM, make, serve
 
 from pyllamakv.cache import paging
 from pyllamakv.errors import NativeError, PagingError
@@ -180,3 +180,38 @@ def test_a_page_of_other_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(PagingError, match="other tokens"):
             cache.page_in(tokens)
         assert serve(cache, [*tokens, 5]) == 0
+
+
+def test_a_branch_is_restored_from_its_page_and_that_of_its_prefix(tmp_path: Path) -> None:
+    """The branch that was paged out first has no tokens of the prefix that another one had then."""
+    cache = make(tmp_path, paging="memory")
+    first, second = ([*SYSTEM, *[number] * 8] for number in (7, 8))
+    for tokens in (first, second):
+        serve(cache, tokens)
+    for tokens in (first, second):
+        cache.page_out(tokens)
+    starts = sorted((node.page.start, node.end) for node in cache.branches.tree.walk())
+    assert starts == [(0, 20), (0, 28), (20, 28)]
+    cache.page_in(first)
+    cache.check()
+    assert serve(cache, [*first, 5]) == 28
+    assert serve(cache, [*second, 5]) == 28
+    assert cache.stats().damaged == 0
+
+
+def test_a_damaged_page_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt that would use it is decoded, and no later prompt reads it again."""
+    cache = make(tmp_path, paging="memory")
+    tokens = list(range(10, 30))
+    serve(cache, tokens)
+    cache.page_out(tokens)
+
+    def fail(page: paging.MemoryPage) -> bytes:
+        raise PagingError(f"{page} is damaged")
+
+    monkeypatch.setattr(paging.MemoryPage, "read", fail)
+    for _ in range(2):
+        with cache.acquire([*tokens, 5]) as lease:
+            assert lease.cached == 0
+            assert (cache.stats().damaged, cache.stats().paged) == (1, 0)
+    cache.check()

@@ -14,7 +14,8 @@ from prefix_kit import serve
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import eviction
 from pyllamakv.cache.checkpoints import CheckpointSchedule
-from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
+from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
+from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.errors import Busy, KVCacheFull, StateError, Unsupported
 
 if TYPE_CHECKING:

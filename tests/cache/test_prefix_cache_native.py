@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.building.variant import Variant
-    from pyllamakv.cache.prefix_cache import PrefixLease
+    from pyllamakv.cache.lease import PrefixLease
 
 pytestmark = pytest.mark.native
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
-from pyllamakv.cache.prefix_cache import LOOKAHEAD_TOKENS, PrefixCache
+from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
+from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.prefix_states import StatePoints, StateStore, checked_schedule
 from pyllamakv.cache.radix_tree import tokens_to_key
 from pyllamakv.cache.slot_cache import SlotCache

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pyllamakv.cache.prefix_cache import ParkedPrefix, PrefixLease
+    from pyllamakv.cache.lease import ParkedPrefix, PrefixLease
     from pyllamakv.runtime.context import Context
 
 

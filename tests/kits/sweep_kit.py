@@ -537,7 +537,7 @@ def methods(owner: type) -> list[Call]:
 
 def classes() -> dict[str, type]:
     """Return the public classes, and those whose objects public calls return."""
-    from pyllamakv.cache.prefix_cache import PrefixLease
+    from pyllamakv.cache.lease import PrefixLease
     from pyllamakv.cache.slot_cache import SlotLease
     from pyllamakv.runtime.snapshot import PerSequence
     from pyllamakv.view.screen import Screen
