@@ -70,6 +70,19 @@ def test_a_branch_that_a_lease_continues_is_not_dropped(tmp_path: Path) -> None:
     cache.check()
 
 
+def test_the_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
+    """Another branch is, although it was used later."""
+    cache = make(tmp_path, entries=2, paging="memory")
+    serve(cache, SYSTEM)
+    cache.pin("system", SYSTEM)
+    serve(cache, [7] * 8)
+    with cache.acquire([*SYSTEM, 5]) as lease:
+        assert lease.cached == 20
+        assert cache.pins["system"].entry is not None
+        assert cache.stats().paged == 1
+    cache.check()
+
+
 def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
     """Need the cells of one's own old tail, and of others."""
     cache = make(tmp_path, n_ctx=64)

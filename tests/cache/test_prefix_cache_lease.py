@@ -16,7 +16,7 @@ from pyllamakv.cache import eviction
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import Busy, KVCacheFull, StateError, Unsupported
+from pyllamakv.errors import Busy, KVCacheFull, PagingError, StateError, Unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -267,3 +267,25 @@ def test_a_second_thread_is_refused_during_an_operation(tmp_path: Path) -> None:
     assert (cache.stats().paged, cache.stats().leased, cache.pins) == (1, 0, {})
     for prompt in (first, second, [3] * 20):
         assert prefix_kit.serve(cache, [*prompt, 4]) == 20
+
+
+def test_a_prompt_that_is_refused_at_last_leaves_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence was found before; the prefix stays cached."""
+    cache = prefix_kit.make(tmp_path)
+    prefix_kit.serve(cache, prefix_kit.SYSTEM)
+    enforce = PrefixCache.enforce
+
+    def refuse(self: PrefixCache, tokens: int) -> None:
+        if tokens:
+            raise PagingError("no space")
+        enforce(self, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "enforce", refuse)
+        with pytest.raises(PagingError, match="no space"):
+            cache.acquire([*prefix_kit.SYSTEM, 5])
+    assert cache.leases == []
+    cache.check()
+    assert prefix_kit.serve(cache, [*prefix_kit.SYSTEM, 5]) == 20

@@ -79,6 +79,24 @@ def test_pages_are_found_by_tokens(store: PrefixStore) -> None:
     ]
 
 
+def test_a_page_has_its_name_when_it_is_complete(
+    store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is on the disk, it has another name, which the next scan removes."""
+    seen: list[set[str]] = []
+    fsync = os.fsync
+
+    def look(handle: int) -> None:
+        seen.append({path.suffix for path in folder.iterdir()})
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", look)
+    store.add("cells", None, 0, A[:16], b"one" * 10)
+    assert PART in seen[0]
+    assert SUFFIX not in seen[0]
+    assert {path.suffix for path in folder.iterdir()} == {"", ".json", SUFFIX}
+
+
 def test_states_end_where_a_prefix_does(store: PrefixStore) -> None:
     """A whole state is used at its end only, or trimmed where the memory can."""
     short = store.add("state", None, 0, A[:24], b"short")

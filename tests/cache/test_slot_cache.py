@@ -428,3 +428,17 @@ def test_a_change_of_adapters_empties_the_slots(tmp_path: Path) -> None:
     cache.check()
     cache.close()
     context.set_adapters({})
+
+
+def test_tokens_after_a_shift_are_no_prefix(tmp_path: Path) -> None:
+    """They were evaluated after tokens that were discarded since."""
+    cache = SlotCache(kit.context(tmp_path), 1, size=16, keep=4)
+    with cache.acquire(list(range(10, 24))) as lease:
+        lease.decode()
+        lease.decode([5, 6, 7, 8])
+        tokens = list(lease.sequence.tokens)
+    assert cache.stats().shifts == 1
+    assert tokens[:4] == [10, 11, 12, 13]
+    with cache.acquire([*tokens, 9]) as lease:
+        assert lease.cached in (0, 4)
+    cache.check()

@@ -13,6 +13,7 @@ import runtime_kit as kit
 from prefix_kit import SYSTEM, make, serve
 
 from pyllamakv import errors
+from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache import prefix_store, stored_branches
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.runtime import state_slices
@@ -591,3 +592,13 @@ def test_random_traffic_over_restarts(
         traffic.cache.close() if number % 2 else kill(traffic.cache)
         assert prefix_store.scan(cache.stored.store.folder, contents=True).unusable == {}
     assert loaded > 30
+
+
+def test_a_stored_prompt_is_continued_before_its_last_token(tmp_path: Path) -> None:
+    """The state after the whole prompt has no logits of its last token."""
+    tokens = list(range(10, 30))
+    for cached in (0, 19):
+        context = kit.context(tmp_path, {"partial": False}, n_ctx=512)
+        object.__setattr__(context.info, "memory", MemoryType.RECURRENT)
+        with PrefixCache(context, store=tmp_path / "store") as cache:
+            assert serve(cache, tokens) == cached
