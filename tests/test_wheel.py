@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_it_is_small_and_whole(wheel: Path) -> None:
+def test_wheel_is_below_its_size_limit_and_complete(wheel: Path) -> None:
     """At most 1.15 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
     assert wheel.stat().st_size <= LIMIT
     with zipfile.ZipFile(wheel) as archive:
@@ -129,7 +129,7 @@ def test_it_imports_without_a_compiler(outside: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_ships_is_found(outside: Path) -> None:
+def test_installed_wheel_contains_patches_and_scenarios(outside: Path) -> None:
     """Patches, lock, scenarios and the shim come from the wheel; builds go to the user's cache."""
     shown = verb(outside, "patch", "show", "--json")
     assert shown.returncode == 0 and '"full-defrag"' in shown.stdout, shown.stderr

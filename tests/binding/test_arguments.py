@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
-def test_whole_numbers(value: Any) -> None:
+def test_integers_of_python_and_numpy_become_int(value: Any) -> None:
     """An int or a numpy integer becomes an int."""
     found = arguments.integer("n", value, 0, 5)
     assert (found, type(found)) == (3, int)
@@ -34,7 +34,7 @@ def test_whole_numbers(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float32(2), NAN, "2", b"2", None, [2]])
-def test_what_is_no_whole_number(value: Any) -> None:
+def test_bool_or_float_as_integer_raises_a_type_error(value: Any) -> None:
     """A bool or a float is none, not even 2.0; the error is a TypeError and a UsageError."""
     with pytest.raises(TypeError, match="n must be a whole number from 0 to 5, not") as caught:
         arguments.integer("n", value, 0, 5)
@@ -53,7 +53,7 @@ def test_limits_are_included() -> None:
         assert not isinstance(caught.value, TypeError)
 
 
-def test_numbers_are_finite() -> None:
+def test_infinite_and_nan_floats_are_refused() -> None:
     """Check floats, and that a bool is none."""
     assert arguments.number("x", 1) == 1.0
     assert arguments.number("x", np.float32(0.5)) == 0.5
@@ -242,7 +242,7 @@ def test_c_checks_what_could_end_the_process(release: str, kind: str) -> None:
     assert done.stdout == "ends by itself\n", done.stderr[-500:]
 
 
-def test_everything_refused_is_an_error_of_ours() -> None:
+def test_type_errors_of_arguments_are_kv_errors() -> None:
     """The class for types is caught as all others are."""
     assert issubclass(ArgumentTypeError, KvError)
     assert issubclass(ArgumentTypeError, TypeError)

@@ -83,7 +83,7 @@ def test_unsupported_has_the_words_of_the_library() -> None:
     assert made.reason == "clear the context before"
 
 
-def test_what_is_wrong_with_a_file() -> None:
+def test_each_cache_file_code_has_its_exception() -> None:
     """Each error code of a cache file has an exception class whose message has a remedy."""
     for code, kind in (
         (Code.ESPACE, errors.KVFileFull),

@@ -75,7 +75,7 @@ def test_the_proxy_has_every_operation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_no_message_can_carry_is_not_merely_asked(name: str) -> None:
+def test_operations_with_tuples_and_frees_are_not_generated(name: str) -> None:
     """The wire makes lists of tuples, and a finaliser that frees must not wait for a call."""
     text = str(inspect.signature(operations(Native)[name]).return_annotation)
     code = getattr(Remote, name).__code__
@@ -170,7 +170,9 @@ def test_tracebacks_show_generated_lines() -> None:
         ({"add": lambda self, left, right: 0}, {}, "add would be replaced"),
     ],
 )
-def test_what_is_missing_or_double(members: dict, options: dict, message: str) -> None:
+def test_class_without_a_handwritten_operation_is_refused(
+    members: dict, options: dict, message: str
+) -> None:
     """A class that lacks what is written by hand is not made."""
     with pytest.raises(TypeError, match=message):
         forwards(Small, **{"via": "_ask", **options})(type("Wrong", (Asking,), members))

@@ -76,7 +76,7 @@ def test_use_after_close() -> None:
         assert raw == 21
 
 
-def test_children_of_the_closed() -> None:
+def test_handle_created_on_a_closed_parent_is_freed() -> None:
     """What is made on a closed parent is freed at once."""
     tree = Tree()
     tree.models[1].close()
@@ -189,7 +189,7 @@ def test_shared_handles_are_shared() -> None:
 
 
 @pytest.mark.slow
-def test_dropped_handles_are_given_back() -> None:
+def test_dropped_handles_are_freed_before_their_parents() -> None:
     """Without close, a child that is dropped is freed, and its parent only after it."""
     tree = Tree()
     freed = tree.freed
@@ -203,7 +203,7 @@ def test_dropped_handles_are_given_back() -> None:
     assert before(freed, 10, 0)
 
 
-def test_cycles_are_given_back_in_order() -> None:
+def test_handles_in_a_cycle_are_freed_before_their_parents() -> None:
     """The collector's own order does not matter."""
     tree = Tree()
     freed = tree.freed
@@ -252,7 +252,7 @@ def test_the_interpreter_s_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerDied("gone"), Closed("gone"), None])
-def test_what_is_gone_is_free(error: Exception | None) -> None:
+def test_handles_of_a_dead_worker_are_released(error: Exception | None) -> None:
     """Check a dead worker and a closed library."""
 
     def free(raw: int) -> None:

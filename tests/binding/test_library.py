@@ -29,7 +29,7 @@ def refused(where: Path, match: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
-def test_folder_file_and_text(tmp_path: Path, isolated: bool) -> None:
+def test_variant_opens_by_directory_file_or_text(tmp_path: Path, isolated: bool) -> None:
     """A variant opens by its folder or its file; a bare file needs no manifest."""
     folder = variant(tmp_path / "v")
     for where in (folder, str(folder), folder / "libplk.so"):
@@ -64,21 +64,21 @@ def test_struct_sizes_are_c_s() -> None:
     native.close()
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing_library_names_the_build_command(tmp_path: Path) -> None:
     """If no library is found, the error has the build command."""
     refused(tmp_path / "nowhere", "pyllamakv build")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "manifest")
 
 
-def test_damaged_manifest(tmp_path: Path) -> None:
+def test_damaged_manifest_is_refused(tmp_path: Path) -> None:
     """A manifest that cannot be read is no manifest."""
     folder = variant(tmp_path / "v")
     (folder / "manifest.json").write_text("{", encoding="utf-8")
     refused(folder, "build")
 
 
-def test_changed_library(tmp_path: Path) -> None:
+def test_library_with_another_digest_is_refused(tmp_path: Path) -> None:
     """A library whose bytes are not the manifest's is refused, also when it was right before."""
     folder = variant(tmp_path / "v")
     open_library(folder, isolated=True).close()
@@ -89,29 +89,29 @@ def test_changed_library(tmp_path: Path) -> None:
     refused(folder, "cannot be read")
 
 
-def test_other_variant(tmp_path: Path) -> None:
+def test_library_of_another_variant_is_refused(tmp_path: Path) -> None:
     """The id inside the library must be the manifest's."""
     refused(variant(tmp_path / "v", variant="another"), "another")
 
 
-def test_other_interface(tmp_path: Path) -> None:
+def test_library_of_another_interface_version_is_refused(tmp_path: Path) -> None:
     """Another interface number is refused from the manifest, and from the library itself."""
     refused(variant(tmp_path / "v", abi=99), "interface version 99")
     refused(fake("FAKE_ABI=7"), "interface version 7")
 
 
-def test_other_struct() -> None:
+def test_library_with_another_struct_size_is_refused() -> None:
     """A struct of another size is refused by its name."""
     refused(fake("FAKE_SIZE=72"), "plk_counters of 72 bytes")
 
 
-def test_cpu_flags(tmp_path: Path) -> None:
+def test_library_for_another_cpu_is_refused(tmp_path: Path) -> None:
     """Code for another processor is refused before it can fault."""
     refused(variant(tmp_path / "v", cpu_flags=("sse2", "no_such_flag")), "no_such_flag")
     refused(variant(tmp_path / "w", machine="vax"), "vax")
 
 
-def test_not_a_library(tmp_path: Path) -> None:
+def test_files_without_the_interface_are_refused(tmp_path: Path) -> None:
     """Text, and libraries of others, are refused."""
     text = tmp_path / "libplk.so"
     text.write_text("not an ELF file", encoding="utf-8")
@@ -120,7 +120,7 @@ def test_not_a_library(tmp_path: Path) -> None:
     refused(other, "not a libplk")
 
 
-def test_missing_function(tmp_path: Path) -> None:
+def test_library_without_a_function_is_refused(tmp_path: Path) -> None:
     """A library that lacks a function of the header is refused when it is opened, not later."""
     text = (Path(__file__).parents[1] / "kits" / "fakes" / "fake_plk.c").read_text(encoding="utf-8")
     assert "plk_threads(" in text
@@ -136,7 +136,7 @@ def test_missing_function(tmp_path: Path) -> None:
         ("version `GLIBC_2.99' not found", "newer C library"),
     ],
 )
-def test_what_the_loader_misses(
+def test_missing_shared_library_has_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, hint: str
 ) -> None:
     """A dependency that is not there is named by its hint."""
@@ -158,7 +158,7 @@ def test_what_the_loader_misses(
         loading.load(target)
 
 
-def test_a_path_that_names_a_driver(tmp_path: Path) -> None:
+def test_library_path_is_not_searched_for_driver_names(tmp_path: Path) -> None:
     """The words of the path are not taken for the loader's."""
     folder = tmp_path / "libcuda.so"
     folder.mkdir()
@@ -168,7 +168,7 @@ def test_a_path_that_names_a_driver(tmp_path: Path) -> None:
     assert "NVIDIA" not in str(caught.value)
 
 
-def test_replaced_library(tmp_path: Path) -> None:
+def test_replaced_library_opens_only_in_a_worker(tmp_path: Path) -> None:
     """The loader would give the old library again: refuse, and a worker gets the new one."""
     target = tmp_path / "libplk.so"
     shutil.copy(fake(), target)
@@ -201,7 +201,7 @@ def test_init_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             open_library(fake(), isolated=isolated)
 
 
-def test_options_of_a_worker() -> None:
+def test_environment_and_timeout_require_a_worker() -> None:
     """An environment needs a process to hold it."""
     for options in ({"env": {"A": "b"}}, {"timeout": 3.0}):
         with pytest.raises(UsageError, match="isolated=True"):
@@ -217,13 +217,15 @@ def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", sorted(opening._APART))
-def test_a_device_that_is_not_there(tmp_path: Path, backend: str) -> None:
+def test_variant_without_its_device_is_refused(tmp_path: Path, backend: str) -> None:
     """A variant for a device does not compute on the processor in silence."""
     with pytest.raises(LoadError, match=f"is for {backend}, and no such device was found"):
         open_library(variant(tmp_path / "v", backend=backend))
 
 
-def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_cuda_driver_is_named_with_the_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hint contains the error of the CUDA runtime and the toolkit's version."""
     said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
     monkeypatch.setenv("FAKE_PLK_LOG", said)
@@ -233,7 +235,7 @@ def test_a_driver_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert said in caught.value.log
 
 
-def test_closing() -> None:
+def test_closed_library_is_refused_and_busy_library_stays_open() -> None:
     """A closed library cannot be used, and a library in use cannot be closed."""
     opened = open_library(fake())
     with opened.handle, pytest.raises(Busy):

@@ -37,7 +37,7 @@ from pyllamakv.errors import (
 pytest_plugins = ("fakes.opened",)
 
 
-def test_about(native: Native) -> None:
+def test_library_reports_its_interface_and_capabilities(native: Native) -> None:
     """A library reports its version, build and capabilities."""
     assert native.about.abi == 1
     assert native.about.variant == "fake"
@@ -47,7 +47,7 @@ def test_about(native: Native) -> None:
     assert native.devices() == [Device("FAKE", "a device of no use", "cpu", 1 << 20, 1 << 21)]
 
 
-def test_models(native: Native, model: ModelHandle) -> None:
+def test_model_reports_its_metadata_and_tokens(native: Native, model: ModelHandle) -> None:
     """Everything about a model can be read."""
     info = native.model_info(model)
     assert (info.n_vocab, info.has_vocab, info.token_eot) == (512, True, -1)
@@ -74,7 +74,9 @@ def test_models_that_cannot_be_loaded(native: Native) -> None:
     assert caught.value.log[-1] == "fake: cannot open /somewhere/missing.gguf"
 
 
-def test_contexts(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+def test_context_reports_its_sizes(
+    native: Native, model: ModelHandle, context: ContextHandle
+) -> None:
     """A context reports its sizes; None means that the build does not report a value."""
     info = native.context_info(context)
     assert (info.n_ctx, info.n_batch, info.memory) == (64, 32, MemoryType.ATTENTION)
@@ -167,7 +169,9 @@ def test_embeddings_as_input(native: Native, model: ModelHandle, context: Contex
         native.decode_embd(free, embd, pos[:1], 1)
 
 
-def test_logs(native: Native, context: ContextHandle, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_reach_logging_by_level(
+    native: Native, context: ContextHandle, caplog: pytest.LogCaptureFixture
+) -> None:
     """Log lines reach `logging` by level, and each reader once."""
     caplog.set_level(logging.DEBUG, "pyllamakv.native")
     assert (2, "fake: loaded fake.gguf") in native.logs()
@@ -203,7 +207,9 @@ def test_lines_survive_an_error(native: Native, context: ContextHandle) -> None:
     assert native.logs() == [(3, "fake: warned")]
 
 
-def test_mapped_memory(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+def test_mapped_memory_is_read_trimmed_and_flushed(
+    native: Native, model: ModelHandle, context: ContextHandle
+) -> None:
     """What mapped memory takes is read, given back and flushed, or refused on the heap."""
     with pytest.raises(Unsupported, match="heap") as refused:
         native.mapping(context)

@@ -46,7 +46,9 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def test_decoding(native: Native, context: ContextHandle) -> None:
+def test_decoded_batches_have_logits_where_requested(
+    native: Native, context: ContextHandle
+) -> None:
     """Batches, single tokens and their logits."""
     assert feed(native, context, 0, 5) == 0
     row = native.logits(context, -1, 512)
@@ -65,7 +67,9 @@ def test_decoding(native: Native, context: ContextHandle) -> None:
         native.logits(context, 0, 513)
 
 
-def test_one_token_of_each(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+def test_one_token_per_sequence_is_decoded_together(
+    native: Native, model: ModelHandle, context: ContextHandle
+) -> None:
     """Several sequences go on together, with a row of logits and a token for each."""
     for pos in range(2):
         assert native.decode_each(context, [1, 2, 3], [pos] * 3, (0, 1, 4)) == 0
@@ -126,7 +130,9 @@ def test_short_arrays_stay_out_of_c(native: Native, context: ContextHandle, arra
         native.decode(context, *arrays)
 
 
-def test_codes_of_decode(native: Native, context: ContextHandle) -> None:
+def test_decode_returns_llama_codes_and_raises_own_codes(
+    native: Native, context: ContextHandle
+) -> None:
     """llama_decode's own codes are returned, ours are raised."""
     assert native.decode_one(context, FULL, 0, 0) == 1
     assert native.decode_one(context, MINUS, 0, 0) == -3
@@ -187,7 +193,9 @@ def test_snapshots_have_a_row_per_cell_and_do_not_change(
         assert raw.seqs.tolist() == [[n << 32 * word for word in range(words)] for n in range(16)]
 
 
-def test_states(native: Native, context: ContextHandle, calls: Calls) -> None:
+def test_states_pass_unchanged_and_refusals_return_zero(
+    native: Native, context: ContextHandle, calls: Calls
+) -> None:
     """A state is bytes; a refusal is 0; what is no state raises."""
     assert native.state_save(context, 7) == b""
     state = bytes(range(48))
@@ -199,7 +207,9 @@ def test_states(native: Native, context: ContextHandle, calls: Calls) -> None:
     assert native.state_load(context, 4, state * 20) == 0
 
 
-def test_samplers(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+def test_sampler_chooses_from_the_logits_of_a_place(
+    native: Native, model: ModelHandle, context: ContextHandle
+) -> None:
     """A sampler chooses from the logits of a place."""
     sampler = native.sampler_new(model, SamplerParams(seed=3))
     feed(native, context, 0, 5)
@@ -213,7 +223,7 @@ def test_samplers(native: Native, model: ModelHandle, context: ContextHandle) ->
         native.sampler_reset(sampler)
 
 
-def test_many(native: Native, context: ContextHandle) -> None:
+def test_many_operations_end_at_the_first_error(native: Native, context: ContextHandle) -> None:
     """Several operations go in one call, and the first error ends it."""
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("decode_one", (context, 1, 0, 0)),

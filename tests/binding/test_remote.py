@@ -41,7 +41,9 @@ def native(remote: Remote) -> Remote:
     return remote
 
 
-def test_lost_devices(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_with_a_device_error_raises_device_lost(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that ends with a device's last words lost its device."""
     monkeypatch.setattr(
         remote._process, "tail", lambda: ("CUDA error: an illegal memory access", "end")
@@ -98,7 +100,7 @@ def handling(handler: Callable[[int, object], None], delay: float) -> Iterator[N
 
 
 @pytest.mark.slow
-def test_an_interrupt(remote: Remote, context: ContextHandle) -> None:
+def test_ctrl_c_ends_the_wait_and_keeps_the_worker(remote: Remote, context: ContextHandle) -> None:
     """Ctrl-C ends the wait, not the worker; the late answer is not taken for the next one."""
 
     def handler(number: int, frame: object) -> None:
@@ -165,7 +167,7 @@ def test_cancels_of_what_is_closed(remote: Remote, context: ContextHandle) -> No
     assert remote.logs() is not None
 
 
-def test_bad_requests(remote: Remote, context: ContextHandle) -> None:
+def test_invalid_requests_keep_the_worker_alive(remote: Remote, context: ContextHandle) -> None:
     """Only operations are answered, and a wrong argument ends nothing."""
     for name in ("_lib", "__init__", "nothing"):
         with pytest.raises(UsageError, match="not an operation"):
@@ -186,7 +188,7 @@ def test_bad_requests(remote: Remote, context: ContextHandle) -> None:
     assert remote.seq_pos_max(context, 0) == -1
 
 
-def test_large_states(remote: Remote, model: ModelHandle) -> None:
+def test_states_of_megabytes_pass_the_socket(remote: Remote, model: ModelHandle) -> None:
     """Megabytes cross both ways."""
     context = remote.context_new(model, ContextParams(n_ctx=1 << 18))
     state = bytes(range(256)) * (1 << 12)
@@ -195,7 +197,9 @@ def test_large_states(remote: Remote, model: ModelHandle) -> None:
     assert remote.cells(context, 0).pos.shape == (1 << 18,)
 
 
-def test_a_sampler_crosses(remote: Remote, model: ModelHandle, context: ContextHandle) -> None:
+def test_sampler_handles_work_in_a_worker(
+    remote: Remote, model: ModelHandle, context: ContextHandle
+) -> None:
     """Handles of every kind work from afar."""
     sampler = remote.sampler_new(model, SamplerParams())
     remote.decode_one(context, 5, 0, 0)

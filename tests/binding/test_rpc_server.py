@@ -112,7 +112,7 @@ def test_a_server_that_aborts_is_lost() -> None:
             server.wait(LONG)
 
 
-def test_a_place_that_is_taken() -> None:
+def test_used_port_unknown_host_and_device_are_refused() -> None:
     """A port in use, a strange host and an unknown device are refused with what to do."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -127,7 +127,7 @@ def test_a_place_that_is_taken() -> None:
         RpcServer(fake(), threads=0)
 
 
-def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_library_raises_a_load_error(tmp_path: Path) -> None:
     """The library's own error comes through."""
     with pytest.raises(LoadError):
         RpcServer(tmp_path / "libplk.so")

@@ -137,7 +137,7 @@ INFO = CellsInfo(0, True, 4, 2, -1, False, 2, 1, 8, True, True, 2**40, 5)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_facts(value: object) -> None:
+def test_protocol_dataclasses_keep_their_classes(value: object) -> None:
     """Dataclasses and enumerations of the protocol keep their classes."""
     found = trip(value)
     assert found == value
@@ -155,7 +155,7 @@ def test_facts_hold_arrays() -> None:
     assert found.seqs.shape == (4, 2)
 
 
-def test_what_cannot_cross_is_refused() -> None:
+def test_unknown_classes_are_refused_by_the_sender() -> None:
     """There is no pickle: an unknown class is an error on the sender's side."""
     for value in (object(), {1, 2}, np.zeros(2, np.complex64)):
         with pytest.raises(TypeError, match="cannot be sent"):

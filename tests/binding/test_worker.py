@@ -53,7 +53,7 @@ def gone(pid: int) -> bool:
     ("token", "number", "status"),
     [(ABORT, signal.SIGABRT, -6), (SEGV, signal.SIGSEGV, -11), (EXIT, 0, 7)],
 )
-def test_a_worker_that_ends(
+def test_ended_worker_reports_signal_operation_and_log(
     remote: Remote, context: ContextHandle, token: int, number: int, status: int
 ) -> None:
     """The error names signal or status, the operation, and the last lines; and stays."""
@@ -98,7 +98,7 @@ def test_a_worker_that_is_killed(remote: Remote, context: ContextHandle) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs(remote: Remote, context: ContextHandle) -> None:
+def test_silent_worker_is_ended_after_the_timeout(remote: Remote, context: ContextHandle) -> None:
     """Silence for longer than allowed ends it; a silent one that only got a signal too."""
     assert remote.timeout is None
     remote.timeout = 0.3
@@ -127,7 +127,7 @@ def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
 @pytest.mark.parametrize(
     ("fault", "kind"), [("abort", WorkerDied), ("fail", NativeError), ("hang", WorkerTimeout)]
 )
-def test_a_library_that_breaks_as_it_loads(
+def test_library_failing_to_load_leaves_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[NativeError]
 ) -> None:
     """Not even loading may harm the parent."""
@@ -164,7 +164,7 @@ def fds() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_nothing_is_left() -> None:
+def test_ended_workers_leave_no_descriptors_and_zombies() -> None:
     """Closed, dropped, crashed or never used: no descriptor and no zombie stays."""
     Remote(fake()).close()
     before = fds()

@@ -49,7 +49,7 @@ def test_probes_that_cannot_be_read(folder: Path, text: str) -> None:
         artifacts.collect(folder)
 
 
-def test_no_answers(folder: Path) -> None:
+def test_missing_probe_results_publish_nothing(folder: Path) -> None:
     """Without the file nothing is published."""
     (folder / "plk-capabilities.json").unlink()
     with pytest.raises(BuildError, match="plk-capabilities"):

@@ -38,7 +38,7 @@ def calls(folder: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
 
 
-def test_answers(tmp_path: Path) -> None:
+def test_compiler_reports_version_target_and_cpu_flags(tmp_path: Path) -> None:
     """Version, target and the native CPU flags come from the compiler itself."""
     found = compiler.find(environ=programs(tmp_path, "gcc", "g++"))
     assert found.cxx == str(tmp_path / "g++")
@@ -46,7 +46,7 @@ def test_answers(tmp_path: Path) -> None:
     assert found.native_flags == ("avx2", "pni")
 
 
-def test_asked_once(tmp_path: Path) -> None:
+def test_cached_compiler_facts_run_no_compiler(tmp_path: Path) -> None:
     """With a cache the compiler is not run again, until its file changes."""
     env = programs(tmp_path / "bin", "gcc", "g++")
     cache = tmp_path / "some" / "cache.json"
@@ -110,7 +110,7 @@ def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
     assert compiler.find(cache, env).native_flags == ("avx2", "pni")
 
 
-def test_a_compiler_without_the_word_has_no_flags(tmp_path: Path) -> None:
+def test_compiler_without_native_uses_no_tuning_flags(tmp_path: Path) -> None:
     """A compiler that does not support `native` is reported, and no tuning flag is used."""
     plain = BODY.replace(
         "*native*) echo", '*native*) echo "unknown argument: $1" >&2; exit 1 ; echo'
@@ -153,7 +153,7 @@ def test_wrong_name(tmp_path: Path, value: str, words: str) -> None:
         compiler.find(environ=env)
 
 
-def test_broken(tmp_path: Path) -> None:
+def test_failing_compiler_is_not_accepted(tmp_path: Path) -> None:
     """A compiler that only fails is not taken for one."""
     env = programs(tmp_path, "gcc", "g++", body="echo no licence >&2; exit 3\n")
     with pytest.raises(ToolMissing, match="no licence"):

@@ -40,7 +40,7 @@ def toolkit(root: Path, *, cublas: bool = True) -> dict[str, str]:
     return {"PATH": "", "CUDA_HOME": str(root), cuda.ARCHITECTURE: "90-real"}
 
 
-def test_absent(tmp_path: Path) -> None:
+def test_missing_nvcc_names_the_wheels(tmp_path: Path) -> None:
     """Without nvcc the message names the wheels, for the interpreter that looks for them."""
     said = re.escape(f"{shlex.quote(sys.executable)} -m pip install 'nvidia-cuda-nvcc")
     with pytest.raises(ToolMissing, match=said):
@@ -53,7 +53,7 @@ def test_the_extra_is_what_the_message_names() -> None:
     assert tuple(project["optional-dependencies"]["cuda"]) == cuda.WHEELS
 
 
-def test_system(tmp_path: Path) -> None:
+def test_system_toolkit_reports_version_and_paths(tmp_path: Path) -> None:
     """A toolkit of the system gives version, architecture and places."""
     found = cuda.find(toolkit(tmp_path / "cuda"))
     assert found.version == "13.0.88"
@@ -197,7 +197,7 @@ def test_architecture_of_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", ["echo 'No devices were found'; exit 6\n", "echo [N/A]\n"])
-def test_no_gpu(tmp_path: Path, body: str) -> None:
+def test_unknown_cuda_architecture_is_refused_without_a_gpu(tmp_path: Path, body: str) -> None:
     """Without a GPU, the error asks for the architecture; no default is assumed."""
     script(tmp_path / "nvidia-smi", body)
     with pytest.raises(UsageError, match=cuda.ARCHITECTURE):

@@ -149,7 +149,7 @@ def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("typed", "meant"), [("ful-defrag", "full-defrag"), ("stok", "stock"), ("patchd", "patched")]
 )
 @pytest.mark.parametrize("search", [variant.find, variant.request])
-def test_a_patch_that_there_is_not_is_named(
+def test_unknown_patch_in_a_spec_gets_the_closest_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     search: Callable[[str], object],

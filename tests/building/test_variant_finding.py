@@ -107,7 +107,7 @@ def test_another_shim_is_another_build(
 
 
 @pytest.mark.slow
-def test_what_is_not_built_names_the_command(
+def test_missing_variant_names_the_build_command(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing built, and with something else built, compiler or not."""
@@ -189,7 +189,7 @@ def test_a_build_for_another_machine_is_not_found(
 
 
 @pytest.mark.slow
-def test_what_no_spec_names_is_not_found(
+def test_build_outside_the_index_is_not_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build that the index does not hold for a spec is none of it, whatever its manifest says."""

@@ -52,7 +52,9 @@ def distribution(shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return module
 
 
-def test_it_is_found_where_nothing_is_built(shop: BuildSandbox, distribution: Path) -> None:
+def test_prebuilt_variant_is_found_without_local_builds(
+    shop: BuildSandbox, distribution: Path
+) -> None:
     """By spec, by id, as the default, and in the head of a trace; its origin is named."""
     found = variant.find(shop.spec)
     assert found is not None
@@ -69,7 +71,7 @@ def test_it_is_found_where_nothing_is_built(shop: BuildSandbox, distribution: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tuned", [True, False])
-def test_a_build_in_the_data_directory_precedes_it(
+def test_local_build_precedes_the_prebuilt_variant(
     shop: BuildSandbox, distribution: Path, *, tuned: bool
 ) -> None:
     """Whatever it is: `build` builds although a prebuilt variant exists, and that build is used."""
@@ -125,7 +127,7 @@ def test_other_patches_are_named(
 
 
 @pytest.mark.slow
-def test_without_it_the_error_names_it(
+def test_missing_prebuilt_package_is_named(
     shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory of its name without code, which Python could import as well, is not it."""

@@ -106,7 +106,7 @@ def test_half_a_stop_string_comes_out_at_the_end(ctx: Context) -> None:
     assert (one.result(), one.finish_reason, len(one.tokens)) == ("abctw", "length", 5)
 
 
-def test_an_end_is_said_when_it_shall_be(ctx: Context) -> None:
+def test_end_token_stops_only_if_configured(ctx: Context) -> None:
     """The end-of-generation token stops, or counts as one that says nothing."""
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]), stop_at_end=False)
@@ -183,7 +183,7 @@ def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
     assert ctx.native.freed == ["sampler"] * 3
 
 
-def test_a_history_is_of_one_generation(tmp_path: Path) -> None:
+def test_sampler_with_history_serves_one_generation(tmp_path: Path) -> None:
     """A sampler with a history is refused while another one runs, a grammar also afterwards."""
     ctx = kit.context(tmp_path, {"capabilities": ALL | Capability.GRAMMAR}, n_ctx=256)
     batcher, model = Batcher(SlotCache(ctx)), ctx.model

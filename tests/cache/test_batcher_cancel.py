@@ -102,7 +102,7 @@ def test_the_end_of_the_context_ends_all(ctx: Context) -> None:
     assert (one.finish_reason, type(one.error)) == ("failed", Closed)
 
 
-def test_close_cancels(ctx: Context) -> None:
+def test_close_cancels_generations_and_keeps_the_manager(ctx: Context) -> None:
     """The manager and what it holds stay."""
     cache = SlotCache(ctx)
     with Batcher(cache) as batcher:

@@ -119,7 +119,7 @@ def settled(cache: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_nothing_is_evaluated_twice(tmp_path: Path, name: str) -> None:
+def test_resumed_generation_keeps_its_cells(tmp_path: Path, name: str) -> None:
     """A resumed generation continues with its cells, so that its tokens cannot differ."""
     cache = MANAGERS[name](tmp_path)
     with Batcher(cache) as batcher:
@@ -237,7 +237,7 @@ def test_a_shifted_slot_is_resumed_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefixes", "states", "slots", "slots with states"])
-def test_what_cannot_be_saved_is_evaluated_again(tmp_path: Path, name: str) -> None:
+def test_parked_generation_without_a_state_is_evaluated_again(tmp_path: Path, name: str) -> None:
     """A library that saves no states, or fails to: the same text, later."""
     for capabilities in (ALL & ~Capability.STATES, ALL):
         cache = MANAGERS[name](tmp_path)
@@ -494,7 +494,7 @@ def test_the_beginning_of_parked_branches_is_freed_with_them(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
-def test_a_branch_point_of_parked_leases_gives_its_cells_up(tmp_path: Path, name: str) -> None:
+def test_branch_point_of_parked_leases_frees_its_cells(tmp_path: Path, name: str) -> None:
     """A prompt that fits alone gets the cells of a prefix, and of all that continue it."""
     cache = MANAGERS[name](tmp_path)
     head = [*range(10, 50)]
@@ -518,7 +518,7 @@ def test_a_branch_point_of_parked_leases_gives_its_cells_up(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
-def test_a_branch_point_gives_its_sequence_up(tmp_path: Path, name: str) -> None:
+def test_branch_point_frees_its_sequence_for_a_waiting_prompt(tmp_path: Path, name: str) -> None:
     """All sequences may be leased, although prompts in progress have a state in common."""
     cache = MANAGERS[name](tmp_path)
     head = [*range(10, 30)]

@@ -84,7 +84,7 @@ def test_an_overcommitted_cache_completes_all(model: kv.Model, make: Any) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [kv.PrefixCache, kv.SlotCache], ids=["prefixes", "slots"])
-def test_generations_that_share_a_window_go_on(model: kv.Model, make: Any) -> None:
+def test_generations_sharing_a_window_complete(model: kv.Model, make: Any) -> None:
     """A prefix longer than a sliding-window cache is forked by four generations at once."""
     system = [1 + (7 * i) % 60 for i in range(300)]
     prompts = [[*system, number, 5] for number in range(1, 6)]

@@ -42,7 +42,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(ctx: Context) -> None:
     assert SlotCache(ctx).max_sequence_tokens == 64
 
 
-def test_one_failure_is_alone(tmp_path: Path, ctx: Context) -> None:
+def test_failed_request_keeps_the_text_of_others(tmp_path: Path, ctx: Context) -> None:
     """A refused prompt, or a failing sampler, does not change the text of the others."""
     batcher = Batcher(SlotCache(ctx))
     good = batcher.submit("Hi", 8)

@@ -36,9 +36,7 @@ def stubborn(one: Generation) -> None:
 
 
 @pytest.mark.parametrize("which", [(0,), (0, 2), (0, 1, 2)])
-def test_all_end_although_some_cannot_be_given_back(
-    batcher: Batcher, which: tuple[int, ...]
-) -> None:
+def test_failed_release_still_ends_all_requests(batcher: Batcher, which: tuple[int, ...]) -> None:
     """The other requests are released, the list is empty, and the error is raised."""
     some = [batcher.submit([number] * 3) for number in (5, 6, 7)]
     batcher.step()
@@ -69,7 +67,7 @@ def test_a_failed_release_removes_the_generation(batcher: Batcher) -> None:
 
 
 @pytest.mark.parametrize("n_batch", [4, 2])
-def test_everybody_is_known_to_have_been_served(tmp_path: Path, n_batch: int) -> None:
+def test_service_order_covers_every_request(tmp_path: Path, n_batch: int) -> None:
     """Whether they take turns, or all are continued in one batch after the other."""
     with Batcher(SlotCache(kit.context(tmp_path, n_ctx=256)), n_batch=n_batch) as batcher:
         some = [batcher.submit([number], stop_at_end=False) for number in (5, 6, 7)]

@@ -27,7 +27,7 @@ def test_the_best_is_the_last_before_the_target() -> None:
     assert ring(5, 9, 15).best(6) == Checkpoint(5, b"x" * 10)
 
 
-def test_the_oldest_is_overwritten() -> None:
+def test_full_ring_overwrites_the_oldest_checkpoint() -> None:
     """BestIndex: of three places the first checkpoint gives way to the fourth."""
     kept = ring(1, 2, 3, 4, size=3)
     assert kept.positions == [2, 3, 4]
@@ -35,7 +35,7 @@ def test_the_oldest_is_overwritten() -> None:
     assert [each.pos for each in kept] == [2, 3, 4]
 
 
-def test_it_wraps_around_many_times() -> None:
+def test_ring_keeps_the_latest_checkpoints_after_many_rounds() -> None:
     """RingWrapAround and FullCapacity: the last 24 remain, and their bytes are counted."""
     kept = ring(*range(0, 1000, 10))
     assert kept.positions == list(range(760, 1000, 10))
@@ -43,7 +43,7 @@ def test_it_wraps_around_many_times() -> None:
     assert ring(*range(24)).positions == list(range(24))
 
 
-def test_an_empty_one_has_nothing_to_give() -> None:
+def test_empty_ring_returns_no_checkpoint() -> None:
     """EmptyBuffer: it answers, and pruning it does no harm."""
     kept = ring()
     kept.prune(-1)
@@ -62,7 +62,7 @@ def test_checkpoints_after_a_position_are_pruned() -> None:
     assert kept.due == 0
 
 
-def test_an_incomplete_one_is_passed_over() -> None:
+def test_checkpoint_without_bytes_is_skipped() -> None:
     """RejectsIncomplete and AcceptsComplete: without its bytes a checkpoint is none."""
     kept = ring(5)
     kept.put(Checkpoint(9, b""))
@@ -74,7 +74,7 @@ def test_an_incomplete_one_is_passed_over() -> None:
     assert kept.at(5) is best
 
 
-def test_a_removed_middle_takes_the_later_ones_along() -> None:
+def test_removal_drops_later_checkpoints() -> None:
     """ShiftRange: of 1, 4, 7, 10 a removal of 2..6 leaves 1.
 
     The ring that this one is measured by kept 7 and 10 and moved them to 3 and 6; but a state of
@@ -86,7 +86,7 @@ def test_a_removed_middle_takes_the_later_ones_along() -> None:
     assert kept.positions == [1]
 
 
-def test_when_one_is_due() -> None:
+def test_checkpoints_are_due_at_the_interval() -> None:
     """None before position 16, then one every 1664 positions, and again after going back."""
     kept = Ring()
     assert (kept.due, kept.schedule.size, kept.schedule.interval) == (16, 24, 1664)
@@ -100,7 +100,7 @@ def test_when_one_is_due() -> None:
     assert kept.due == 16
 
 
-def test_the_budget_is_kept() -> None:
+def test_checkpoints_stay_within_the_byte_budget() -> None:
     """The oldest go first, and one that is larger than everything is not kept."""
     kept = ring(1, 2, 3, 4, budget=25)
     assert (kept.positions, kept.bytes) == ([3, 4], 20)
@@ -134,7 +134,9 @@ def test_a_schedule_that_cannot_be(wrong: dict[str, int]) -> None:
     st.integers(1, 6),
     st.integers(0, 40),
 )
-def test_it_agrees_with_a_list(steps: list[tuple[str, int, int]], size: int, budget: int) -> None:
+def test_ring_agrees_with_a_list_of_checkpoints(
+    steps: list[tuple[str, int, int]], size: int, budget: int
+) -> None:
     """Whatever is put and pruned, positions, bytes and the best are those of a plain list."""
     kept, plain = Ring(CheckpointSchedule(size, 3, 2, budget)), []
     for what, pos, length in steps:

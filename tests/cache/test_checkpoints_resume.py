@@ -56,7 +56,7 @@ def window() -> str:
 @pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize(("spec", "name", "options"), CASES)
-def test_it_says_yes_exactly_where_the_content_is_right(
+def test_can_resume_agrees_with_a_fresh_context(
     spec: str, name: str, options: dict[str, Any]
 ) -> None:
     """Brute force: go back by force, go on, compare with a fresh context."""
@@ -143,7 +143,9 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, Contex
 
 
 @pytest.mark.native
-def test_checkpoints_take_a_sequence_back(forgetful: tuple[kv.Model, ContextCache]) -> None:
+def test_restored_checkpoint_continues_as_a_fresh_context(
+    forgetful: tuple[kv.Model, ContextCache],
+) -> None:
     """What follows a restored checkpoint is what a fresh context gives, and so again."""
     model, cache = forgetful
     tokens = some(LENGTH)
@@ -166,7 +168,7 @@ def test_checkpoints_take_a_sequence_back(forgetful: tuple[kv.Model, ContextCach
 
 
 @pytest.mark.native
-def test_a_copy_goes_by_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -> None:
+def test_copy_of_a_state_restores_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -> None:
     """A prefix that the memory cannot copy is restored into the target, which replaces its own."""
     model, cache = forgetful
     tokens = some(LENGTH)
@@ -220,7 +222,7 @@ def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_pa
     assert cache.sequences[0].tokens == list(range(30, 60))
 
 
-def test_removing_nothing_forgets_nothing(tmp_path: Path) -> None:
+def test_empty_removal_keeps_all_checkpoints(tmp_path: Path) -> None:
     """An empty range is no reason to drop the checkpoints behind it, nor to go back to one."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True
@@ -251,7 +253,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     cache.remove(0, 0)
 
 
-def test_where_nothing_can_be_saved_decoding_goes_on(tmp_path: Path) -> None:
+def test_decoding_continues_without_state_support(tmp_path: Path) -> None:
     """Checkpoints are a help, and no reason to fail."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True

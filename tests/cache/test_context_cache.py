@@ -28,7 +28,7 @@ def cache(tmp_path: Path) -> ContextCache:
     return simulated(tmp_path)
 
 
-def test_it_is_a_cache(cache: ContextCache) -> None:
+def test_context_cache_implements_the_cache_protocol(cache: ContextCache) -> None:
     """The implementation has what the interface promises."""
     one: kv.Cache = cache
     assert (one.max_sequences, one.capacity, one.max_batch) == (4, 64, 32)
@@ -101,7 +101,7 @@ def test_too_little_memory_is_an_error_at_creation(tmp_path: Path) -> None:
     assert model.native.freed == ["context"]
 
 
-def test_one_token_and_many_are_the_same(cache: ContextCache) -> None:
+def test_single_token_pass_equals_the_general_pass(cache: ContextCache) -> None:
     """The cheap way of single tokens leaves what the general one leaves."""
     for place, token in enumerate([3, 5, 7]):
         cache.start_forward([token], [place], [0])
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_right(cache: ContextCache, work: tuple) -> None:
     assert picture(cache) == before
 
 
-def test_a_full_cache_says_what_there_is(
+def test_full_cache_error_has_counts_and_logs_cells(
     cache: ContextCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error has numbers, the debug log the places of cells, and nothing has changed."""
@@ -173,7 +173,7 @@ def test_a_fragmented_cache_is_defragmented_once(cache: ContextCache) -> None:
     cache.check()
 
 
-def test_where_nothing_can_be_moved_the_error_says_so(tmp_path: Path) -> None:
+def test_full_cache_without_defragmentation_reports_the_largest_hole(tmp_path: Path) -> None:
     """Without a defragmentation, the error does not mention one."""
     cache = simulated(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG & ~Capability.STATES})
     fragmented(cache)
@@ -196,7 +196,7 @@ def test_a_useless_defragmentation_is_tried_once_and_reported(cache: ContextCach
     cache.check()
 
 
-def test_a_cancelled_pass_leaves_everything(cache: ContextCache) -> None:
+def test_cancelled_pass_keeps_all_tokens(cache: ContextCache) -> None:
     """Every sequence keeps its tokens, and the pass may be run again."""
     forward(cache, 0, [1] * 5)
     before = picture(cache)

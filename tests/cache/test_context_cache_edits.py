@@ -42,7 +42,7 @@ def test_a_copy_to_itself_changes_nothing(cache: ContextCache) -> None:
     assert picture(cache) == before
 
 
-def test_copies_of_nothing_and_of_too_much(cache: ContextCache) -> None:
+def test_copy_of_length_zero_clears_and_of_excess_copies_all(cache: ContextCache) -> None:
     """Length 0 wipes the target, a length beyond the source copies it all."""
     forward(cache, 0, [1, 2, 3])
     forward(cache, 1, [9])
@@ -115,7 +115,7 @@ def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> No
     cache.check()
 
 
-def test_cells_of_its_own_on_request(cache: ContextCache) -> None:
+def test_shift_with_own_cells_keeps_the_sibling(cache: ContextCache) -> None:
     """The sibling stays as it was, byte for byte."""
     forward(cache, 0, range(10))
     cache.copy_prefix(0, 1, 8)
@@ -130,7 +130,7 @@ def test_cells_of_its_own_on_request(cache: ContextCache) -> None:
     cache.check()
 
 
-def test_no_room_for_cells_of_its_own(cache: ContextCache) -> None:
+def test_shift_without_free_cells_is_refused_before_changes(cache: ContextCache) -> None:
     """That is found before anything is done."""
     forward(cache, 0, [1] * 30)
     cache.copy_prefix(0, 1, 30)

@@ -123,7 +123,7 @@ def test_a_prompt_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_what_others_hold_in_the_context_stays(tmp_path: Path) -> None:
+def test_eviction_keeps_sequences_outside_the_cache(tmp_path: Path) -> None:
     """Use a sequence beside the cache."""
     context = kit.context(tmp_path, n_ctx=64, n_seq_max=3)
     mine = context.sequence()
@@ -157,7 +157,7 @@ def test_a_pinned_beginning_outlives_its_branches(tmp_path: Path) -> None:
     assert (used(cache), cache.stats().nodes) == (0, 0)
 
 
-def test_a_pin_names_what_is_there(cache: PrefixCache) -> None:
+def test_pins_require_cached_tokens_and_known_names(cache: PrefixCache) -> None:
     """Pin what is not cached, pin twice under one name, and let go of no pin."""
     serve(cache, SYSTEM)
     with pytest.raises(UsageError, match="20 of 21"):

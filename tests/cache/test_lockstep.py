@@ -35,7 +35,7 @@ def both(caches: kv.LockstepCache) -> list[Any]:
     return [picture(each) for each in caches.caches]
 
 
-def test_they_hold_the_same(tmp_path: Path) -> None:
+def test_lockstep_caches_apply_every_operation_to_both(tmp_path: Path) -> None:
     """The smaller of the two caches limits the sizes; every operation reaches both."""
     caches: kv.Cache = pair(tmp_path, n_ctx=48, n_batch=16, n_seq_max=3)
     assert (caches.capacity, caches.max_batch, caches.max_sequences) == (48, 16, 3)
@@ -55,7 +55,7 @@ def test_they_hold_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 2, -3])
-def test_a_second_one_that_fails_takes_the_first_back(tmp_path: Path, code: int) -> None:
+def test_failure_in_the_second_cache_undoes_the_first(tmp_path: Path, code: int) -> None:
     """Draft and target never have different tokens, whatever went wrong."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
@@ -69,7 +69,7 @@ def test_a_second_one_that_fails_takes_the_first_back(tmp_path: Path, code: int)
     caches.check()
 
 
-def test_a_second_one_without_room(tmp_path: Path) -> None:
+def test_full_second_cache_undoes_the_first(tmp_path: Path) -> None:
     """The first has twice the cells; what it took is given back."""
     caches = pair(tmp_path, n_ctx=32)
     forward(caches, 0, range(20))
@@ -119,7 +119,9 @@ def test_a_cache_without_rewind_is_last_or_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("checkpoints", "left"), [(False, 0), (True, 20)])
-def test_what_the_last_one_lost_all_give_up(tmp_path: Path, checkpoints: bool, left: int) -> None:
+def test_tokens_lost_by_one_cache_are_removed_from_all(
+    tmp_path: Path, checkpoints: bool, left: int
+) -> None:
     """An abort empties the sequence, and draft and target continue at the same position."""
     caches = pair(tmp_path, {"partial": False})
     second = caches.caches[1]
@@ -180,7 +182,7 @@ def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["seq_rm", "seq_add", "seq_cp", "state_load"])
-def test_what_breaks_off_in_the_midst_leaves_them_in_step(
+def test_interrupt_between_caches_keeps_them_equal(
     tmp_path: Path, name: str, which: int, after: bool
 ) -> None:
     """Ctrl-C between two caches, or between two steps of one: none has what another lacks."""
@@ -231,7 +233,7 @@ def test_an_error_behind_the_first_cache_leaves_them_in_step(tmp_path: Path) -> 
     caches.check()
 
 
-def test_a_shared_cell_in_one_is_one_for_all(tmp_path: Path) -> None:
+def test_shared_cell_in_one_cache_stops_the_shift_in_all(tmp_path: Path) -> None:
     """Neither moves anything."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
@@ -242,7 +244,7 @@ def test_a_shared_cell_in_one_is_one_for_all(tmp_path: Path) -> None:
     assert both(caches) == before
 
 
-def test_wrong_use(tmp_path: Path) -> None:
+def test_invalid_caches_and_batches_are_refused(tmp_path: Path) -> None:
     """No caches, one twice, foreign numbers, batches that the smaller one cannot take."""
     one = simulated(tmp_path)
     for wrong in ([], [one, one]):

@@ -20,7 +20,7 @@ SAVED = bytes(range(256)) * 8
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_pages_give_back_what_was_written(where: str, tmp_path: Path) -> None:
+def test_pages_return_the_written_bytes(where: str, tmp_path: Path) -> None:
     """Write, read and drop, and count the bytes."""
     pager = paging.pager("memory" if where == "memory" else tmp_path / "new" / "pages")
     assert pager is not None
@@ -50,7 +50,7 @@ def test_the_pages_of_an_unclosed_cache_are_removed(
     assert list(tmp_path.iterdir()) == [there]
 
 
-def test_nothing_is_paged_without_a_place() -> None:
+def test_cache_without_a_directory_has_no_pager() -> None:
     """Ask for no pager."""
     assert paging.pager(None) is None
 

@@ -43,7 +43,7 @@ def test_branches_are_paged_out_and_in(tmp_path: Path, where: str) -> None:
     assert list(tmp_path.rglob("*.kvpage")) == []
 
 
-def test_a_page_holds_what_nothing_else_does(tmp_path: Path) -> None:
+def test_page_contains_only_the_tail(tmp_path: Path) -> None:
     """Page a tail out: its bytes are those of the tail (PagedOutBytesUpdatesOnMaterialize).
 
     A snapshot of ollama kept the whole buffer alive that it was a part of.
@@ -87,7 +87,7 @@ def test_a_divided_page_serves_both_parts(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_a_page_is_what_it_was(tmp_path: Path) -> None:
+def test_page_is_unchanged_by_reuse_of_its_cells(tmp_path: Path) -> None:
     """Use a branch's cells for something else after it was paged out: the page does not change.
 
     A snapshot that was made lazily was overwritten, and gave one user another one's tokens
@@ -205,7 +205,7 @@ def test_a_page_of_other_tokens_is_not_used(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_what_cannot_be_paged_says_so(tmp_path: Path) -> None:
+def test_page_out_of_leased_or_missing_branches_is_refused(tmp_path: Path) -> None:
     """Page out what is not there, what is leased, and without a place for pages."""
     cache = make(tmp_path, paging="memory")
     serve(cache, SYSTEM)

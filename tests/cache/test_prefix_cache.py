@@ -138,7 +138,7 @@ def test_a_conversation_goes_on(cache: PrefixCache) -> None:
     assert (used(cache), cache.stats().resident, cache.stats().nodes) == (40, 1, 1)
 
 
-def test_the_same_tokens_decoded_at_once_become_one(cache: PrefixCache) -> None:
+def test_equal_prompts_decoded_together_share_cells_afterwards(cache: PrefixCache) -> None:
     """Lease the same prompt twice before it is decoded: in the end its cells are there once."""
     one, two = cache.acquire([*SYSTEM, 1]), cache.acquire([*SYSTEM, 2])
     one.prefill()
@@ -180,7 +180,7 @@ def test_groups_are_not_entered(cache: PrefixCache) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_what_was_shifted_is_no_beginning(cache: PrefixCache, saved: bool) -> None:
+def test_shifted_tokens_are_not_reused_as_a_prefix(cache: PrefixCache, saved: bool) -> None:
     """Remove tokens in the middle of a leased sequence: what is left is not reused."""
     with cache.acquire(SYSTEM) as lease:
         lease.prefill()
@@ -192,7 +192,7 @@ def test_what_was_shifted_is_no_beginning(cache: PrefixCache, saved: bool) -> No
     assert (used(cache), cache.stats().nodes) == (0, 0)
 
 
-def test_what_was_trimmed_is_kept_as_it_is(cache: PrefixCache) -> None:
+def test_trimmed_lease_keeps_its_remaining_prefix(cache: PrefixCache) -> None:
     """Go back in a leased sequence and go on otherwise."""
     serve(cache, SYSTEM)
     with cache.acquire([*SYSTEM, 1]) as lease:

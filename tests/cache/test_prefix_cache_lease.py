@@ -81,7 +81,7 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
     cache.check()
 
 
-def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
+def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) -> None:
     """Take what another lease never asked for, and nothing that it did."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
     one = cache.acquire([1, 2, 3])
@@ -99,7 +99,7 @@ def test_room_that_was_granted_ahead_is_given_up(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_what_is_promised_to_a_lease_is_not_given_away(tmp_path: Path) -> None:
+def test_reserved_cells_are_not_granted_twice(tmp_path: Path) -> None:
     """Grant room to two leases, and refuse what only one of them could have."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=64))
     one, two = cache.acquire([1] * 20), cache.acquire([2] * 20)
@@ -141,7 +141,7 @@ def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -
     cache.check()
 
 
-def test_prompts_that_take_each_others_holes_are_decoded_all_the_same(tmp_path: Path) -> None:
+def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
     """Each finds a hole when it is acquired; when its turn comes there are only pieces of it."""
     native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
     ctx = kit.context(tmp_path, native, n_ctx=64, n_seq_max=8, n_batch=16, n_ubatch=16)
@@ -159,7 +159,7 @@ def test_prompts_that_take_each_others_holes_are_decoded_all_the_same(tmp_path: 
     cache.check()
 
 
-def test_a_branch_whose_state_cannot_be_saved_is_kept_all_the_same(tmp_path: Path) -> None:
+def test_branch_with_an_unsaved_state_keeps_its_sequence(tmp_path: Path) -> None:
     """The size of a state is only counted with; no sequence goes missing for want of it."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES, "partial": False})
     object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)

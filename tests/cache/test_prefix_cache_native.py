@@ -391,7 +391,9 @@ def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
                     cache.check()
 
 
-def test_a_generation_after_a_hit_says_the_same(patched: Variant, trained_model: Path) -> None:
+def test_generation_after_a_cache_hit_has_the_same_text(
+    patched: Variant, trained_model: Path
+) -> None:
     """Go on with a trained model from a fork, from a page, and from nothing."""
     with kv.open(patched.folder) as library:
         model = library.load_model(trained_model)

@@ -108,7 +108,7 @@ def test_states_end_where_a_prefix_does(store: PrefixStore) -> None:
     assert store.find(B, 15).length == 5
 
 
-def test_another_process_finds_the_same(store: PrefixStore, folder: Path) -> None:
+def test_reopened_store_has_the_same_pages_and_order(store: PrefixStore, folder: Path) -> None:
     """Open the directory again: same pages, and the order of use is kept."""
     one, two, three = fill(store)
     store.touch([one, two])
@@ -167,7 +167,7 @@ def test_a_longer_page_replaces_a_shorter_one(store: PrefixStore) -> None:
     assert store.find(A + tokens_to_key([77]), 11).length == 11
 
 
-def test_one_writer(store: PrefixStore, folder: Path) -> None:
+def test_second_writer_of_a_store_is_refused(store: PrefixStore, folder: Path) -> None:
     """A second writer is refused, and the store does not change."""
     fill(store)
     before = files(folder)

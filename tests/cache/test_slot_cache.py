@@ -224,7 +224,7 @@ def test_shared_cells_count_once(ctx: Context) -> None:
     cache.check()
 
 
-def test_a_lease_whose_holder_broke_its_sequence(ctx: Context) -> None:
+def test_lease_with_a_closed_or_gapped_sequence_is_not_reused(ctx: Context) -> None:
     """A closed sequence is replaced, one with a gap is emptied: neither is a prefix of anything."""
     cache = SlotCache(ctx, 2)
     with cache.acquire([1, 2, 3, 4]) as lease:
@@ -287,7 +287,7 @@ def released(lease: SlotLease) -> bool:
     return lease.released
 
 
-def test_an_error_releases(ctx: Context) -> None:
+def test_lease_is_released_after_an_exception(ctx: Context) -> None:
     """Leaving the block gives the slot back, also by an exception."""
     cache = SlotCache(ctx, 1)
     with pytest.raises(ZeroDivisionError), cache.acquire([1]) as lease:
@@ -343,7 +343,7 @@ natives = st.sampled_from([{}, {"can_shift": False}, {"partial": False}, {"conti
 
 @settings(max_examples=60)
 @given(st.data(), natives, st.sampled_from(["longest", "best"]), st.booleans())
-def test_any_traffic(
+def test_random_traffic_keeps_logits_and_cells(
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
     native: dict[str, Any],

@@ -46,7 +46,7 @@ def test_a_group_is_discarded_as_a_whole(
     assert shift_discard(size, keep, length, together) == discard
 
 
-def test_as_much_goes_as_is_wanted() -> None:
+def test_shift_discards_the_requested_number_after_the_head() -> None:
     """More than half goes when more room is asked for, and never from the head."""
     assert shift_discard(10, 2, 10, wanted=7) == 7
     assert shift_discard(10, 2, 6, wanted=7) == 3
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_cut_behind_its_head() -> None:
     assert truncate(range(12), 99, 8) == ([0, 1, 2, 3, 4, 5, 6, 11], ())
 
 
-def test_a_prompt_that_would_go_as_a_whole_is_refused() -> None:
+def test_prompt_without_a_fitting_group_is_refused() -> None:
     """A group at the end that does not fit leaves nothing to evaluate."""
     with pytest.raises(UsageError, match="the group at its end would be removed"):
         truncate(range(12), 3, 8, [(4, 12)])

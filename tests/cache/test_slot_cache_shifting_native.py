@@ -66,7 +66,7 @@ def test_keep_counts_from_the_models_first_token(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("native", [{"can_shift": False}, {"partial": False}])
-def test_what_cannot_be_shifted_is_decoded_again(tmp_path: Path, native: dict) -> None:
+def test_memory_without_shifts_decodes_the_kept_tokens_again(tmp_path: Path, native: dict) -> None:
     """The error has the tokens that follow the head; decoding them is as good as a fresh start."""
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, 4, keep=2, size=10)
@@ -170,7 +170,7 @@ def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
     cache.check()
 
 
-def test_what_was_shifted_is_no_prefix(ctx: Context) -> None:
+def test_shifted_tokens_are_not_reused_as_a_prefix(ctx: Context) -> None:
     """Tokens after discarded ones differ from those of a prompt without the discarded ones.
 
     Ollama treats them as equal, and continues with other keys and values than a new context.
@@ -187,7 +187,9 @@ def test_what_was_shifted_is_no_prefix(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_what_its_holder_shifted_is_no_prefix(tmp_path: Path, ctx: Context, saved: bool) -> None:
+def test_tokens_shifted_by_the_lease_holder_are_not_reused(
+    tmp_path: Path, ctx: Context, saved: bool
+) -> None:
     """A lease's sequence belongs to its holder: shifted by hand, it is as if we had done it."""
     cache = SlotCache(ctx, 1)
     with cache.acquire(range(20, 30)) as lease:

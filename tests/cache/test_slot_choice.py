@@ -102,7 +102,7 @@ def test_a_short_history_does_not_hide_a_long_one() -> None:
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
 
-def test_best_takes_a_slot_that_loses_nothing() -> None:
+def test_best_fit_prefers_a_slot_whose_content_starts_the_prompt() -> None:
     """A slot whose content starts the prompt is evicted before the least recently used one."""
     slots: list[Slot] = [([1, 2, 3], True, 3), ([1, 2], False, 2), ([7, 8], False, 1)]
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
@@ -126,7 +126,9 @@ some_slots = st.lists(st.tuples(tokens, st.booleans(), st.integers(0, 9)), min_s
 
 
 @given(some_slots, tokens, st.sampled_from(["longest", "best"]))
-def test_a_choice_keeps_its_promises(slots: list[Slot], prompt: list[int], policy: Policy) -> None:
+def test_slot_choice_agrees_with_brute_force(
+    slots: list[Slot], prompt: list[int], policy: Policy
+) -> None:
     """Check every rule by brute force over all slots."""
     found = chosen(slots, prompt, policy)
     free = [n for n, each in enumerate(slots) if not each[1]]

@@ -151,7 +151,7 @@ def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) ->
         assert serve(cache, [*chat, 2]) == len(chat)
 
 
-def test_one_sequence_gives_its_prefix_up_for_a_longer_one(
+def test_longer_stored_prefix_replaces_the_resident_one(
     start: Callable[..., PrefixCache],
 ) -> None:
     """With one sequence, a resident part of the prefix is no obstacle."""

@@ -96,7 +96,7 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_is_not_named_is_the_newest_verified(
+def test_env_and_dropin_default_to_the_newest_verified_release(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dropin env` and `dropin setup` take the newest of llama-cpp-python."""

@@ -76,7 +76,7 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
     assert "0.3.5: needed (1 of 4" in err
 
 
-def test_an_interrupt_says_how_to_go_on(run: Run, monkeypatch) -> None:
+def test_interrupted_matrix_names_the_command_that_resumes(run: Run, monkeypatch) -> None:
     """Ctrl-C ends with the shell's status and no traceback; the next run verifies the rest."""
     judge = cell.verify_cell
 
@@ -384,7 +384,7 @@ def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
     assert "0.3.38" in out
 
 
-def test_a_watch_that_was_ended_goes_on(run: Run, monkeypatch) -> None:
+def test_interrupted_watch_verifies_added_releases_once(run: Run, monkeypatch) -> None:
     """A release that was added but not verified is verified the next time, and once."""
     known = lockfile.known()
     date = "2026-11-01T00:00:00Z"

@@ -196,7 +196,7 @@ def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     by="hostile input",
     of="Python",
 )
-def test_no_text_of_a_patch_gives_orders_to_the_terminal(
+def test_control_characters_of_patches_are_escaped(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Titles, reasons and file names of foreign patches may contain anything."""

@@ -42,7 +42,7 @@ def logits(model: kv.Model) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_a_cache_on_a_server_is_the_one_here(patched: Variant) -> None:
+def test_cache_on_an_rpc_server_gives_local_logits(patched: Variant) -> None:
     """A cache on the device moves there, and gives the same logits."""
     path = synthetic_models.model("grouped")
     with kv.open(patched.folder) as lib, lib.load_model(path) as model:
@@ -111,7 +111,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
                 sequence.trim(0)
 
 
-def test_what_cannot_be_reached(patched: Variant) -> None:
+def test_unreachable_endpoints_are_refused(patched: Variant) -> None:
     """A dead endpoint, one that is none, and a process that a lost server would end."""
     path = synthetic_models.tiny()
     with kv.serve_rpc(patched.folder) as server:

@@ -85,7 +85,9 @@ def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
     assert cli(capsys, "run", trace)[0] == 0
 
 
-def test_a_script_is_played_as_it_is_judged(opened, capsys, tmp_path, monkeypatch) -> None:
+def test_every_verb_refuses_a_script_without_its_variable(
+    opened, capsys, tmp_path, monkeypatch
+) -> None:
     """Every verb refuses the script and its trace with the reason, unless the variable is set."""
     trace = tmp_path / "trace.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
@@ -119,7 +121,9 @@ def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, words) 
     assert not opened
 
 
-def test_a_replay_says_what_it_cannot_undo(opened, capsys, tmp_path, monkeypatch) -> None:
+def test_replay_names_variables_missing_in_the_recording(
+    opened, capsys, tmp_path, monkeypatch
+) -> None:
     """A variable of this process that the recording did not have."""
     trace = tmp_path / "trace.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0

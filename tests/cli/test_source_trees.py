@@ -79,7 +79,7 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     by="hostile input",
     of="Python",
 )
-def test_no_name_of_a_file_gives_orders_to_the_terminal(
+def test_control_characters_of_file_names_are_escaped(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever makes a tree names its files."""

@@ -64,7 +64,7 @@ def test_a_closed_stdout_keeps_the_exit_status(unbuffered, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", WORDS)
-def test_a_closed_stdout_takes_everything(words) -> None:
+def test_writes_to_a_closed_stdout_are_ignored(words) -> None:
     """As `print` has it."""
     code, err = run(words, None, unbuffered=True)
     assert code == 0 and "Traceback" not in err
@@ -74,7 +74,7 @@ def test_a_closed_stdout_takes_everything(words) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)
-def test_a_full_disk_is_said(words, unbuffered) -> None:
+def test_full_disk_is_reported_in_one_line(words, unbuffered) -> None:
     """A full disk is reported in one line, with its exit status."""
     with Path("/dev/full").open("wb") as full:
         code, err = run(words, full.fileno(), unbuffered=unbuffered)

@@ -131,7 +131,7 @@ def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("words", [("--timeline", "x.gif"), ("--svg", EXAMPLE), ("--png", EXAMPLE)])
-def test_what_cannot_be_written_is_refused_first(opened, capsys, words) -> None:
+def test_unwritable_output_is_refused_before_the_run(opened, capsys, words) -> None:
     """A usage error has a remedy."""
     code, _, err = cli(capsys, "trace", "view", EXAMPLE, *words)
     assert code == 2 and ("directory" in err or ".svg" in err)
@@ -207,7 +207,7 @@ def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys
     assert "cannot be written" in err
 
 
-def test_a_failed_decode_is_not_said_to_be_unseen(opened, capsys, tmp_path) -> None:
+def test_failed_decode_without_changed_cells_has_no_picture(opened, capsys, tmp_path) -> None:
     """`trace record` looks at the cells after each line; one that changed none has no picture."""
     path = tmp_path / "failed.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "--variant", "0.3.9+stock", "-o", path)[0] == 1
@@ -223,7 +223,7 @@ def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
     assert "lines 2 to 11 have" in err
 
 
-def test_nothing_in_a_run_gives_orders_to_the_terminal(opened, capsys, tmp_path) -> None:
+def test_control_characters_of_a_run_are_escaped(opened, capsys, tmp_path) -> None:
     """Control characters of labels, names, notes and heads are spelled, also in pictures."""
     evil = "\x1b[2J\x07\x9b\r\u202e"
     lines = [

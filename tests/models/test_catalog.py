@@ -88,7 +88,7 @@ def test_lock_files_that_are_invalid(model: catalog.PinnedModel, old: str, new: 
         catalog.known()
 
 
-def test_two_models_of_one_name(model: catalog.PinnedModel) -> None:
+def test_duplicate_model_names_are_refused(model: catalog.PinnedModel) -> None:
     """A name means one model."""
     head, entry = catalog.LOCK.read_text("utf-8").split("[[model]]")
     catalog.LOCK.write_text("[[model]]".join((head, entry + "\n", entry)), "utf-8")

@@ -39,7 +39,7 @@ def test_every_group_is_listed(program: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_header(program: Path, group: str) -> None:
+def test_defrag_header_agrees_with_a_cell_by_cell_check(program: Path, group: str) -> None:
     """A group of the header agrees with what is found cell by cell, and breaks no memory rule."""
     result = run(program, group)
     assert result.returncode == 0, result.stdout + result.stderr

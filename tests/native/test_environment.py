@@ -47,7 +47,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_patched(
+def test_compaction_variable_applies_unless_the_program_decides(
     patched: Path, variables: dict[str, str], arguments: tuple[str, ...], printed: str
 ) -> None:
     """A variable compacts, unless the program decides; a wrong value is logged once."""
@@ -81,7 +81,7 @@ def test_a_context_reports_its_threshold(
 
 
 @pytest.mark.slow
-def test_stock(tmp_path: Path) -> None:
+def test_stock_ignores_the_variables(tmp_path: Path) -> None:
     """The libraries of upstream read no variable, and log nothing about a wrong one."""
     program = linked("0.3.36+stock", "sparse", tmp_path)
     model = str(synthetic_models.model("tiny"))

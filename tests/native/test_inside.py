@@ -11,7 +11,7 @@ from pyllamakv.scenarios import synthetic_models
 
 
 @pytest.mark.native
-def test_cells_that_others_know_by_number_stay(tmp_path: Path) -> None:
+def test_compaction_keeps_cells_referenced_by_index(tmp_path: Path) -> None:
     """Check shared cells, mirrors that drifted apart, and a batch that is preceded by a move."""
     models = [str(synthetic_models.model(name)) for name in ("tiny", "indexed")]
     run_inside("0.3.36+patched", "refusals", tmp_path, *models)

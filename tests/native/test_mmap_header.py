@@ -57,7 +57,7 @@ def test_every_group_is_listed(program: Path) -> None:
     by="fuzzing",
     of="patches",
 )
-def test_header(program: Path, group: str, tmp_path: Path) -> None:
+def test_mmap_header_groups_pass(program: Path, group: str, tmp_path: Path) -> None:
     """A group holds, breaks no memory rule, and leaves no file behind."""
     result = HEADER.run(program, group, tmp_path)
     if "Operation not supported" in result.stdout:

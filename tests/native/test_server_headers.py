@@ -37,7 +37,7 @@ def program(folder: Path, name: str, right: str = "", wrong: str = "") -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS)
-def test_header(tmp_path: Path, name: str) -> None:
+def test_server_header_groups_pass(tmp_path: Path, name: str) -> None:
     """Every group of a header's tests passes."""
     made = program(tmp_path, name)
     for group in GROUPS[name]:

@@ -30,7 +30,7 @@ def test_every_group_is_listed(program: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_header(program: Path, group: str) -> None:
+def test_settings_header_reads_and_refuses_values(program: Path, group: str) -> None:
     """Values are read, refused with one line, and ranked as documented."""
     result = run(program, group)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -57,7 +57,9 @@ def smoke(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
     by="fuzzing",
     of="shim",
 )
-def test_smoke(smoke: Path, tiny_model: Path, settings: tuple[str, ...]) -> None:
+def test_c_program_uses_every_kind_of_operation(
+    smoke: Path, tiny_model: Path, settings: tuple[str, ...]
+) -> None:
     """A C program loads, decodes, defragments, restores, and is refused what would abort."""
     command = [str(smoke), str(tiny_model), *settings]
     result = subprocess.run(
@@ -86,7 +88,7 @@ def test_a_kept_cache_belongs_to_the_whole_name_of_a_release(tmp_path: Path) -> 
 
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
-def test_exports(variant: Variant) -> None:
+def test_library_exports_only_functions_of_the_header(variant: Variant) -> None:
     """The library exports the functions of plk.h and nothing else."""
     command = [_tool("nm"), "-D", "--defined-only", "--format=posix", str(variant.library)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

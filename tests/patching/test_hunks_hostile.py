@@ -85,7 +85,7 @@ MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
     by="hostile input",
     of="Python",
 )
-def test_what_no_commit_can_say(tmp_path: Path, words: tuple[str, str]) -> None:
+def test_invalid_commit_texts_are_refused(tmp_path: Path, words: tuple[str, str]) -> None:
     """Zero bytes, halves of characters and authors without end are refused by name."""
     with pytest.raises(PatchFormatError, match="a commit cannot contain that"):
         applied(tmp_path, MAIL.format(0, *words).encode() + creating("b/src/x"))

@@ -107,7 +107,7 @@ def test_the_folder_is_a_quilt_folder(bench: SeriesSandbox, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_earlier_series_makes_room_and_nothing_else(
+def test_second_export_replaces_only_the_earlier_series(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
     """A second export replaces the first; a folder with anything else in it stays as it is."""

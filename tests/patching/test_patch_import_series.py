@@ -90,7 +90,7 @@ def test_our_own_shape(bench: SeriesSandbox) -> None:
     by="hostile input",
     of="Python",
 )
-def test_what_is_not_there_or_no_patch(tmp_path: Path) -> None:
+def test_missing_paths_and_empty_directories_are_refused(tmp_path: Path) -> None:
     """Missing paths, empty folders and doubles are refused with what was expected."""
     for name in ("none.patch", "x" * 300):
         with pytest.raises(UsageError, match="no patch file"):

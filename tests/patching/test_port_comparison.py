@@ -115,7 +115,7 @@ def test_the_shipped_patch_without_any_one_hunk() -> None:
 @pytest.mark.parametrize(
     ("one", "kind"), [("call", "calls of f(): 2 -> 1"), ("class", "lines that loop: 2 -> 1")]
 )
-def test_words(one: port_comparison.What, kind: str) -> None:
+def test_loss_is_described_for_the_end_of_a_sentence(one: port_comparison.What, kind: str) -> None:
     """A loss reads as a sentence's end."""
     name = "f" if one == "call" else "loop"
     assert str(port_comparison.PortDifference(one, name, before=2, after=1)) == kind

@@ -49,7 +49,7 @@ def test_table() -> None:
     assert text["markers"][0]["has"].encode() in OLD["a.cpp"]
 
 
-def test_nothing_to_say() -> None:
+def test_file_without_a_unique_line_requires_its_existence() -> None:
     """A file without a telling line is asked to exist."""
     patch = hunks.parse(diff({"a.cpp": b"}\n"}, {"a.cpp": b"}\n}\n"}))
     (marker,) = port_writer.propose_markers(patch, MemoryTree({"a.cpp": b"}\n"}))

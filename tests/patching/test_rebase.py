@@ -124,7 +124,7 @@ def test_a_dropped_hunk_is_reported(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_line_of_upstream_that_a_person_deleted_is_told(bench: SeriesSandbox) -> None:
+def test_upstream_line_deleted_by_a_resolution_is_reported(bench: SeriesSandbox) -> None:
     """The port before keeps it: the resolution lost it, like a whole check."""
     check = "if (n_free == 0) { return false; }"
     checked = numbered(60, l13="upstream", l40="upstream too", l44=check, l50="abort_all();")

@@ -59,7 +59,7 @@ def refused(files: Files, data: bytes) -> PatchConflict:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(FEW, FEW, st.booleans(), st.booleans())
-def test_on_its_base_it_does_what_git_does(
+def test_strict_apply_on_the_base_equals_git(
     old: list[str], new: list[str], a: bool, b: bool
 ) -> None:
     """On the tree that it was written against, a patch gives the tree it was made from."""
@@ -72,7 +72,7 @@ def test_on_its_base_it_does_what_git_does(
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(MANY, st.data())
-def test_it_never_accepts_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:
+def test_strict_apply_refuses_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:
     """On any other tree it refuses, or git accepts too and gives the same."""
     edit = st.tuples(st.integers(0, len(lines)), st.integers(0, 3), FEW)
 

@@ -49,7 +49,7 @@ def put(root: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_found_and_fixed_is_what_markers_say(root: Path) -> None:
+def test_defect_counts_come_from_markers(root: Path) -> None:
     """Each defect counts once. Its tests run, and a fix whose tests did not run is reported."""
     put(root, _TESTS.replace("== {wanted}", "> 0"))
     seen: list[str] = []
@@ -96,7 +96,7 @@ def test_tests_that_cannot_be_run_break_off(root: Path) -> None:
         '"what", by="fuzzing", of="shim", at=1',
     ],
 )
-def test_markers_say_all_of_it(root: Path, words: str) -> None:
+def test_defect_marker_requires_all_fields(root: Path, words: str) -> None:
     """A marker names the defect, its finder and its place; any other marker fails with the line."""
     put(root, f"import pytest\n\n@pytest.mark.regression({words})\ndef test_it():\n    pass\n")
     with pytest.raises(HarnessError, match=r"test_some\.py:3: expected regression"):

@@ -64,7 +64,9 @@ def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_being_done_may_have_brackets(efforts, capsys, monkeypatch) -> None:
+def test_brackets_and_control_characters_in_progress_are_escaped(
+    efforts, capsys, monkeypatch
+) -> None:
     """Control characters do not reach the terminal, and progress continues."""
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
@@ -124,7 +126,7 @@ def test_every_section_has_names(section: str) -> None:
     assert all(selection.select((), [name])[section] == (name,) for name in names)
 
 
-def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
+def test_run_without_any_test_is_an_error(efforts, capsys, monkeypatch) -> None:
     """What has no build, say, does not pass for a trial."""
     monkeypatch.setattr(leaks, "entries", lambda *_: [])
     code, out, said = cli(capsys, "stress", "leaks", "--only", "good")
@@ -132,7 +134,7 @@ def test_nothing_tried_is_refused(efforts, capsys, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("error", [NotBuilt("it is not there"), ZeroDivisionError("ours")])
-def test_a_section_that_breaks_takes_nothing_with_it(
+def test_failed_section_keeps_the_other_sections(
     efforts, capsys, monkeypatch, tmp_path: Path, error: Exception
 ) -> None:
     """The other sections run, all findings are printed, and the exit status is the error's."""
@@ -168,7 +170,7 @@ def test_an_interrupted_run_prints_its_results(efforts, capsys, monkeypatch) -> 
     assert code == 130 and "| bad | it leaks |" in out
 
 
-def test_where_a_document_cannot_be_is_said_first(efforts, capsys, tmp_path: Path) -> None:
+def test_invalid_output_file_is_refused_before_the_run(efforts, capsys, tmp_path: Path) -> None:
     """A directory, another suffix, and a file that something else wrote."""
     (tmp_path / "odd.json").write_text("[]", encoding="utf-8")
     strange = '{"results": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'

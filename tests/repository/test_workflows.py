@@ -58,7 +58,7 @@ SCRIPTS = [
 ]
 
 
-def test_the_three_are_there() -> None:
+def test_three_workflows_exist() -> None:
     """Tests, the matrix and the nightly canary each have a file."""
     assert [path.stem for path in FILES] == ["canary", "matrix", "tests"]
 
@@ -157,7 +157,7 @@ def test_the_canary_publishes_branches(tmp_path: Path, monkeypatch: pytest.Monke
     assert git(origin, "branch", "--list", "other") == ""
 
 
-def test_what_every_change_has_to_pass() -> None:
+def test_workflow_runs_the_parts_of_ci() -> None:
     """The workflow makes what the project's own CI makes, the matrix apart, which has its own."""
     ours = re.findall(r"^make (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
     jobs = load(ROOT / ".github" / "workflows" / "tests.yml")["jobs"].values()
@@ -190,7 +190,7 @@ def test_every_command_exists(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "text"), SCRIPTS)
-def test_the_shell_understands(path: Path, text: str) -> None:
+def test_bash_parses_each_workflow_script(path: Path, text: str) -> None:
     """Bash parses each script."""
     bash = shutil.which("bash")
     if bash is None:

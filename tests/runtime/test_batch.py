@@ -101,7 +101,7 @@ def test_arrays_may_be_changed_and_decoded_again(tmp_path: Path) -> None:
     assert [ledger.tokens for ledger in ctx.ledgers[:2]] == [[5, 6, 7], [6, 7, 8]]
 
 
-def test_what_is_no_feed_is_refused(tmp_path: Path) -> None:
+def test_invalid_feeds_are_refused(tmp_path: Path) -> None:
     """Check foreign things, doubled, foreign and closed sequences."""
     ctx, other = kit.context(tmp_path), kit.context(tmp_path)
     a = ctx.sequence()

@@ -72,7 +72,7 @@ def test_another_chat_replaces_the_sequence(tmp_path: Path) -> None:
         assert a.positions == list(range(len(a)))
 
 
-def test_the_same_chat_again(tmp_path: Path) -> None:
+def test_repeated_chat_has_the_same_reply(tmp_path: Path) -> None:
     """The last token is evaluated again, for its logits."""
     ctx = chat_context(tmp_path)
     a = ctx.sequence()

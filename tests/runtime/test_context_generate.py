@@ -30,7 +30,7 @@ class Fixed:
         return self.tokens.pop(0)
 
 
-def test_what_is_yielded_is_in_the_sequence(tmp_path: Path) -> None:
+def test_yielded_tokens_are_in_the_sequence(tmp_path: Path) -> None:
     """Check text, tokens and cells."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
@@ -41,7 +41,7 @@ def test_what_is_yielded_is_in_the_sequence(tmp_path: Path) -> None:
     assert a.pos_max == 12
 
 
-def test_stopping_and_going_on_is_the_same_as_going_on(tmp_path: Path) -> None:
+def test_resumed_generation_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Check that pieces of a generation join, also when the caller leaves in the middle."""
     whole, parts = kit.context(tmp_path), kit.context(tmp_path)
     a, b = whole.sequence(), parts.sequence()
@@ -92,7 +92,7 @@ def test_characters_are_yielded_whole(tmp_path: Path) -> None:
     assert list(ctx.generate(a, 2, Fixed(smile))) == ["\ufffd"]
 
 
-def test_without_a_sampler_in_c_numpy_does_it(tmp_path: Path) -> None:
+def test_numpy_sampler_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
     """Check that both ways choose the same greedy tokens."""
     texts = []
     for capabilities in (ALL, ALL & ~Capability.SAMPLER):
@@ -160,7 +160,7 @@ def test_the_reason_tokens_text_and_usage_follow_the_iteration(tmp_path: Path) -
         assert f"3 + {n} tokens, {reason}" in repr(stream)
 
 
-def test_a_failed_or_abandoned_stream_says_so(tmp_path: Path) -> None:
+def test_failed_or_abandoned_stream_reports_its_reason(tmp_path: Path) -> None:
     """Check a full cache, a cancel and a close, and that a stream without owner ends at once."""
     ctx = kit.context(tmp_path, n_ctx=8)
     a = ctx.sequence()
@@ -200,7 +200,7 @@ def test_stop_strings_need_a_vocabulary(tmp_path: Path) -> None:
     assert (list(stream), len(stream.tokens)) == ([], 3)
 
 
-def test_what_cannot_go_on_is_refused_at_once(tmp_path: Path) -> None:
+def test_empty_sequence_or_negative_limit_is_refused_at_once(tmp_path: Path) -> None:
     """Check an empty sequence and a negative number, before the first piece is asked for."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()

@@ -379,7 +379,7 @@ def test_trained_text_is_the_same_everywhere(
 
 
 @pytest.mark.slow
-def test_several_sequences_step_as_each_alone(speaking: kv.Model) -> None:
+def test_batched_steps_equal_single_steps(speaking: kv.Model) -> None:
     """Step by step, many steps at once and one by one: the same tokens, rows and ledgers."""
     starts, results = [70, 80, 90], []
     for way in ("alone", "together", "at once"):

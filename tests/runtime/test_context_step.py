@@ -39,7 +39,7 @@ def three(ctx: Context) -> list[Sequence]:
     return sequences
 
 
-def test_a_step_of_several_is_what_single_steps_are(tmp_path: Path) -> None:
+def test_step_of_several_sequences_equals_single_steps(tmp_path: Path) -> None:
     """Check ledgers, places and logits against the same tokens decoded one by one."""
     ctx, alone = kit.context(tmp_path), kit.context(tmp_path)
     sequences, singles = three(ctx), three(alone)
@@ -72,7 +72,7 @@ def test_positions_follow_what_was_removed_between(tmp_path: Path) -> None:
     assert (fork.tokens, sequences[0].tokens) == ([5, 5, 1], [5, 7, 7, 2])
 
 
-def test_what_cannot_be_right_never_reaches_c(tmp_path: Path) -> None:
+def test_invalid_steps_are_refused_before_the_library(tmp_path: Path) -> None:
     """Check tokens, numbers, sequences twice, foreign, closed and too many."""
     ctx, other = kit.context(tmp_path, n_batch=2), kit.context(tmp_path)
     a, b, c = (ctx.sequence() for _ in range(3))
@@ -143,7 +143,7 @@ def test_rows_become_stale_as_single_logits_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_all_places_are_picked_as_one_by_one(tmp_path: Path, temperature: float) -> None:
+def test_sampling_all_rows_equals_sampling_each_row(tmp_path: Path, temperature: float) -> None:
     """Check both samplers, where the draws come in the same order."""
     ctx = kit.context(tmp_path)
     ctx.step_all(three(ctx), [7, 8, 9])
@@ -154,7 +154,7 @@ def test_all_places_are_picked_as_one_by_one(tmp_path: Path, temperature: float)
         assert sampler.sample_all(ctx) == ctx.logits_all().argmax(axis=1).tolist()
 
 
-def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:
+def test_penalties_are_refused_for_several_sequences(tmp_path: Path) -> None:
     """Check that one memory is not shared by several sequences, and works for one."""
     ctx = kit.context(tmp_path)
     sequences = three(ctx)
@@ -169,7 +169,7 @@ def test_a_penalty_is_for_one_sequence(tmp_path: Path) -> None:
         ctx.advance(sequences, [7, 8, 9], 2, ctx.model.sampler(**params))
 
 
-def test_many_steps_at_once_are_what_single_ones_are(tmp_path: Path) -> None:
+def test_advance_equals_a_loop_of_steps(tmp_path: Path) -> None:
     """Check tokens, ledgers and logits against the loop in Python."""
     ctx, other = kit.context(tmp_path), kit.context(tmp_path)
     sequences, singles = three(ctx), three(other)
@@ -186,7 +186,7 @@ def test_many_steps_at_once_are_what_single_ones_are(tmp_path: Path) -> None:
         ctx.advance(sequences, rows[-1], 0, ctx.model.sampler())
 
 
-def test_steps_before_a_failing_one_stay(tmp_path: Path) -> None:
+def test_advance_keeps_steps_before_a_failure(tmp_path: Path) -> None:
     """Check a cache that becomes full in the middle."""
     ctx = kit.context(tmp_path, n_ctx=16)
     sequences = three(ctx)
@@ -217,7 +217,7 @@ def test_rows_in_another_order_are_copied() -> None:
     assert np.array_equal(*results)
 
 
-def test_other_threads_go_on_while_several_sequences_are_decoded() -> None:
+def test_decode_of_several_sequences_releases_the_gil() -> None:
     """Check that a step that ends only when another thread has worked does end."""
     native = Local(fake())
     model = native.model_load("fake.gguf", ModelParams())
@@ -241,7 +241,7 @@ def test_other_threads_go_on_while_several_sequences_are_decoded() -> None:
     native.close()
 
 
-def test_without_a_sampler_in_c_numpy_chooses(tmp_path: Path) -> None:
+def test_numpy_sampler_continues_steps_without_a_native_sampler(tmp_path: Path) -> None:
     """Check that the loop works on builds that cannot sample."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.SAMPLER})
     sequences, sampler = three(ctx), NumpySampler()
@@ -250,7 +250,7 @@ def test_without_a_sampler_in_c_numpy_chooses(tmp_path: Path) -> None:
     assert [len(each) for each in sequences] == [3, 4, 5]
 
 
-def test_a_policy_heals_in_the_middle(tmp_path: Path) -> None:
+def test_defrag_policy_recovers_a_failed_step(tmp_path: Path) -> None:
     """Check that scattered cells are moved together, and the steps go on."""
     for many in (False, True):
         ctx = kit.context(tmp_path, n_ctx=16, defrag_policy="on_failure")

@@ -62,7 +62,7 @@ def test_a_step_explains_itself_too(tmp_path: Path) -> None:
     assert len(a) == 8
 
 
-def test_room_that_was_not_taken_has_another_cause(tmp_path: Path) -> None:
+def test_no_slot_with_a_sufficient_hole_has_another_cause(tmp_path: Path) -> None:
     """Check a failure in a cache that has one hole, and where slots may be scattered."""
     ctx = kit.context(tmp_path)
     ctx.native.fail_next.append(1)
@@ -77,7 +77,7 @@ def test_room_that_was_not_taken_has_another_cause(tmp_path: Path) -> None:
     assert caught.value.cause == "other"
 
 
-def test_a_build_without_cells_cannot_say(tmp_path: Path) -> None:
+def test_no_slot_error_without_cells_has_no_statistics(tmp_path: Path) -> None:
     """Check that the error still comes, without statistics."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.CELLS}, n_ctx=8)
     a = ctx.sequence()

@@ -104,7 +104,7 @@ def test_shared_cells_are_refused(tmp_path: Path) -> None:
     assert ctx.kv.defrag().cells == 5
 
 
-def test_it_can_be_declined(tmp_path: Path) -> None:
+def test_restore_defragmentation_can_be_disabled(tmp_path: Path) -> None:
     """Check builds with the feature disabled, and builds without it."""
     ctx = kit.context(tmp_path, STOCK)
     sparse(ctx)
@@ -152,7 +152,7 @@ def refuse(ctx: Context, times: int) -> list[int]:
     return asked
 
 
-def test_what_is_refused_once_is_put_back_with_all_the_others(tmp_path: Path) -> None:
+def test_refused_restore_is_repeated_in_an_empty_cache(tmp_path: Path) -> None:
     """Check that a refusal for want of a hole is answered by an empty cache."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
@@ -165,7 +165,7 @@ def test_what_is_refused_once_is_put_back_with_all_the_others(tmp_path: Path) ->
     assert np.array_equal(ctx.kv.rows(0, high).pos, np.arange(5))
 
 
-def test_what_is_refused_for_good_is_handed_over(tmp_path: Path) -> None:
+def test_unrestorable_sequence_is_in_the_error(tmp_path: Path) -> None:
     """Check the error, the ledgers, and that what it holds can be restored."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
@@ -181,7 +181,7 @@ def test_what_is_refused_for_good_is_handed_over(tmp_path: Path) -> None:
     ctx.step(high, 25)
 
 
-def test_what_is_held_is_handed_over_when_the_others_cannot_be_saved(tmp_path: Path) -> None:
+def test_failed_save_keeps_the_states_saved_before(tmp_path: Path) -> None:
     """Check that a save that fails in the second round loses nothing of the first."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)

@@ -52,7 +52,7 @@ def steps(ctx: Context, sequence: Sequence, n: int) -> None:
         ctx.step(sequence, 7)
 
 
-def test_what_attention_loses_is_weighed_in_steps(tmp_path: Path) -> None:
+def test_wasted_and_moved_bytes_are_zero_in_a_compact_cache(tmp_path: Path) -> None:
     """Check bytes read in vain and bytes to move, sparse and compact."""
     ctx, _, _ = sparse(tmp_path)
     info = ctx.kv.snapshot().streams[0].info
@@ -116,7 +116,7 @@ def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["on_failure", "threshold", "always"])
-def test_a_failure_for_want_of_a_hole_is_healed(tmp_path: Path, policy: str) -> None:
+def test_on_failure_policy_defragments_after_no_slot(tmp_path: Path, policy: str) -> None:
     """Check batches and single tokens where slots must be one hole."""
     ctx = kit.context(tmp_path, n_ctx=16, defrag_policy=policy)
     a, b, c = ctx.sequence(), ctx.sequence(), ctx.sequence()
@@ -159,7 +159,7 @@ def test_forks_in_the_way_are_tried_again_after_the_next_removal(tmp_path: Path)
     assert ctx.kv.stats.used_max_p1 == 24
 
 
-def test_other_words_are_refused(tmp_path: Path) -> None:
+def test_unknown_defrag_policy_is_refused(tmp_path: Path) -> None:
     """Check a policy that does not exist."""
     with pytest.raises(UsageError, match="never, on_failure, threshold, always"):
         kit.context(tmp_path, defrag_policy="sometimes")

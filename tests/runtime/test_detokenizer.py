@@ -62,7 +62,7 @@ def test_invalid_bytes_read_alike_however_they_are_cut(data: bytes, places: list
     assert joined(cut(data, places)) == joined([data]) == decode(data)
 
 
-def test_nothing_is_given_out_before_it_is_whole() -> None:
+def test_incomplete_characters_wait_for_their_last_byte() -> None:
     """Check that a character waits for its last byte, and a half pair for its other half."""
     stream = IncrementalDetokenizer()
     assert [stream.feed(bytes([b])) for b in "€".encode()] == ["", "", "€"]
@@ -76,7 +76,7 @@ def test_nothing_is_given_out_before_it_is_whole() -> None:
     ("data", "text"),
     [(b"\xff", "\ufffd"), (b"\xed\xa0\x80", "\ufffd"), (b"\xed\xb0\x80a", "\ufffda"), (b"", "")],
 )
-def test_what_no_text_has_becomes_one_sign(data: bytes, text: str) -> None:
+def test_invalid_bytes_become_one_replacement_character(data: bytes, text: str) -> None:
     """Check stray bytes and lone surrogates."""
     assert decode(data) == text
     assert joined([data]) == text

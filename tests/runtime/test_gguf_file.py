@@ -52,7 +52,9 @@ def test_a_whole_file_is_described(tmp_path: Path) -> None:
         (b"GGUF\3\0\0\0" + b"\xff" * 16, "damaged"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, message: str) -> None:
+def test_damaged_gguf_file_has_a_specific_message(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
     """Check the message for each kind of damage."""
     with pytest.raises(ModelError, match=message):
         check_file(write(tmp_path, data))
@@ -96,7 +98,7 @@ def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_missing_files_and_folders_are_said(tmp_path: Path) -> None:
+def test_missing_gguf_file_is_named(tmp_path: Path) -> None:
     """Check paths that lead to no file."""
     with pytest.raises(ModelError, match="no model file"):
         check_file(tmp_path / "absent.gguf")

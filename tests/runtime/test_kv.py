@@ -58,7 +58,7 @@ def test_a_defragmentation_is_reported_and_visible(tmp_path: Path) -> None:
     assert ctx.kv.defrag().cells == 0
 
 
-def test_what_a_build_does_not_count_is_counted_from_outside(tmp_path: Path) -> None:
+def test_defrag_report_without_native_counts_is_computed(tmp_path: Path) -> None:
     """Check the report of a build without numbers of its own."""
     ctx = kit.context(tmp_path, n_ctx=16)
     scattered(ctx)
@@ -75,7 +75,7 @@ def test_what_a_build_does_not_count_is_counted_from_outside(tmp_path: Path) -> 
     assert (report.bytes, report.graphs, report.passes) == (None, None, None)
 
 
-def test_what_a_build_lacks_is_said(tmp_path: Path) -> None:
+def test_missing_capabilities_are_named(tmp_path: Path) -> None:
     """Check defragmentation, cells and states."""
     poor = Capability.SAMPLER
     ctx = kit.context(tmp_path, {"capabilities": poor})

@@ -130,7 +130,7 @@ def test_copies_that_share_nothing_have_no_marks() -> None:
     assert first.shared_with(enumerate([first, second]), None, None) == ()
 
 
-def test_what_was_moved_is_known_from_its_first_entry_on() -> None:
+def test_first_moved_follows_shifts_removals_and_copies() -> None:
     """Shifts, removals and copies keep track of positions whose content equals a fresh decode."""
     ledger = Ledger()
     ledger.extend(range(10), range(10), range(10))

@@ -68,7 +68,7 @@ def test_a_failed_decode_makes_them_stale_too(tmp_path: Path) -> None:
         ctx.logits()
 
 
-def test_the_end_of_the_context_is_said(tmp_path: Path) -> None:
+def test_logits_of_a_closed_context_are_stale(tmp_path: Path) -> None:
     """Check that closing makes them unreadable as well."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
@@ -103,7 +103,7 @@ def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
         assert np.array_equal(view, before)
 
 
-def test_they_share_no_memory_with_results(tmp_path: Path) -> None:
+def test_slices_of_logits_are_copies(tmp_path: Path) -> None:
     """A slice is an array of its own, and a result that is a view of its array is read-only."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
@@ -132,7 +132,7 @@ ARRAY = [
 
 
 @pytest.mark.parametrize("read", ARRAY)
-def test_they_behave_as_an_array(tmp_path: Path, read) -> None:
+def test_logits_behave_as_a_numpy_array(tmp_path: Path, read) -> None:
     """One row and all rows, with the same values and types as an array of numpy."""
     ctx = kit.context(tmp_path)
     ctx.decode(ctx.sequence().feed([1, 2, 3], logits="all"))

@@ -131,7 +131,7 @@ def test_numbers_that_are_none() -> None:
     assert said == ["NaN", "+Inf", "-Inf", "1.0", "3", "1" + "0" * 20, "1"]
 
 
-def test_nothing_known_is_nothing_said() -> None:
+def test_build_without_counters_exposes_no_metrics() -> None:
     """A build without counters gives an empty exposition, not zeros."""
     assert metrics.prometheus() == metrics.text() == ""
     assert metrics.to_json() == {}
@@ -158,7 +158,7 @@ def test_the_client_library_reads_it() -> None:
     assert all(sample.labels["model"] == 'a"b\\c\nd' for sample in found)
 
 
-def test_what_a_build_does_not_count_is_left_out() -> None:
+def test_counters_of_minus_one_are_not_exposed() -> None:
     """A counter of -1 is no measurement, also in a difference."""
     fields = dict.fromkeys(Counters.__slots__, -1) | {"slot_searches": 7}
     counters = Counters(**fields)

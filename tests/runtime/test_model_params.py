@@ -53,7 +53,7 @@ def test_rows_must_be_whole_blocks(tmp_path: Path) -> None:
         model.context(type_k="q8_0", flash_attn=True)
 
 
-def test_what_the_build_lacks_is_unsupported(tmp_path: Path) -> None:
+def test_missing_context_capabilities_raise_unsupported(tmp_path: Path) -> None:
     """Check automatic flash attention and streams of their own."""
     model = kit.model(tmp_path)
     with pytest.raises(Unsupported, match="flash attention"):

@@ -68,7 +68,9 @@ def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
 @pytest.mark.parametrize("flash", [False, True])
-def test_what_was_made_does_its_work(monkeypatch: pytest.MonkeyPatch, flash: bool) -> None:
+def test_context_that_was_created_can_decode_to_its_limit(
+    monkeypatch: pytest.MonkeyPatch, flash: bool
+) -> None:
     """Also where address space is not asked for first: whatever creation lets pass is enough."""
     monkeypatch.setattr(memory_estimate, "GRAPHS", -(1 << 40))
     made = []

@@ -38,7 +38,7 @@ def test_no_temperature_is_greedy(values: list[float], seed: int) -> None:
     st.floats(0.01, 0.9),
     st.integers(0, 2**32 - 2),
 )
-def test_what_is_cut_off_is_never_chosen(
+def test_excluded_tokens_are_never_chosen(
     values: list[float], top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     """Check each limit against the probabilities."""
@@ -137,7 +137,7 @@ def test_a_sampler_of_the_library_ends_with_its_model(tmp_path: Path) -> None:
         ctx.model.sampler()
 
 
-def test_a_build_without_samplers_says_so(tmp_path: Path) -> None:
+def test_build_without_samplers_raises_unsupported(tmp_path: Path) -> None:
     """Check the message."""
     with pytest.raises(Unsupported, match="NumpySampler"):
         kit.model(tmp_path, capabilities=ALL & ~Capability.SAMPLER).sampler()

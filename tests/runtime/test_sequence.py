@@ -230,7 +230,7 @@ def test_division_rounds_down(tmp_path: Path) -> None:
         a.divide(None, None, 0)
 
 
-def test_a_memory_that_cannot_shift_says_so(tmp_path: Path) -> None:
+def test_shift_of_a_memory_without_shifts_is_refused(tmp_path: Path) -> None:
     """Check that llama.cpp, which would abort, is not asked."""
     a = filled(tmp_path, can_shift=False)
     with pytest.raises(Unsupported, match=r"cannot shift positions: .* keys of this model"):

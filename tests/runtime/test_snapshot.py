@@ -65,7 +65,7 @@ def test_each_sequence_is_counted_as_a_loop_would(cells: list) -> None:
 
 
 @given(CELLS, st.integers(0, 70))
-def test_what_fits_is_what_a_search_would_find(cells: list, n: int) -> None:
+def test_fits_agrees_with_a_search_for_slots(cells: list, n: int) -> None:
     """Check both kinds of slots against the holes."""
     holes = [length for _, length in holes_of(cells)]
     snapshot = Snapshot((cell_map(cells),), contiguous=True)

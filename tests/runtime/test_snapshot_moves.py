@@ -39,7 +39,7 @@ def test_a_shuffle_is_found_whole(cells: list, random) -> None:
 
 @pytest.mark.slow
 @given(CELLS, CELLS)
-def test_what_has_no_partner_is_counted(old: list, new: list) -> None:
+def test_cells_without_a_counterpart_are_counted(old: list, new: list) -> None:
     """Check vanished and appeared against counting kinds of cells."""
     size = max(len(old), len(new))
     old, new = old + [None] * (size - len(old)), new + [None] * (size - len(new))

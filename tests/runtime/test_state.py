@@ -92,7 +92,7 @@ def test_a_state_that_cannot_fit_changes_nothing(tmp_path: Path) -> None:
     assert (len(a), a.pos_max) == (20, 19)
 
 
-def test_a_refused_state_puts_back_what_was_there(tmp_path: Path) -> None:
+def test_refused_state_restores_the_previous_content(tmp_path: Path) -> None:
     """Check a library that refuses after it has emptied the sequence."""
     ctx = kit.context(tmp_path)
     saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
@@ -112,7 +112,7 @@ def test_a_refused_state_puts_back_what_was_there(tmp_path: Path) -> None:
     assert (ctx.kv.rows(0, a).pos == range(7)).all()
 
 
-def test_what_is_put_back_shares_no_cells(tmp_path: Path) -> None:
+def test_sequence_restored_after_a_refusal_has_own_cells(tmp_path: Path) -> None:
     """A sequence that was forked has cells of its own after a refusal, and may be shifted."""
     ctx = kit.context(tmp_path)
     saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
@@ -161,7 +161,7 @@ def test_without_a_large_hole_or_a_defragmentation_nothing_is_tried(tmp_path: Pa
     assert (len(a), a.pos_max, len(b), b.pos_max) == (16, 15, 16, 15)
 
 
-def test_a_sequence_that_cannot_be_put_back_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_sequence_lost_by_a_refused_state_is_reported_as_empty(tmp_path: Path) -> None:
     """Check the one case that loses tokens: it is reported, and the ledger agrees."""
     ctx = kit.context(tmp_path)
     saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
@@ -253,7 +253,7 @@ def test_another_model_or_cache_is_refused_by_name(tmp_path: Path) -> None:
     assert "v_transposed" in str(caught.value)
 
 
-def test_a_build_without_states_says_so(tmp_path: Path) -> None:
+def test_build_without_states_raises_unsupported(tmp_path: Path) -> None:
     """Check both directions."""
     saved = filled(kit.context(tmp_path), 3).save()
     a = filled(kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES}), 3)

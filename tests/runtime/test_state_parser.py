@@ -62,7 +62,7 @@ def test_a_sliding_window_is_a_second_section(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "streams"])
-def test_what_later_releases_write_in_front_is_passed_over(layout: str) -> None:
+def test_state_header_of_later_releases_is_skipped(layout: str) -> None:
     """Check the magic number and the sequence before the caches."""
     k, v = rows(3, 64), rows(3, 64, 1)
     raw = state(layout, [section(layout, [0, 1, 2], k, v, trans=True)])

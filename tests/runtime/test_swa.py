@@ -41,7 +41,7 @@ def ctx(tmp_path, monkeypatch) -> Any:
     return context
 
 
-def test_what_the_next_token_sees_must_be_there(ctx) -> None:
+def test_cut_requires_the_window_of_the_next_token(ctx) -> None:
     """A window of 8 shows seven positions before the next one."""
     assert swa.first_missing_position(ctx, 0, list(range(30))) is None
     assert swa.first_missing_position(ctx, 0, list(range(19))) is None
@@ -51,7 +51,7 @@ def test_what_the_next_token_sees_must_be_there(ctx) -> None:
     assert swa.first_missing_position(ctx, 0, [*range(9), *range(12, 18)]) is None
 
 
-def test_without_a_window_nothing_is_asked(ctx, monkeypatch) -> None:
+def test_memory_without_a_window_reads_no_cells(ctx, monkeypatch) -> None:
     """Most memories have none, and a cut costs them nothing."""
     ctx.info = replace(ctx.info, n_swa=0)
     monkeypatch.setattr(KV, "try_snapshot", lambda _: pytest.fail("the cells were read"))
@@ -155,7 +155,7 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
     by="random_operations",
     of="Python",
 )
-def test_what_sequences_share_is_not_given_away(ctx, monkeypatch) -> None:
+def test_shared_cells_before_the_window_are_not_reused(ctx, monkeypatch) -> None:
     """What one sequence has behind its window may go; without room the cause is that it is full."""
     own, shared = sliding({0: list(range(12, 30))}), sliding({0: list(range(12, 30)), 1: [40]})
     shared.streams[0].seqs[:6] |= np.uint64(1 << 1)

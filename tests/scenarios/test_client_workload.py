@@ -56,7 +56,7 @@ def test_running_answers_get_a_token_in_every_batch() -> None:
     assert sum(batch.get(1, 0) == 7 for batch in answering) >= 3
 
 
-def test_what_is_too_long_is_cut_and_slides() -> None:
+def test_long_prompt_is_truncated_and_shifted() -> None:
     """A prompt is cut to the share, and half the share slides out for the answer."""
     player = Player()
     server = SlotServer(player, 2)

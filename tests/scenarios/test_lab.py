@@ -136,7 +136,7 @@ def test_each_failure_has_its_class(make, name: str, failure: str) -> None:
     assert found.outcome.message
 
 
-def test_logits_alone_give_damage_away() -> None:
+def test_damaged_cells_are_found_by_logits() -> None:
     """Where bytes cannot be compared, the reference's logits find what was damaged."""
 
     class Mute(SimulatedNative):
@@ -226,7 +226,7 @@ def test_a_missing_capability_is_absent() -> None:
 
 
 @pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
-def test_what_keeps_no_cache_in_mapped_memory_lacks_it(backend: str, error: type) -> None:
+def test_mapped_cache_is_required_only_in_host_memory(backend: str, error: type) -> None:
     """On a device the feature is not expected; in host memory the patch has lost it."""
 
     class Unmapped(SimulatedNative):

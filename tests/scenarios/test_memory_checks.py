@@ -87,7 +87,9 @@ def test_a_true_library_passes(library: Any) -> None:
     ],
     ids=["removes-not", "copies-not", "shifts-not", "keeps-all", "loads-not", "other-rows", "more"],
 )
-def test_each_wrong_memory_is_found(library: Any, name: str, answer: Callable[..., Any]) -> None:
+def test_each_damaged_memory_fails_the_scenario(
+    library: Any, name: str, answer: Callable[..., Any]
+) -> None:
     """Cells, rows or logits give it away."""
     with pytest.raises((ScenarioFailed, NativeError)):
         run(Liar(library.native, name, answer))
@@ -136,7 +138,7 @@ def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> N
         run(Liar(library.native, "state_load", dies))
 
 
-def test_what_a_window_must_have() -> None:
+def test_window_requires_the_last_positions_without_gaps() -> None:
     """The last positions must be there, older ones may; gaps, strangers and doubles may not."""
     ledger = CellLedger()
     ledger.add(range(20), range(20), [(0,)] * 20)

@@ -88,7 +88,7 @@ def step(player: Player, chance: random.Random) -> str:
 
 @pytest.mark.parametrize("guard", [False, True], ids=["bare", "guarded"])
 @pytest.mark.parametrize("seed", range(8))
-def test_cells_are_what_the_ledger_says(
+def test_cells_equal_the_ledger_after_each_random_operation(
     loaded: tuple[Native, ModelHandle], seed: int, *, guard: bool
 ) -> None:
     """After every step of a random schedule, also while a shift is pending."""

@@ -45,9 +45,7 @@ def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_what_was_planted_where_the_part_goes_is_not_written_into(
-    tmp_path: Path, kind: str
-) -> None:
+def test_link_at_the_path_of_a_part_file_is_not_followed(tmp_path: Path, kind: str) -> None:
     """A folder from elsewhere may hold a link of that name: the file it means stays as it was."""
     victim, folder = tmp_path / "victim", tmp_path / "theirs"
     folder.mkdir()
@@ -138,7 +136,9 @@ def test_a_write_that_fails_leaves_the_old_text(
     by="faults",
     of="Python",
 )
-def test_what_a_disk_says(number: int, expected: type[Exception], tmp_path: Path) -> None:
+def test_disk_errors_have_their_own_exceptions(
+    number: int, expected: type[Exception], tmp_path: Path
+) -> None:
     """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""
     with pytest.raises(expected), translate_disk_errors(tmp_path):
         raise OSError(number, os.strerror(number))

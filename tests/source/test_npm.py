@@ -178,7 +178,7 @@ def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_what_a_package_says_of_itself_may_be_anything(tmp_path: Path, about: bytes) -> None:
+def test_malformed_package_metadata_names_no_tag(tmp_path: Path, about: bytes) -> None:
     """Texts that nest without end, or are none, name no tag."""
     members = {BUNDLE: bundle(tmp_path / "up", "HEAD"), ABOUT: about}
     file = pack(tmp_path / "node-llama-cpp-3.7.0.tgz", members)

@@ -131,7 +131,7 @@ def loose(kind: str, data: bytes) -> tuple[str, bytes]:
     by="hostile input",
     of="Python",
 )
-def test_commits_that_say_what_none_does(tmp_path: Path, said: str) -> None:
+def test_commits_with_invalid_fields_are_refused(tmp_path: Path, said: str) -> None:
     """A commit without a date, or with parents without number, is refused before it is taken."""
     up = tmp_path / "up"
     tree = f"tree {git_command.git(up, 'rev-parse', repository(up) + '^{tree}')}\n".encode()

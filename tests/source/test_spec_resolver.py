@@ -89,7 +89,7 @@ def test_a_token_stays_out_of_errors() -> None:
     by="hostile input",
     of="Python",
 )
-def test_what_no_path_can_be(kind: str, place: str) -> None:
+def test_specs_that_are_no_valid_path_are_refused(kind: str, place: str) -> None:
     """A name that is too long, and the home of an unknown user."""
     with pytest.raises((SourceError, UsageError)):
         resolve(f"{kind}:{place}")

@@ -224,7 +224,7 @@ def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
     by="faults",
     of="Python",
 )
-def test_what_a_killed_git_left_is_no_obstacle(store: Store, tmp_path: Path, left: str) -> None:
+def test_stale_git_lock_files_are_removed(store: Store, tmp_path: Path, left: str) -> None:
     """Git refuses to write where a lock file exists; the only writer may remove it."""
     repository(tmp_path / "source", TREE)
     words = ("fetch", "-q", "--depth=1", f"file://{tmp_path / 'source'}", "HEAD:refs/incoming/x")

@@ -227,7 +227,7 @@ def nested(store: Store, depth: int) -> str:
     by="hostile input",
     of="Python",
 )
-def test_trees_that_hold_each_other(tmp_path: Path) -> None:
+def test_exponentially_nested_trees_are_refused(tmp_path: Path) -> None:
     """A tree of a billion files, a kilobyte as git keeps it, is refused in an instant."""
     made = open_store(tmp_path / "made.git")
     commit = made.commit_tree(nested(made, 9), [], "bomb")
@@ -249,7 +249,7 @@ def test_trees_that_hold_each_other(tmp_path: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_folders_within_each_other(tmp_path: Path) -> None:
+def test_deeply_nested_directories_are_refused(tmp_path: Path) -> None:
     """Git walks folders by recursion, and ends where its stack does."""
     path = f"{UNPACKED}/{'d/' * 30_000}f"
     refused(open_store(), sdist(tmp_path, PLAIN | {path: b"x"}), "git can process|lacks objects")

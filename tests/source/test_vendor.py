@@ -62,7 +62,7 @@ def test_another_folder_has_no_record(store: Store, release: Release, tmp_path: 
     assert vendor.listed() == []
 
 
-def test_what_is_absent(store: Store, release: Release) -> None:
+def test_unknown_spec_and_missing_directory_have_a_remedy(store: Store, release: Release) -> None:
     """An unknown spec lists the known ones; a missing folder has the command to restore it."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     with pytest.raises(UnknownRelease, match=r"there is: 0\.3\.9"):
@@ -122,7 +122,7 @@ def test_clean_waits_for_a_running_sync(
     by="faults",
     of="Python",
 )
-def test_what_is_put_in_place_again_can_be_found_all_the_time(
+def test_repeated_sync_keeps_the_tree_available(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes may sync the same tree one after the other, and no old record remains."""

@@ -196,7 +196,7 @@ def test_wrong_options_end_the_session_with_a_message(project: pytest.Pytester) 
     assert run(project, "--llama-release=0.0.1").ret != 0
 
 
-def test_what_the_options_name(tmp_path: Path) -> None:
+def test_options_select_each_release_with_each_series(tmp_path: Path) -> None:
     """Every release is tested with every series, once."""
     found = build_under_test.choose(["0.3.9", "b4980"], ["stock", "patched", "stock"], "rpc")
     assert [one.name for one in found] == [

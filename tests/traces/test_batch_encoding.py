@@ -19,7 +19,7 @@ def nothing(_: int) -> int:
 
 
 @given(st.lists(ROW, min_size=1, max_size=8), st.booleans())
-def test_words_and_back(rows: list, flagged: bool) -> None:
+def test_encoded_batches_decode_to_the_same_batch(rows: list, flagged: bool) -> None:
     """Whatever a batch is, its words describe it, and are accepted in a script."""
     tokens, pos, seq, flags = (list(part) for part in zip(*rows, strict=True))
     words = batch_encoding.encode(tokens, pos, seq, flags if flagged else None)
@@ -32,7 +32,7 @@ def test_words_and_back(rows: list, flagged: bool) -> None:
     assert feed.logits.tolist() == expected
 
 
-def test_what_mostly_holds_takes_no_room() -> None:
+def test_default_fields_are_omitted() -> None:
     """One sequence and a run of positions are numbers; the last logits are left out."""
     words = batch_encoding.encode([7, 8, 9], [4, 5, 6], [2, 2, 2])
     assert words == {"tokens": [7, 8, 9], "seq": 2, "pos": 4}
@@ -49,7 +49,7 @@ def test_tokens_without_positions_follow() -> None:
 
 
 @given(st.lists(ROW, min_size=2, max_size=8), st.data())
-def test_a_cut_batch_is_its_beginning(rows: list, data: st.DataObject) -> None:
+def test_truncated_batch_keeps_its_first_tokens(rows: list, data: st.DataObject) -> None:
     """The first tokens stay as they were; one that lost all its logits asks for the last."""
     tokens, pos, seq, flags = (list(part) for part in zip(*rows, strict=True))
     n = data.draw(st.integers(1, len(tokens)))
@@ -82,7 +82,7 @@ def test_joined_batches_keep_their_order_and_logits() -> None:
         ({"tokens": [1, 2], "seq": 0, "logits": [2]}, "logits"),
     ],
 )
-def test_wrong_words_are_named(words: dict, says: str) -> None:
+def test_invalid_batch_keys_are_named(words: dict, says: str) -> None:
     """The message begins with the word that is wrong."""
     assert batch_encoding.check(words).startswith(says)
 

@@ -52,7 +52,7 @@ def words(found) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_what_matters_is_left(tmp_path: Path) -> None:
+def test_minimized_trace_keeps_only_the_cause(tmp_path: Path) -> None:
     """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     told: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
     assert found.lines[-1].arguments["feed"].keys() == {"3"}
 
 
-def test_another_failure_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_minimizing_keeps_the_failure_class(tmp_path: Path) -> None:
     """What crashes stays a crash, though less of it loses cells."""
 
     class Bad(SimulatedNative):
@@ -132,7 +132,7 @@ def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
     assert words(found)[1]["steps"] == [[5], [6], [7], [8], [9]]
 
 
-def test_what_does_not_fail_is_not_shrunk(tmp_path: Path) -> None:
+def test_passing_trace_is_not_minimized(tmp_path: Path) -> None:
     """A trace that passes is reported, and one that cannot be replayed has the reason."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     with pytest.raises(UsageError, match="does not fail on that build"):

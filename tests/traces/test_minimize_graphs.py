@@ -110,7 +110,7 @@ def test_a_failure_of_the_ordered_plan_ends_its_context(failing: Variant) -> Non
 @pytest.mark.parametrize(
     ("type_k", "type_v"), [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "f16")]
 )
-def test_what_a_device_refuses_goes_by_way_of_the_host(
+def test_rows_unsupported_by_the_device_move_through_the_host(
     refusing: Variant, mover: Any, type_k: str, type_v: str
 ) -> None:
     """Rows of 34 and of 18 bytes can be neither copied nor collected there; whole words can."""

@@ -31,7 +31,9 @@ def sums(items: tuple[Item, ...]) -> dict[str, int]:
 
 
 @given(ITEMS, st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9)))
-def test_what_is_needed_stays_and_nothing_else(items: list[Item], need: dict[str, int]) -> None:
+def test_minimizing_keeps_exactly_the_required_items(
+    items: list[Item], need: dict[str, int]
+) -> None:
     """A failure that needs so much of each name keeps exactly that, in as few items."""
 
     def fails(some: tuple[Item, ...]) -> bool:

@@ -361,7 +361,7 @@ def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -
 
 @pytest.mark.native
 @pytest.mark.parametrize("manager", ["slots", "prefixes"])
-def test_what_a_cache_manager_does_is_recorded(patched, tmp_path: Path, manager: str) -> None:
+def test_operations_of_a_cache_manager_are_recorded(patched, tmp_path: Path, manager: str) -> None:
     """Nothing that it does to the context is missing: the trace replays without it."""
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.prefix_cache import PrefixCache

@@ -129,7 +129,7 @@ def test_variants_are_named_in_words(story) -> None:
     by="hostile input",
     of="Python",
 )
-def test_words_are_no_leave_to_read_or_fetch(release: str) -> None:
+def test_variant_names_in_a_trace_are_only_looked_up_in_builds(release: str) -> None:
     """What a trace says that it was recorded on is not looked for outside of what is built."""
     head = trace.Head("git-0123456789ab-stock-cpu-0123456789abcdef", spec=f"{release}+stock")
     with pytest.raises(UsageError, match="pass a complete variant"):

@@ -50,7 +50,7 @@ def test_a_recorded_script_has_results_and_cells(recorded: Path) -> None:
     assert defragged.result["moved"]
 
 
-def test_what_ends_a_script_is_its_last_row(tmp_path: Path) -> None:
+def test_failed_operation_is_the_last_row(tmp_path: Path) -> None:
     """A decode that fails, a restore that is refused, a worker that dies."""
     text = '{"op": "decode", "feed": {"0": 60}}\n{"op": "save", "seq": 0, "as": "x"}\n'
     full = '{"op": "decode", "feed": {"1": 200}}'
@@ -262,7 +262,7 @@ def test_junk_is_a_typed_error(tmp_path_factory, junk: bytes, headed: bool) -> N
     assert isinstance(head, trace.Head)
 
 
-def test_what_failed_then_and_not_now_is_undone(tmp_path: Path) -> None:
+def test_decode_that_failed_when_recorded_is_undone_on_replay(tmp_path: Path) -> None:
     """The rows after it find the cache as it was recorded, and the same batch may come again."""
     text = f"""
 {{"op": "context", "n_ctx": 64, "n_batch": 64, "n_seq_max": 4}}
@@ -303,7 +303,7 @@ def test_a_trace_is_known_by_its_head(tmp_path: Path, first: bytes, is_one: bool
     assert trace.is_trace(path) is is_one
 
 
-def test_what_is_no_file_is_no_trace(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_refused_as_traces(tmp_path: Path) -> None:
     """Nobody waits for a pipe, or takes from one what is to be played."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

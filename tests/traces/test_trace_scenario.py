@@ -81,7 +81,7 @@ def test_the_head_says_the_claim(recorded: Path) -> None:
     assert "ended with ok, expected no-slot" in outcome.message
 
 
-def test_what_cannot_fit_may_fail(tmp_path: Path) -> None:
+def test_decode_beyond_the_free_cells_may_fail(tmp_path: Path) -> None:
     """A full cache is not a failure."""
     text = (
         '{"op": "decode", "feed": {"0": 250}}\n{"op": "decode", "feed": {"0": 9}, "expect": "any"}'

@@ -127,7 +127,7 @@ def test_a_result_with_the_older_kind_can_be_read() -> None:
 @pytest.mark.parametrize(
     "raw", [{}, {"spec": {}}, {**result().to_json(), "verdict": "splendid"}, {"x": 1}]
 )
-def test_what_is_no_result_is_refused(raw) -> None:
+def test_file_of_another_shape_is_refused_as_a_result(raw) -> None:
     """A file of another shape is a ValueError, whatever it lacks."""
     with pytest.raises(ValueError, match=r"not a result|splendid"):
         CellResult.from_json(raw)

@@ -94,7 +94,7 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
             assert {each.failure for each in failed if each is not None} == found
 
 
-def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
+def test_patch_that_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
     """The place, the expected and the found lines are the reason; nothing is built."""
     text = foreign_kit.change(foreign_kit.shipped())
     old = b"        // find KV slot\n"
@@ -110,7 +110,7 @@ def test_what_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path) -> None:
+def test_patch_that_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path) -> None:
     """The first error of the compiler is the reason."""
     text = foreign_kit.change(foreign_kit.shipped())
     old = b"+        bool found = kv_self->find_slot(ubatch);\n"

@@ -77,7 +77,7 @@ def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURED_SINCE)
-def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
+def test_scenario_fixed_upstream_passes_on_both_sides(pairs, name: str) -> None:
     """The test release has upstream's own fix, and the patch does not spoil it."""
     for pair in (each for each in pairs if each.scenario == name):
         assert pair.stock.status == "pass", f"[{pair.setting}]: {pair.stock.message}"
@@ -85,7 +85,7 @@ def test_what_upstream_fixed_is_green_on_both_sides(pairs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CURED_SINCE)
-def test_what_upstream_fixed_was_red_before(name: str) -> None:
+def test_scenario_fixed_upstream_fails_on_the_release_before(name: str) -> None:
     """Where the last release that is ill is built, stock fails there and patched passes."""
     release = CURED_SINCE[name]
     sides = {side: variants.find(f"{release}+{side}") for side in ("stock", "patched")}

@@ -87,7 +87,7 @@ def test_accept_writes_what_load_reads(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_what_was_accepted_is_as_expected(tmp_path: Path) -> None:
+def test_accepted_result_is_as_expected(tmp_path: Path) -> None:
     """Accepting makes any result good enough, and only this one."""
     path = tmp_path / "expected.toml"
     bad = result(verdict="harmful", scenarios=(row("a", "harmful"), row("b", "ineffective")))

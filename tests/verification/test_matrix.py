@@ -111,7 +111,7 @@ def test_on_threads_and_on_processes(trace: Path) -> None:
     assert len(judged(trace)) == 10
 
 
-def test_what_was_judged_is_not_judged_again(trace: Path) -> None:
+def test_verified_cells_are_not_verified_again(trace: Path) -> None:
     """A second run starts only what is untestable; --fresh verifies all."""
     first = matrix.run(specs(), judge=cell_results.judge)
     assert matrix.run(specs(), judge=cell_results.judge) == first

@@ -75,7 +75,7 @@ class Silent(SimulatedNative):
 
 
 @pytest.mark.parametrize(("silent", "ended"), [(1, "pass"), (2, "fail")])
-def test_a_hang_is_believed_when_it_comes_twice(silent: int, ended: str) -> None:
+def test_only_a_repeated_hang_is_a_failure(silent: int, ended: str) -> None:
     """A worker that was silent once may have stood on a machine that slept."""
     made = iter(range(9))
     opener = Opener(
@@ -116,7 +116,7 @@ def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert {each.get("GGML_VK_VISIBLE_DEVICES") for each in opener.environments} == {"0"}
 
 
-def test_what_is_remembered_is_not_run_again() -> None:
+def test_cached_runs_are_not_repeated() -> None:
     """Until it is asked for afresh."""
     opener = Opener(lambda: SimulatedNative(heals=True))
     words = {"workers": 1, "opener": opener}

@@ -148,14 +148,14 @@ def test_one_branch_for_two_releases() -> None:
     assert "put {release} into --branch" in str(watch.error)
 
 
-def test_what_was_never_verified_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_release_without_a_result_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """An added release without a result is pending without a mark."""
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
     assert release_watch.pending(BOTH) == ["b2"]
     assert [release.name for release in release_watch.added()] == ["b2"]
 
 
-def test_what_was_added_for_another_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_added_by_a_user_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older release that a user added is not pending, until a watch marked it."""
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
     older = replace(RELEASE, name="b1", date="2026-10-01T00:00:00Z")

@@ -73,7 +73,7 @@ def test_a_result_with_a_former_scenario_id_can_be_read() -> None:
     assert result_cache.latest_result(former) == replace(kept, stale=True)
 
 
-def test_what_stock_did(place: Path) -> None:
+def test_stock_results_are_pass_fail_or_skip(place: Path) -> None:
     """Each scenario passed or failed on stock; a fix that cannot run has no result."""
     assert result_cache.stock("0.3.9") == {}
     rows = (
@@ -106,7 +106,7 @@ def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
         result(verdict="harmful", failing=(replace(failing(), failure="hang"),)),
     ],
 )
-def test_what_may_not_come_again_is_judged_again(passing) -> None:
+def test_temporary_failures_are_not_cached(passing) -> None:
     """A machine's trouble of the moment is shown, but never taken for the result."""
     name = result_cache.key(SPEC)
     result_cache.store_result(name, passing)

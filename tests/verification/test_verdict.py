@@ -281,7 +281,7 @@ def test_skipped_settings_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("stock", "verdict"), [(PASS, Verdict.HARMFUL), (fail(), Verdict.INEFFECTIVE)]
 )
-def test_what_only_patched_cannot_run_is_its_failure(stock: Outcome, verdict: Verdict) -> None:
+def test_run_that_only_patched_cannot_do_is_harmful(stock: Outcome, verdict: Verdict) -> None:
     """A patch that keeps a model from loading is not saved by the scenarios of other models."""
     found = decide([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
     assert found.verdict is verdict
@@ -305,7 +305,7 @@ def test_native_when_nothing_applies_and_stock_passes() -> None:
     assert "hunk 3" in found.reason
 
 
-def test_nothing_applies_and_no_fix_runs() -> None:
+def test_untestable_when_nothing_applies_and_no_fix_runs() -> None:
     """Without a fix that runs there is no saying."""
     assert decide([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
 
@@ -417,7 +417,7 @@ def test_a_capability_that_only_stock_has_is_harm() -> None:
     assert decide([unclaimed(fail(), ABSENT)]).verdict is Verdict.HARMLESS
 
 
-def test_what_exists_on_neither_side_says_nothing() -> None:
+def test_feature_absent_on_both_sides_is_ignored() -> None:
     """A scenario that asks for a defragmentation that no side has is left out of the verdict."""
     none = Outcome("absent", "", "no defragmentation here")
     good = Outcome("pass")
@@ -431,7 +431,7 @@ def test_what_exists_on_neither_side_says_nothing() -> None:
     assert decide([fixed, fine]).verdict is Verdict.NEEDED
 
 
-def test_what_neither_side_can_run_here_is_no_harm() -> None:
+def test_feature_untestable_on_both_sides_is_no_harm() -> None:
     """A feature that stock lacks and that this device has no use for says nothing."""
     absent = Outcome("absent", "", "no such option")
     skipped = Outcome("skip", "", "the cache lies on a device")

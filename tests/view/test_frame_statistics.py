@@ -49,7 +49,7 @@ def test_a_picture_counts_like_a_snapshot(streams: list[list[int]]) -> None:
         assert not counted.per_sequence
 
 
-def test_what_was_done_in_a_run() -> None:
+def test_statistics_count_operations_failures_and_moves() -> None:
     """Operations, failures and moves, the same in every form."""
     raw = frame_statistics.to_json(timeline())
     assert raw["operations"] == {"decode": 3, "defrag": 1, "remove": 1}

@@ -67,7 +67,7 @@ def html() -> str:
     return page.render(RESULTS, compare(RESULTS, {"b4980+patched cpu": Accepted("untestable")}))
 
 
-def test_it_is_well_formed_and_needs_nothing(html: str) -> None:
+def test_page_is_well_formed_without_external_resources(html: str) -> None:
     """Every tag is closed, every link leads somewhere inside, nothing is loaded."""
     reader = Reader()
     reader.feed(html)
@@ -80,7 +80,7 @@ def test_it_is_well_formed_and_needs_nothing(html: str) -> None:
     assert "@import" not in html and "url(" not in html
 
 
-def test_everything_is_there(html: str) -> None:
+def test_page_contains_verdicts_drift_and_maps(html: str) -> None:
     """Verdicts, scenarios, drift of every hunk, maps, and what is worse than accepted."""
     for word in ("0.3.9", "ineffective", "untestable", "native", "holds", "fork-then-defrag"):
         assert word in html
@@ -101,7 +101,7 @@ def test_a_carried_patch_is_named() -> None:
     assert "compaction carried from 0.3.30" in page.render(found, compare(found, {}))
 
 
-def test_what_concerns_a_release_comes_first() -> None:
+def test_page_lists_applied_patches_first() -> None:
     """Applied patches come first; patches for other releases and idle scenarios are folded."""
     (own,) = result().drift
     drift = [{**own, "patch": name, "state": state} for name, state in (
@@ -136,7 +136,7 @@ def test_messages_are_text(html: str) -> None:
     assert "requires &lt;more&gt; &amp; better" in html
 
 
-def test_it_fits_phones_and_both_schemes(html: str) -> None:
+def test_page_supports_small_screens_and_dark_mode(html: str) -> None:
     """The viewport is the device's, and there are colours for a dark scheme."""
     assert 'name="viewport" content="width=device-width' in html
     assert "prefers-color-scheme: dark" in html

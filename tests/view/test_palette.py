@@ -47,7 +47,7 @@ def test_no_two_kinds_of_cells_look_alike(scheme: str, eyes: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", palette.THEMES)
-def test_words_can_be_read(scheme: str) -> None:
+def test_text_colours_have_sufficient_contrast(scheme: str) -> None:
     """Ink, soft ink and what warns stand out from paper as WCAG asks of text: 4.5 to 1."""
     theme = palette.THEMES[scheme]
     weights = np.array([0.2126, 0.7152, 0.0722])

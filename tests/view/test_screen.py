@@ -81,7 +81,7 @@ def test_the_legend_names_sequences_then_shared_and_free() -> None:
 
 
 @given(st.permutations(range(-2, 14)))
-def test_on_the_way_nothing_is_lost(owners: list[int]) -> None:
+def test_animation_shows_every_cell_at_each_step(owners: list[int]) -> None:
     """With all moves done the cells are where they go; half way as many are there."""
     before = Picture("", tuple(owners))
     after = tuple(sorted(owners))

@@ -127,7 +127,7 @@ def texts(made: drawing.Drawing) -> list[str]:
     return [item.text for item in made.items if isinstance(item, Text)]
 
 
-def test_a_cross_has_its_numbers() -> None:
+def test_failure_marks_have_token_counts() -> None:
     """A slot failure names tokens and largest hole, another failure its result."""
     hole = [0, FREE, FREE, 0]
     frames = [frame(1, hole, failed="no-slot", tokens=3), frame(2, hole, failed="aborted")]

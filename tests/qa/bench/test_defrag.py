@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_shapes() -> None:
     assert CacheShape("8B", Q4, 65536).bytes == 65536 * 2 * 32 * (1024 // 32 * 18)
 
 
-def test_what_does_not_fit_says_why() -> None:
+def test_cache_larger_than_memory_has_a_reason() -> None:
     """Cache and buffer must fit at the same time; without a known limit, the run is tried."""
     cache = CacheShape("8B", FLASH, 131072)
     assert cache.skipped(9_000_000_000) == "skipped: needs 54 GB, 9 GB there"
@@ -208,7 +208,9 @@ def test_a_small_grid_is_measured(
 
 
 @pytest.mark.native
-def test_what_does_not_fit_is_not_opened(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_larger_than_memory_opens_no_context(
+    patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache larger than the memory is a reason in its place, and no context."""
     monkeypatch.setattr(contexts, "available_bytes", lambda: 1000)
     plan = [(CacheShape("1B", FLASH, 256), PATTERNS[:2])]

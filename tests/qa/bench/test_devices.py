@@ -74,7 +74,7 @@ def test_a_size_that_does_not_fit_is_not_begun() -> None:
                 devices._need_memory(there.library, 3 * SMALL.bytes)
 
 
-def test_what_fails_is_a_row() -> None:
+def test_failed_context_is_a_row_of_the_result() -> None:
     """A context that the device has no room for loses no other figure."""
 
     class Library:

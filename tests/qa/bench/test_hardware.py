@@ -57,7 +57,7 @@ def test_all_steps_on_a_server(
     assert ticks
 
 
-def test_what_fails_late_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_failure_keeps_completed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is handed on as it ends, and a verdict or a benchmark that fails is a row."""
 
     def fail(*_words, **_more):
@@ -212,7 +212,7 @@ def test_the_script_installs_a_toolkit(tmp_path: Path, there: bool) -> None:
     assert asked == ("own test\n" if there else "own test,cuda\n")
 
 
-def test_the_script_wants_a_gpu(tmp_path: Path) -> None:
+def test_benchmark_script_without_a_gpu_builds_nothing(tmp_path: Path) -> None:
     """Without a device, the benchmark reports that and builds nothing."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)

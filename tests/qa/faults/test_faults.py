@@ -45,7 +45,7 @@ def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, Injection
 
 
 @pytest.mark.slow
-def test_what_is_right_passes_every_fault() -> None:
+def test_correct_step_passes_every_fault() -> None:
     """Each change is a place for each kind of fault; the repeats all work."""
     found = conduct("Careful", *FILES, "stop", "clock", "memory", seconds=30.0)
     for kind in (*FILES, "stop", "clock", "memory"):
@@ -78,7 +78,7 @@ def test_what_is_right_passes_every_fault() -> None:
         ("Confused", "memory", "not an error of pyllamakv.errors: ValueError"),
     ],
 )
-def test_what_is_planted_is_found(step: str, kind: str, words: str) -> None:
+def test_planted_defects_are_found_by_fault_injection(step: str, kind: str, words: str) -> None:
     """A finding names the fault and its effect."""
     found = conduct(step, kind)[kind]
     assert found.defects
@@ -95,7 +95,7 @@ def test_little_memory_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_may_say_itself_that_memory_lacks() -> None:
+def test_import_error_under_a_memory_limit_is_accepted() -> None:
     """An import error without a cause is a typed error of this package."""
     found = conduct("Starved", "memory")["memory"]
     assert found.defects == []
@@ -118,7 +118,7 @@ def test_a_missing_step_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_an_entry_says_what_was_tried() -> None:
+def test_fault_entry_lists_what_was_tried() -> None:
     """Only what was asked for is tried, and the product's own results stand."""
     effort = StressOptions(seconds=3.0, seed=5, only=("results",))
     (results,) = faults.entries(effort, lambda _: None)
@@ -130,7 +130,7 @@ def test_an_entry_says_what_was_tried() -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_strike_is_no_fault() -> None:
+def test_faults_that_are_never_reached_are_not_counted() -> None:
     """Limits that are never met, changes that are never reached: tried, and not counted."""
     found = conduct("Careful", "fsize", "memory", seconds=30.0)
     # What it writes has some 700 bytes, of which smaller limits cut off the rest.
@@ -147,7 +147,7 @@ def test_what_does_not_strike_is_no_fault() -> None:
 
 
 @pytest.mark.slow
-def test_what_nothing_could_be_tried_of_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_changes_or_build_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that changes no file is a defect; one that is not built is named."""
     found = conduct("Starved", "kill", "memory")
     assert found["kill"].defects == ["starved, kill: the step changed no file"]
@@ -185,7 +185,7 @@ def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_entry_says_of_how_many_places() -> None:
+def test_fault_entry_counts_all_places() -> None:
     """Each change is a place for each kind; those that time did not reach count as well."""
     whole, short = (
         conduct("Careful", "kill", "eio", seconds=30.0),

@@ -62,7 +62,7 @@ def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_what_gives_back_is_flat() -> None:
+def test_freed_memory_has_no_slope() -> None:
     """Memory that is taken and freed leaves no slope."""
     assert judged("steady") == ()
 
@@ -77,7 +77,7 @@ def test_what_gives_back_is_flat() -> None:
         ("threads", ("threads grow from",)),
     ],
 )
-def test_what_is_planted_is_found(work: str, words: tuple[str, ...]) -> None:
+def test_planted_leaks_are_named(work: str, words: tuple[str, ...]) -> None:
     """The report of each leak names what leaks."""
     found = judged(work)
     assert all(any(word in defect for defect in found) for word in words), found
@@ -97,7 +97,7 @@ def test_too_few_samples_prove_nothing() -> None:
     assert "too few samples" in defect
 
 
-def test_what_grows_once_is_no_leak() -> None:
+def test_single_growth_is_not_a_leak() -> None:
     """A short run may touch pages for the first time; less of that is on the heap, or a mapping."""
 
     def grown(what: str, size: int) -> tuple[str, ...]:

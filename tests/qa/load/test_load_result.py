@@ -22,7 +22,7 @@ RESULT = LoadResult(
 )
 
 
-def test_what_counts() -> None:
+def test_lost_requests_have_no_latency_and_tokens() -> None:
     """Lost requests have no latency, and their tokens are no result."""
     assert (RESULT.lost, RESULT.tokens, RESULT.seconds) == (1, 12, 5.0)
     assert RESULT.tokens_per_second == pytest.approx(2.4)

@@ -205,7 +205,7 @@ def test_a_refusal_without_a_reason_is_found(
     assert "nothing else is leased" in str(failed)
 
 
-def test_what_attention_does_not_support_is_a_failure(
+def test_unsupported_error_on_attention_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only releases that cannot begin a state may refuse one."""

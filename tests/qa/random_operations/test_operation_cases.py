@@ -56,7 +56,7 @@ def simulated_opener(folder: Path, **options: Any) -> operation_cases.Opener:
 # Without a build...
 
 
-def test_where_no_state_can_be_saved_nothing_is_played(
+def test_memory_without_states_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every check saves states: a memory without that support is refused before the first step."""
@@ -74,7 +74,7 @@ def test_where_no_state_can_be_saved_nothing_is_played(
     assert not begun
 
 
-def test_a_seed_is_always_the_same_schedule() -> None:
+def test_seed_determines_the_schedule() -> None:
     """A schedule is a pure function of its seed, and its start is one of a longer one."""
     assert operation_cases.generate_operations(7, 50) == operation_cases.generate_operations(7, 50)
     assert operation_cases.generate_operations(7, 50) != operation_cases.generate_operations(8, 50)
@@ -142,7 +142,7 @@ def swap(cache: SimulatedCells) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind"), [(vanish, "lost"), (stay, "claim"), (disown, "lost"), (swap, "data")]
 )
-def test_a_fault_is_found(
+def test_planted_fault_fails_within_a_few_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, kind: str
 ) -> None:
     """A library with one kind of wrong moves fails within a few cases, with the reason."""

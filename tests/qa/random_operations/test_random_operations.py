@@ -68,7 +68,7 @@ def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, 
 
 
 @pytest.mark.slow
-def test_it_goes_on_until_there_are_enough_operations(folder: Path) -> None:
+def test_run_continues_until_the_minimum_of_operations(folder: Path) -> None:
     """Seconds that are over do not end it before; where nothing can be done they do."""
     entry = trial.run_cases(
         "simulated", folder, StressOptions(0.0, operations=150), print, Simulated
@@ -105,7 +105,7 @@ def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
     assert len(set(first)) > 3 * size
 
 
-def test_what_takes_long_is_played_for_short() -> None:
+def test_slow_combinations_play_shorter_cases() -> None:
     """Behind RPC every row of a window's many layers is a message."""
     far = [each for each in itertools.islice(walk(1), 500) if each.device == "rpc"]
     assert {each.length for each in far if each.model == "sliding"} == {SHORT}
@@ -123,7 +123,7 @@ def test_senseless_combinations_are_not_played() -> None:
     assert (str(PLAIN), str(far)) == ("as usual", "device rpc")
 
 
-def test_without_a_guard_only_what_undoes_by_itself_is_tried(
+def test_guard_off_is_tried_only_with_rollback(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
@@ -146,7 +146,7 @@ def test_without_a_guard_only_what_undoes_by_itself_is_tried(
 
 
 @pytest.mark.slow
-def test_what_a_device_cannot_do_at_all_is_no_failure_of_a_patch(folder: Path) -> None:
+def test_device_without_a_feature_is_no_failure(folder: Path) -> None:
     """Where even a first batch fails it is not there; where only a schedule does, it failed."""
     entry, _ = try_out(folder, FarBroken)
     assert entry.data["absent"]
@@ -292,9 +292,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
 
 
 @pytest.mark.slow
-def test_a_trace_that_is_not_there_is_not_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_trace_is_not_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the process ends before it records anything."""
     monkeypatch.setattr(combination, "LENGTH", 4)
     entry, _ = try_out(folder, Unopened, 1)
@@ -316,7 +314,7 @@ def test_a_hang_is_a_finding(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("times", "hangs"), [(1, 0), (2, 1)])
-def test_a_hang_is_believed_when_it_comes_twice(
+def test_only_a_repeated_hang_is_a_finding(
     folder: Path, monkeypatch: pytest.MonkeyPatch, times: int, hangs: int
 ) -> None:
     """A machine that was stopped for minutes is no finding."""
@@ -335,7 +333,7 @@ def test_a_hang_is_believed_when_it_comes_twice(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
+def test_failed_open_is_a_finding(folder: Path) -> None:
     """If nothing can be opened, the case has failed, with the reason."""
     with CaseProcess(folder, {"LLAMA_SET_ROWS": "1"}) as hand:
         failed = hand.play(CaseTask(PLAIN, ())).failed
@@ -343,7 +341,7 @@ def test_what_cannot_be_opened_is_a_finding(folder: Path) -> None:
     assert "LoadError" in str(failed)
 
 
-def test_what_is_not_built_is_said_before_anything_is_tried(
+def test_missing_build_is_reported_before_the_first_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the command that builds it."""
@@ -373,7 +371,7 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_a_minute_of_it(patched: Variant) -> None:
+def test_random_operations_pass_on_the_test_release(patched: Variant) -> None:
     """The test release is tried without any choice, and holds."""
     effort = StressOptions(seconds=10.0, only=("0.3.9",))
     (entry,) = trial.entries(effort, lambda _: None)

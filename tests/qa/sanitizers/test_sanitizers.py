@@ -127,7 +127,7 @@ def test_reports_of_upstream_are_counted_apart(monkeypatch: pytest.MonkeyPatch) 
     assert reports.split([mine, theirs]) == ([mine], [theirs])
 
 
-def test_every_exception_says_why() -> None:
+def test_every_excused_report_has_a_reason() -> None:
     """Nothing is excused by a name alone, and nothing in the shim or in what patches change."""
     texts = [path.read_text(encoding="utf-8") for path in data("patches").glob("*/*.patch")]
     for known in reports.UPSTREAM:
@@ -165,7 +165,7 @@ def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.Monke
     assert all("does not report a planted" in defect for defect in entry.defects)
 
 
-def test_what_is_named_alone_brings_the_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_part_also_runs_its_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without planted faults, a silent sanitizer could not be distinguished from a missing one."""
     parts = {name: (kind, lambda *_: None) for name, (kind, _) in sanitizers.PARTS.items()}
     monkeypatch.setattr(sanitizers, "PARTS", parts)
@@ -276,7 +276,7 @@ def test_a_worker_whose_races_are_not_seen_is_a_defect(
         assert wrong in defect
 
 
-def test_what_cannot_be_tried_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_without_its_tools_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the tools, the section reports that and does not pass."""
     monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
     planted, entry = sanitizers.entries(StressOptions(only=("threads",)), lambda _: None)
