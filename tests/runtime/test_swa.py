@@ -6,9 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis_profile  # noqa: F401
 import numpy as np
 import pytest
 import runtime_kit
+from hypothesis import given
+from hypothesis import strategies as st
+from snapshot_kit import CELLS, cell_map
 
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import Cancelled, NoKVSlot, PartialRemovalRefused, UsageError
@@ -16,6 +20,7 @@ from pyllamakv.runtime import decode_failure, swa
 from pyllamakv.runtime.batch import Batch
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
+from pyllamakv.scenarios import cell_ledger, kv_rows
 
 WINDOW = 8
 
@@ -170,3 +175,13 @@ def test_shared_cells_before_the_window_are_not_reused(ctx, monkeypatch) -> None
     assert (error.cause, error.stats.free) == ("full", 40)
     assert "5 of the 19 cells for sliding windows" in str(error)
     assert decode_failure.failure(ctx, 1, [0] * 5).cause == "other"
+
+
+@pytest.mark.slow
+@given(CELLS, st.integers(1, 60))
+def test_reusable_cells_agree_with_the_reference(cells: list, window: int) -> None:
+    """Free, shared and unshared cells are counted in any order of positions."""
+    cache = cell_map(cells, swa=True)
+    contents = kv_rows.stream_contents(cache)
+    expected = cell_ledger.reusable_cells(contents, len(cells), window)
+    assert swa.reusable_cells(cache, window) == expected
