@@ -80,6 +80,13 @@ HEADERS = (
         needs=(_DEFRAG, _SETTINGS),
     ),
     Header("full-defrag", _SETTINGS, "kv_settings", needs=(_DEFRAG,)),
+    Header(
+        "kv-counters",
+        "src/llama-kv-counters-impl.h",
+        "kv_counters",
+        needs_directory=True,
+        needs=("src/llama-kv-counters.h",),
+    ),
     Header("mmap-kv", _MMAP, "kv_mmap", needs_directory=True),
     Header(
         "mmap-kv", "src/llama-kv-mmap-ggml.h", "kv_mmap_ggml", needs_directory=True, needs=(_MMAP,)

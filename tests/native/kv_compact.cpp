@@ -81,13 +81,17 @@ bool llama_kv_compaction::get_targets(const llama_memory_i * memory, std::vector
 
 struct context : llama_context {
     std::vector<bool> requests; // of the updates, in their order
-    bool fails = false;
+    bool fails  = false;
+    bool throws = false;
 
     explicit context(std::vector<target> all) {
         known() = std::move(all);
         memory  = known().front().kv;
         update  = [this] {
             requests.push_back(compact_requested);
+            if (throws && compact_requested) {
+                throw std::bad_alloc();
+            }
             for (const auto & t : known()) {
                 t.kv->do_compact = !fails && is_due(this, t.kv);
                 if (t.kv->do_compact) {
@@ -229,6 +233,14 @@ static void failed() {
     context ctx({ { &kv, nullptr } });
     ctx.fails = true;
     CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv) && !ctx.compact_requested);
+    // an exception leaves no request for the next update
+    ctx.throws = true;
+    try {
+        llama_kv_compact(&ctx);
+        CHECK(false);
+    } catch (const std::bad_alloc &) {
+        CHECK(!ctx.compact_requested);
+    }
 }
 
 // after a failed graph, the later streams are not tried
@@ -238,7 +250,7 @@ static void failed_graph() {
     ggml_backend processor = { "processor", { ggml_backend_cpu_buffer_type() }, [](const ggml_tensor *) { return true; } };
     ctx.sched.backends     = { &processor };
     ctx.sched.n_until_full = 0;
-    llama_kv_defrag::current().mover = llama_kv_defrag::MOVER_GRAPH;
+    kv.defrag_options.mover = llama_kv_defrag::MOVER_GRAPH;
     CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv) && !ctx.compact_requested);
     CHECK(kv.defrag_stats.n_graphs == 1 && kv.defrag_stats.n_defrags == 0);
 }
@@ -253,8 +265,8 @@ static void some_graphs() {
         ctx.sched.backends     = { &processor };
         ctx.sched.n_until_full = 1;
         ctx.reserved.max_nodes = 12;
-        llama_kv_defrag::current().mover = llama_kv_defrag::MOVER_GRAPH;
-        llama_kv_defrag::current().order = order;
+        kv.defrag_options.mover = llama_kv_defrag::MOVER_GRAPH;
+        kv.defrag_options.order = order;
         CHECK(llama_kv_compact(&ctx) == -2 && has_holes(&kv));
         CHECK(kv.cells[0].get_used() == 9 && !has_same_cells(kv.cells[0], before));
         CHECK(has_same_cells(kv.cells[0], mirror.cells[0]));

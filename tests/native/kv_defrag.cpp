@@ -511,16 +511,9 @@ static void test_graphs() {
 }
 
 static void test_options() {
-    CHECK(current().order == ORDER_DEFAULT && current().mover == MOVER_AUTO && current().n_threads == 0);
+    const options unset{};
 
-    // options are those of one thread
-    current().order     = ORDER_KEPT;
-    current().mover     = MOVER_HOST;
-    current().n_threads = 7;
-
-    CHECK(current().order == ORDER_KEPT && current().mover == MOVER_HOST && current().n_threads == 7);
-
-    std::thread([]() { CHECK(current().order == ORDER_DEFAULT && current().n_threads == 0); }).join();
+    CHECK(unset.order == ORDER_DEFAULT && unset.mover == MOVER_AUTO && unset.n_threads == 0);
 
     // the default is the plan with the fewest moves
     const std::vector<uint8_t> used = { 0, 1, 1 };

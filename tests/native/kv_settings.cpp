@@ -101,23 +101,24 @@ static void once() {
     const std::string text = logged();
     CHECK(text.find("PLAN") != std::string::npos && text.find("MIN_CELLS") != std::string::npos && text.find("THOLD") == std::string::npos);
     setenv("LLAMA_KV_DEFRAG_THOLD", "0.75", 1);
-    CHECK(get().thold == 0.5f && effective().order == ORDER_FEWEST && logged() == text);
+    CHECK(get().thold == 0.5f && effective(options()).order == ORDER_FEWEST && logged() == text);
 }
 
 // a value of the program wins over the variable, and the variable over the default
 static void precedence() {
+    options given;
     setenv("LLAMA_KV_DEFRAG_PLAN",    "ordered", 1);
     setenv("LLAMA_KV_DEFRAG_MOVER",   "graph",   1);
     setenv("LLAMA_KV_DEFRAG_THREADS", "3",       1);
-    CHECK(effective().order == ORDER_KEPT && effective().mover == MOVER_GRAPH && effective().n_threads == 3);
-    current().order = ORDER_FEWEST;
-    CHECK(effective().order == ORDER_FEWEST && effective().mover == MOVER_GRAPH && effective().n_threads == 3);
-    current().mover = MOVER_HOST;
-    CHECK(effective().order == ORDER_FEWEST && effective().mover == MOVER_HOST && effective().n_threads == 3);
-    current().n_threads = 2;
-    CHECK(effective().n_threads == 2 && effective().mover == MOVER_HOST);
-    current() = options();
-    CHECK(effective().order == ORDER_KEPT && effective().mover == MOVER_GRAPH && effective().n_threads == 3);
+    CHECK(effective(given).order == ORDER_KEPT && effective(given).mover == MOVER_GRAPH && effective(given).n_threads == 3);
+    given.order = ORDER_FEWEST;
+    CHECK(effective(given).order == ORDER_FEWEST && effective(given).mover == MOVER_GRAPH && effective(given).n_threads == 3);
+    given.mover = MOVER_HOST;
+    CHECK(effective(given).order == ORDER_FEWEST && effective(given).mover == MOVER_HOST && effective(given).n_threads == 3);
+    given.n_threads = 2;
+    CHECK(effective(given).n_threads == 2 && effective(given).mover == MOVER_HOST);
+    given = options();
+    CHECK(effective(given).order == ORDER_KEPT && effective(given).mover == MOVER_GRAPH && effective(given).n_threads == 3);
 }
 
 int main(int argc, char ** argv) {

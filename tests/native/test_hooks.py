@@ -42,7 +42,15 @@ COMPACT = Header(
         "llama-kv-settings.h",
     ),
 )
+COUNTERS = Header(
+    "llama-kv-counters-impl.h",
+    "kv-counters",
+    ROOT / "tests" / "native" / "kv_counters.cpp",
+    places=True,
+    needs=("llama-kv-counters.h",),
+)
 GROUPS = {
+    COUNTERS: ("sums", "unknown"),
     DEFRAG: (
         "cells",
         "failures",
@@ -124,6 +132,13 @@ def test_hooks(programs: dict[Header, Path], header: Header, group: str, tmp_pat
 @pytest.mark.parametrize(
     ("header", "faults"),
     [
+        (
+            COUNTERS,
+            {
+                "sums": ("kv->n_slot_searches - kv->n_slots_found", "kv->n_slots_found"),
+                "unknown": ("-1, -1, -1, -1 };", "-1, -1, -1, 0 };"),
+            },
+        ),
         (
             DEFRAG,
             {

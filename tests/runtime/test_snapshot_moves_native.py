@@ -132,6 +132,29 @@ def test_plan_fewest_moves_less(model: kv.Model) -> None:
 
 
 @pytest.mark.slow
+def test_a_context_moves_cells_by_its_own_plan(model: kv.Model) -> None:
+    """The plan of another context of the same thread does not matter, also before a decode."""
+    found = set()
+    for plan in PLANS:
+        with (
+            model.context(
+                4096, 512, 512, 2, flash_attn=False, defrag_plan="fewest", defrag_thold=0.1
+            ) as ctx,
+            model.context(512, 256, 256, 2, flash_attn=False, defrag_plan=plan) as beside,
+        ):
+            filler, sequence = ctx.sequence(), ctx.sequence()
+            ctx.prefill(filler, [i % 50 for i in range(1000)])
+            ctx.prefill(sequence, [i % 49 for i in range(2000)])
+            filler.remove()
+            ctx.step(sequence, 5)  # schedules a defragmentation in releases through 0.3.16
+            scatter(beside)
+            ctx.step(sequence, 6)
+            assert ctx.counters.defrags == 1
+            found.add(ctx.kv.snapshot().streams[0].pos.tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.slow
 def test_threads_move_the_same(model: kv.Model) -> None:
     """Two threads leave what one leaves, in a cache that is large enough for both."""
     found = set()

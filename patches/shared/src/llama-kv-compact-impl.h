@@ -160,6 +160,24 @@ static const float UNSET = -1.0f;
 // the threshold that the program set for all contexts with the default
 static std::atomic<float> default_thold(UNSET);
 
+// Requests a compaction from the updates during its lifetime, also if an exception ends it.
+class request {
+public:
+    explicit request(llama_context * context) : ctx(context) {
+        ctx->compact_requested = true;
+    }
+
+    ~request() {
+        ctx->compact_requested = false;
+    }
+
+    request(const request &) = delete;
+    request & operator=(const request &) = delete;
+
+private:
+    llama_context * const ctx;
+};
+
 // Return true if the next update must compact this cache.
 static bool is_due(const llama_context * ctx, const llama_kv_cache * kv) {
     const float thold = llama_kv_compact_thold(ctx);
@@ -179,7 +197,7 @@ static bool compact_stream(llama_context * ctx, const target & t, uint32_t strm)
 
     const llama_kv_defrag::stopwatch watch(stats.t_ns);
 
-    const auto options = llama_kv_defrag::effective();
+    const auto options = llama_kv_defrag::effective(t.kv->defrag_options);
 
     auto & cells = t.kv->get_compact_cells()[strm];
 
@@ -299,9 +317,11 @@ int32_t llama_kv_compact(llama_context * ctx) {
 
     ctx->memory_update(false);
 
-    ctx->compact_requested = true;
-    ctx->memory_update(false);
-    ctx->compact_requested = false;
+    {
+        const llama_kv_compaction::request request(ctx);
+
+        ctx->memory_update(false);
+    }
 
     for (const auto & t : targets) {
         if (llama_kv_compaction::has_holes(t.kv)) {

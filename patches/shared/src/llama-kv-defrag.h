@@ -11,7 +11,7 @@
 //            in ascending order.
 // A plan that stops after any move leaves a cache that is less compact, but correct.
 //
-// llama-kv-settings.h reads the environment variables for programs that cannot call current().
+// llama-kv-settings.h reads the environment variables for programs that do not set the options of a cache.
 //
 // This file uses no type of llama.cpp or ggml and is identical for all their versions. It requires C++11.
 
@@ -62,20 +62,13 @@ enum mover {
     MOVER_STAGED, // copies each tensor to the host, moves its cells there, and copies it back
 };
 
-// Options of a defragmentation.
+// Options of the defragmentations of a cache, in its member defrag_options.
 struct options {
     enum order order = ORDER_DEFAULT;
     enum mover mover = MOVER_AUTO;
 
     uint32_t n_threads = 0; // maximum number of host threads; 0: the context's number of threads
 };
-
-// Return the options of this thread, which the caller may change.
-inline options & current() {
-    static thread_local options res;
-
-    return res;
-}
 
 // Location of the cells of one tensor: cell c of row r has `cell` bytes at data + r*stride + c*cell. A tensor that
 // stores the values of a cell contiguously is one row; a transposed tensor has one row per value.

@@ -13,6 +13,7 @@
 //
 // This file is identical for all versions of llama.cpp. It requires C++11.
 
+#include "llama.h"
 #include "llama-impl.h"
 #include "llama-kv-defrag.h"
 
@@ -138,11 +139,8 @@ inline const settings & get() {
 
 namespace llama_kv_defrag {
 
-// Return the options for the next defragmentation of this thread: those of current() that are set, else those of the
-// variables, else the defaults.
-inline options effective() {
-    const options & given = current();
-
+// Return the options of a cache that are set, else those of the variables, else the defaults.
+inline options effective(const options & given) {
     options res = llama_kv_settings::get().defrag;
 
     res.order     = given.order     != ORDER_DEFAULT ? given.order     : res.order;
@@ -151,6 +149,9 @@ inline options effective() {
 
     return res;
 }
+
+// Set the options of the cache of a context. Defined through 0.3.5, where no header declares the cache.
+LLAMA_API void set_options(llama_context * ctx, const options & given);
 
 } // namespace llama_kv_defrag
 

@@ -75,7 +75,6 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
         plk_counters first{}, last{};
         const bool seen = plk::take_picture(*context, before);
         const bool counted = plk::counters::read(context->ctx, first);
-        plk::moving::choose(context->asked);
         const auto start = std::chrono::steady_clock::now();
         const int code = plk::defrag::run(context->ctx, context->guard);
         if (code != PLK_OK) {
@@ -110,7 +109,6 @@ int plk_update(plk_context *context) {
         if (!plk::update::present) {
             return plk::refuse(PLK_EUNSUPPORTED, "this build updates its memory only in a decode");
         }
-        plk::moving::choose(context->asked);
         plk::update::run(context->ctx, context->guard);
         return PLK_OK;
     });

@@ -300,6 +300,7 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
                                "this release clears the compressed rows of all sequences when one "
                                "is removed: use n_seq_max 1, or a later release");
         }
+        plk::moving::choose(handle->ctx, asked);
         handle->n_batch = llama_n_batch(handle->ctx);
         handle->n_ubatch = llama_n_ubatch(handle->ctx);
         const plk::settings::Settings decided = plk::settings::read(handle->ctx);

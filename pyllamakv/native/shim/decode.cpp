@@ -167,7 +167,6 @@ int decode(plk_context &c, const llama_batch &batch) {
     {
         const Armed armed(c);
         plk::forget_logged();
-        plk::moving::choose(c.asked);
         code = plk::guarded([&] { return llama_decode(c.ctx, batch); });
     }
     if (code == -3 && strstr(plk::logged(), "failed to prepare ubatch") != nullptr) {

@@ -8,6 +8,10 @@
 #include <memory>
 #include <string>
 
+namespace llama_kv_defrag {
+struct options; // of the patches full-defrag and compaction
+}
+
 namespace plk {
 
 namespace load {
@@ -122,6 +126,8 @@ struct Limits {
     int32_t positions = far_away;
 };
 Limits limits(llama_context *ctx);
+// Set the options for moving cells of each cache that has them.
+void set_options(llama_context *ctx, const llama_kv_defrag::options &options);
 // Repair what llama.cpp leaves after a shift or the restore of a state.
 void repair(llama_context *ctx);
 // Return whether the graph that shifts quantized keys can be built for this cache.
@@ -162,10 +168,10 @@ int run(llama_context *ctx, bool safe);
 float threshold(const plk_context &context);
 } // namespace defrag
 
-// Options for all later moves of cells in this thread.
+// Options for moving the cells of a context.
 namespace moving {
 extern const uint64_t bits;
-void choose(const plk_context_params &asked);
+void choose(llama_context *ctx, const plk_context_params &asked);
 // Write the options that are in effect for a context with these parameters.
 void describe(const plk_context_params &asked, plk_context_info &info);
 } // namespace moving

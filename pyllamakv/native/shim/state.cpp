@@ -101,7 +101,6 @@ int64_t plk_state_load(plk_context *context, int32_t seq, const uint8_t *data, i
             plk::memory::seq_rm(context->ctx, seq, -1, -1);
         }
         context->had_states = context->model->info.is_recurrent;
-        plk::moving::choose(context->asked);
         const size_t size =
             llama_state_seq_set_data(context->ctx, data, static_cast<size_t>(length), seq);
         if (context->guard) {

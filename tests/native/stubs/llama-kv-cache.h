@@ -87,7 +87,8 @@ struct llama_kv_cache : llama_memory_i {
     bool is_shared  = false;
     bool do_compact = false;
 
-    llama_kv_defrag::stats defrag_stats;
+    llama_kv_defrag::stats   defrag_stats;
+    llama_kv_defrag::options defrag_options;
 
     bool get_has_shared_cells() const { return is_shared; }
 

@@ -221,6 +221,10 @@ plk::cells::Look plk::cells::look(llama_context *ctx) {
 #include "cells/state.h"
 #include "fields.h"
 
+#if __has_include("llama-kv-settings.h") // the patch full-defrag
+#include "llama-kv-settings.h"
+#endif
+
 #include <mutex>
 #include <set>
 
@@ -420,6 +424,13 @@ bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) {
 
 plk::cells::Limits plk::cells::limits(llama_context *) { return {}; }
 
+void plk::cells::set_options([[maybe_unused]] llama_context *ctx,
+                             [[maybe_unused]] const llama_kv_defrag::options &options) {
+#if __has_include("llama-kv-settings.h")
+    llama_kv_defrag::set_options(ctx, options);
+#endif
+}
+
 void plk::cells::repair(llama_context *) {}
 
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
@@ -456,6 +467,7 @@ int plk::cells::read(llama_context *, int32_t, int32_t, int32_t *, int32_t *, ui
 int plk::cells::pending(llama_context *) { return -1; }
 bool plk::cells::can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true; }
 plk::cells::Limits plk::cells::limits(llama_context *) { return {}; }
+void plk::cells::set_options(llama_context *, const llama_kv_defrag::options &) {}
 void plk::cells::repair(llama_context *) {}
 bool plk::cells::shifts_quantized(llama_context *) { return true; }
 bool plk::cells::saves_sequences(llama_context *) { return true; }

@@ -103,6 +103,12 @@ bool can_copy(llama_context *, int32_t, int32_t, int32_t, int32_t) { return true
 
 Limits limits(llama_context *) { return {}; }
 
+void set_options(llama_context *ctx, const llama_kv_defrag::options &options) {
+    if (plk::Cache *cache = look(ctx).cache) {
+        set_options_of(*cache, options, 0);
+    }
+}
+
 void repair(llama_context *) {}
 
 bool shifts_quantized(llama_context *) { return true; }

@@ -7,6 +7,15 @@
 
 namespace plk::cells {
 
+// Set the options for moving the cells of a cache. A tree without full-defrag and compaction has
+// none.
+template <typename Any, typename Options>
+auto set_options_of(Any &cache, const Options &options, int)
+    -> decltype(cache.defrag_options = options, void()) {
+    cache.defrag_options = options;
+}
+template <typename Any, typename Options> void set_options_of(Any &, const Options &, long) {}
+
 struct StateReader {
     const uint8_t *data;
     size_t length;

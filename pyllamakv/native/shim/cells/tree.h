@@ -274,6 +274,12 @@ bool can_copy(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t 
 
 Limits limits(llama_context *ctx) { return tree_of(ctx).limits; }
 
+void set_options(llama_context *ctx, const llama_kv_defrag::options &options) {
+    for (const Stream &stream : tree_of(ctx).caches) {
+        set_options_of(*stream.cache, options, 0);
+    }
+}
+
 // Return the cells of a stream, for a change.
 inline auto &changeable(const Stream &stream) {
     const auto &cells = cells_of(*stream.cache, stream.index);
