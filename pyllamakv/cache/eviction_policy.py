@@ -1,6 +1,6 @@
 """Rank the nodes of a prefix tree: the node with the lowest priority is evicted first.
 
-A policy only compares nodes. `eviction` decides which of them may be evicted: never a node with a
+A policy only compares nodes. `Allocator` decides which of them may be evicted: never a node with a
 lease or a pin, and never a node before its children.
 """
 

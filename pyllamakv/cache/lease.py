@@ -12,7 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import defrag_retry, eviction
+from pyllamakv.cache import defrag_retry
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.radix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.closing import NotCopied
@@ -142,7 +142,7 @@ class PrefixLease(NotCopied):
     @exclusive
     def _keep_state(self) -> None:
         self.cache.sync()
-        eviction.keep_state(self.cache, self)
+        self.cache.allocator.keep_state(self)
         self.cache.enforce(0)
 
     def _decode(self, tokens: list[int], *, logits: bool) -> None:
@@ -179,10 +179,10 @@ class PrefixLease(NotCopied):
         wanted = n + LOOKAHEAD_TOKENS
         if longest is not None:
             wanted = max(n, min(wanted, longest - here))
-        if not eviction.certainly_fits(cache, wanted, self):
+        if not cache.allocator.certainly_fits(wanted, self):
             # Reading the cells is slow, so a read grants as many as are free.
-            wanted = max(n, wanted - max(0, eviction.shortage(cache, wanted, self)))
-        eviction.make_cells(cache, wanted, self)
+            wanted = max(n, wanted - max(0, cache.allocator.shortage(wanted, self)))
+        cache.allocator.make_cells(wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)
 

@@ -12,15 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
-from pyllamakv.cache import (
-    defrag_retry,
-    eviction,
-    eviction_policy,
-    prefix_match,
-    prefix_states,
-    residency,
-)
+from pyllamakv.cache import defrag_retry, eviction_policy, prefix_states, residency
 from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.allocation import Allocator, cell_stats
 from pyllamakv.cache.lease import ParkedPrefix, PrefixLease, exclusive
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.radix_tree import TOKEN_BYTES
@@ -103,11 +97,8 @@ class PrefixCache(ClosedOnExit):
         kind = residency.kind_of(context)
         self.branches = kind(context, entries or most, pager(paging), schedule, keep, ranks)
         self.budget = budget
-        #: Maximum number of tokens of a sequence; None: no limit.
-        self.max_sequence_tokens = eviction.capacity(context)
         self._pins: dict[str, Node] = {}
         self._emptied = context.emptied
-        self.leases: list[PrefixLease] = []
         self.closed = False
         self.counts = PrefixCounts()
         #: Number of hits by the depth of the prefix.
@@ -123,6 +114,10 @@ class PrefixCache(ClosedOnExit):
             self.stored = StoredBranches(context, store, budget, accept_unverified_model=accept)
         if self.stored is not None:
             self.counts.add("damaged", len(self.stored.store.removed))
+        self.allocator = Allocator(context, self.branches, self.counts, self.stored)
+        #: Maximum number of tokens of a sequence; None: no limit.
+        self.max_sequence_tokens = self.allocator.max_sequence_tokens
+        self.leases = self.allocator.leases
         context.keepers.add(self)
 
     # Prompts...
@@ -179,9 +174,9 @@ class PrefixCache(ClosedOnExit):
         resumed = parked.node if parked is not None else None
         self.sync()
         if self.stored is not None and resumed is None:
-            self.counts.add("loaded_tokens", self.stored.load(self, key, together))
+            self.counts.add("loaded_tokens", self.stored.load(self.allocator, key, together))
         diverges = self.branches.diverging(key, self.leases)
-        sequence, length = prefix_match.fork_longest_prefix(self, key, together, resumed)
+        sequence, length = self.allocator.fork_longest_prefix(key, together, resumed)
         points = parked.points if parked is not None else None
         if points is not None:
             for each in diverges:
@@ -190,7 +185,7 @@ class PrefixCache(ClosedOnExit):
             points = self.branches.points(prompt, length, diverges, named, together)
         lease = PrefixLease(self, sequence, key, length, points, together)
         try:
-            eviction.make_cells(self, prompt - length, lease)
+            self.allocator.make_cells(prompt - length, lease)
             self.enforce(prompt - length)
         except BaseException:
             lease.release()
@@ -220,8 +215,8 @@ class PrefixCache(ClosedOnExit):
         """Make room for the pages of a branch, or raise KVCacheFull while others have leases."""
         if node is None or node.page is None or not self.leases:
             return
-        if not self.branches.has(node) and not eviction.make_page_room(self, node):
-            raise eviction.full(self, node.end)
+        if not self.branches.has(node) and not self.allocator.make_page_room(node):
+            raise self.allocator.full(node.end)
 
     def _count(self, prompt: int, length: int) -> None:
         counts = self.counts
@@ -264,7 +259,7 @@ class PrefixCache(ClosedOnExit):
             if self.stored is None:
                 msg = "this cache has no store; create it with store=PATH"
                 raise UsageError(msg)
-            count = self.stored.flush(self)
+            count = self.stored.flush(self.branches)
             self.counts.add("stored_tokens", count)
         return count
 
@@ -290,7 +285,7 @@ class PrefixCache(ClosedOnExit):
             msg = f"only {cached} tokens are in the cache; decode the others first"
             raise UsageError(msg)
         if not branches.resumes(node, length):
-            eviction.pin_state(self, node, length)
+            self.allocator.pin_state(node, length)
         self.unpin(name, missing_ok=True)
         node = branches.tree.insert(key)
         node.pins.add(name)
@@ -332,7 +327,7 @@ class PrefixCache(ClosedOnExit):
             if not self.branches.removable(node, frees_id=True):
                 msg = f"{node} cannot be paged out: it is leased, or has children"
                 raise UsageError(msg)
-            eviction.evict(self, node)
+            self.allocator.evict(node)
             self.enforce(0)
 
     @exclusive
@@ -341,7 +336,7 @@ class PrefixCache(ClosedOnExit):
         node = self._branch(tokens)
         # A branch of a memory that cannot be trimmed may have both.
         if node.page is not None and node.entry is None:
-            if not eviction.make_page_room(self, node):
+            if not self.allocator.make_page_room(node):
                 msg = (
                     f"no free cells for a branch of {node.end} tokens: release leases or unpin "
                     f"others"
@@ -366,12 +361,12 @@ class PrefixCache(ClosedOnExit):
         Evicts the least recently used branch, else copies cells of a sliding window.
         """
         self.sync()
-        node = eviction.victim(self, (), frees_id=False)
+        node = self.allocator.victim((), frees_id=False)
         if node is None:
             leased = (lease.sequence for lease in self.leases)
             return defrag_retry.copy_shared_window(self.context, leased)
         try:
-            eviction.evict(self, node)
+            self.allocator.evict(node)
         except PagingError as error:
             LOG.warning("%s", error)
             return False
@@ -680,7 +675,7 @@ def check(cache: PrefixCache) -> None:
 
 def _check_cells(cache: PrefixCache) -> None:
     branches, context = cache.branches, cache.context
-    stats = eviction.cell_stats(context)
+    stats = cell_stats(context)
     if cache.leases or stats is None:
         return
     ours = {each.id for each in branches.sequences()}

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from pyllamakv.binding.protocol import Capability, MemoryType
-from pyllamakv.cache import eviction
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_store import PAGE_TOKENS, UNVERIFIED, PrefixStore, StoredPrefix
 from pyllamakv.cache.radix_tree import TOKEN_BYTES, tokens_to_key
@@ -41,9 +40,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.allocation import Allocator
     from pyllamakv.cache.prefix_store import StoredPage
     from pyllamakv.cache.radix_tree import Node
+    from pyllamakv.cache.residency import Residency
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
@@ -112,7 +112,7 @@ class StoredBranches:
 
     # Writing...
 
-    def flush(self, cache: PrefixCache) -> int:
+    def flush(self, branches: Residency) -> int:
         """Write all decoded tokens that are not stored; return their number.
 
         The branch used last is written last. If a branch exceeds the budget alone, or one of its
@@ -121,7 +121,7 @@ class StoredBranches:
         """
         late: BudgetTooSmall | PrefixStoreError | None = None
         count = 0
-        for node, sequence in sorted(_sequences(cache), key=lambda found: found[0].last_used):
+        for node, sequence in sorted(_sequences(branches), key=lambda found: found[0].last_used):
             try:
                 count += self.write(node.key, sequence)
             except (PrefixStoreFull, PrefixStoreBusy):
@@ -198,7 +198,7 @@ class StoredBranches:
     # Reading...
 
     def load(
-        self, cache: PrefixCache, key: bytes, groups: Sequence[Group] = (), *, exact: bool = False
+        self, allocator: Allocator, key: bytes, groups: Sequence[Group] = (), *, exact: bool = False
     ) -> int:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
@@ -209,25 +209,25 @@ class StoredBranches:
         """
         if not self.store.owned:
             return 0
-        exact = exact or not cache.branches.trims
+        exact = exact or not allocator.branches.trims
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
             found = self.store.find(key, limit, exact=exact)
             if grouping.around(groups, found.length):
                 limit = grouping.floor(groups, found.length)
                 continue
-            if found.length <= _known(cache, key, limit, exact=exact):
+            if found.length <= _known(allocator.branches, key, limit, exact=exact):
                 return 0
             try:
-                covered = self._make_room(cache, key, found)
+                covered = self._make_room(allocator, key, found)
                 if covered is None:
                     return 0
                 if any(page.name not in self.store.pages for page in found.pages):
                     continue  # branches evicted for it took its place in the budget of the store
-                return self._restore(cache, key, found, covered)
+                return self._restore(allocator, key, found, covered)
             except PrefixStoreDamaged as error:
                 LOG.warning("%s; it is removed with the pages that follow it", error)
-                cache.counts.add("damaged")
+                allocator.counts.add("damaged")
                 self.store.discard(
                     next(page for page in found.pages if self.store.path(page) == error.path)
                 )
@@ -242,9 +242,9 @@ class StoredBranches:
                 LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
                 return 0
 
-    def _restore(self, cache: PrefixCache, key: bytes, found: StoredPrefix, covered: int) -> int:
+    def _restore(self, allocator: Allocator, key: bytes, found: StoredPrefix, covered: int) -> int:
         """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
-        branches, length = cache.branches, found.length
+        branches, length = allocator.branches, found.length
         sequence = branches.new()
         try:
             if found.pages[0].kind == "state":
@@ -252,7 +252,7 @@ class StoredBranches:
                 sequence.trim(length)
             else:
                 self._restore_cells(sequence, key, found, covered)
-            node = _resident(cache, key[: covered * TOKEN_BYTES])[0]
+            node = _resident(branches, key[: covered * TOKEN_BYTES])[0]
             if covered:
                 sequence.share(branches.provider(node), 0, covered)
             assert tokens_to_key(sequence.tokens) == key[: length * TOKEN_BYTES]
@@ -310,13 +310,13 @@ class StoredBranches:
             msg = f"the page {page.name} has no state of cells: {error}"
             raise PrefixStoreDamaged(msg, self.store.path(page)) from error
 
-    def _make_room(self, cache: PrefixCache, key: bytes, found: StoredPrefix) -> int | None:
+    def _make_room(self, allocator: Allocator, key: bytes, found: StoredPrefix) -> int | None:
         """Free a sequence and cells; return how many tokens the cache has then, None without room.
 
         The room is for the whole prompt, so that a prompt that is refused evicts nothing. The
         resident part of the prefix is kept if possible, and given up otherwise: the store has it.
         """
-        branches = cache.branches
+        branches = allocator.branches
         cells = found.pages[0].kind == "cells"
         end, at = branches.tree.match(key[: found.length * TOKEN_BYTES])
         # A state between a prefix and other branches stays there, and the prompt gets a copy.
@@ -327,20 +327,20 @@ class StoredBranches:
         for keeps in (True, False):
             covered = -1
             while True:
-                node, known = _resident(cache, key)
+                node, known = _resident(branches, key)
                 before = covered
                 covered = min(branches.shareable(known), found.length - 1) if cells else 0
                 if covered == before:
                     return covered
                 kept = node.path if keeps else []
-                if not eviction.make_sequence_room(cache, sequences, n - covered, kept):
+                if not allocator.make_sequence_room(sequences, n - covered, kept):
                     break
         return None
 
 
-def _sequences(cache: PrefixCache) -> Iterator[tuple[Node, runtime.Sequence]]:
+def _sequences(branches: Residency) -> Iterator[tuple[Node, runtime.Sequence]]:
     """Yield the sequences of entries and leases whose tokens are those of their node."""
-    for node in cache.branches.tree.walk():
+    for node in branches.tree.walk():
         if node.entry is not None:
             yield node, node.entry
         for lease in node.leases:
@@ -348,18 +348,18 @@ def _sequences(cache: PrefixCache) -> Iterator[tuple[Node, runtime.Sequence]]:
                 yield node, lease.sequence
 
 
-def _resident(cache: PrefixCache, key: bytes) -> tuple[Node, int]:
+def _resident(branches: Residency, key: bytes) -> tuple[Node, int]:
     """Return the longest prefix of a key that sequences have, without pages of parked leases."""
-    node, length = cache.branches.tree.match(key)
+    node, length = branches.tree.match(key)
     while node.parent is not None and not node.ref_count:
         node = node.parent
         length = node.end
     return node, length
 
 
-def _known(cache: PrefixCache, key: bytes, limit: int, *, exact: bool) -> int:
+def _known(branches: Residency, key: bytes, limit: int, *, exact: bool) -> int:
     """Return how many tokens of a key the cache can reuse without the store."""
-    node, length = cache.branches.tree.match(key)
+    node, length = branches.tree.match(key)
     if not exact:
         return min(length, limit)
     ends = (each.end for each in node.path if each.entry is not None or each.leases)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import numpy as np
 
 from pyllamakv.cache import defrag_retry, slot_choice
+from pyllamakv.cache.allocation import LOST_STATE
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
-from pyllamakv.cache.eviction import LOST_STATE
 from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.radix_tree import key_to_tokens

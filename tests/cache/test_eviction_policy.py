@@ -11,7 +11,7 @@ import pytest
 import runtime_kit as kit
 from prefix_kit import make, serve
 
-from pyllamakv.cache import eviction
+from pyllamakv.cache.allocation import Allocator
 from pyllamakv.cache.eviction_policy import (
     DEFAULT,
     EvictionPolicy,
@@ -22,7 +22,6 @@ from pyllamakv.cache.eviction_policy import (
     attention_span,
 )
 from pyllamakv.cache.eviction_policy import make as make_policy
-from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.radix_tree import Node, RadixTree, key_to_tokens, tokens_to_key
 from pyllamakv.errors import UsageError
 
@@ -224,7 +223,7 @@ def test_traffic_keeps_leases_pins_and_parents(
     evicted: list[bytes] = []
     chosen: list[Node] = []
 
-    def look(cache: PrefixCache, node: Node, keep: int = 0) -> Any:
+    def look(cache: Allocator, node: Node, keep: int = 0) -> Any:
         protected = {each for lease in cache.leases for each in lease.node.path}
         assert node not in protected
         assert not node.pins or cache.branches.storage(node) is not None
@@ -241,8 +240,8 @@ def test_traffic_keeps_leases_pins_and_parents(
         assert found is None or found.priority == min(each.priority for each in rest)
         return found
 
-    evict, evict_first = eviction.evict, RadixTree.evict_first
-    monkeypatch.setattr(eviction, "evict", kit.ours(look))
+    evict, evict_first = Allocator.evict, RadixTree.evict_first
+    monkeypatch.setattr(Allocator, "evict", kit.ours(look))
     monkeypatch.setattr(RadixTree, "evict_first", kit.ours(cheapest))
     runs = []
     for number in range(2):

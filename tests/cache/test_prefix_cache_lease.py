@@ -12,7 +12,7 @@ from fakes.simulated import ALL
 from prefix_kit import serve
 
 from pyllamakv.binding.protocol import Capability, MemoryType
-from pyllamakv.cache import eviction
+from pyllamakv.cache import allocation
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
 from pyllamakv.cache.prefix_cache import PrefixCache
@@ -67,7 +67,7 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
     with cache.acquire([4] * 180) as one:
         one.prefill()
         with monkeypatch.context() as patch:
-            patch.delattr(eviction, "cell_stats")
+            patch.delattr(allocation, "cell_stats")
             one.make_room(1)
         assert one.granted == 180 + 1 + LOOKAHEAD_TOKENS
     cache.clear()
@@ -77,7 +77,7 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
         cache.sync()
         assert one.node is two.node
         assert cache.context.kv.stats.used == 200
-        assert not eviction.certainly_fits(cache, 57, one)
+        assert not cache.allocator.certainly_fits(57, one)
     cache.check()
 
 

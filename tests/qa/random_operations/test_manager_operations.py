@@ -11,7 +11,8 @@ from fakes.simulated import SimulatedNative
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.cache import eviction, stored_branches
+from pyllamakv.cache import stored_branches
+from pyllamakv.cache.allocation import Allocator
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
@@ -154,15 +155,15 @@ def test_a_lease_with_other_tokens_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An eviction takes a token of a lease."""
-    evict = eviction.evict
+    evict = Allocator.evict
 
-    def greedy(cache: PrefixCache, node: Any, keep: int = 0) -> Any:
+    def greedy(cache: Allocator, node: Any, keep: int = 0) -> Any:
         for lease in cache.leases[:1]:
             if len(lease.sequence) > 1:
                 lease.sequence.trim(len(lease.sequence) - 1)
         return evict(cache, node, keep)
 
-    monkeypatch.setattr(eviction, "evict", kit.ours(greedy))
+    monkeypatch.setattr(Allocator, "evict", kit.ours(greedy))
     _, failed = run(tmp_path, "prefix cache", range(1, 30))
     assert any(what in str(failed) for what in ("a lease of", "the manager is inconsistent"))
 
