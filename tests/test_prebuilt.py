@@ -139,7 +139,7 @@ def test_the_extra_names_this_version() -> None:
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_it_works_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
+def test_prebuilt_wheels_work_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
     """Both wheels in a new environment, with nothing on PATH and an empty home directory.
 
     A CPU without the recorded features is refused by name, and what needs sources names git.

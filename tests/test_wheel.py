@@ -84,7 +84,7 @@ def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
         }
 
 
-def test_the_version_has_one_place(wheel: Path) -> None:
+def test_wheel_version_is_the_package_version(wheel: Path) -> None:
     """The wheel's version is the package's, and stands in no other file."""
     assert wheel.name.split("-")[1] == pyllamakv.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

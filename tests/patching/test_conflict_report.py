@@ -69,7 +69,7 @@ def test_a_release_without_conflicts(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_is_gone(bench: SeriesSandbox) -> None:
+def test_conflict_in_a_missing_file_has_no_line(bench: SeriesSandbox) -> None:
     """Without the file, the conflict has no line, and names its first hunk."""
     place = bench.folder / "fix" / "patch.toml"
     carry = 'carry = [{ file = "src/b.cpp", exists = true }]\n\n[[port]]'

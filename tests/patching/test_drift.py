@@ -120,7 +120,9 @@ def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_why(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_line_names_the_first_lost_hunk(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line names the patch, the first hunk without a place, and who changed its lines."""
     loaded = series.load(bench.folder)
     monkeypatch.setattr(series, "load", lambda: loaded)
@@ -178,7 +180,7 @@ def test_a_place_that_is_refused(
 
 
 @pytest.mark.slow
-def test_blanks(bench: SeriesSandbox) -> None:
+def test_lines_differing_in_blanks_are_reported_as_such(bench: SeriesSandbox) -> None:
     """Lines that differ in nothing but blanks are called so."""
     data = numbered(60, l39="line   39")
     bench.add_release("0.3.6", OLD | {"src/a.cpp": data}, "2025-01-06")

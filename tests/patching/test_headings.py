@@ -94,7 +94,7 @@ def test_the_heading_is_git_s(lines: list[str], choice: st.DataObject) -> None:
         (b'extern  "C" {', 'extern "" {'),
     ],
 )
-def test_name(heading: bytes, name: str) -> None:
+def test_function_name_precedes_its_parentheses(heading: bytes, name: str) -> None:
     """A function has the name before its parentheses; macros and attributes are none."""
     assert headings.name(heading) == name
 
@@ -113,7 +113,7 @@ def test_name(heading: bytes, name: str) -> None:
         (b"#define", b""),
     ],
 )
-def test_enclosing(text: bytes, enclosing: bytes) -> None:
+def test_enclosing_function_excludes_labels_and_declarations(text: bytes, enclosing: bytes) -> None:
     """Labels, declarations and what has ended before a line do not enclose it."""
     assert headings.Headings(LINES).enclosing(at(text)) == enclosing
 

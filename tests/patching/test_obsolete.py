@@ -58,14 +58,16 @@ def signs(
         ("0.3.0", False, None),
     ],
 )
-def test_signs(bench: SeriesSandbox, release: str, text: bool, symbols: bool | None) -> None:
+def test_obsolete_signs_come_from_text_and_names(
+    bench: SeriesSandbox, release: str, text: bool, symbols: bool | None
+) -> None:
     """Text and names speak for themselves; without a run the behaviour is mute."""
     found, said = signs(bench, release)
     assert said == {"text": text, "symbols": symbols, "behaviour": None}
     assert found.obsolete is (text and symbols is True)
 
 
-def test_behaviour(bench: SeriesSandbox) -> None:
+def test_obsolete_requires_stock_to_pass_every_fix(bench: SeriesSandbox) -> None:
     """What stock did decides with one of the others; one failure is enough against it."""
     assert signs(bench, "0.3.3", a="pass", b="skip")[0].obsolete
     assert not signs(bench, "0.3.3", a="pass", b="fail")[0].obsolete

@@ -60,7 +60,7 @@ def left(bench: SeriesSandbox) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_clean(bench: SeriesSandbox) -> None:
+def test_clean_merge_becomes_a_port(bench: SeriesSandbox) -> None:
     """What git can merge becomes a text that applies, round-trips and is in patch.toml."""
     (done,) = carry(bench, "one", onto="0.3.2")
     assert (done.state, done.anchor, done.base) == ("clean", "0.3.1", "0.3.1")
@@ -82,7 +82,7 @@ def test_clean(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_conflict_continue(bench: SeriesSandbox) -> None:
+def test_solved_conflict_becomes_a_port(bench: SeriesSandbox) -> None:
     """A conflict leaves marks with the common ancestor; once solved, the text is written."""
     error = stop(bench, "one")
     assert error.files == ("src/a.cpp",)
@@ -174,7 +174,7 @@ def test_a_resolution_is_remembered(bench: SeriesSandbox, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("way", ["abort", "skip"])
-def test_leaving(bench: SeriesSandbox, way: str) -> None:
+def test_aborted_or_skipped_rebase_writes_nothing(bench: SeriesSandbox, way: str) -> None:
     """Abort and skip write nothing and leave nothing."""
     stop(bench, "one")
     before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
@@ -190,7 +190,7 @@ def test_leaving(bench: SeriesSandbox, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_several(bench: SeriesSandbox, tmp_path: Path) -> None:
+def test_rebased_patch_can_require_the_one_before(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Patches follow each other; one that requires another finds what was just written."""
     out = tmp_path / "out"
     error = stop(bench, "one", "two", to=out)
@@ -249,7 +249,7 @@ def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_empty(bench: SeriesSandbox) -> None:
+def test_patch_that_the_release_contains_needs_no_port(bench: SeriesSandbox) -> None:
     """A release that has the change already needs no text."""
     (done,) = carry(bench, "one", onto="0.3.4")
     assert (done.state, done.path) == ("empty", None)
@@ -257,7 +257,7 @@ def test_empty(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_file_gone(bench: SeriesSandbox) -> None:
+def test_file_missing_in_the_target_is_a_conflict(bench: SeriesSandbox) -> None:
     """A file that the target has not got must be decided on, not slip in as a whole."""
     error = stop(bench, "one", onto="0.3.5")
     assert error.files == ("src/a.cpp",)
@@ -274,7 +274,9 @@ def test_file_gone(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["make", "cherry_pick"])
-def test_killed(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_killed_rebase_can_be_aborted_or_repeated(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """A process that dies at any moment leaves what abort cleans and a new start replaces."""
 
     class KilledError(BaseException):
@@ -308,7 +310,7 @@ def test_foreign_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert b"Because one is needed." in done.path.read_bytes()
 
 
-def test_nothing_to_start_from(bench: SeriesSandbox) -> None:
+def test_patch_without_an_applicable_base_cannot_be_carried(bench: SeriesSandbox) -> None:
     """A patch that applies nowhere cannot be carried."""
     data = bench.file("one", "0.3.1").read_bytes()
     bench.file("one", "0.3.1").write_bytes(data.replace(b"-line 10", b"-line X"))

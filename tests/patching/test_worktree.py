@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
     return open_store(tmp_path / "store.git")
 
 
-def test_life(store: Store, tmp_path: Path) -> None:
+def test_merged_and_edited_files_become_a_tree(store: Store, tmp_path: Path) -> None:
     """What is merged and edited comes back as a tree; ignored files and litter do not."""
     base, _ = store.commit(None, FILES, "base")
     change, _ = store.commit(base, {"a.c": numbered(9, l2="x")}, "change")
@@ -81,7 +81,7 @@ def test_removal_waits_for_an_orphaned_git(store: Store, tmp_path: Path) -> None
     assert not folder.exists()
 
 
-def test_clashes(store: Store, tmp_path: Path) -> None:
+def test_each_kind_of_conflict_has_a_name(store: Store, tmp_path: Path) -> None:
     """Each kind of conflict has its name."""
     base, _ = store.commit(None, FILES, "base")
     change, _ = store.commit(

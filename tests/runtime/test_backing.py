@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_builds_without_it_refuse(tmp_path: Path) -> None:
+def test_build_without_mapped_memory_refuses_it(tmp_path: Path) -> None:
     """A library that lacks mapped memory refuses it by name, after what cannot be meant at all."""
     model = runtime_kit.model(tmp_path)
     for wanted in ("mmap", tmp_path, tmp_path / "file"):

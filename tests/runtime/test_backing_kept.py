@@ -257,7 +257,9 @@ def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_owner(build: Variant, model: kv.Model, tmp_path: Path) -> None:
+def test_second_owner_of_a_kept_cache_is_refused(
+    build: Variant, model: kv.Model, tmp_path: Path
+) -> None:
     """A second opener is refused, in this process and in another, and harms nothing."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
@@ -314,7 +316,7 @@ def test_other_models_and_shapes_are_refused(
     assert alien.read_bytes() == b"something else"
 
 
-def test_damage_is_seen(model: kv.Model, tmp_path: Path) -> None:
+def test_damaged_kept_cache_is_refused(model: kv.Model, tmp_path: Path) -> None:
     """A bit that changed in what cells use is found before anything is computed with it."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}

@@ -132,7 +132,7 @@ def test_defrag_and_trim(model: kv.Model) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
+def test_mapped_cache_works_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
     """All of it works over a worker too, and its errors keep their class."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
@@ -227,7 +227,9 @@ def test_stock_refuses_by_name(stock: Variant, tiny_model: Path) -> None:
             ctx.kv.trim()
 
 
-def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
+def test_environment_variable_selects_the_backing(
+    build: Variant, tiny_model: Path, tmp_path: Path
+) -> None:
     """A program that knows nothing of it gets mapped memory by a variable."""
     with (
         kv.open(build.folder, isolated=True, env={"LLAMA_KV_BACKING": "mmap"}) as library,
@@ -239,7 +241,7 @@ def test_the_environment_chooses(build: Variant, tiny_model: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flash", [False, True])
-def test_random_schedules(model: kv.Model, flash: bool) -> None:
+def test_random_operations_on_mapped_memory_pass(model: kv.Model, flash: bool) -> None:
     """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
     from qa.random_operations import operation_cases
 

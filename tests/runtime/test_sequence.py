@@ -33,7 +33,7 @@ def filled(folder: Path, n: int = 10, **native) -> Sequence:
     return a
 
 
-def test_a_fork_shares_cells_and_goes_its_own_way(tmp_path: Path) -> None:
+def test_fork_shares_cells_and_continues_separately(tmp_path: Path) -> None:
     """Check cells, ledgers and logits of both."""
     a = filled(tmp_path)
     ctx = a.context
@@ -154,7 +154,7 @@ def test_wrong_ranges_are_refused(tmp_path: Path, p0: int, p1: int) -> None:
     assert a.positions == list(range(10))
 
 
-def test_positions_end(tmp_path: Path) -> None:
+def test_positions_beyond_the_limit_end_ranges_and_refuse_shifts(tmp_path: Path) -> None:
     """A number that no position can have ends a range like the last one, and no shift."""
     a = filled(tmp_path)
     end = 2**30
@@ -248,7 +248,7 @@ def test_a_type_that_cannot_shift_is_named(tmp_path: Path, kind: str) -> None:
             move()
 
 
-def test_a_closed_sequence_is_gone(tmp_path: Path) -> None:
+def test_closed_sequence_frees_its_cells_and_refuses_use(tmp_path: Path) -> None:
     """Check that its cells are free, its id is reused, and every use is refused."""
     a = filled(tmp_path)
     ctx = a.context

@@ -102,7 +102,9 @@ def test_values_nested_too_deeply(process: TemplateProcess) -> None:
         process.render("a", {"x": value})
 
 
-def test_a_part_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_answer_of_the_template_process_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process that is killed while it writes its answer is a process that died."""
     monkeypatch.setattr(template_process, "PROGRAM", ("-c", "print('{', end='')"))
     with pytest.raises(WorkerDied, match="status 0"):
@@ -142,7 +144,7 @@ def test_a_fork_starts_its_own_process() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_python_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that cannot start Python is told why."""
     monkeypatch.setattr(sys, "executable", os.devnull)
     with pytest.raises(WorkerDied, match="cannot start"):

@@ -62,7 +62,7 @@ def test_errors_have_a_line(template: str, message: str, line: int) -> None:
     assert found["line"] == line
 
 
-def test_memory_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_of_a_template_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A MemoryError names the cause."""
     monkeypatch.setitem(template_worker.__dict__, "compiled", lambda source: 1 / 0)
     assert "ZeroDivisionError" in answer("x")["error"]

@@ -29,7 +29,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield index.session
 
 
-def test_a_file_arrives(session: Any, tmp_path: Path) -> None:
+def test_complete_download_creates_the_file(session: Any, tmp_path: Path) -> None:
     """A complete transfer creates the file, and reports progress to the end."""
     told: list[tuple[str, int, int | None]] = []
     with serving({"/f": DATA}) as server:

@@ -146,7 +146,7 @@ def test_git_never_runs_in_another_folder(tmp_path: Path, monkeypatch: pytest.Mo
         git_command.git(tmp_path / "gone", "rev-parse", "--git-dir")
 
 
-def test_output_is_read_as_it_comes(tmp_path: Path) -> None:
+def test_git_output_is_streamed(tmp_path: Path) -> None:
     """Check that a stream yields stdout, carries stderr in the error, and ends with its reader."""
     repo = _repository(tmp_path / "repo")
     with git_command.stream(repo, "rev-parse", "--git-dir") as out:

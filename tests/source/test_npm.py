@@ -113,7 +113,9 @@ def test_npm_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "d").iterdir()) == []
 
 
-def test_another_tarball(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tarball_with_another_hash_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tarball with another hash than pinned is thrown away."""
     fake_npm(tmp_path, monkeypatch, f"shutil.copy({str(tarball(tmp_path))!r}, to)\n")
     with pytest.raises(HashMismatch):
@@ -140,7 +142,9 @@ def test_a_pinned_commit_is_checked(tmp_path: Path) -> None:
         (b"# v2 git bundle\n" + b"x\n" * 5000 + b"\nPACK", "more than 1000 references"),
     ],
 )
-def test_bad_bundles(tmp_path: Path, content: bytes | None, word: str) -> None:
+def test_tarballs_without_a_valid_bundle_are_refused(
+    tmp_path: Path, content: bytes | None, word: str
+) -> None:
     """A tarball without a bundle, and one whose bundle is none, are refused."""
     members = {"package/x": b""} if content is None else {BUNDLE: content}
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", members)

@@ -34,7 +34,9 @@ def release(file: Path, version: str) -> Release:
     return replace(found, archive=file.name, sha256=sha256(file))
 
 
-def test_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_lists_new_unpinned_and_lost_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Versions above the lock are new, others are unpinned; a changed or absent one is lost."""
     files = {v: offered(tmp_path, v) for v in ("0.3.2", "0.3.9", "0.3.10", "0.3.11", "0.10.0")}
     known = [release(files["0.3.10"], "0.3.10"), release(files["0.3.2"], "0.3.9")]

@@ -132,7 +132,7 @@ def test_several_add_the_same_version(tmp_path: Path, server: Server, home: Path
 
 
 @pytest.mark.parametrize("name", ["include/llama.h", "src/llama.cpp", "ggml/src/CMakeLists.txt"])
-def test_an_incomplete_tree(tmp_path: Path, name: str) -> None:
+def test_sdist_without_a_full_tree_is_refused(tmp_path: Path, name: str) -> None:
     """Early sdists contain a few headers only."""
     file = xllamacpp_sdist(tmp_path, VERSION, without(name))
     not_fetched(str(file), f"no complete llama.cpp: .*{name} is missing")

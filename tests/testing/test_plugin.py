@@ -66,7 +66,9 @@ def test_a_patch_regression_test(
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_the_fixtures(project: pytest.Pytester, patched: Variant) -> None:
+def test_plugin_fixtures_share_the_library_and_define_contexts(
+    project: pytest.Pytester, patched: Variant
+) -> None:
     """The library is shared, a worker belongs to one test, and markers define contexts."""
     project.makepyfile(
         """

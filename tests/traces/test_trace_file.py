@@ -13,7 +13,7 @@ from pyllamakv.traces import trace
 from pyllamakv.traces.trace import TraceFile
 
 
-def test_lines_are_there_at_once(tmp_path: Path) -> None:
+def test_trace_lines_are_written_unbuffered(tmp_path: Path) -> None:
     """Nothing waits in a buffer of ours, and what was there before is replaced."""
     path = tmp_path / "t.jsonl"
     path.write_text("old\n" * 100)

@@ -85,7 +85,7 @@ def test_ends_that_give_no_search(good: str, bad: str, error: type, says: str) -
 
 
 @given(st.lists(st.sampled_from(["needed", "native", "untestable"]), min_size=16, max_size=16))
-def test_the_change_is_real(verdicts: list[str]) -> None:
+def test_bisected_releases_differ_in_their_verdict(verdicts: list[str]) -> None:
     """Whatever the verdicts: the two releases differ, and only untestable ones lie between."""
     verdicts[0], verdicts[15] = "needed", "native"
     judge, asked = world(verdicts)

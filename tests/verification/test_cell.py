@@ -143,7 +143,7 @@ def test_file_of_another_shape_is_refused_as_a_result(raw) -> None:
         ("check", ZeroDivisionError("odd"), "a fault of the harness: ZeroDivisionError: odd"),
     ],
 )
-def test_trouble_is_a_result(world, where: str, error: Exception, says: str) -> None:
+def test_failed_cell_is_a_result(world, where: str, error: Exception, says: str) -> None:
     """Nothing that happens in a cell ends the matrix."""
     setattr(world, where, error)
     found = cells.verify_cell(CellSpec("0.3.9"))

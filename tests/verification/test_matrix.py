@@ -183,7 +183,7 @@ def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> 
     assert result_cache.load_result("after") is None
 
 
-def test_pace() -> None:
+def test_remaining_time_is_estimated_from_completed_cells() -> None:
     """The estimate is the mean of the cells so far, and says nothing before the first."""
     pace = ProgressEstimate(10, 4, started=100.0)
     assert pace.left(160.0) is None

@@ -140,7 +140,7 @@ def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_branch_again(checkout: Checkout) -> None:
+def test_repeated_review_branch_has_the_same_commit(checkout: Checkout) -> None:
     """A second call changes nothing, and the commit is the same on every machine."""
     first = checkout.write()
     state = checkout.state()

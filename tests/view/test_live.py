@@ -46,7 +46,7 @@ def test_a_script_of_ones_own_is_watched(stock) -> None:
     assert said.rstrip().endswith("·" * 27)
 
 
-def test_it_ends_with_the_block_also_for_an_error(stock) -> None:
+def test_live_view_ends_with_its_block(stock) -> None:
     """What was put in between is taken out again."""
     target = Console(file=io.StringIO(), force_terminal=False, _environ={})
     with (

@@ -64,7 +64,7 @@ def test_axes_and_legend_say_what_is_what() -> None:
     assert "4 cells · 5 operations · 1 failed · 1 cells moved" in said
 
 
-def test_it_is_one_svg_that_needs_nothing() -> None:
+def test_timeline_svg_has_no_external_resources() -> None:
     """Well formed, with words to hover, in the colours of either scheme, nothing loaded."""
     text = drawing.svg(timeline_drawing.paint(timeline()))
     root = ET.fromstring(text)

@@ -41,7 +41,7 @@ def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
     }
 
 
-def test_rows() -> None:
+def test_load_rows_sum_the_rounds() -> None:
     """Counts are summed over the rounds; only patched has a target."""
     stock, patched = load_figures.figures(results(2, lost=True))
     assert (stock.value, stock.target, stock.met) == ("2 of 4 requests lost", "", None)
@@ -79,7 +79,7 @@ def test_the_longest_request_of_an_overcommitted_cache() -> None:
     assert "1280 cells" in found[-1].how
 
 
-def test_ratios() -> None:
+def test_load_ratios_are_paired_by_round() -> None:
     """Pair by pair, with a target that doubled CPU time misses."""
     *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))
     assert ratio.name == "CPU per token, patched over stock, 4 clients"

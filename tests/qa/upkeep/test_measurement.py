@@ -29,7 +29,7 @@ def measured(bench: SeriesSandbox) -> Measurement:
 
 
 @pytest.mark.slow
-def test_every_mode(bench: SeriesSandbox) -> None:
+def test_upkeep_modes_differ_in_the_kept_ports(bench: SeriesSandbox) -> None:
     """The modes differ in the ports that are kept."""
     found = {(one.release, one.mode): one.patches.get("fix") for one in measured(bench).run()}
     assert found == {

@@ -26,7 +26,7 @@ FOUND = [
 ]
 
 
-def test_totals() -> None:
+def test_state_with_one_manual_patch_is_manual() -> None:
     """A state is manual if one patch is; the oldest state is not measured forward."""
     text = page(FOUND)
     assert "| all | leave one out | 4 | 1 | 1 | 2 | 50.0 % | 98 % |" in text
@@ -42,7 +42,7 @@ def test_totals() -> None:
     assert "| 0.3.1 | 2026-07-01 | forward" not in text
 
 
-def test_causes() -> None:
+def test_manual_state_names_the_nearest_port() -> None:
     """The nearest port counts; without any, the patch is new."""
     for reason, cause in (
         ("x; cannot be carried from 0.3.1: requires fix", "0.3.1: requires fix"),
@@ -52,7 +52,7 @@ def test_causes() -> None:
         assert f"| b9 | 2026-01-01 | all ports | fix | {cause} |  |" in page([one])
 
 
-def test_limits() -> None:
+def test_miss_is_counted_once_by_its_first_patch() -> None:
     """A miss counts once, by its first patch; a rewritten function is one with few lines left."""
     facts = ("rows", "2026-01-01", TODAY, {"fix": "manual", "more": "manual"})
     conflict = {"fix": "cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that x"}
@@ -72,7 +72,7 @@ def test_limits() -> None:
     assert "(1) | `f` 90 %, `g` 49 % |" in text
 
 
-def test_hooks() -> None:
+def test_only_hooks_changed_upstream_are_listed() -> None:
     """Only those that upstream changed are listed."""
     hooks = [Hook("fix", "src/a.cpp", n, "first", 4 - n, 4, n) for n in (0, 1)]
     text = page(FOUND, hooks)
