@@ -226,7 +226,7 @@ def definitions(wanted: BuildRequest, name: str) -> dict[str, str]:
     if wanted.native:
         # A compiler cache compares the text `-march=native`, not its meaning on this machine.
         meaning = hashlib.sha256(" ".join(wanted.cpu_flags).encode()).hexdigest()[:12]
-        words.append(f"-DPLK_NATIVE_{meaning}")
+        words += [f"-DPLK_NATIVE_{meaning}", *wanted.compiler.native_options]
     flags = shlex.join(words)
     chosen = {
         **wanted.backend.options,

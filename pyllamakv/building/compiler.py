@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,16 +85,53 @@ _MACROS = {
     "__ARM_FEATURE_SME": "sme",
 }
 
+#: The instruction sets that need a tile configuration, and the options that leave them out.
+_TILES = {
+    "amx_tile": "-mno-amx-tile",
+    "amx_int8": "-mno-amx-int8",
+    "amx_bf16": "-mno-amx-bf16",
+}
+
+#: Load a tile configuration from a local variable, as ggml does, and compare it with what the
+#: processor holds. The header of GCC 12 names 8 of the 64 bytes as read, so that the optimizer
+#: drops the stores to the rest (llama.cpp pull request 26954 describes the crash that follows).
+_TILE_PROGRAM = """
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+struct config { uint8_t palette, start, pad[14]; uint16_t bytes[16]; uint8_t rows[16]; };
+static void load() {
+    alignas(64) config c = {};
+    c.palette = 1;
+    c.rows[0] = 8;  c.bytes[0] = 64;
+    c.rows[7] = 16; c.bytes[7] = 64;
+    _tile_loadconfig(&c);
+}
+int main() {
+    load();
+    alignas(64) config c;
+    memset(&c, 0, sizeof(c));
+    _tile_storeconfig(&c);
+    bool first = c.palette == 1 && c.rows[0] == 8 && c.bytes[0] == 64;
+    bool last  = c.rows[7] == 16 && c.bytes[7] == 64;
+    return first && last ? 0 : 1;
+}
+"""
+
 
 @dataclass(frozen=True)
 class Compiler:
-    """A pair of compilers: paths, version line, target, and the CPU flags of `native`."""
+    """A pair of compilers: paths, version line, target, and the CPU flags of `native`.
+
+    ``native_options`` leave out what this compiler cannot compile correctly.
+    """
 
     c: str
     cxx: str
     version: str
     target: str
     native_flags: tuple[str, ...]
+    native_options: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -189,7 +227,7 @@ def _named(variable: str, env: Mapping[str, str]) -> str | None:
 
 
 def _stamp(c: str, cxx: str) -> str:
-    facts: list[object] = [sorted(machine_flags())]
+    facts: list[object] = [sorted(machine_flags()), _TILE_PROGRAM]
     for path in (c, cxx):
         real = Path(path).resolve()
         status = real.stat()
@@ -201,7 +239,8 @@ def _kept(known: Mapping[str, Any], stamp: str) -> Compiler | None:
     entry = known.get(stamp)
     if isinstance(entry, dict):
         with contextlib.suppress(TypeError, KeyError):
-            return Compiler(**{**entry, "native_flags": tuple(entry["native_flags"])})
+            lists = {name: tuple(entry[name]) for name in ("native_flags", "native_options")}
+            return Compiler(**{**entry, **lists})
     return None
 
 
@@ -231,7 +270,26 @@ def _ask(c: str, cxx: str) -> Compiler:
     native = "-mcpu=native" if target.startswith(("aarch64", "arm")) else "-march=native"
     defined = set(re.findall(r"#define (\w+) ", _run(cxx, native, "-dM", "-E", "-x", "c++", "-")))
     flags = tuple(sorted(flag for macro, flag in _MACROS.items() if macro in defined))
-    return Compiler(c, cxx, line, target, flags)
+    options: tuple[str, ...] = ()
+    if "amx_tile" in flags and not _loads_tiles(cxx, native):
+        options = tuple(option for flag, option in _TILES.items() if flag in flags)
+        flags = tuple(flag for flag in flags if flag not in _TILES)
+    return Compiler(c, cxx, line, target, flags, options)
+
+
+def _loads_tiles(cxx: str, native: str) -> bool:
+    """Return whether an optimized program loads the tile configuration that it has stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "tiles"
+        command = [cxx, native, "-O3", "-x", "c++", "-", "-o", str(program)]
+        try:
+            subprocess.run(
+                command, input=_TILE_PROGRAM.encode(), capture_output=True, check=True, timeout=120
+            )
+            subprocess.run([str(program)], capture_output=True, check=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return False
+    return True
 
 
 def _prove_standard(cxx: str, version: str) -> None:

@@ -184,11 +184,15 @@ def _first_line(program: str, *args: str) -> str:
 def cpu() -> ProbeResult:
     """Return which processor a build is tuned for."""
     try:
-        flags = compiler.find().native_flags
+        found = compiler.find()
     except KvError as error:
         return ProbeResult("cpu", "optional", "unknown without a compiler", str(error))
-    best = next((name for name in ("avx512f", "avx2", "avx", "asimddp") if name in flags), "plain")
-    return ProbeResult("cpu", "ok", f"{platform.machine()} with {best}; --portable leaves it out")
+    sets = ("avx512f", "avx2", "avx", "asimddp")
+    best = next((name for name in sets if name in found.native_flags), "plain")
+    text = f"{platform.machine()} with {best}; --portable leaves it out"
+    if found.native_options:
+        text += f"; AMX is not used, because {found.version} compiles it incorrectly"
+    return ProbeResult("cpu", "ok", text)
 
 
 def rpc() -> ProbeResult:

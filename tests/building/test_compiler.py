@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +45,34 @@ def test_compiler_reports_version_target_and_cpu_flags(tmp_path: Path) -> None:
     assert found.cxx == str(tmp_path / "g++")
     assert found.identity == "gcc (Stand-in 1.2.3-4) 1.2.3 for x86_64-standin"
     assert found.native_flags == ("avx2", "pni")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_amx_is_used_only_if_the_loaded_tile_configuration_is_the_stored_one(
+    tmp_path: Path, status: int
+) -> None:
+    """GCC 12 drops stores to the configuration: ggml's AMX code then ends with SIGILL."""
+    body = BODY.replace(
+        "*native*)",
+        f"""*-O3*)
+    for output; do :; done
+    printf '#!/bin/sh\\nexit {status}\\n' >"$output"; /bin/chmod +x "$output" ;;
+*native*) echo '#define __AMX_TILE__ 1'; echo '#define __AMX_INT8__ 1';""",
+    )
+    found = compiler.find(environ=programs(tmp_path, "gcc", "g++", body=body))
+    assert ("amx_int8" in found.native_flags) == (status == 0)
+    assert found.native_options == (("-mno-amx-tile", "-mno-amx-int8") if status else ())
+    assert {"avx2", "pni"} <= set(found.native_flags)
+
+
+def test_native_options_of_this_compiler_disable_what_the_flags_lack() -> None:
+    """The macros that ggml tests are those of the flags, also where AMX is left out."""
+    found = compiler.find()
+    words = [found.cxx, "-march=native", *found.native_options, "-dM", "-E", "-x", "c++", "-"]
+    if not found.target.startswith("x86_64"):
+        pytest.skip("AMX is an instruction set of x86-64")
+    done = subprocess.run(words, input="", capture_output=True, check=True, text=True)
+    assert ("__AMX_INT8__" in done.stdout) == ("amx_int8" in found.native_flags)
 
 
 def test_cached_compiler_facts_run_no_compiler(tmp_path: Path) -> None:
