@@ -88,10 +88,10 @@ def status(specs: Specs = None, *, as_json: Json = False) -> None:
             write_lines(f"  {line}" for line in lines)
     bad = [f"{spec}: {line}" for spec, lines in found.items() for line in lines]
     if bad:
-        specs = " ".join(shlex.quote(spec) for spec, lines in found.items() if lines)
+        changed = " ".join(shlex.quote(spec) for spec, lines in found.items() if lines)
         raise errors.TreeDirty(
             f"{len(bad)} files differ from the vendored tree, first {bad[0]}; "
-            f"`pyllamakv upstream sync {specs}` restores them",
+            f"`pyllamakv upstream sync {changed}` restores them",
             bad,
         )
 

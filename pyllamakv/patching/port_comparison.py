@@ -124,12 +124,13 @@ class PortComparison:
 def compare(one: Port, other: Port) -> PortComparison:
     """Compare the port for one base with that for another."""
     change = change_of(one.patch, other.patch)
-    names = [port.base or (port.path.name if port.path else "") for port in (one, other)]
+    first, second = (port.base or (port.path.name if port.path else "") for port in (one, other))
     if change != "content":
-        return PortComparison(one.id, *names, change)
+        return PortComparison(one.id, first, second, change)
     return PortComparison(
         one.id,
-        *names,
+        first,
+        second,
         change,
         lost=missing_parts(one.patch, other.patch),
         gained=tuple(
