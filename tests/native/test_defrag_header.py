@@ -64,6 +64,6 @@ def test_tests_can_fail(tmp_path: Path) -> None:
         "faults": ("catch (const std::exception &)", "catch (int)"),
         "ranges": ("add(c, range.c1);", ""),
         "graphs": ("/(3*n_tensors)", "/(2*n_tensors)"),
-        "options": ("static thread_local", "static"),
+        "options": ("enum order order = ORDER_DEFAULT", "enum order order = ORDER_KEPT"),
     }
     HEADER.check_faults(tmp_path, faults)

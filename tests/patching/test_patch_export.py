@@ -52,7 +52,7 @@ def test_a_base_without_a_lock_is_fetched(
 ) -> None:
     """A base that no lock has comes from the package index, and the blob ids vouch for it."""
 
-    def unknown(spec: str) -> Release:
+    def unknown(spec: str, lock: Path | None = None) -> Release:
         raise UnknownRelease("not in the lock", name=spec, suggestions=[])
 
     monkeypatch.setattr(spec_resolver, "resolve", unknown)

@@ -96,7 +96,7 @@ def test_a_long_timeline_stays_a_picture() -> None:
 
 def test_no_cells_no_timeline() -> None:
     """A trace without pictures is refused, with what to do."""
-    with pytest.raises(UsageError, match="--trace"):
+    with pytest.raises(UsageError, match="`pyllamakv trace record SCRIPT"):
         timeline_drawing.paint(Timeline("empty"))
 
 
