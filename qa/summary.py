@@ -152,6 +152,14 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "The identity of a model",
         "^save and restore",
     ),
+    "The first digest of a model is computed once per content": (
+        "The identity of a model",
+        "^the digest of a file",
+    ),
+    "A digest that the data directory has takes at most a millisecond": (
+        "The identity of a model",
+        "^a digest that",
+    ),
     "A patched llama-server with a threshold halves the CPU time per token of a sparse cache": (
         "llama-server, a sparse cache",
         "",
