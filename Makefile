@@ -30,7 +30,7 @@ build: ## Fetch, patch and build the test release, stock and patched
 	$(run) build $(RELEASE) --backend $(BACKEND) && \
 	tools/bootstrap.sh hint "$$py"
 
-test: ## Set up, build, and run the quick tests: at most 5 minutes
+test: ## Set up, build, and run the quick tests
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend cpu && \
 	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest -m "not slow" $(parallel) $(PYTEST_ARGS)
