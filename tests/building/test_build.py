@@ -320,6 +320,19 @@ def test_definitions_are_reproducible(shop: BuildSandbox) -> None:
     assert "PLK_NATIVE" not in build.definitions(portable, "name")["CMAKE_C_FLAGS"]
 
 
+def test_native_build_leaves_out_what_the_compiler_compiles_incorrectly(
+    shop: BuildSandbox,
+) -> None:
+    """Its options reach C and C++; a portable build does not need them."""
+    wanted = variant.request(shop.spec)
+    broken = dataclasses.replace(wanted.compiler, native_options=("-mno-amx-int8",))
+    native = dataclasses.replace(wanted, compiler=broken)
+    for language in ("C", "CXX"):
+        for request, passed in ((native, True), (dataclasses.replace(native, native=False), False)):
+            flags = shlex.split(build.definitions(request, "name")[f"CMAKE_{language}_FLAGS"])
+            assert ("-mno-amx-int8" in flags) == passed
+
+
 def test_cache_of_objects_has_a_place(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ccache fails without a folder, so it gets one where HOME offers none."""
     monkeypatch.delenv("CCACHE_DIR", raising=False)
