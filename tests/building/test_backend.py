@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_cpu_contains_rpc_and_no_other_device() -> None:
-    """A CPU build has RPC, and finds no GPU, BLAS, OpenMP or RDMA by accident."""
+    """A CPU build has RPC, and does not search for GPU, BLAS, OpenMP or RDMA libraries."""
     options = backend.choose("cpu").options
     assert options["GGML_RPC"] == "ON"
     for name in ("CUDA", "METAL", "VULKAN", "BLAS", "OPENMP", "RPC_RDMA", "CUDA_NCCL"):
@@ -26,12 +26,12 @@ def test_cpu_contains_rpc_and_no_other_device() -> None:
 
 
 def test_rpc_is_the_cpu_build() -> None:
-    """Asking for RPC finds the CPU variant instead of building another."""
+    """The spec of RPC resolves to the CPU variant."""
     assert backend.choose("rpc") == backend.choose("cpu")
 
 
-def test_native_and_portable() -> None:
-    """A portable build names its instruction sets, whatever upstream's defaults are."""
+def test_portable_build_lists_its_instruction_sets() -> None:
+    """A portable build sets its instruction sets explicitly, overriding upstream's defaults."""
     assert backend.choose("cpu").options["GGML_NATIVE"] == "ON"
     portable = backend.choose("cpu", native=False, machine="x86_64").options
     assert portable["GGML_NATIVE"] == "OFF"
@@ -58,14 +58,14 @@ def test_a_portable_build_records_every_flag_that_its_options_imply() -> None:
     assert flags == set(backend.PORTABLE_FLAGS_X86)
 
 
-def test_unknown() -> None:
-    """An unknown backend is refused with those that are known."""
+def test_unknown_backend_error_lists_known_backends() -> None:
+    """An unknown backend is refused with the list of known ones."""
     with pytest.raises(UsageError, match="cpu, rpc, cuda, metal, vulkan"):
         backend.choose("abacus")
 
 
-def test_metal_is_for_macos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metal is refused elsewhere, and embeds its kernels there."""
+def test_metal_is_refused_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metal is refused on other systems; on macOS its kernels are embedded."""
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(Unsupported, match="macOS"):
         backend.choose("metal")
@@ -74,8 +74,8 @@ def test_metal_is_for_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["GGML_METAL"] == options["GGML_METAL_EMBED_LIBRARY"] == "ON"
 
 
-def test_vulkan_names_what_lacks(tmp_path: Path) -> None:
-    """The shader compiler's absence is named with its hint; a complete SDK is accepted."""
+def test_missing_shader_compiler_error_names_the_package(tmp_path: Path) -> None:
+    """A missing shader compiler is named with its hint; a complete SDK is accepted."""
     env = {"PATH": str(tmp_path / "bin"), "VULKAN_SDK": str(tmp_path / "sdk")}
     with pytest.raises(ToolMissing, match=r"glslc.*apt-get install libvulkan-dev"):
         backend.choose("vulkan", environ=env)
@@ -88,7 +88,7 @@ def test_vulkan_names_what_lacks(tmp_path: Path) -> None:
 def test_vulkan_names_the_headers_that_a_release_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier releases build without SPIRV-Headers, later ones do not configure."""
+    """Earlier releases build without SPIRV-Headers; later ones fail to configure."""
     monkeypatch.setattr(backend, "_ROOTS", ())
     sdk, tree = tmp_path / "sdk", tmp_path / "tree"
     env = {"PATH": "", "VULKAN_SDK": str(sdk)}
@@ -109,8 +109,10 @@ def test_vulkan_names_the_headers_that_a_release_asks_for(
     backend.need_spirv(tree, env)
 
 
-def test_cuda_gets_its_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What decides the code enters the options, where the tools lie does not."""
+def test_cuda_options_contain_no_toolkit_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options contain what changes the code, but no paths of tools."""
     root = tmp_path / "cuda"
     script(root / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     (root / "include").mkdir()

@@ -1,4 +1,4 @@
-"""Metal is configured as far as Linux goes: Apple's frameworks are stand-ins, the rest is real."""
+"""Test the configuration for Metal on Linux, with replacements for Apple's frameworks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pyllamakv.source.store import open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What the CMake files of every release look for: a Mac has them, this machine gets stand-ins.
+#: What the CMake files of all releases search for; this machine has replacements.
 FRAMEWORKS = {
     "FOUNDATION_LIBRARY": "Foundation",
     "METAL_FRAMEWORK": "Metal",
     "METALKIT_FRAMEWORK": "MetalKit",
 }
-#: How many files of kernels a release embeds.
+#: Number of kernel files that a release embeds.
 KERNELS = {"0.3.9+patched": 1, "0.3.16+patched": 1, "0.3.36+patched": 34}
 
 
 def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmake.BuildSession:
-    """Configure a variant's tree for Metal in a folder, and return the job that did it."""
+    """Configure a variant's tree for Metal in a directory, and return the job."""
     found = built(spec)
     with monkeypatch.context() as mac:
         mac.setattr(sys, "platform", "darwin")
@@ -47,8 +47,10 @@ def configured(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> cmak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", KERNELS)
-def test_metal_is_configured(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases take the options: both links get the backend and its frameworks, and its kernels."""
+def test_metal_configuration_links_backend_frameworks_and_kernels(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries of both kinds link the backend and its frameworks, with embedded kernels."""
     job = configured(spec, tmp_path, monkeypatch)
     rules = (job.folder / "build.ninja").read_text("utf-8")
     for product in ("libplk.", "dropin/libggml-metal."):

@@ -1,4 +1,4 @@
-"""Building with stand-ins: what is published, what waits, and what a failure leaves."""
+"""Test builds with fake programs: published files, locks and failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def patched(shop: BuildSandbox, text: bytes) -> tuple[releases.Release, PatchedR
 
 
 def test_build_publishes_a_whole_variant(shop: BuildSandbox) -> None:
-    """Library, drop-in and manifest arrive together, and the manifest fits the library."""
+    """Library, drop-in and manifest are published together, and the manifest is valid."""
     found = build.build(shop.spec)
     manifest = found.manifest
     assert shop.built() == [found.id] == [manifest.variant]
@@ -58,8 +58,8 @@ def test_build_publishes_a_whole_variant(shop: BuildSandbox) -> None:
     assert manifest.cpu_flags == ("pni",)
 
 
-def test_second_build_runs_nothing(shop: BuildSandbox) -> None:
-    """What is built is found: no compiler, no cmake, no ninja."""
+def test_second_build_runs_no_compiler_or_cmake(shop: BuildSandbox) -> None:
+    """A built variant is found without running a compiler, cmake or ninja."""
     first = build.build(shop.spec)
     asked = shop.compiler_calls.read_text("utf-8")
     assert build.build(shop.spec) == first == variant.find(shop.spec)
@@ -67,8 +67,8 @@ def test_second_build_runs_nothing(shop: BuildSandbox) -> None:
     assert shop.compiler_calls.read_text("utf-8") == asked
 
 
-def test_options_of_a_build_make_a_variant_of_their_own(shop: BuildSandbox) -> None:
-    """CMake variables reach the build; options are part of the id, and paths are not."""
+def test_build_options_change_the_variant_id(shop: BuildSandbox) -> None:
+    """CMake variables are passed to the build; options are part of the id, paths are not."""
     plain = build.build(shop.spec)
     options, paths = {"PLK_SANITIZE": "address"}, {"CMAKE_PROJECT_plk_INCLUDE": "/a/b.cmake"}
     made = build.build(shop.spec, options=options, paths=paths)
@@ -81,8 +81,8 @@ def test_options_of_a_build_make_a_variant_of_their_own(shop: BuildSandbox) -> N
     assert any("-DPLK_SANITIZE=address" in text for text in logs)
 
 
-def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:
-    """The index is a cache: without it the variant is found by its content."""
+def test_variant_without_index_entry_is_not_recompiled(shop: BuildSandbox) -> None:
+    """The index is a cache: without it, the variant is found by its content."""
     first = build.build(shop.spec)
     shutil.rmtree(variant.built() / ".index")
     assert build.build(shop.spec) == first
@@ -93,7 +93,7 @@ def test_lost_index_costs_no_compiling(shop: BuildSandbox) -> None:
 def test_built_variants_are_found_without_a_compiler(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a compiler, a variant that was built before still runs; a spec selects it."""
+    """A built variant is found by its spec without a compiler."""
     stock = build.build(shop.spec, native=False)
     release, changed = patched(shop, b"// patched\n")
     other = build.build_patched(release, changed, native=False)
@@ -113,7 +113,7 @@ def test_built_variants_are_found_without_a_compiler(
 def test_a_cuda_variant_is_found_without_a_gpu(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was built for a named architecture is opened by its spec, where no GPU can be asked."""
+    """A build for a named architecture is found by its spec on a machine without a GPU."""
     toolkit = shop.folder / "cuda"
     script(toolkit / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     (toolkit / "include").mkdir()
@@ -134,7 +134,7 @@ def test_a_cuda_variant_is_found_without_a_gpu(
 
 
 def test_patched_after_stock_rewrites_only_what_differs(shop: BuildSandbox) -> None:
-    """Stock and patched share one build folder; untouched files keep their time."""
+    """Stock and patched share a build directory; unchanged files keep their times."""
     stock = build.build(shop.spec)
     tree = shop.home / "objects" / f"{spec_resolver.resolve(f'path:{shop.tree}').key}-tree"
     for path in tree.rglob("*.cpp"):
@@ -152,8 +152,8 @@ def test_patched_after_stock_rewrites_only_what_differs(shop: BuildSandbox) -> N
     assert stock.manifest.check_library(stock.folder)
 
 
-def test_edited_tree_is_put_right(shop: BuildSandbox) -> None:
-    """Somebody's edit in the build's tree does not reach a variant."""
+def test_edited_build_tree_is_restored_before_the_build(shop: BuildSandbox) -> None:
+    """An edited file in the build tree does not change a variant."""
     first = build.build(shop.spec)
     shutil.rmtree(first.folder)
     (source,) = (shop.home / "objects").glob("*-tree/src/llama.cpp")
@@ -161,8 +161,8 @@ def test_edited_tree_is_put_right(shop: BuildSandbox) -> None:
     assert build.build(shop.spec).library.read_text("utf-8").endswith("// stock\n")
 
 
-def test_compile_error_leaves_nothing_and_is_kept(shop: BuildSandbox) -> None:
-    """A failed build names the first error and publishes nothing; the next one works."""
+def test_compile_error_publishes_no_variant(shop: BuildSandbox) -> None:
+    """The error has the first compiler error; the next build succeeds."""
     shop.use("ninja", "echo 'llama.cpp:1:1: error: broken'; echo 'x: error: later'; exit 1\n")
     with pytest.raises(CommandFailed) as caught:
         build.build(shop.spec)
@@ -173,30 +173,32 @@ def test_compile_error_leaves_nothing_and_is_kept(shop: BuildSandbox) -> None:
     assert build.build(shop.spec).library.is_file()
 
 
-def test_configure_error(shop: BuildSandbox) -> None:
+def test_configure_error_names_the_failed_step(shop: BuildSandbox) -> None:
     """The error of a failed configure step names that step."""
     shop.use("cmake", "echo 'CMake Error at x:1 (y):'; echo '  no such thing'; exit 1\n")
     with pytest.raises(CommandFailed, match=r"configuring failed[^$]*no such thing"):
         build.build(shop.spec)
 
 
-def test_build_without_result(shop: BuildSandbox) -> None:
-    """A build that ends well without a library is a BuildError, not a variant."""
+def test_build_without_a_library_raises_a_build_error(shop: BuildSandbox) -> None:
+    """A build that succeeds without a library is a BuildError, not a variant."""
     shop.use("ninja", "exit 0\n")
     with pytest.raises(BuildError, match="libplk"):
         build.build(shop.spec)
     assert shop.built() == []
 
 
-def test_full_disk_while_compiling(shop: BuildSandbox) -> None:
-    """A compiler that runs out of room gives DiskFull."""
+def test_full_disk_while_compiling_raises_disk_full(shop: BuildSandbox) -> None:
+    """A compiler that finds no space raises DiskFull."""
     shop.use("ninja", "echo 'as: a.o: No space left on device'; exit 1\n")
     with pytest.raises(DiskFull):
         build.build(shop.spec)
 
 
-def test_full_disk_while_publishing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that runs out of room gives DiskFull and leaves nothing in built/."""
+def test_full_disk_while_publishing_leaves_no_variant(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that finds no space raises DiskFull and leaves nothing in built/."""
 
     def full(*_args: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
@@ -209,8 +211,8 @@ def test_full_disk_while_publishing(shop: BuildSandbox, monkeypatch: pytest.Monk
     assert build.build(shop.spec).library.is_file()
 
 
-def test_remains_of_a_killed_build_are_cleared(shop: BuildSandbox) -> None:
-    """Half a folder, with or without its passing name, is replaced by a whole one."""
+def test_incomplete_variant_directories_are_replaced(shop: BuildSandbox) -> None:
+    """An incomplete directory, with or without its temporary name, is replaced."""
     name = build.build(shop.spec).id
     shutil.rmtree(variant.built() / ".index")
     (variant.built() / name / "manifest.json").unlink()
@@ -230,7 +232,7 @@ print(build.build(sys.argv[2]).id, flush=True)
 
 
 def start(shop: BuildSandbox) -> subprocess.Popen[str]:
-    """Start a build in a process of its own."""
+    """Start a build in its own process."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(shop.programs), shop.spec],
         stdin=subprocess.DEVNULL,
@@ -240,7 +242,7 @@ def start(shop: BuildSandbox) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     for _ in range(2400):
         if path.exists():
             return
@@ -249,12 +251,12 @@ def wait_for(path: Path) -> None:
 
 
 def held_ninja(shop: BuildSandbox) -> tuple[Path, Path]:
-    """Let ninja say when it starts, and wait for leave to go on."""
+    """Make ninja write a file when it starts, and wait for another one."""
     begun, go = shop.folder / "begun", shop.folder / "go"
     shop.use(
         "ninja",
         f"touch {shlex.quote(str(begun))}\n"
-        # Bounded, so that a failing test leaves no process for ever.
+        # Bounded, so that a failing test leaves no process.
         f"n=0; while [ ! -e {shlex.quote(str(go))} ] && [ $n -lt 6000 ]; do\n"
         f"sleep 0.05; n=$((n + 1)); done\n{NINJA}",
     )
@@ -262,18 +264,18 @@ def held_ninja(shop: BuildSandbox) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_two_builds_at_once_wait(shop: BuildSandbox) -> None:
-    """The second of two builds waits for the first and compiles nothing itself."""
+def test_concurrent_build_waits_and_compiles_nothing(shop: BuildSandbox) -> None:
+    """The second of two builds waits for the first and runs no compiler."""
     begun, go = held_ninja(shop)
     first = start(shop)
     wait_for(begun)
     second = start(shop)
-    told = threading.Event()
+    waiting = threading.Event()
     thread = threading.Thread(
-        target=lambda: build.build(shop.spec, progress=lambda *_facts: told.set()), daemon=True
+        target=lambda: build.build(shop.spec, progress=lambda *_facts: waiting.set()), daemon=True
     )
     thread.start()
-    assert told.wait(120), "a waiting build says so"
+    assert waiting.wait(120), "a waiting build reports progress"
     go.touch()
     names = [process.communicate(timeout=300)[0] for process in (first, second)]
     thread.join(300)
@@ -282,20 +284,22 @@ def test_two_builds_at_once_wait(shop: BuildSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_killed_build_leaves_nothing_half_done(shop: BuildSandbox) -> None:
-    """After SIGKILL nothing is published, no lock stays, and the next build goes through."""
+def test_build_after_a_killed_build_succeeds(shop: BuildSandbox) -> None:
+    """After SIGKILL nothing is published, no lock remains, and the next build succeeds."""
     begun, go = held_ninja(shop)
     process = start(shop)
     wait_for(begun)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)
     assert not variant.built().exists() or shop.built() == []
-    # The orphaned compiler still holds the tree: the next build must wait for its end.
+    # The orphaned compiler still holds the tree's lock: the next build must wait for its end.
     go.touch()
     assert build.build(shop.spec).library.is_file()
 
 
-def test_home_that_cannot_be_written(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permission_error_names_pyllamakv_home(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without permission the message names PYLLAMAKV_HOME."""
 
     def refuse(*_args: object, **_options: object) -> None:
@@ -307,7 +311,7 @@ def test_home_that_cannot_be_written(shop: BuildSandbox, monkeypatch: pytest.Mon
 
 
 def test_definitions_are_reproducible(shop: BuildSandbox) -> None:
-    """Paths are mapped away, positions are independent, and no launcher is found by accident."""
+    """Paths are mapped, code is position-independent, and no compiler launcher is detected."""
     wanted = variant.request(shop.spec)
     definitions = build.definitions(wanted, "name")
     flags = shlex.split(definitions["CMAKE_CXX_FLAGS"])
@@ -333,8 +337,10 @@ def test_native_build_leaves_out_what_the_compiler_compiles_incorrectly(
             assert ("-mno-amx-int8" in flags) == passed
 
 
-def test_cache_of_objects_has_a_place(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ccache fails without a folder, so it gets one where HOME offers none."""
+def test_ccache_directory_is_set_without_home(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ccache fails without a directory, so one is set if there is no HOME."""
     monkeypatch.delenv("CCACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "")
@@ -343,8 +349,8 @@ def test_cache_of_objects_has_a_place(shop: BuildSandbox, monkeypatch: pytest.Mo
     assert "CCACHE_DIR" not in build.environment()
 
 
-def test_jobs_follow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is always one compiler, and never more than memory holds."""
+def test_number_of_jobs_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is at least one job, and no more than fit into memory."""
     monkeypatch.setattr(build, "available_memory", lambda: 0)
     assert build.default_jobs() == 1
     monkeypatch.setattr(build, "available_memory", lambda: 1 << 60)

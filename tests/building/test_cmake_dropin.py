@@ -1,4 +1,4 @@
-"""The ordinary libraries of a CUDA build know where the toolkit's libraries lie."""
+"""Test that the libraries of a CUDA build have the toolkit's directories in their RPATH."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ plk_dropin("${{CMAKE_BINARY_DIR}}/dropin" ggml)
 
 @pytest.mark.parametrize(("on", "expected"), [("ON", "[$ORIGIN:{0}]"), ("OFF", "[$ORIGIN]")])
 def test_the_loader_finds_the_toolkit(tmp_path: Path, on: str, expected: str) -> None:
-    """Only a build for CUDA names folders of this machine."""
+    """Only a build for CUDA contains directories of this machine."""
     compiler, readelf = shutil.which("c++"), shutil.which("readelf")
     if compiler is None or readelf is None:
         pytest.skip("no compiler for Linux here")
@@ -49,13 +49,13 @@ def test_the_loader_finds_the_toolkit(tmp_path: Path, on: str, expected: str) ->
     words = ("-G", "Ninja", ninja, f"-DGGML_CUDA={on}", f"-DCMAKE_CXX_COMPILER={compiler}")
     run(str(cmake.binary("cmake")), "-S", str(source), "-B", str(folder), *words)
     run(str(cmake.binary("ninja")), "-C", str(folder), "plk_dropin")
-    said = run(readelf, "-d", str(folder / "dropin" / "libggml.so"))
-    (line,) = (line for line in said.splitlines() if "PATH)" in line)
+    output = run(readelf, "-d", str(folder / "dropin" / "libggml.so"))
+    (line,) = (line for line in output.splitlines() if "PATH)" in line)
     assert line.endswith(expected.format(toolkit))
 
 
 def run(*words: str) -> str:
-    """Return what a program says that ends well."""
+    """Return the output of a program that succeeds."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

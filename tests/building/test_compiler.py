@@ -1,4 +1,4 @@
-"""The compiler is found, asked once, and missed with a hint."""
+"""Test that compilers are found, queried once, and reported with a hint if missing."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ esac
 
 
 def programs(folder: Path, *names: str, body: str = BODY) -> dict[str, str]:
-    """Write stand-ins and return an environment in which nothing else is found."""
+    """Write fake compilers and return an environment without other ones."""
     for name in names:
         script(folder / name, body)
     return {"PATH": str(folder)}
 
 
 def calls(folder: Path) -> int:
-    """Return how often the stand-ins were run."""
+    """Return how often the fake compilers were run."""
     path = folder / "calls"
     return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
 
@@ -49,7 +49,7 @@ def test_compiler_reports_version_target_and_cpu_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_amx_is_used_only_if_the_loaded_tile_configuration_is_the_stored_one(
-    tmp_path: Path, status: int
+    tmp_path: Path, status: str
 ) -> None:
     """GCC 12 drops stores to the configuration: ggml's AMX code then ends with SIGILL."""
     body = BODY.replace(
@@ -66,7 +66,7 @@ def test_amx_is_used_only_if_the_loaded_tile_configuration_is_the_stored_one(
 
 
 def test_native_options_of_this_compiler_disable_what_the_flags_lack() -> None:
-    """The macros that ggml tests are those of the flags, also where AMX is left out."""
+    """The macros that ggml tests are those of the flags, also if AMX is disabled."""
     found = compiler.find()
     words = [found.cxx, "-march=native", *found.native_options, "-dM", "-E", "-x", "c++", "-"]
     if not found.target.startswith("x86_64"):
@@ -76,7 +76,7 @@ def test_native_options_of_this_compiler_disable_what_the_flags_lack() -> None:
 
 
 def test_cached_compiler_facts_run_no_compiler(tmp_path: Path) -> None:
-    """With a cache the compiler is not run again, until its file changes."""
+    """With a cache, the compiler is run again only after its file changes."""
     env = programs(tmp_path / "bin", "gcc", "g++")
     cache = tmp_path / "some" / "cache.json"
     first = compiler.find(cache, env)
@@ -89,16 +89,16 @@ def test_cached_compiler_facts_run_no_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}'])
-def test_damaged_cache(tmp_path: Path, text: str) -> None:
-    """A cache that cannot be read costs a question, nothing else."""
+def test_damaged_cache_is_replaced_by_a_compiler_query(tmp_path: Path, text: str) -> None:
+    """An unreadable cache is replaced."""
     cache = tmp_path / "cache.json"
     cache.write_text(text, encoding="utf-8")
     env = programs(tmp_path, "gcc", "g++")
     assert compiler.find(cache, env).native_flags == ("avx2", "pni")
 
 
-def test_cache_with_a_damaged_entry(tmp_path: Path) -> None:
-    """An entry of another shape is asked for again."""
+def test_damaged_cache_entry_is_replaced_by_a_compiler_query(tmp_path: Path) -> None:
+    """An entry of another structure is replaced."""
     cache = tmp_path / "cache.json"
     env = programs(tmp_path, "gcc", "g++")
     found = compiler.find(cache, env)
@@ -106,27 +106,26 @@ def test_cache_with_a_damaged_entry(tmp_path: Path) -> None:
     assert compiler.find(cache, env) == found
 
 
-def test_named_by_the_environment(tmp_path: Path) -> None:
-    """CC and CXX win; a launcher before the compiler is left out."""
+def test_cc_and_cxx_select_the_compilers(tmp_path: Path) -> None:
+    """CC and CXX override the search; a launcher in front of the compiler is removed."""
     env = programs(tmp_path, "gcc", "g++", "mycc", "myc++")
     env |= {"CC": "ccache mycc", "CXX": str(tmp_path / "myc++")}
     found = compiler.find(environ=env)
     assert (found.c, found.cxx) == (str(tmp_path / "mycc"), str(tmp_path / "myc++"))
 
 
-def test_pairs_stay_together(tmp_path: Path) -> None:
-    """A lone gcc does not take clang++ for its companion."""
+def test_c_and_cxx_compilers_are_of_one_family(tmp_path: Path) -> None:
+    """A lone gcc is not combined with clang++."""
     found = compiler.find(environ=programs(tmp_path, "gcc", "clang", "clang++"))
     assert (found.c, found.cxx) == (str(tmp_path / "clang"), str(tmp_path / "clang++"))
 
 
 @pytest.mark.regression(
-    "a compiler that lacked memory passed for one without flags for this processor, and that was "
-    "kept",
+    'the result of a compiler that ran out of memory was cached as "no flags for this processor"',
     by="faults",
     of="Python",
 )
-def test_a_compiler_that_could_not_answer(tmp_path: Path) -> None:
+def test_failed_compiler_query_is_not_cached(tmp_path: Path) -> None:
     """If the compiler fails, for example without memory, no flags are stored."""
     dying = BODY.replace(
         "*native*) echo", "*native*) echo 'cc1plus: out of memory' >&2; exit 1 ; echo"
@@ -152,7 +151,7 @@ def test_compiler_without_native_uses_no_tuning_flags(tmp_path: Path) -> None:
     "answer",
     ["echo 'unrecognized command line option -std=c++17' >&2; exit 1", "echo '{} 201500L'", ":"],
 )
-def test_a_compiler_that_is_too_old(tmp_path: Path, answer: str) -> None:
+def test_compiler_without_the_required_standard_is_refused(tmp_path: Path, answer: str) -> None:
     """A compiler without the required standard is refused with a remedy, and is not stored."""
     answer = answer.format("#define __cplusplus")
     old = BODY.replace("echo '#define __cplusplus 201703L'", answer)
@@ -164,7 +163,7 @@ def test_a_compiler_that_is_too_old(tmp_path: Path, answer: str) -> None:
     assert compiler.find(cache, env).native_flags == ("avx2", "pni")
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing_compiler_error_names_the_package(tmp_path: Path) -> None:
     """Without a compiler, the error names the package to install."""
     with pytest.raises(ToolMissing, match=r"C and C\+\+ compiler.*apt-get install g\+\+"):
         compiler.find(environ={"PATH": str(tmp_path)})
@@ -175,22 +174,22 @@ def test_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "words"), [("absent-compiler", "not on PATH"), ("gcc -m32", "without arguments")]
 )
-def test_wrong_name(tmp_path: Path, value: str, words: str) -> None:
-    """A CXX that names nothing, or more than a compiler, is refused."""
+def test_invalid_cxx_is_refused(tmp_path: Path, value: str, words: str) -> None:
+    """A CXX that names no program, or more than a compiler, is refused."""
     env = {**programs(tmp_path, "gcc", "g++"), "CXX": value}
     with pytest.raises(ToolMissing, match=words):
         compiler.find(environ=env)
 
 
 def test_failing_compiler_is_not_accepted(tmp_path: Path) -> None:
-    """A compiler that only fails is not taken for one."""
+    """A compiler that always fails is not used."""
     env = programs(tmp_path, "gcc", "g++", body="echo no licence >&2; exit 3\n")
     with pytest.raises(ToolMissing, match="no licence"):
         compiler.find(environ=env)
 
 
-def test_launcher(tmp_path: Path) -> None:
-    """Ccache is preferred, and can be switched off."""
+def test_compiler_launcher_prefers_ccache_and_can_be_disabled(tmp_path: Path) -> None:
+    """Ccache is preferred, and can be disabled."""
     env = programs(tmp_path, "sccache")
     assert compiler.launcher(env) == str(tmp_path / "sccache")
     env = programs(tmp_path, "ccache")

@@ -1,4 +1,4 @@
-"""A CUDA toolkit is found in the system or made of wheels; the architecture is never guessed."""
+"""Test CUDA toolkits of the system and of wheels, and the selection of the architecture."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NVCC = "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n"
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the toolkit and the wheels that this machine may have."""
+    """Hide the toolkit and the wheels of this machine."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)
 
 
 def toolkit(root: Path, *, cublas: bool = True) -> dict[str, str]:
-    """Write a stand-in for a toolkit and return the environment that names it."""
+    """Write a fake toolkit and return the environment that names it."""
     script(root / "bin" / "nvcc", NVCC)
     (root / "include").mkdir(parents=True)
     if cublas:
@@ -41,28 +41,28 @@ def toolkit(root: Path, *, cublas: bool = True) -> dict[str, str]:
 
 
 def test_missing_nvcc_names_the_wheels(tmp_path: Path) -> None:
-    """Without nvcc the message names the wheels, for the interpreter that looks for them."""
-    said = re.escape(f"{shlex.quote(sys.executable)} -m pip install 'nvidia-cuda-nvcc")
-    with pytest.raises(ToolMissing, match=said):
+    """The error for a missing nvcc names the wheels for the interpreter in use."""
+    pattern = re.escape(f"{shlex.quote(sys.executable)} -m pip install 'nvidia-cuda-nvcc")
+    with pytest.raises(ToolMissing, match=pattern):
         cuda.find({"PATH": str(tmp_path)})
 
 
-def test_the_extra_is_what_the_message_names() -> None:
-    """Both lists are one."""
+def test_cuda_extra_equals_the_wheels_of_the_error() -> None:
+    """Both lists are equal."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert tuple(project["optional-dependencies"]["cuda"]) == cuda.WHEELS
 
 
 def test_system_toolkit_reports_version_and_paths(tmp_path: Path) -> None:
-    """A toolkit of the system gives version, architecture and places."""
+    """A toolkit of the system reports version, architecture and paths."""
     found = cuda.find(toolkit(tmp_path / "cuda"))
     assert found.version == "13.0.88"
     assert found.options["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
     assert found.places["CUDAToolkit_ROOT"] == str(tmp_path / "cuda")
 
 
-def test_stub_of_the_driver(tmp_path: Path) -> None:
-    """With the toolkit's stub the driver's library is linked, without it memory mapping is off."""
+def test_missing_driver_stub_disables_memory_mapping(tmp_path: Path) -> None:
+    """With the toolkit's stub the driver's library is linked; without it memory mapping is off."""
     env = toolkit(tmp_path / "cuda")
     stub = tmp_path / "cuda" / "lib64" / "stubs" / "libcuda.so"
     stub.parent.mkdir(parents=True)
@@ -72,8 +72,8 @@ def test_stub_of_the_driver(tmp_path: Path) -> None:
     assert "GGML_CUDA_NO_VMM" not in found.options
 
 
-def test_script_before_nvcc(tmp_path: Path) -> None:
-    """A script on PATH that calls nvcc is looked through: CMake needs the real folder."""
+def test_nvcc_wrapper_script_is_resolved_to_its_toolkit(tmp_path: Path) -> None:
+    """A script on PATH that calls nvcc is resolved: CMake needs the real directory."""
     toolkit(tmp_path / "cuda")
     script(tmp_path / "bin" / "nvcc", "")
     text = f'#!/bin/sh\nexec {tmp_path}/cuda/bin/nvcc "$@"\n'
@@ -81,13 +81,15 @@ def test_script_before_nvcc(tmp_path: Path) -> None:
     assert cuda.compiler({"PATH": str(tmp_path / "bin")}) == tmp_path / "cuda/bin/nvcc"
 
 
-def test_cublas_is_looked_for(tmp_path: Path) -> None:
-    """A toolkit without cuBLAS is refused with the package to install."""
+def test_toolkit_without_cublas_names_the_package(tmp_path: Path) -> None:
+    """A toolkit without cuBLAS is refused, and the error names the package to install."""
     with pytest.raises(ToolMissing, match=r"pip install 'nvidia-cublas==13\.\*'"):
         cuda.find(toolkit(tmp_path / "cuda", cublas=False))
 
 
-def test_cublas_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_wheel_completes_a_system_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cuBLAS wheel completes a toolkit of the system."""
     wheel = tmp_path / "site" / "nvidia" / "cu13"
     (wheel / "include").mkdir(parents=True)
@@ -108,8 +110,10 @@ def test_cublas_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert places["CUDA_cublasLt_LIBRARY"] == str(wheel / "lib" / "libcublasLt.so.13")
 
 
-def test_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels are laid out as a toolkit once: lib64, and names without versions."""
+def test_wheels_are_laid_out_as_a_toolkit_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout has lib64 and names without versions, and is created once."""
     wheel = tmp_path / "site" / "nvidia" / "cu13"
     toolkit(wheel)
     (wheel / "lib").mkdir()
@@ -124,7 +128,7 @@ def test_wheels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wheels(site: Path, version: str, root: str = "cu13") -> Path:
-    """Install stand-ins for wheels of a version into a folder, and return `nvidia`."""
+    """Install fake wheels of a version into a directory, and return `nvidia`."""
     place = site / "nvidia" / root
     if not place.exists():
         toolkit(place)
@@ -137,8 +141,10 @@ def wheels(site: Path, version: str, root: str = "cu13") -> Path:
     return place.parent
 
 
-def test_other_wheels_are_another_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upgrade is laid out anew; what a killed process left behind is not taken for one."""
+def test_upgraded_wheels_are_laid_out_as_a_new_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade has a new layout; an incomplete one of a killed process is not used."""
     monkeypatch.setattr(cuda, "_wheel_folders", lambda: [wheels(tmp_path, "13.0.96")])
     first = cuda.compiler({"PATH": ""})
     assert first is not None
@@ -148,13 +154,17 @@ def test_other_wheels_are_another_toolkit(tmp_path: Path, monkeypatch: pytest.Mo
         cuda.compiler({"PATH": ""})
     second = cuda.compiler({"PATH": ""})
     assert second is not None
-    said = [(path.parents[1] / "lib64/libcudart.so").read_text("utf-8") for path in (first, second)]
-    assert said == ["13.0.96", "13.0.97"]
+    versions = [
+        (path.parents[1] / "lib64/libcudart.so").read_text("utf-8") for path in (first, second)
+    ]
+    assert versions == ["13.0.96", "13.0.97"]
     assert not list((tmp_path / "home" / "objects").glob(".*"))
 
 
-def test_two_processes_lay_out_one_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second waits, and finds it whole."""
+def test_concurrent_layout_of_wheels_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process waits, and finds a complete layout."""
     folder = wheels(tmp_path, "13.0.96")
     slow = cuda._link_or_copy
 
@@ -169,8 +179,10 @@ def test_two_processes_lay_out_one_toolkit(tmp_path: Path, monkeypatch: pytest.M
     assert (made[0] / "lib64" / "libcudart.so").read_text("utf-8") == "13.0.96"
 
 
-def test_the_newest_toolkit_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers count, and folders of single wheels of CUDA 12 are no toolkits."""
+def test_wheel_toolkits_are_ordered_by_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions are compared as numbers; directories of single CUDA 12 wheels are not toolkits."""
     for name in ("cu9", "cu13", "cuda_nvcc"):
         folder = wheels(tmp_path, "1", name)
     monkeypatch.setattr(cuda, "_wheel_folders", lambda: [folder])
@@ -178,20 +190,20 @@ def test_the_newest_toolkit_of_wheels(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("value", ["90", "90-real", "86;90-virtual", "90a-real"])
-def test_named_architecture(value: str) -> None:
-    """The environment names the architecture where no GPU can be asked."""
+def test_environment_variable_sets_the_cuda_architecture(value: str) -> None:
+    """The environment sets the architecture if there is no GPU."""
     assert cuda.architecture({"PATH": "", cuda.ARCHITECTURE: value}) == value
 
 
 @pytest.mark.parametrize("value", ["hopper", "90 86", "native", "9"])
-def test_wrong_architecture(value: str) -> None:
-    """Anything else is refused before CMake sees it."""
+def test_invalid_cuda_architecture_is_refused(value: str) -> None:
+    """Other values are refused before CMake runs."""
     with pytest.raises(UsageError, match="90-real"):
         cuda.architecture({"PATH": "", cuda.ARCHITECTURE: value})
 
 
-def test_architecture_of_the_gpu(tmp_path: Path) -> None:
-    """All GPUs of the machine are asked, each capability once."""
+def test_cuda_architecture_is_that_of_all_gpus(tmp_path: Path) -> None:
+    """All GPUs of the machine are queried, and each compute capability is listed once."""
     script(tmp_path / "nvidia-smi", "printf '9.0\\n8.6\\n9.0\\n12.0\\n'\n")
     assert cuda.architecture({"PATH": str(tmp_path)}) == "120-real;86-real;90-real"
 
@@ -204,8 +216,8 @@ def test_unknown_cuda_architecture_is_refused_without_a_gpu(tmp_path: Path, body
         cuda.architecture({"PATH": str(tmp_path)})
 
 
-def test_not_nvcc(tmp_path: Path) -> None:
-    """A program that does not speak as nvcc is refused."""
+def test_program_without_nvcc_version_is_refused(tmp_path: Path) -> None:
+    """A program that does not print a version of nvcc is refused."""
     env = toolkit(tmp_path / "cuda")
     script(tmp_path / "cuda" / "bin" / "nvcc", "echo hello\n")
     with pytest.raises(ToolMissing, match="does not report its version"):

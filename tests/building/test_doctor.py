@@ -1,4 +1,4 @@
-"""The doctor names what is there, what lacks, and the hint; necessary and optional apart."""
+"""Test the doctor: present and missing programs, hints, required and optional ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Hide every program of this machine and return the folder that PATH names instead."""
+    """Hide every program of this machine and return the directory that replaces PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -32,12 +32,12 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def by_name(findings: list[ProbeResult]) -> dict[str, ProbeResult]:
-    """Return the findings under their names."""
+    """Return the findings by name."""
     return {finding.name: finding for finding in findings}
 
 
-def test_bare_machine(bare: Path) -> None:
-    """Without any program the necessary ones are missing, the others optional, all with a hint."""
+def test_doctor_reports_required_and_optional_programs_as_missing(bare: Path) -> None:
+    """Without programs, required ones are missing, the others optional; all have a hint."""
     found = by_name(doctor.examine())
     assert found["compiler"].state == found["git"].state == "missing"
     assert "g++" in found["compiler"].hint
@@ -48,8 +48,8 @@ def test_bare_machine(bare: Path) -> None:
     assert not doctor.healthy(list(found.values()))
 
 
-def test_furnished_machine(bare: Path) -> None:
-    """With compiler and git nothing necessary is missing."""
+def test_doctor_reports_installed_programs_as_ok(bare: Path) -> None:
+    """With compiler and git, no required program is missing."""
     version = (
         "case $1 in --version) echo 'gcc (X) 1.2' ;; -dumpmachine) echo x86_64-x ;; "
         "-std=*) echo '#define __cplusplus 201703L' ;; esac\n"
@@ -61,13 +61,15 @@ def test_furnished_machine(bare: Path) -> None:
         assert found[name].state == "ok", name
 
 
-def test_every_shortage_has_a_hint(bare: Path) -> None:
-    """Nothing is reported as lacking without a word on what to do."""
+def test_every_doctor_finding_other_than_ok_has_a_hint(bare: Path) -> None:
+    """Every finding other than ok has a hint."""
     assert all(f.hint for f in doctor.examine() if f.state != "ok" and f.name != "platform")
 
 
-def test_little_room(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk and a small memory are found."""
+def test_doctor_reports_a_full_disk_and_little_memory(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk and little memory are reported."""
 
     class Usage:
         free = 1 << 20
@@ -80,8 +82,8 @@ def test_little_room(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["memory"].state == "optional"
 
 
-def test_missing_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel that lacks is necessary."""
+def test_doctor_reports_a_missing_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing wheel is required."""
 
     def absent(name: str) -> Path:
         raise ToolMissing(f"no {name}: pip install cmake ninja", name)
@@ -92,8 +94,8 @@ def test_missing_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" in found["cmake"].hint
 
 
-def test_command(bare: Path) -> None:
-    """The verb prints a line per finding, JSON on request, and exits with 1 for a shortage."""
+def test_doctor_command_exits_with_1_if_a_program_is_missing(bare: Path) -> None:
+    """The verb prints a line per finding, or JSON, and exits with 1 if a program is missing."""
     text = CliRunner().invoke(verb.app, [])
     assert text.exit_code == 1
     assert "MISSING compiler" in text.stdout

@@ -11,13 +11,13 @@ from building_kit import script
 from pyllamakv.building import backend, doctor
 
 
-def test_rpc_and_the_processor_are_always_there() -> None:
-    """Both are in every CPU build."""
+def test_doctor_reports_rpc_and_cpu_as_available() -> None:
+    """Both are part of every CPU build."""
     assert doctor.rpc().state == "ok"
     assert doctor.cpu().name == "cpu"
 
 
-def test_metal_is_for_macs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metal_is_unavailable_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metal is unavailable on other systems; on macOS it is reported as untested."""
     monkeypatch.setattr(sys, "platform", "linux")
     assert "on a Mac" in doctor.metal().hint
@@ -31,7 +31,7 @@ def test_metal_is_for_macs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vulkan_needs_headers_loader_and_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them has a hint of its own, and devices are named."""
+    """Each requirement has its own hint, and devices are listed."""
     monkeypatch.setattr(doctor, "_DRIVERS", (str(tmp_path),))
     env = {"PATH": str(tmp_path)}
     monkeypatch.setattr(backend, "vulkan_missing", lambda _env, **_more: "glslc")

@@ -1,4 +1,4 @@
-"""The variable that llama-cpp-python reads contains the path of the libraries."""
+"""Test the variable that llama-cpp-python reads, which contains the path of the libraries."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def variant(folder: Path, release: str, *libraries: str) -> Variant:
 
 
 @pytest.mark.parametrize("release", ["0.3.1", "0.3.9", "0.3.16", "0.3.36"])
-def test_folder(tmp_path: Path, release: str) -> None:
-    """Most versions read the folder of the libraries."""
+def test_recent_releases_read_the_library_directory_variable(tmp_path: Path, release: str) -> None:
+    """Most versions read the directory of the libraries."""
     described = dropin.describe(variant(tmp_path, release, "libllama.so"))
     assert described.variable == "LLAMA_CPP_LIB_PATH"
     assert described.value == str(tmp_path / "lib")
@@ -39,44 +39,44 @@ def test_folder(tmp_path: Path, release: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.2.90", "0.3.0"])
-def test_file(tmp_path: Path, release: str) -> None:
-    """The oldest read the library's own path."""
+def test_oldest_releases_read_the_library_path_variable(tmp_path: Path, release: str) -> None:
+    """The oldest versions read the path of the library."""
     described = dropin.describe(variant(tmp_path, release, "libllama.so"))
     assert described.variable == "LLAMA_CPP_LIB"
     assert described.value == str(tmp_path / "lib" / "libllama.so")
 
 
 @pytest.mark.parametrize("release", ["b4980", "v0.5.0"])
-def test_release_without_package(tmp_path: Path, release: str) -> None:
-    """A release that no llama-cpp-python contains has no drop-in."""
+def test_release_without_llama_cpp_python_has_no_dropin(tmp_path: Path, release: str) -> None:
+    """A release that is in no version of llama-cpp-python has no drop-in."""
     with pytest.raises(Unsupported, match=release):
         dropin.describe(variant(tmp_path, release, "libllama.so"))
 
 
-def test_variant_without_libraries(tmp_path: Path) -> None:
+def test_variant_without_libllama_has_no_dropin(tmp_path: Path) -> None:
     """A variant without libllama is refused with the reason."""
     with pytest.raises(Unsupported, match=r"no libllama in .*; build it: pyllamakv build"):
         dropin.describe(variant(tmp_path, "0.3.9"))
 
 
-def test_line_for_the_shell(tmp_path: Path) -> None:
-    """Any path survives the shell."""
+def test_export_line_quotes_the_path_for_the_shell(tmp_path: Path) -> None:
+    """Any path is quoted correctly."""
     folder = tmp_path / "it's a $HOME"
     line = dropin.describe(variant(folder, "0.3.9", "libllama.so")).export()
     name, _, value = shlex.split(line)[1].partition("=")
     assert (name, value) == ("LLAMA_CPP_LIB_PATH", str(folder / "lib"))
 
 
-def test_the_verb_says_how_to_install(
+def test_env_prints_the_installation_command_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it says to do compiles no llama.cpp, and stays out of the line for the shell."""
+    """The command does not compile llama.cpp, and is not on stdout."""
     found = variant(tmp_path, "0.3.9", "libllama.so")
     monkeypatch.setattr("pyllamakv.building.variant.find", lambda spec, backend: found)
     dropin_cli.env("0.3.9+patched", backend="cpu")
-    said = capsys.readouterr()
-    assert "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.9" in said.err
-    assert said.out.startswith("export LLAMA_CPP_LIB_PATH=")
+    output = capsys.readouterr()
+    assert "CMAKE_ARGS=-DLLAMA_BUILD=OFF pip install llama-cpp-python==0.3.9" in output.err
+    assert output.out.startswith("export LLAMA_CPP_LIB_PATH=")
 
 
 PROGRAM = """
@@ -96,7 +96,7 @@ print(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
 @pytest.mark.native
 @pytest.mark.peer
 def test_llama_cpp_python_loads_the_variant(patched: Variant, tiny_model: Path) -> None:
-    """The package that users have runs on the patched libraries."""
+    """The published package runs with the patched libraries."""
     version = pytest.importorskip("importlib.metadata").version
     try:
         installed = version("llama-cpp-python")

@@ -1,4 +1,4 @@
-"""A manifest survives a round trip, and everything that does not match it is refused."""
+"""Test that manifests are saved and loaded, and mismatches are refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyllamakv.building import manifest as manifests
 from pyllamakv.errors import LoadError, ManifestError
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    """What was saved is loaded again, from the folder and from the file."""
+def test_saved_manifest_equals_the_loaded_one(tmp_path: Path) -> None:
+    """A saved manifest is loaded from the directory and from the file."""
     saved = manifest(patches=("full-defrag",), patched_tree="b" * 40)
     path = saved.save(tmp_path)
     assert manifests.load(tmp_path) == saved == manifests.load(path)
@@ -44,7 +44,7 @@ def test_saved_manifest_can_be_read_by_all(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_fields_are_named(tmp_path: Path, change: object, words: str) -> None:
-    """A field that lacks or has the wrong type is named in the error."""
+    """A missing field, or one of the wrong type, is named in the error."""
     path = manifest().save(tmp_path)
     raw = json.loads(path.read_text(encoding="utf-8"))
     change(raw)  # type: ignore[operator]
@@ -54,29 +54,29 @@ def test_damaged_fields_are_named(tmp_path: Path, change: object, words: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0", "null"])
-def test_files_that_are_no_manifest(tmp_path: Path, text: str) -> None:
-    """A truncated file or another kind of JSON is a ManifestError, nothing else."""
+def test_malformed_manifest_raises_manifest_error(tmp_path: Path, text: str) -> None:
+    """A truncated file or other JSON is a ManifestError."""
     (tmp_path / manifests.NAME).write_text(text, encoding="utf-8")
     with pytest.raises(ManifestError):
         manifests.load(tmp_path)
 
 
-def test_absent_manifest(tmp_path: Path) -> None:
-    """A folder without a manifest is not a variant, and the error has a remedy."""
+def test_missing_manifest_error_names_the_build_command(tmp_path: Path) -> None:
+    """A directory without a manifest is not a variant, and the error has a remedy."""
     with pytest.raises(ManifestError, match="pyllamakv build"):
         manifests.load(tmp_path)
 
 
 def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
-    """A field that we do not know yet does not make a manifest unreadable."""
+    """An unknown field of a later version is ignored."""
     path = manifest().save(tmp_path)
     raw = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**raw, "novelty": 1}), encoding="utf-8")
     assert manifests.load(tmp_path) == manifest()
 
 
-def test_library_must_match(tmp_path: Path) -> None:
-    """The library is accepted with its own hash, refused when changed or gone."""
+def test_library_with_another_hash_is_refused(tmp_path: Path) -> None:
+    """The library is accepted with its hash, and refused if it changed or is missing."""
     library = tmp_path / "libplk.so"
     library.write_bytes(b"code")
     described = manifest(library_sha256=hashlib.sha256(b"code").hexdigest())
@@ -90,8 +90,8 @@ def test_library_must_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["flags", "Features"])
-def test_cpu_flags(tmp_path: Path, name: str) -> None:
-    """CPU flags that the machine lacks are named; if it reports none, nothing is refused."""
+def test_missing_cpu_flags_are_named(tmp_path: Path, name: str) -> None:
+    """CPU flags that the machine lacks are named; if it reports none, no library is refused."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{name}\t\t: fpu avx2 fma\n", encoding="utf-8")
     manifest().check_machine("", cpuinfo)
@@ -102,14 +102,14 @@ def test_cpu_flags(tmp_path: Path, name: str) -> None:
     wanting.check_machine("", tmp_path / "absent")
 
 
-def test_other_processor_family(tmp_path: Path) -> None:
-    """A library of another architecture is refused by name."""
+def test_library_for_another_architecture_is_refused(tmp_path: Path) -> None:
+    """A library for another architecture is refused; the error names it."""
     with pytest.raises(LoadError, match="aarch64"):
         manifest(machine="aarch64").check_machine("x86_64", tmp_path / "absent")
 
 
-def test_imports_nothing_of_building() -> None:
-    """Both sides read this module, so it may not pull the building layer in."""
+def test_manifest_module_imports_nothing_of_building() -> None:
+    """The binding and the build layer read this module, so it must not import the build layer."""
     tree = ast.parse(Path(manifests.__file__).read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not {name for name in modules if name and name.startswith("pyllamakv.building")}

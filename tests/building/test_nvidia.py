@@ -21,32 +21,32 @@ esac
 
 
 def toolkit(folder: Path, body: str, architecture: str = "90-real") -> Toolkit:
-    """Make a toolkit whose nvcc does what ``body`` says."""
+    """Create a toolkit whose nvcc runs ``body``."""
     nvcc = script(folder / "bin" / "nvcc", body)
     return Toolkit(nvcc, "13.0.88", {"CMAKE_CUDA_ARCHITECTURES": architecture})
 
 
-def test_a_driver_is_read(tmp_path: Path) -> None:
-    """Version, CUDA and each GPU once; without nvidia-smi there is none."""
+def test_driver_versions_and_gpus_are_read_from_nvidia_smi(tmp_path: Path) -> None:
+    """Version, CUDA and each GPU are read once; without nvidia-smi there is none."""
     script(tmp_path / "nvidia-smi", SMI)
     found = nvidia.driver({"PATH": str(tmp_path)})
     assert found == nvidia.Driver("580.159.03", "13.0", "NVIDIA H200")
     assert nvidia.driver({"PATH": str(tmp_path / "none")}) is None
 
 
-def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
-    """Another major version of CUDA is refused with both hints, a minor one is not."""
+def test_driver_of_an_older_cuda_major_version_is_refused(tmp_path: Path) -> None:
+    """Another major version of CUDA is refused with both hints; a minor one is not."""
     made = toolkit(tmp_path, "")
     assert nvidia.mismatch(made, nvidia.Driver("1", "13.2", "")) == ""
-    said = nvidia.mismatch(made, nvidia.Driver("535.1", "12.2", ""))
-    assert "update the driver" in said
-    assert "toolkit of CUDA 12" in said
+    problem = nvidia.mismatch(made, nvidia.Driver("535.1", "12.2", ""))
+    assert "update the driver" in problem
+    assert "toolkit of CUDA 12" in problem
 
 
 def test_nothing_is_compiled_for_a_driver_that_is_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends the build; no driver, and a GPU of another machine, do not."""
+    """The driver ends the build; a missing one, and a GPU of another machine, do not."""
     made = toolkit(tmp_path, "exit 0\n")
     old = SMI.replace("CUDA Version: 13", "CUDA Version: 12")
     script(tmp_path / "smi" / "nvidia-smi", old)
@@ -64,8 +64,8 @@ def test_nothing_is_compiled_for_a_driver_that_is_too_old(
     build.check_toolchain(wanted)
 
 
-def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:
-    """Its own words come through, with what to do."""
+def test_host_compiler_that_nvcc_refuses_is_named(tmp_path: Path) -> None:
+    """The error has the compiler's message and a remedy."""
     nvidia.prove(toolkit(tmp_path / "good", "exit 0\n"), "g++")
     made = toolkit(
         tmp_path, "echo 'In file x'; echo '#error -- unsupported GNU version!'; exit 1\n"
@@ -74,19 +74,19 @@ def test_a_compiler_that_nvcc_refuses(tmp_path: Path) -> None:
         nvidia.prove(made, "g++-99")
 
 
-def test_the_first_architecture_is_compiled_for(tmp_path: Path) -> None:
-    """Suffixes for CMake are none for nvcc."""
-    body = f'echo "$*" >{tmp_path}/said\n'
+def test_nvcc_trial_compiles_for_the_first_architecture(tmp_path: Path) -> None:
+    """CMake's suffixes of architectures are not passed to nvcc."""
+    body = f'echo "$*" >{tmp_path}/arguments\n'
     nvidia.prove(toolkit(tmp_path, body, "90a-real;86-virtual"), "g++")
-    words = (tmp_path / "said").read_text(encoding="utf-8").split()
+    words = (tmp_path / "arguments").read_text(encoding="utf-8").split()
     assert "-arch=sm_90a" in words
     assert words[words.index("-ccbin") + 1] == "g++"
 
 
-def test_an_architecture_that_the_toolkit_lacks(
+def test_architecture_unsupported_by_the_toolkit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused with those that there are."""
+    """It is refused with the supported ones."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     body = """case $* in
 --list-gpu-arch) printf 'compute_75\\ncompute_90\\n' ;;
@@ -103,7 +103,7 @@ esac
 
 
 def test_the_doctor_names_the_missing_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No nvcc, no driver, a driver that is too old, and all of it."""
+    """The reports are: no nvcc, no driver, a driver that is too old, and no problem."""
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(cuda, "_wheel_folders", list)
     env = {"PATH": str(tmp_path), cuda.ARCHITECTURE: "90-real"}

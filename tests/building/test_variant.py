@@ -1,4 +1,4 @@
-"""Specs are parsed, ids follow content alone, and what is built is found without work."""
+"""Test specs of variants, ids, and the search for built variants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILER = Compiler("/bin/gcc", "/bin/g++", "gcc 1.2.3", "x86_64", ("avx2", "fma
 
 
 def request(**changed: object) -> variant.BuildRequest:
-    """Return a request, but for the named fields."""
+    """Return a request with the named fields changed."""
     values: dict[str, object] = {
         "spec": variant.Spec("0.3.9", ()),
         "release": RELEASE,
@@ -52,8 +52,10 @@ def request(**changed: object) -> variant.BuildRequest:
         ("path:/some/C++/llama+stock", "path:/some/C++/llama", ()),
     ],
 )
-def test_parse(text: str, release: str, series: tuple[str, ...] | None) -> None:
-    """A spec is a release, and after the last plus a series."""
+def test_spec_is_split_into_release_and_series(
+    text: str, release: str, series: tuple[str, ...] | None
+) -> None:
+    """A spec is a release, and a series after the last plus."""
     assert variant.parse(text) == variant.Spec(release, series)
 
 
@@ -61,8 +63,8 @@ def test_parse(text: str, release: str, series: tuple[str, ...] | None) -> None:
     "text",
     ["", "+stock", "0.3.9+", "0.3.9+a,,b", "0.3.9+a,a", "0.3.9+stock,a", "0.3.9+a b", "0.3.9+A"],
 )
-def test_parse_refuses(text: str) -> None:
-    """What is no spec is refused before anything is looked up."""
+def test_malformed_spec_is_refused(text: str) -> None:
+    """A malformed spec is refused before anything is looked up."""
     with pytest.raises(UsageError):
         variant.parse(text)
 
@@ -73,14 +75,14 @@ names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,12}", fullmatch=True).filter(
 
 
 @given(st.none() | st.lists(names, unique=True, max_size=4).map(tuple))
-def test_spec_round_trip(series: tuple[str, ...] | None) -> None:
+def test_printed_spec_parses_to_the_same_spec(series: tuple[str, ...] | None) -> None:
     """Printing and parsing a spec gives the same spec."""
     spec = variant.Spec("0.3.9", series)
     assert variant.parse(str(spec)) == spec
 
 
 def test_id_is_deterministic_and_names_stock_or_patched() -> None:
-    """Equal inputs have equal ids, and the ids of stock and patched differ visibly."""
+    """Equal inputs have equal ids, and the ids of stock and patched contain the series."""
     assert request().variant_id("a" * 40) == request().variant_id("a" * 40)
     assert request().variant_id("a" * 40).startswith("0.3.9-stock-cpu-")
     assert request().variant_id("b" * 40).startswith("0.3.9-patched-cpu-")
@@ -96,22 +98,22 @@ def test_id_is_deterministic_and_names_stock_or_patched() -> None:
         {"release": dataclasses.replace(RELEASE, commit="d" * 40)},
     ],
 )
-def test_id_follows_what_decides_the_code(changed: dict[str, object]) -> None:
+def test_id_changes_with_options_compiler_flags_and_release(changed: dict[str, object]) -> None:
     """Options, compiler version, CPU flags and the release change the id."""
     assert request(**changed).variant_id("a" * 40) != request().variant_id("a" * 40)
     assert request(**changed).objects != request().objects
 
 
 def test_id_ignores_paths_of_tools() -> None:
-    """The same compiler at another path makes the same variant."""
+    """The same compiler at another path has the same id."""
     moved = request(compiler=dataclasses.replace(COMPILER, c="/opt/gcc", cxx="/opt/g++"))
     assert moved.variant_id("a" * 40) == request().variant_id("a" * 40)
     placed = request(backend=Backend("cpu", {"GGML_RPC": "ON"}, {"CUDAToolkit_ROOT": "/x"}))
     assert placed.variant_id("a" * 40) == request().variant_id("a" * 40)
 
 
-def test_spec_does_not_enter_the_id() -> None:
-    """Two ways of naming the same tree name one variant, from one build folder."""
+def test_two_specs_of_one_tree_have_one_id() -> None:
+    """Two specs of one tree have the same id and the same build directory."""
     named = request(spec=variant.Spec("0.3.9", ("full-defrag",)))
     whole = request(spec=variant.Spec("0.3.9", None))
     assert named.variant_id("b" * 40) == whole.variant_id("b" * 40)
@@ -119,16 +121,16 @@ def test_spec_does_not_enter_the_id() -> None:
     assert named.key != whole.key
 
 
-def test_shim_enters_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of the shim makes another variant, in the same build folder."""
+def test_changed_shim_changes_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed shim has another id, in the same build directory."""
     before, objects = request().variant_id("a" * 40), request().objects
     monkeypatch.setattr(variant, "shim_digest", lambda: "other")
     assert request().variant_id("a" * 40) != before
     assert request().objects == objects
 
 
-def test_files_digest(tmp_path: Path) -> None:
-    """Names and contents count; times and compiled Python do not."""
+def test_files_digest_depends_on_names_and_contents(tmp_path: Path) -> None:
+    """The digest depends on names and contents, not on times and compiled Python."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").write_text("1", encoding="utf-8")
     first = variant.files_digest([tmp_path])
@@ -139,8 +141,8 @@ def test_files_digest(tmp_path: Path) -> None:
     assert variant.files_digest([tmp_path]) != first
 
 
-def test_absent_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was never built is not found."""
+def test_unbuilt_variant_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that was not built is not found."""
     shop = BuildSandbox(tmp_path, monkeypatch)
     assert variant.find(shop.spec) is None
 
@@ -164,16 +166,18 @@ def test_unknown_patch_in_a_spec_gets_the_closest_name(
     assert (caught.value.name, caught.value.close) == (typed, (meant,))
 
 
-def test_find_asks_no_program_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking runs neither compiler nor cmake, the first time either."""
+def test_finding_a_variant_runs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search runs neither compiler nor cmake, not even the first time."""
     shop = BuildSandbox(tmp_path, monkeypatch)
     variant.find(shop.spec)
     assert not shop.compiler_calls.exists()
     assert shop.count("cmake") == 0
 
 
-def test_lookup_needs_a_whole_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry of the index whose folder lost its library or manifest counts for nothing."""
+def test_index_entry_of_an_incomplete_variant_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index entry without its library or manifest is ignored."""
     shop = BuildSandbox(tmp_path, monkeypatch)
     wanted = variant.request(shop.spec)
     folder = variant.built() / "some-variant"

@@ -1,4 +1,4 @@
-"""What is built is found without its compiler, and only while all else is what it was built of."""
+"""Test that a build is found without its compiler, and only if all its inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
 
 
 def no_compiler(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the compiler away, and what it answered; git stays, which reads folders of sources."""
+    """Hide the compiler and its cached results; git stays, which reads directories as sources."""
     git = shutil.which("git")
     assert git
     (shop.folder / "path").mkdir()
@@ -49,13 +49,13 @@ def no_compiler(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another_compiler(shop: BuildSandbox) -> None:
-    """Put a later version in its place."""
+    """Install a later version instead."""
     path = shop.programs / "c++"
     script(path, path.read_text("utf-8").replace("1.2.3", "1.2.34").removeprefix("#!/bin/sh\n"))
 
 
 def both(shop: BuildSandbox) -> tuple[variant.Spec, variant.Spec, variant.Variant]:
-    """Return the specs of stock and patched, and the build that both name."""
+    """Return the specs of stock and patched, and the build of both."""
     made = build.build(shop.spec)
     stock = variant.parse(shop.spec)
     patched = variant.Spec(stock.release, None)
@@ -66,10 +66,10 @@ def both(shop: BuildSandbox) -> tuple[variant.Spec, variant.Spec, variant.Varian
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler_here", [True, False])
 @pytest.mark.parametrize("place", ["patches", "package/patching"])
-def test_other_patches_are_another_build(
+def test_changed_patches_hide_the_patched_build_only(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch, place: str, *, compiler_here: bool
 ) -> None:
-    """A changed patch, or code that applies them, hides the patched build, and no stock one."""
+    """Changed patches, or changed code that applies them, hide only the patched build."""
     stock, patched, made = both(shop)
     if not compiler_here:
         no_compiler(shop, monkeypatch)
@@ -84,10 +84,10 @@ def test_other_patches_are_another_build(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler_here", [True, False])
-def test_another_shim_is_another_build(
+def test_changed_shim_recipe_or_options_hide_a_build(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch, *, compiler_here: bool
 ) -> None:
-    """So are another release under the name, other options, and another recipe of ours."""
+    """Another release of the same name, other options and another recipe do as well."""
     stock, patched, made = both(shop)
     if not compiler_here:
         no_compiler(shop, monkeypatch)
@@ -110,7 +110,7 @@ def test_another_shim_is_another_build(
 def test_missing_variant_names_the_build_command(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing built, and with something else built, compiler or not."""
+    """The error names it without any build and with another one, with and without a compiler."""
     wanted = f"build {shop.spec}"
     with pytest.raises(NotBuilt, match=wanted.replace("+", r"\+")):
         open_variant.find_built(shop.spec)
@@ -124,8 +124,10 @@ def test_missing_variant_names_the_build_command(
 
 
 @pytest.mark.slow
-def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verified releases are tried from the newest, patched; no other release is."""
+def test_newest_verified_release_is_found_first(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verified releases are tried from the newest, patched; no others are."""
     _, _, made = both(shop)
     built = spec_resolver.resolve(f"path:{shop.tree}")
     newer = lockfile.known()["b11549"]
@@ -152,7 +154,7 @@ def test_the_newest_verified_build(shop: BuildSandbox, monkeypatch: pytest.Monke
 def test_a_build_by_another_compiler_is_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`build` makes its own; of both that of the compiler here is opened, else the newest."""
+    """`build` builds its own; the one of the current compiler is used first, then the newest."""
     stamps = iter(("2026-01-02", "2026-01-01"))
     publish = manifests.Manifest.save
 
@@ -176,7 +178,7 @@ def test_a_build_by_another_compiler_is_found(
 def test_a_build_for_another_machine_is_not_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither one for another processor, nor one whose instructions this one lacks."""
+    """A build for another architecture, or with missing instructions, is not found."""
     made = build.build(shop.spec)
     no_compiler(shop, monkeypatch)
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset({"avx"}))
@@ -192,15 +194,15 @@ def test_a_build_for_another_machine_is_not_found(
 def test_build_outside_the_index_is_not_found(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build that the index does not hold for a spec is none of it, whatever its manifest says."""
+    """A build that the index does not list for a spec is not found, whatever its manifest is."""
     stock, patched, made = both(shop)
     (variant.built() / ".index" / variant.request(patched).key).unlink()
     no_compiler(shop, monkeypatch)
     assert (variant.find(stock), variant.find(patched)) == (made, None)
 
 
-def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) -> None:
-    """`recall` returns only what `find` has stored."""
+def test_cached_compiler_is_found_without_running_it(shop: BuildSandbox, tmp_path: Path) -> None:
+    """`recall` returns only what `find` stored."""
     cache = tmp_path / "answers.json"
     assert compiler.find_cached(cache) is None
     assert not shop.compiler_calls.exists()
@@ -215,8 +217,8 @@ def test_a_compiler_is_remembered_not_asked(shop: BuildSandbox, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_opening_needs_no_compiler() -> None:
-    """The real thing, in a process without PATH, whatever the release's name is written like."""
+def test_variant_opens_without_a_compiler() -> None:
+    """A real build opens in a process without PATH, with any spelling of the release."""
     found = variant.find(f"{releases.TEST_RELEASE}+patched")
     if found is None:
         if os.environ.get("PYLLAMAKV_REQUIRE_NATIVE"):

@@ -1,4 +1,4 @@
-"""Variants of pyllamakv-prebuilt are found after those of the data directory."""
+"""Test that variants of pyllamakv-prebuilt are found after those of the data directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
 
 @pytest.fixture
 def distribution(shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a distribution with a portable build, which stock and patched name, and no other."""
+    """Install a distribution with one portable build of stock and patched."""
     made = build.build(shop.spec, native=False)
     release = variant.parse(shop.spec).release
     variant.add_to_index(variant.request(variant.Spec(release, None), native=False), made)
@@ -55,7 +55,7 @@ def distribution(shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_prebuilt_variant_is_found_without_local_builds(
     shop: BuildSandbox, distribution: Path
 ) -> None:
-    """By spec, by id, as the default, and in the head of a trace; its origin is named."""
+    """It is found by spec, by id, as the default and for a trace; its origin is named."""
     found = variant.find(shop.spec)
     assert found is not None
     assert found.folder.parent == home.prebuilt() == distribution / "built"
@@ -74,7 +74,7 @@ def test_prebuilt_variant_is_found_without_local_builds(
 def test_local_build_precedes_the_prebuilt_variant(
     shop: BuildSandbox, distribution: Path, *, tuned: bool
 ) -> None:
-    """Whatever it is: `build` builds although a prebuilt variant exists, and that build is used."""
+    """`build` builds even if a prebuilt variant exists, and then that build is used."""
     made = build.build(shop.spec, native=tuned)
     assert made.folder.parent == variant.built()
     assert made.origin == "data directory"
@@ -95,7 +95,7 @@ def test_local_build_precedes_the_prebuilt_variant(
 def test_any_verified_build_precedes_a_newer_prebuilt_release(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installation changes nothing where builds exist."""
+    """An installation of the package does not change which local build is used."""
     newer = verified.releases()[0]
     assert variant.newest_verified().manifest.release == newer.name
     (shop.tree / "src" / "llama.cpp").write_text("// older\n", encoding="utf-8")
@@ -110,10 +110,10 @@ def test_any_verified_build_precedes_a_newer_prebuilt_release(
 
 
 @pytest.mark.slow
-def test_other_patches_are_named(
+def test_prebuilt_variant_with_other_patches_is_refused(
     shop: BuildSandbox, distribution: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A distribution for other patches is not used, nor is one for another shim."""
+    """A distribution for other patches, or for another shim, is not used."""
     (shop.folder / "patches" / "a-file").write_text("2", encoding="utf-8")
     with pytest.raises(NotBuilt, match="those of pyllamakv-prebuilt have other patches, shim or"):
         variant.newest_verified()
@@ -130,7 +130,7 @@ def test_other_patches_are_named(
 def test_missing_prebuilt_package_is_named(
     shop: BuildSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory of its name without code, which Python could import as well, is not it."""
+    """A directory of its name without code, which Python could import, is not the package."""
     (tmp_path / home.PREBUILT_MODULE / "built").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert home.prebuilt() is None
@@ -161,7 +161,7 @@ def test_another_cpu_is_refused_before_the_library_is_loaded(
             assert caught.value.missing == ("avx2", "fma")
             assert "lacks: avx2, fma; build it here: pyllamakv build path:" in str(caught.value)
     assert not loaded
-    # One that was built here for another CPU is skipped.
+    # A local build for another CPU is skipped.
     made = build.build(shop.spec, native=False)
     assert made.folder.parent == variant.built()
     assert (

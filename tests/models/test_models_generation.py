@@ -1,4 +1,4 @@
-"""A real instruct model generates the same text on stock and patched builds."""
+"""Test that a real instruct model generates the same text on stock and patched builds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def test_stock_and_patched_generate_the_same_text(
     stock: Variant, patched: Variant, real_model: Path
 ) -> None:
-    """16 tokens, chosen greedily, are readable text and equal on both builds."""
+    """16 greedily chosen tokens are readable text and equal on both builds."""
     texts = []
     for variant in (stock, patched):
         with (

@@ -1,4 +1,4 @@
-"""The table of architectures: how it is written, what it advises, and that it is true."""
+"""Test the table of architectures: format, advice, and agreement with the sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINNED = lockfile.load(lockfile.shipped())
 
 
 def tree(file: str, *names: str) -> dict[str, bytes]:
-    """Return a tree that knows some architectures, with a similar map behind them."""
+    """Return a tree with some architectures and a similar map after them."""
     rows = "".join(f'    {{ LLM_ARCH_{i}, "{name}" }},\n' for i, name in enumerate(names))
     text = f'x LLM_ARCH_NAMES = {{\n{rows}    {{ LLM_ARCH_UNKNOWN, "(unknown)" }},\n}};\n'
     return TREE | {file: f'{text}y = {{\n    {{ LLM_ARCH_X, "no-name" }},\n}};\n'.encode()}
@@ -61,10 +61,10 @@ def test_the_table_names_the_first_release(releases: list[Release]) -> None:
         table.unlink()
 
 
-def test_the_remedy_is_a_verified_release(
+def test_architecture_remedy_names_a_verified_release(
     releases: list[Release], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest one that is not older than the first that knows the architecture."""
+    """It is the newest release that is not older than the first one with the architecture."""
     for release in releases:
         architectures.add(lockfile.shipped(), open_store(), release)
     monkeypatch.setattr(verified, "releases", lambda: [releases[1], releases[0]])
@@ -77,7 +77,7 @@ def test_the_remedy_is_a_verified_release(
 
 
 def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """The message names the file; a missing file knows nothing."""
+    """The error names the file; a missing file means an empty table."""
     file = tmp_path / "architectures.toml"
     assert architectures.load(file) == {}
     for text in ("a =", "a = 3"):
@@ -87,8 +87,8 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", PINNED, ids=lambda release: release.name)
-def test_the_shipped_table_is_true(release: Release) -> None:
-    """A fetched release knows exactly the architectures of the table up to its own."""
+def test_shipped_architecture_table_matches_the_sources(release: Release) -> None:
+    """A fetched release has exactly the architectures of the table up to its own."""
     store = open_store()
     if not store.has(release):
         pytest.skip(f"{release.name} is not fetched: pyllamakv upstream fetch {release.name}")

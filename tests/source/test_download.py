@@ -1,4 +1,4 @@
-"""Downloads: resumed, restarted, checked; a failure leaves what was there before."""
+"""Test downloads: resume, restart, checks, and previous files after a failure."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_complete_download_creates_the_file(session: Any, tmp_path: Path) -> None:
     """A complete transfer creates the file, and reports progress to the end."""
-    told: list[tuple[str, int, int | None]] = []
+    reports: list[tuple[str, int, int | None]] = []
     with serving({"/f": DATA}) as server:
         place = tmp_path / "d" / "f"
         found = download(
-            session, server.url + "/f", place, sha256=SHA, progress=lambda *x: told.append(x)
+            session, server.url + "/f", place, sha256=SHA, progress=lambda *x: reports.append(x)
         )
     assert found == SHA
     assert place.read_bytes() == DATA
-    assert told[-1] == ("f", len(DATA), len(DATA))
+    assert reports[-1] == ("f", len(DATA), len(DATA))
     assert [p.name for p in place.parent.iterdir()] == ["f"]
 
 
@@ -55,8 +55,8 @@ def test_a_broken_transfer_is_resumed(session: Any, tmp_path: Path) -> None:
     assert all(wanted and wanted.startswith("bytes=") for wanted in starts[1:])
 
 
-def test_a_server_without_ranges_is_asked_for_the_whole(session: Any, tmp_path: Path) -> None:
-    """A server that ignores ranges sends everything again, and the file is right."""
+def test_server_without_ranges_sends_the_whole_file(session: Any, tmp_path: Path) -> None:
+    """If a server ignores ranges, the whole file is downloaded again."""
     (tmp_path / "f.part").write_bytes(b"old rubbish")
     with serving({"/f": DATA}) as server:
         server.ranges = False
@@ -64,16 +64,16 @@ def test_a_server_without_ranges_is_asked_for_the_whole(session: Any, tmp_path: 
     assert (tmp_path / "f").read_bytes() == DATA
 
 
-def test_a_wrong_beginning_is_thrown_away(session: Any, tmp_path: Path) -> None:
-    """A part that belongs to another file is dropped and the download begins anew."""
+def test_part_of_another_file_is_discarded(session: Any, tmp_path: Path) -> None:
+    """A partial file of another download is discarded, and the download restarts."""
     (tmp_path / "f.part").write_bytes(b"not the beginning")
     with serving({"/f": DATA}) as server:
         download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
     assert (tmp_path / "f").read_bytes() == DATA
 
 
-def test_a_part_longer_than_the_file(session: Any, tmp_path: Path) -> None:
-    """A part that is longer than what the server has is dropped."""
+def test_part_longer_than_the_file_is_discarded(session: Any, tmp_path: Path) -> None:
+    """A partial file that is longer than the server's file is discarded."""
     (tmp_path / "f.part").write_bytes(DATA + b"more")
     with serving({"/f": DATA}) as server:
         download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
@@ -81,7 +81,7 @@ def test_a_part_longer_than_the_file(session: Any, tmp_path: Path) -> None:
 
 
 def test_a_wrong_hash_keeps_the_old_file(session: Any, tmp_path: Path) -> None:
-    """A file with another hash is thrown away, with both hashes named; the old one stays."""
+    """A file with another hash is deleted, the error has both hashes, and the old file is kept."""
     (tmp_path / "f").write_bytes(b"old")
     with serving({"/f": DATA}) as server, pytest.raises(HashMismatch) as caught:
         download(session, server.url + "/f", tmp_path / "f", sha256="0" * 64)
@@ -104,8 +104,8 @@ def test_a_truncated_download_is_reported_and_kept(session: Any, tmp_path: Path)
     assert (tmp_path / "f").read_bytes() == DATA
 
 
-def test_a_passing_fault_of_the_server_is_sat_out(session: Any, tmp_path: Path) -> None:
-    """An answer of 503 is tried again; one of 404 is not."""
+def test_status_503_is_retried_and_404_is_not(session: Any, tmp_path: Path) -> None:
+    """A response of 503 is retried; one of 404 is not."""
     with serving({"/f": DATA}) as server:
         server.fail = [503, 503]
         download(session, server.url + "/f", tmp_path / "f", sha256=SHA)
@@ -115,8 +115,10 @@ def test_a_passing_fault_of_the_server_is_sat_out(session: Any, tmp_path: Path) 
         assert len(server.asked) == before + 1
 
 
-def test_no_network(session: Any, tmp_path: Path) -> None:
-    """A server that is not there gives FetchError; credentials in its address are not shown."""
+def test_unreachable_server_raises_fetch_error_without_credentials(
+    session: Any, tmp_path: Path
+) -> None:
+    """An unreachable server raises FetchError, whose message hides the credentials of the URL."""
     with serving({}) as server:
         port = server.url.rpartition(":")[2]
     url = f"http://user:secret@127.0.0.1:{port}/f"
@@ -125,15 +127,15 @@ def test_no_network(session: Any, tmp_path: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_file_url_works(session: Any, tmp_path: Path) -> None:
-    """A local index is as good as one on the network."""
+def test_file_url_is_downloaded(session: Any, tmp_path: Path) -> None:
+    """A file:// index works like one on the network."""
     (tmp_path / "source").write_bytes(DATA)
     download(session, (tmp_path / "source").as_uri(), tmp_path / "f", sha256=SHA)
     assert (tmp_path / "f").read_bytes() == DATA
 
 
 class _Full:
-    """Stand for a client whose data cannot be written, because the disk is full."""
+    """Simulate a client whose data cannot be written because the disk is full."""
 
     status_code = 200
     headers: dict[str, str] = {}  # noqa: RUF012
@@ -152,11 +154,11 @@ class _Full:
 
     def iter_bytes(self) -> Iterator[bytes]:
         yield b"some"
-        raise OSError(self.number, "the disk says no")
+        raise OSError(self.number, "disk error")
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A full disk is DiskFull, not a matter of the network; the old file stays."""
+def test_full_disk_keeps_the_existing_file(tmp_path: Path) -> None:
+    """A full disk raises DiskFull, not a network error; the old file is kept."""
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(DiskFull, match="the disk is full"):
         download(_Full(errno.ENOSPC), "http://x/f", tmp_path / "f", sha256=SHA)

@@ -1,4 +1,4 @@
-"""Eras are detected from the content of files, never from a version."""
+"""Test that eras are detected from the content of files, not from a version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyllamakv.source.store import Store, open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: For each era the files that tell it, cut down to the words that matter.
+#: For each era, the files that identify it, reduced to the significant lines.
 TREES = {
     "monolith": {"src/llama.cpp": "llama_kv_cache_find_slot do_defrag"},
     "split": {
@@ -52,23 +52,23 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("era", TREES)
-def test_each_era_has_its_marks(store: Store, era: str) -> None:
-    """A tree with an era's marks gets its name."""
+def test_era_is_detected_from_the_sources(store: Store, era: str) -> None:
+    """A tree with the marks of an era has that era."""
     files: dict[str, bytes | None] = {k: v.encode() for k, v in TREES[era].items()}
     _, tree = store.commit(None, files, era)
     assert detect(store, tree) == era
 
 
-def test_the_oldest_layout(store: Store) -> None:
-    """The monolith is found at the top too, and a tree of something else is unknown."""
+def test_oldest_layout_is_monolith_and_other_trees_are_unknown(store: Store) -> None:
+    """The monolith is found at the root too, and the era of any other tree is unknown."""
     commit, _ = store.commit(None, {"llama.cpp": b"llama_kv_cache_find_slot"}, "m")
     assert detect(store, commit) == "monolith"
     commit, _ = store.commit(None, {"README": b"x"}, "m")
     assert detect(store, commit) == UNKNOWN
 
 
-def test_fetched_releases_are_what_the_lock_says() -> None:
-    """Every reference release that is fetched here shows the era that the lock names."""
+def test_fetched_releases_have_the_era_of_the_lock() -> None:
+    """Each fetched reference release has the era of the lock."""
     if not (home() / "store.git").is_dir():
         pytest.skip("no release is fetched here")
     store = open_store()

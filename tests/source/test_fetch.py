@@ -1,4 +1,4 @@
-"""Fetching: from the index into the store, checked, all or nothing."""
+"""Test fetching from the index into the store: checked, and complete or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -45,16 +45,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_a_release_is_fetched_once(tmp_path: Path, server: Server, home: Path) -> None:
-    """A release comes from the index into the store; the second time nothing is asked."""
+    """A release is fetched from the index into the store once; the second call sends no request."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
-    told: list[str] = []
-    assert fetch.fetch(release, progress=lambda what, *_: told.append(what)) == release
+    reports: list[str] = []
+    assert fetch.fetch(release, progress=lambda what, *_: reports.append(what)) == release
     store = open_store()
     assert store.has(release)
     assert {p: store.read(release, p) for p in store.ls(release)} == TREE
     assert list((home / "downloads").iterdir()) == []
-    assert told
+    assert reports
     before = len(server.asked)
     fetch.fetch(release)
     assert len(server.asked) == before
@@ -72,8 +72,8 @@ def test_the_archive_may_be_kept(tmp_path: Path, server: Server, home: Path) -> 
     assert open_store().has(release)
 
 
-def test_many_may_fetch_at_once(tmp_path: Path, server: Server) -> None:
-    """Several that want the same release get it, and it is downloaded once."""
+def test_concurrent_fetches_download_once(tmp_path: Path, server: Server) -> None:
+    """Concurrent fetches of a release download it once."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
     with ThreadPoolExecutor(4) as pool:
@@ -81,7 +81,7 @@ def test_many_may_fetch_at_once(tmp_path: Path, server: Server) -> None:
     assert sum(path.endswith(".tar.gz") for path, _ in server.asked) == 1
 
 
-def test_another_file_on_the_index(tmp_path: Path, server: Server) -> None:
+def test_archive_with_another_hash_is_refused(tmp_path: Path, server: Server) -> None:
     """A file with another hash is refused, whether the index states its hash or not."""
     release, file = pinned(tmp_path / "up", "1.0")
     open_store()
@@ -96,7 +96,7 @@ def test_another_file_on_the_index(tmp_path: Path, server: Server) -> None:
     assert not refs(open_store())
 
 
-def test_another_commit_in_the_archive(tmp_path: Path, server: Server, home: Path) -> None:
+def test_archive_with_another_commit_is_refused(tmp_path: Path, server: Server, home: Path) -> None:
     """An archive that holds another commit than pinned is refused, whatever its hash."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
@@ -107,7 +107,7 @@ def test_another_commit_in_the_archive(tmp_path: Path, server: Server, home: Pat
     assert not refs(open_store())
 
 
-def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
+def test_truncated_archive_is_refused(tmp_path: Path, server: Server) -> None:
     """A truncated archive without a known hash is detected while it is read."""
     file = sdist(tmp_path / "up", "1.0")
     file.write_bytes(file.read_bytes()[:-50])
@@ -125,10 +125,10 @@ def test_a_truncated_archive(tmp_path: Path, server: Server) -> None:
     [b"<html><h1>Log in</h1></html>", b"", b"\x1f\x8bgarbage"],
     ids=["page", "empty", "garbage"],
 )
-def test_a_page_in_place_of_an_archive(
+def test_page_instead_of_an_archive_leaves_nothing(
     tmp_path: Path, server: Server, home: Path, project: str, body: bytes
 ) -> None:
-    """An index that serves something else than the archive leaves nothing; then it is added."""
+    """If an index serves another file, the store is unchanged; then the version is added."""
     file = tmp_path / f"{project.replace('-', '_')}-2026.10.11549.tar.gz"
     file.write_bytes(body)
     index_page(server, file, stated=False)
@@ -146,8 +146,10 @@ def test_a_page_in_place_of_an_archive(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [[503] * 3, [500] * 3, [429] * 3], ids=["503", "500", "429"])
-def test_an_index_with_errors(tmp_path: Path, server: Server, errors: list[int]) -> None:
-    """A version is not unknown because its index fails; later it is added."""
+def test_failing_index_raises_fetch_error(
+    tmp_path: Path, server: Server, errors: list[int]
+) -> None:
+    """A version is not unknown if its index fails; later it is added."""
     index_page(server, sdist(tmp_path / "up", "1.0"))
     server.fail = list(errors)
     with pytest.raises(FetchError, match=str(errors[0])):
@@ -158,10 +160,10 @@ def test_an_index_with_errors(tmp_path: Path, server: Server, errors: list[int])
     assert fetch.add("1.0").name == "1.0"
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(
+def test_full_disk_does_not_change_the_store(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When git finds no room, DiskFull is raised; later the fetch succeeds."""
+    """If git finds no space, DiskFull is raised; later the fetch succeeds."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
 
@@ -178,8 +180,10 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     assert open_store().has(release)
 
 
-def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
-    """A pinned version that the index has no more is a failed fetch, with the newest named."""
+def test_pinned_version_missing_on_the_index_names_the_newest(
+    tmp_path: Path, server: Server
+) -> None:
+    """A pinned version that the index lacks is a failed fetch whose error names the newest one."""
     release, _ = pinned(tmp_path / "up", "1.0")
     index_page(server, sdist(tmp_path / "other", "2.0"))
     with pytest.raises(FetchError, match=r"newest there is 2\.0"):
@@ -188,14 +192,14 @@ def test_a_version_that_is_gone(tmp_path: Path, server: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "two processes that added the same version took its archive away under each other",
+    "two processes that added the same version removed each other's archive",
     by="faults",
     of="Python",
 )
-def test_two_add_the_same_version(
+def test_concurrent_additions_of_a_version_succeed(
     tmp_path: Path, server: Server, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is done first does not take the archive away under the other."""
+    """The first process to finish does not remove the archive of the other."""
     file = sdist(tmp_path / "up", "9.0.1")
     index_page(server, file)
     begun, ended, plain = Event(), Event(), fetch._add_file
@@ -216,7 +220,9 @@ def test_two_add_the_same_version(
     assert list((home / "downloads").iterdir()) == []
 
 
-def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_network_keeps_stored_releases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a network, a fetch fails with the reason, and stored releases stay usable."""
     with serving({}) as server:
         monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
@@ -230,7 +236,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_version_is_added(tmp_path: Path, server: Server) -> None:
-    """A version that no lock has is added with everything found out about it, and stays known."""
+    """A version that no lock has is added with all its data, and is found later."""
     expected, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
     assert fetch.ensure("1.0") == expected
@@ -242,7 +248,7 @@ def test_a_new_version_is_added(tmp_path: Path, server: Server) -> None:
 
 
 def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
-    """A version can be written to the shipped lock, with its architectures beside it."""
+    """A version can be written to the shipped lock, together with its architectures."""
     names = b'LLM_ARCH_NAMES = {\n    { LLM_ARCH_LLAMA, "llama" },\n};\n'
     expected, file = pinned(tmp_path / "up", "1.0", TREE | {"src/llama-arch.cpp": names})
     index_page(server, file)
@@ -253,7 +259,7 @@ def test_a_new_version_may_be_pinned(tmp_path: Path, server: Server) -> None:
     assert architectures.load(table) == {"llama": "1.0"}
 
 
-def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
+def test_unknown_version_names_the_newest(tmp_path: Path, server: Server) -> None:
     """A version that the index lacks is refused with the versions that it has."""
     index_page(server, sdist(tmp_path / "up", "1.0"))
     with pytest.raises(UnknownRelease, match=r"newest there is 1\.0"):
@@ -262,7 +268,7 @@ def test_an_unknown_version(tmp_path: Path, server: Server) -> None:
         fetch.ensure("nonsense")
 
 
-def test_an_archive_at_hand(tmp_path: Path) -> None:
+def test_local_archive_is_added_without_network(tmp_path: Path) -> None:
     """A local archive is added without a network and is not moved."""
     expected, file = pinned(tmp_path / "up", "1.0")
     assert fetch.add(str(file)) == expected
@@ -271,7 +277,7 @@ def test_an_archive_at_hand(tmp_path: Path) -> None:
 
 
 def test_an_archive_of_a_pinned_release_must_match(tmp_path: Path) -> None:
-    """An archive of a release that a lock has is checked against the lock."""
+    """An archive of a locked release is checked against the lock."""
     release, file = pinned(tmp_path / "up", "1.0")
     lockfile.save(lockfile.shipped(), [release])
     assert fetch.add(str(file)) == release
@@ -280,8 +286,8 @@ def test_an_archive_of_a_pinned_release_must_match(tmp_path: Path) -> None:
         fetch.add(str(file))
 
 
-def test_things_that_cannot_be_added(tmp_path: Path) -> None:
-    """A file with a strange name, and a word that means nothing, are refused with the choices."""
+def test_invalid_additions_are_refused(tmp_path: Path) -> None:
+    """An invalid file name and an unknown word are refused with the choices."""
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(UsageError, match="neither llama_cpp_python"):
         fetch.add(str(tmp_path / "x.zip"))
@@ -289,7 +295,7 @@ def test_things_that_cannot_be_added(tmp_path: Path) -> None:
         fetch.add("what")
 
 
-def test_a_release_without_an_archive() -> None:
+def test_release_without_an_archive_is_not_fetched() -> None:
     """A lock entry without an archive cannot be fetched, and the error has the reason."""
     release = lockfile.Release("9.9", "sdist", "1" * 40, "2" * 40, "rows", "2025")
     with pytest.raises(NotFetched, match="no archive"):
@@ -299,8 +305,10 @@ def test_a_release_without_an_archive() -> None:
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
-def test_the_real_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference release comes from the configured index and is what the lock says."""
+def test_reference_release_is_fetched_from_the_real_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference release of the configured index matches the lock."""
     monkeypatch.undo()
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     release = resolve("0.3.9")

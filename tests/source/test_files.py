@@ -1,4 +1,4 @@
-"""Files are written completely or not at all, by one writer at a time; disk errors are reported."""
+"""Test file writes: atomic, one writer at a time, with typed disk errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.regression(
-    "writes that were killed left files under names of chance, which piled up",
+    "killed writes left files with random names, which accumulated",
     by="faults",
     of="Python",
 )
-def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
-    """There is one name for what is not finished, so it cannot pile up."""
+def test_write_replaces_a_stale_part_file(tmp_path: Path) -> None:
+    """The name of a partial file is fixed, so partial files do not accumulate."""
     (tmp_path / ".file.part").write_text("half of something that is longer")
     write_text_atomic(tmp_path / "file", "all")
     assert (tmp_path / "file").read_text() == "all"
@@ -40,13 +40,13 @@ def test_a_write_takes_over_what_a_killed_one_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "hard", "pipe"])
 @pytest.mark.regression(
-    "a folder from elsewhere could plant a link where a file goes while it is written, and so "
-    "replace any file of the user",
+    "a link in a foreign directory, at the path of a partial file, let a write replace any file "
+    "of the user",
     by="hostile input",
     of="Python",
 )
 def test_link_at_the_path_of_a_part_file_is_not_followed(tmp_path: Path, kind: str) -> None:
-    """A folder from elsewhere may hold a link of that name: the file it means stays as it was."""
+    """If a directory contains a link of that name, its target is unchanged."""
     victim, folder = tmp_path / "victim", tmp_path / "theirs"
     folder.mkdir()
     victim.write_text("mine")
@@ -74,12 +74,12 @@ def test_a_directory_in_place_of_a_part_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a file could be readable for others although the umask forbids it",
+    "a file could be readable for others against the umask",
     by="hostile input",
     of="Python",
 )
-def test_a_file_is_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
-    """Neither what was left nor what was there before makes it readable for others."""
+def test_written_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+    """Neither a stale partial file nor the previous file makes it readable for others."""
     (tmp_path / ".file.part").touch(0o666)
     (tmp_path / ".file.part").chmod(0o666)
     before = os.umask(0o077)
@@ -90,8 +90,8 @@ def test_a_file_is_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
-def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:
-    """Each waits for the one before; nothing is mixed and nothing is left over."""
+def test_concurrent_writes_leave_one_complete_text(tmp_path: Path) -> None:
+    """Writers wait for each other; no text is mixed, and no file is left."""
     texts = [f"{number}" * 5000 for number in range(8)]
     threads = [
         threading.Thread(target=write_bytes_atomic, args=(tmp_path / "file", text.encode()))
@@ -108,7 +108,7 @@ def test_many_writers_leave_one_of_their_texts(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is typed, and no temporary file is left beside the file."""
+    """The error is typed, and no temporary file is left."""
     write_text_atomic(tmp_path / "file", "old")
 
     def full(*_: object) -> None:
@@ -132,14 +132,14 @@ def test_a_write_that_fails_leaves_the_old_text(
     ],
 )
 @pytest.mark.regression(
-    "a limit on file sizes and a disk that fails or is read-only were bare errors of Python",
+    "a limit on file sizes and a failing or read-only disk raised untyped errors",
     by="faults",
     of="Python",
 )
 def test_disk_errors_have_their_own_exceptions(
     number: int, expected: type[Exception], tmp_path: Path
 ) -> None:
-    """A full disk, a limit, a broken one: each by its name; other errors are others' matter."""
+    """A full disk, a size limit and a failing disk have their own errors; others are unchanged."""
     with pytest.raises(expected), translate_disk_errors(tmp_path):
         raise OSError(number, os.strerror(number))
 
@@ -164,7 +164,7 @@ def test_a_read_only_data_directory_is_reported(
 
 
 def test_a_data_directory_that_is_a_file_is_reported(tmp_path: Path) -> None:
-    """So is who names a file as the home."""
+    """The error names the variable."""
     (tmp_path / "home").touch()
     for place in (tmp_path / "home" / "a.lock", tmp_path / "home" / "locks" / "a.lock"):
         with pytest.raises(UsageError, match="cannot be written"), locked(place):
@@ -172,7 +172,7 @@ def test_a_data_directory_that_is_a_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_inherited_lock_lasts_as_long_as_the_child(tmp_path: Path) -> None:
-    """A child that outlives its parent keeps the lock: no other process may begin."""
+    """If a child outlives its parent, it keeps the lock, and no other process starts."""
     with inheritable_lock(tmp_path / "lock") as handle:
         kept = os.dup(handle)
     entered = threading.Event()

@@ -29,7 +29,7 @@ def test_variables_of_the_caller_are_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_network_keeps_certificates_and_user_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a fetch from a URL keeps what it cannot work without, and nothing else."""
+    """Check that a fetch from a URL keeps the required variables and no others."""
     monkeypatch.setenv("GIT_SSL_CAINFO", "/ca.pem")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/my/config")
     monkeypatch.setenv("GIT_DIR", "/nowhere")
@@ -60,7 +60,7 @@ def test_hooks_do_not_run(tmp_path: Path) -> None:
     assert git_command.git(repo, "log", "--format=%an %at") == f"{git_command.NAME} 1795132800"
 
 
-def test_same_commit_twice(tmp_path: Path) -> None:
+def test_same_content_has_the_same_commit_id(tmp_path: Path) -> None:
     """Check that the same content gives the same commit id in two places."""
     ids = set()
     for name in ("one", "two"):
@@ -83,7 +83,7 @@ def test_apply_works_inside_another_work_tree(tmp_path: Path) -> None:
 
 
 def test_failure_shows_command_and_words(tmp_path: Path) -> None:
-    """Check that GitError carries the command, the status and git's own words."""
+    """Check that GitError has the command, the status and git's message."""
     with pytest.raises(GitError) as caught:
         git_command.git(tmp_path, "rev-parse", "HEAD")
     assert caught.value.command == ("git", "rev-parse", "HEAD")
@@ -101,7 +101,9 @@ def test_a_message_has_no_control_characters(tmp_path: Path) -> None:
     assert "\0" not in str(caught.value)
 
 
-def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_directory_and_missing_git_have_different_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check that a missing folder and a missing git have different errors."""
     with pytest.raises(GitError, match="no directory"):
         git_command.git(tmp_path / "absent", "version")
@@ -113,8 +115,8 @@ def test_missing_folder_and_missing_git(tmp_path: Path, monkeypatch: pytest.Monk
         git_command.git(tmp_path, "version")
 
 
-def test_bytes_come_back_unchanged(tmp_path: Path) -> None:
-    """Check that content that is no UTF-8 survives both ways."""
+def test_bytes_are_unchanged_in_both_directions(tmp_path: Path) -> None:
+    """Check that bytes that are not UTF-8 are passed unchanged in both directions."""
     repo = _repository(tmp_path / "repo")
     blob = git_command.git(repo, "hash-object", "-w", "--stdin", input=b"\xff\n")
     assert git_command.git_bytes(repo, "cat-file", "blob", blob) == b"\xff\n"
@@ -138,7 +140,7 @@ def test_git_itself_gets_no_variable_of_the_caller(
 
 
 def test_git_never_runs_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a folder that vanishes in between is an error: GitPython would use its own."""
+    """Check that a directory that disappears is an error: GitPython would use its own."""
     repo = _repository(tmp_path / "repo")
     monkeypatch.chdir(repo)
     monkeypatch.setattr(type(tmp_path), "is_dir", lambda _path: True)

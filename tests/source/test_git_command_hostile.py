@@ -1,4 +1,4 @@
-"""Repositories and words that want git to run something: nothing of them is ever run."""
+"""Test that repositories, URLs and references cannot make git run a program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LAZY = """
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -96,7 +96,7 @@ def test_config_and_hooks_of_a_folder_never_run(tmp_path: Path) -> None:
 
 
 def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
-    """Neither are they when the folder is named as a git source."""
+    """They do not run if the directory is named as a git source either."""
     folder = hostile(tmp_path / "up", CONFIG)
     release = fetch.add(f"git:{folder}@main")
     open_store().export(release, tmp_path / "tree")
@@ -105,19 +105,18 @@ def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["{url}", "ssh://h/x", "ext::sh -c touch% {trace}-ext"])
 @pytest.mark.regression(
-    "a folder's own git configuration could name a program that was started to bring objects "
-    "that it lacks",
+    "the git configuration of a directory could start a program through a promisor remote",
     by="hostile input",
     of="Python",
 )
-def test_missing_objects_are_not_brought(tmp_path: Path, url: str) -> None:
-    """A folder that says who brings what it lacks is not believed: that would run a program."""
+def test_promisor_remote_of_a_repository_is_not_used(tmp_path: Path, url: str) -> None:
+    """A promisor remote of a directory is ignored, because it could run a program."""
     folder = hostile(tmp_path / "up", CONFIG + LAZY.replace("{url}", url))
     (folder / ".git" / "HEAD").write_text("1" * 40 + "\n")
     fetch.add(f"path:{folder}")
     with pytest.raises(FetchError):
         fetch.add(f"git:{folder}")
-    # Not even where git may reach others: the two guards hold each by itself.
+    # Neither is possible where git may access other repositories: there are two checks.
     assert git_command.run(folder, "cat-file", "-e", "1" * 40, network=True).returncode != 0
     assert not ran(tmp_path)
 
@@ -140,7 +139,7 @@ def test_missing_objects_are_not_brought(tmp_path: Path, url: str) -> None:
 )
 @pytest.mark.parametrize("ref", ["main", "--upload-pack=x", "a b", "a\nb", "+x:refs/heads/y", ""])
 def test_urls_are_never_options_or_programs(tmp_path: Path, url: str, ref: str) -> None:
-    """Whatever a URL or a reference says, it is refused, and nothing is run or kept."""
+    """Any unsafe URL or reference is refused; no program runs and no file is left."""
     spec = f"git:{url.format(trace=tmp_path / 'ran')}@{ref}"
     with pytest.raises((UsageError, FetchError)):
         spec_resolver.fetch_git(spec)
@@ -149,7 +148,7 @@ def test_urls_are_never_options_or_programs(tmp_path: Path, url: str, ref: str) 
 
 
 def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
-    """Behind a URL that answers, an odd reference belongs to the URL, which then does not."""
+    """An unsafe reference after a valid URL is treated as part of the URL, which then fails."""
     repository(tmp_path / "up")
     for ref in ("--upload-pack=x", "-x", "a b", "main:refs/heads/x", "../x", "a\nb"):
         with pytest.raises((UsageError, FetchError)):
@@ -161,12 +160,12 @@ def test_a_reference_of_a_good_url_is_no_option(tmp_path: Path) -> None:
     "name", ["-x", "--help", "../x", "a b", "a\n", "", ".", "a/b", "x.lock", f"1.{'0' * 300}"]
 )
 @pytest.mark.regression(
-    "names of sources and paths that no file system can have were bare errors of Python",
+    "names of sources that are invalid as paths raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
-    """A release's name goes into refs and files: odd ones are refused wherever they come from."""
+def test_unsafe_release_names_are_refused_everywhere(tmp_path: Path, name: str) -> None:
+    """Release names become refs and files, so unsafe ones are refused from every source."""
     assert not is_safe_name(name)
     with pytest.raises(KvError):
         resolve(name)
@@ -184,12 +183,12 @@ def test_names_that_are_no_names(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.regression(
-    "git could reach other repositories where no fetch was asked for",
+    "git could access other repositories without an explicit fetch",
     by="hostile input",
     of="Python",
 )
-def test_git_reaches_no_other_repository_by_itself(tmp_path: Path) -> None:
-    """Only a fetch that was asked for may leave the store."""
+def test_git_accesses_other_repositories_only_on_request(tmp_path: Path) -> None:
+    """Only an explicit fetch may access a repository outside of the store."""
     repository(tmp_path / "up")
     store = open_store()
     arguments = ("fetch", "-q", str(tmp_path / "up"), "main")

@@ -1,4 +1,4 @@
-"""The package index: every sdist it offers, from HTML pages, folders and find-links."""
+"""Test the package index: all sdists on HTML pages, in directories and of find-links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test pip settings of its own."""
+    """Give every test its own pip settings."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -27,7 +27,7 @@ def sdists(folder: Path, *versions: str) -> list[Path]:
 
 
 def test_versions_sort_as_versions(tmp_path: Path) -> None:
-    """What an index offers is ordered by version, with the hash that it states."""
+    """Versions of an index are sorted, and have the hashes of the index."""
     files = sdists(tmp_path / "f", "0.3.10", "0.3.9", "0.2.90")
     with serving({}) as server:
         url = index_page(server, *files)
@@ -39,7 +39,7 @@ def test_versions_sort_as_versions(tmp_path: Path) -> None:
 
 
 def test_wheels_and_other_projects_are_left_out(tmp_path: Path) -> None:
-    """Only sdists of the project count, whatever else the page lists."""
+    """Only sdists of the project are listed."""
     folder = tmp_path / "links"
     sdists(folder, "0.3.9")
     names = ("llama_cpp_python-0.3.9-py3-none-any.whl", "other-1.0.tar.gz")
@@ -49,8 +49,8 @@ def test_wheels_and_other_projects_are_left_out(tmp_path: Path) -> None:
         assert [file.name for file in index.sdists()] == ["llama_cpp_python-0.3.9.tar.gz"]
 
 
-def test_a_local_index(tmp_path: Path) -> None:
-    """An index in a folder works through file://, hashes behind the links."""
+def test_index_in_a_directory_is_read(tmp_path: Path) -> None:
+    """An index in a directory works through file://, with hashes in the links."""
     (file,) = sdists(tmp_path / "files", "0.3.9")
     page = tmp_path / "simple" / "llama-cpp-python" / "index.html"
     page.parent.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_a_local_index(tmp_path: Path) -> None:
 
 
 def test_one_dead_source_does_not_hide_the_others(tmp_path: Path) -> None:
-    """A source that does not answer is noted, and what others offer is returned."""
+    """A source that does not respond is recorded, and the versions of the others are returned."""
     files = sdists(tmp_path / "f", "0.3.9")
     with serving({}) as dead:
         gone = dead.url + "/simple"
@@ -76,7 +76,7 @@ def test_one_dead_source_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 def test_no_network_names_the_sources() -> None:
-    """When nothing answers, the error names every source and where to look."""
+    """If no source responds, the error names all sources and the settings to check."""
     with serving({}) as dead:
         gone = dead.url + "/simple"
     settings = PipSettings(index_urls=(gone,))
@@ -88,7 +88,7 @@ def test_no_network_names_the_sources() -> None:
     assert gone in str(caught.value)
 
 
-def test_a_server_fault_is_no_empty_index() -> None:
+def test_index_that_answers_503_raises_fetch_error() -> None:
     """An index that answers 503 is unreachable, not empty."""
     with serving({}) as server:
         server.fail = [503, 503, 503]
@@ -100,8 +100,8 @@ def test_a_server_fault_is_no_empty_index() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
-def test_a_refusal_is_no_empty_index(tmp_path: Path, status: int) -> None:
-    """Of the errors, only 404 means that the index lacks the project."""
+def test_index_that_refuses_raises_fetch_error(tmp_path: Path, status: int) -> None:
+    """Only a response of 404 means that the index lacks the project."""
     (file,) = sdists(tmp_path / "f", "0.3.9")
     with serving({}) as refusing, serving({}) as server:
         refusing.fail = [status] * 9
@@ -111,8 +111,8 @@ def test_a_refusal_is_no_empty_index(tmp_path: Path, status: int) -> None:
             assert [urls[0] in text for text in index.unreachable] == [True] * (status != 404)
 
 
-def test_pages_that_are_none(tmp_path: Path) -> None:
-    """An index with another content type does not answer; an archive as find-links does."""
+def test_page_with_another_content_type_is_unreachable(tmp_path: Path) -> None:
+    """An index with another content type is unreachable; an archive as find-links is not."""
     (file,) = sdists(tmp_path / "f", "0.3.9")
     with serving({}) as server:
         url = index_page(server, file)
@@ -128,12 +128,12 @@ def test_pages_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a page of an index that does not end took all memory",
+    "an endless page of an index took all memory",
     by="hostile input",
     of="Python",
 )
-def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is counted as it unpacks, from a server or a folder; other sources still answer."""
+def test_endless_index_page_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is limited as it is unpacked, from a server or a directory; others still respond."""
     files = sdists(tmp_path / "f", "0.3.9")
     monkeypatch.setattr(tree_limits, "MAX_INDEX_PAGE_BYTES", 1 << 16)
     page = tmp_path / "local" / "llama-cpp-python" / "index.html"
@@ -151,7 +151,7 @@ def test_a_page_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bad_certificates_are_named(tmp_path: Path) -> None:
-    """A certificate file that cannot be read is named."""
+    """An unreadable certificate file is named in the error."""
     (tmp_path / "ca.pem").write_text("no certificate")
     settings = PipSettings(
         index_urls=("https://127.0.0.1:1/simple",), cert=str(tmp_path / "ca.pem")
@@ -160,8 +160,8 @@ def test_bad_certificates_are_named(tmp_path: Path) -> None:
         index.sdists()
 
 
-def test_other_projects(tmp_path: Path) -> None:
-    """An index is asked for one project, and files of others on its page do not count."""
+def test_files_of_other_projects_are_ignored(tmp_path: Path) -> None:
+    """Files of other projects on the page of a project are ignored."""
     files = [pack(tmp_path / f"xllamacpp-{v}.tar.gz", {}) for v in ("2026.9.1", "2026.10.2")]
     with serving({}) as server:
         dates = {files[0].name: "2026-09-06T05:39:43.160187Z"}
@@ -180,7 +180,7 @@ def test_other_projects(tmp_path: Path) -> None:
 
 
 def test_a_json_page_that_is_cut_off(tmp_path: Path) -> None:
-    """Half of a page is a source that does not answer, and others still do."""
+    """A truncated page is an unreachable source, and other sources still respond."""
     (file,) = sdists(tmp_path, "0.3.9")
     with serving({}) as server:
         url = json_index(server, file, dates={})
@@ -195,8 +195,8 @@ def test_a_json_page_that_is_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "7", '{"files": 7}'])
-def test_json_of_something_else(tmp_path: Path, text: str) -> None:
-    """JSON that is no page of an index is a source that does not answer."""
+def test_malformed_json_page_raises_fetch_error(tmp_path: Path, text: str) -> None:
+    """JSON of another structure is an unreachable source."""
     with serving({"/simple/llama-cpp-python/": text.encode()}) as server:
         server.types["/simple/llama-cpp-python/"] = "application/vnd.pypi.simple.v1+json"
         settings = PipSettings(index_urls=(server.url + "/simple",))
@@ -204,8 +204,8 @@ def test_json_of_something_else(tmp_path: Path, text: str) -> None:
             index.sdists()
 
 
-def test_versions_that_are_none(tmp_path: Path) -> None:
-    """Files whose versions are no versions are left out, and hide no others."""
+def test_files_with_invalid_versions_are_ignored(tmp_path: Path) -> None:
+    """Files with invalid versions are ignored, and the others are listed."""
     strange = ["1..2", "0.3.9-extra", "1.0.", "0x10"]
     (file,) = sdists(tmp_path, "0.3.9")
     anchors = [

@@ -1,4 +1,4 @@
-"""The lock: read strictly, written with its comments kept, in the order of upstream's dates."""
+"""Test the lock: strict parsing, comments kept on writing, sorted by upstream's dates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyllamakv.source.releases import Release
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: The releases that the project answers for, in upstream's order.
+#: The reference releases of the project, in upstream's order.
 REFERENCE = [
     "0.2.90",
     "0.3.2",
@@ -45,7 +45,7 @@ REFERENCE = [
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -63,8 +63,8 @@ def release(name: str, date: str = "2025-01-01T00:00:00Z") -> Release:
     )
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    """What is written is read back, ordered by date and then by number."""
+def test_saved_releases_are_read_back_in_order(tmp_path: Path) -> None:
+    """Saved releases are read back, sorted by date and then by number."""
     file = tmp_path / "lock.toml"
     late, ten, nine = release("a", "2026-01-01T00:00:00Z"), release("0.10"), release("0.9")
     git = Release("git:x@y", "git", "4" * 40, "5" * 40, "rows", "2024-01-01T00:00:00Z", url="x")
@@ -76,7 +76,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_comments_are_kept(tmp_path: Path) -> None:
-    """Replacing one release changes its lines only."""
+    """Replacing a release changes only its lines."""
     file = tmp_path / "lock.toml"
     lockfile.save(file, [release("0.1"), release("0.2", "2025-02-01T00:00:00Z")])
     before = file.read_text().replace('name = "0.1"', 'name = "0.1"  # the first')
@@ -90,7 +90,7 @@ def test_comments_are_kept(tmp_path: Path) -> None:
 
 
 def test_saving_the_same_changes_nothing(tmp_path: Path) -> None:
-    """Saving what is there already leaves the file as it is."""
+    """Saving the same releases does not change the file."""
     file = tmp_path / "lock.toml"
     lockfile.save(file, [release("0.1"), release("0.2")])
     before = file.read_bytes()
@@ -98,8 +98,8 @@ def test_saving_the_same_changes_nothing(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_many_may_save_at_once(tmp_path: Path) -> None:
-    """Nothing is lost when several threads add releases at the same time."""
+def test_concurrent_saves_lose_no_release(tmp_path: Path) -> None:
+    """If several threads add releases at the same time, all are saved."""
     file = tmp_path / "lock.toml"
     names = [f"0.{number}" for number in range(12)]
     with ThreadPoolExecutor(6) as pool:
@@ -108,15 +108,15 @@ def test_many_may_save_at_once(tmp_path: Path) -> None:
 
 
 def test_shipped_wins_over_added() -> None:
-    """An entry of the shipped lock cannot be overridden by what was added."""
+    """An added release does not override an entry of the shipped lock."""
     lockfile.save(lockfile.added(), [replace(release("0.1"), era="rows"), release("0.5")])
     lockfile.save(lockfile.shipped(), [release("0.1")])
     assert lockfile.known()["0.1"].era == "split"
     assert list(lockfile.known()) == ["0.1", "0.5"]
 
 
-def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
-    """A lock that does not exist is an empty one."""
+def test_missing_lock_file_is_empty(tmp_path: Path) -> None:
+    """A missing lock is an empty one."""
     assert lockfile.load(tmp_path / "none.toml") == []
 
 
@@ -143,13 +143,13 @@ def test_an_absent_file_holds_nothing(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.regression(
-    "entries of a lock that are no texts or tables, and a version of thousands of digits, were "
-    "bare errors of Python",
+    "entries of a lock with invalid types, and a version of thousands of digits, raised untyped "
+    "errors",
     by="hostile input",
     of="Python",
 )
-def test_faults_are_named(tmp_path: Path, text: str, word: str) -> None:
-    """A lock that cannot be understood is refused with what is wrong in it."""
+def test_invalid_lock_file_is_refused_with_its_fault(tmp_path: Path, text: str, word: str) -> None:
+    """An invalid lock is refused with the reason."""
     good = (
         '[[release]]\nname = "x"\nkind = "sdist"\ncommit = "{}"\ntree = "{}"\nera = "split"\n'
         'date = "2025"\narchive = "a.tar.gz"\nsha256 = "{}"\n'
@@ -173,7 +173,7 @@ def test_faults_are_named(tmp_path: Path, text: str, word: str) -> None:
 
 
 def test_the_shipped_lock_pins_every_reference_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock of the project names the twenty reference releases, whole and in order."""
+    """The shipped lock contains the twenty reference releases, complete and in order."""
     monkeypatch.undo()
     found = lockfile.load(data("vendor/upstream.lock.toml"))
     assert [r.name for r in found if r.name in REFERENCE] == REFERENCE
@@ -194,7 +194,7 @@ def test_the_shipped_lock_names_no_host() -> None:
 def test_a_lock_is_parsed_once_and_never_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of the same size and time of change in its place is another one."""
+    """A replaced file is read again, even with the same size and modification time."""
     path, other, parsed = tmp_path / "lock.toml", tmp_path / "other.toml", []
     release = lockfile.load(data("vendor/upstream.lock.toml"))[0]
     lockfile.save(path, [release])

@@ -1,4 +1,4 @@
-"""npm: the git bundle inside node-llama-cpp; npm itself is a small script here."""
+"""Test npm: the git bundle in node-llama-cpp, with a small script in place of npm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ABOUT = "package/llama/llama.cpp.info.json"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -58,13 +58,13 @@ def fake_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
 
 
 def fake_npm(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put an npm on the PATH whose script knows the folder ``to`` for packages."""
+    """Put an npm on the PATH whose script gets the package directory as ``to``."""
     folder_of = "next(a for a in args if a.startswith('--pack-destination=')).split('=', 1)[1]"
     fake_tool(folder, monkeypatch, f"to = pathlib.Path({folder_of})\n{script}")
 
 
 def test_a_bundle_is_imported(tmp_path: Path) -> None:
-    """The commit of the bundle comes whole, with upstream's tag."""
+    """The commit of the bundle is imported completely, with upstream's tag."""
     file = tarball(tmp_path)
     store = open_store()
     commit, tree, tag = npm.import_package(store, file)
@@ -90,8 +90,8 @@ def test_a_release_is_packed_and_fetched(tmp_path: Path, monkeypatch: pytest.Mon
     assert fetch.add("node-llama-cpp@3.7.0") == release
 
 
-def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without npm the error names npm, its hint, and the way around it."""
+def test_missing_npm_error_has_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without npm, the error names npm, its hint, and an alternative."""
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ToolMissing, match="upstream add FILE") as caught:
         npm.pack("3.7.0", tmp_path, sha256=None)
@@ -100,8 +100,8 @@ def test_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch.add(str(tarball(tmp_path))).name == "b4980"
 
 
-def test_npm_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What npm says is passed on, and nothing is left behind."""
+def test_failed_npm_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has npm's message, and no file is left."""
     fake_npm(tmp_path, monkeypatch, "sys.exit('npm ERR! network ENOTFOUND')\n")
     with pytest.raises(FetchError, match="ENOTFOUND"):
         npm.pack("3.7.0", tmp_path / "d", sha256=None)
@@ -116,7 +116,7 @@ def test_npm_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tarball_with_another_hash_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tarball with another hash than pinned is thrown away."""
+    """A tarball with another hash than the pinned one is deleted."""
     fake_npm(tmp_path, monkeypatch, f"shutil.copy({str(tarball(tmp_path))!r}, to)\n")
     with pytest.raises(HashMismatch):
         npm.pack("3.7.0", tmp_path / "d", sha256="0" * 64)
@@ -152,7 +152,7 @@ def test_tarballs_without_a_valid_bundle_are_refused(
         npm.import_package(open_store(), file)
 
 
-def test_a_damaged_bundle_leaves_nothing(tmp_path: Path) -> None:
+def test_damaged_bundle_leaves_no_files(tmp_path: Path) -> None:
     """A bundle with a flipped bit, and one in place of which a link stands, are refused."""
     data = bytearray(bundle(tmp_path / "up"))
     data[-30] ^= 1
@@ -166,8 +166,8 @@ def test_a_damaged_bundle_leaves_nothing(tmp_path: Path) -> None:
     assert objects(store) == before
 
 
-def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
-    """A tag that is no safe name gives way to the package's version."""
+def test_unsafe_tag_is_replaced_by_the_package_version(tmp_path: Path) -> None:
+    """An unsafe tag is replaced by the version of the package."""
     assert fetch.add(str(tarball(tmp_path, tag="../../x"))).name == "node-llama-cpp-3.7.0"
 
 
@@ -177,20 +177,19 @@ def test_a_strange_tag_is_not_used(tmp_path: Path) -> None:
     ids=["nested", "nested deeper", "no text"],  # pytest puts an id into the environment
 )
 @pytest.mark.regression(
-    "what an npm package says of itself was a bare error of Python where it nests without end or "
-    "is no text",
+    "deeply nested or non-UTF-8 metadata of an npm package raised an untyped error",
     by="hostile input",
     of="Python",
 )
 def test_malformed_package_metadata_names_no_tag(tmp_path: Path, about: bytes) -> None:
-    """Texts that nest without end, or are none, name no tag."""
+    """Metadata with deep nesting or without text have no tag."""
     members = {BUNDLE: bundle(tmp_path / "up", "HEAD"), ABOUT: about}
     file = pack(tmp_path / "node-llama-cpp-3.7.0.tgz", members)
     assert fetch.add(str(file)).name == "node-llama-cpp-3.7.0"
 
 
 def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version asked of npm is the one in the lock entry's package."""
+    """The version requested from npm is that of the lock entry's package."""
     fake_npm(tmp_path, monkeypatch, "sys.exit(' '.join(args))\n")
     release = fetch.add(str(tarball(tmp_path)))
     lockfile.save(lockfile.added(), [replace(release, name="b1")])
@@ -201,8 +200,10 @@ def test_a_lock_entry_names_its_version(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
-def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference release comes from the registry that npm is configured for."""
+def test_reference_release_is_fetched_from_the_real_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference release is fetched from the registry in npm's configuration."""
     monkeypatch.undo()
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     if shutil.which("npm") is None or subprocess.run(["npm", "--version"], check=False).returncode:
@@ -217,8 +218,10 @@ def test_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert open_store().tree_of(release) == release.tree
 
 
-def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions come with their upload in UTC; what is no version or no date is left out."""
+def test_npm_versions_have_upload_times_in_utc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions have their upload time in UTC; invalid versions and dates are ignored."""
     listed = {
         "created": "2023-08-01T00:00:00.000Z",
         "3.7.0": "2025-03-28T01:02:03.456Z",
@@ -242,16 +245,18 @@ def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "output",
     ["<html>busy</html>", '{"3.7.0": "2025', "", "[]", "7", "{}", '{"error": {"code": "E"}}'],
 )
-def test_answers_that_are_no_list(
+def test_malformed_npm_output_raises_fetch_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    """A registry that answers with something else is a failed fetch, not an empty list."""
+    """Malformed output of npm is a failed fetch, not an empty list."""
     fake_tool(tmp_path, monkeypatch, f"print({output!r})\n")
     with pytest.raises(FetchError, match="npm view node-llama-cpp"):
         npm.versions()
 
 
-def test_a_list_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_npm_list_raises_typed_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error of npm, a timeout and a missing npm have typed errors."""
     fake_tool(tmp_path, monkeypatch, "sys.exit('npm ERR! code E503')\n")
     with pytest.raises(FetchError, match="E503"):
@@ -270,15 +275,15 @@ def test_a_list_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         npm.versions()
 
 
-def test_a_tag_that_begins_with_v(tmp_path: Path) -> None:
-    """The tag `v0.5.0` of llama.cpp is the name of the release, and stays it."""
+def test_tag_with_a_leading_v_is_the_release_name(tmp_path: Path) -> None:
+    """The tag `v0.5.0` of llama.cpp is the unchanged name of the release."""
     release = fetch.add(str(tarball(tmp_path, "3.22.1", "v0.5.0")))
     assert release.name == "v0.5.0"
     assert resolve("v0.5.0") == resolve("node-llama-cpp@3.22.1") == release
 
 
-def test_a_tag_that_is_taken(tmp_path: Path) -> None:
-    """A second package of the same build gets a name of its own, and replaces nothing."""
+def test_package_of_a_taken_tag_gets_its_own_name(tmp_path: Path) -> None:
+    """A second package of the same build gets its own name, and replaces nothing."""
     first = fetch.add(str(tarball(tmp_path / "1")))
     second = fetch.add(str(tarball(tmp_path / "2", "3.7.1")))
     assert (first.name, second.name) == ("b4980", "node-llama-cpp-3.7.1")
@@ -286,7 +291,7 @@ def test_a_tag_that_is_taken(tmp_path: Path) -> None:
     assert resolve("node-llama-cpp@3.7.1") == second
 
 
-def test_a_bundle_without_its_commit(tmp_path: Path) -> None:
+def test_bundle_without_its_commit_is_refused(tmp_path: Path) -> None:
     """A bundle whose reference names a commit that its pack lacks is refused."""
     data = bundle(tmp_path / "up", "HEAD")
     head = git_command.git(tmp_path / "up", "rev-parse", "HEAD").encode()

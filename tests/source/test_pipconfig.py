@@ -1,4 +1,4 @@
-"""pip's settings: the same variables and files, in the same order of precedence, as pip's own."""
+"""Test that pip's settings are read from the same variables and files, in pip's order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyllamakv.source import pipconfig
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a HOME without any config of pip."""
+    """Give every test a HOME without a config of pip."""
     isolate(tmp_path, monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ".config"))
@@ -29,15 +29,17 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_defaults() -> None:
-    """Without any settings the index is pip's public default."""
+def test_default_index_is_that_of_pip() -> None:
+    """Without settings, the index is pip's public default."""
     found = pipconfig.read()
     assert found.index_urls == (pipconfig.DEFAULT_INDEX,)
     assert found.find_links == found.trusted_hosts == ()
     assert found.cert is None
 
 
-def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pip_environment_variables_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Environment variables name indexes, find-links, certificates, hosts, proxy and timeout."""
     monkeypatch.setenv("PIP_INDEX_URL", "https://a.example/simple/")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://b.example/s https://a.example/simple")
@@ -55,8 +57,8 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found.timeout == 180
 
 
-def test_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no-index only find-links are asked."""
+def test_no_index_leaves_only_find_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no-index, only find-links are used."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "https://c.example/links")
     assert pipconfig.read().index_urls == ()
@@ -64,8 +66,10 @@ def test_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipconfig.read().index_urls != ()
 
 
-def test_files_and_their_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file named by PIP_CONFIG_FILE beats the user's, and a variable beats every file."""
+def test_pip_configuration_files_have_the_precedence_of_pip(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PIP_CONFIG_FILE overrides the user's file, and variables override all files."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "prefix", str(home / "venv"))
     text = "[global]\nindex_url = https://{0}.example/s\n[download]\ntimeout = {1}\n"
@@ -87,14 +91,14 @@ def test_files_and_their_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_null_device_disables_configuration_files(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PIP_CONFIG_FILE set to the null device switches all files off, as in pip."""
+    """If PIP_CONFIG_FILE is the null device, no file is read, as in pip."""
     write(home / ".config/pip/pip.conf", "[global]\nindex-url = https://user.example\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     assert pipconfig.files() == []
 
 
 def test_a_broken_file_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that pip could not read either is named."""
+    """A file that pip could not read is named in the error."""
     named = write(home / "bad.conf", "no section = 1\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(named))
     with pytest.raises(UsageError, match=r"bad\.conf"):
@@ -102,7 +106,7 @@ def test_a_broken_file_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_percent_signs_are_plain(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A percent sign in an address is no interpolation."""
+    """A percent sign in a URL is not interpolation."""
     named = write(home / "p.conf", "[global]\nindex-url = https://u:p%40x@a.example/s\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(named))
     found = pipconfig.read()

@@ -1,4 +1,4 @@
-"""The line of releases: git's own tools work across archives that bring one commit each."""
+"""Test the chain of releases: git's tools work across archives with one commit each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Return an empty store in a home of its own."""
+    """Return an empty store in its own data directory."""
     isolate(tmp_path, monkeypatch)
     return open_store()
 
 
 def three(store: Store) -> list[Release]:
-    """Return three releases, the youngest first."""
+    """Return three releases, newest first."""
     texts = {"0.10": "c old", "0.9": "b old new", "0.2": "a old"}
     dates = {"0.2": "2024", "0.9": "2025", "0.10": "2026"}
     return [
@@ -38,7 +38,7 @@ def three(store: Store) -> list[Release]:
 
 
 def test_releases_are_chained_by_date(store: Store) -> None:
-    """Each release is a commit of its own tree on top of the one before it."""
+    """Each release is a commit of its tree whose parent is the previous release."""
     line = release_chain.chain(store, three(store))
     assert [link.release.name for link in line] == ["0.2", "0.9", "0.10"]
     assert store.parents(line[0].commit) == []
@@ -49,7 +49,7 @@ def test_releases_are_chained_by_date(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_the_line_is_the_same_everywhere(store: Store, tmp_path: Path) -> None:
+def test_chain_is_the_same_in_any_store_and_order(store: Store, tmp_path: Path) -> None:
     """The same releases give the same commits in any store, in any order."""
     releases = three(store)
     other = open_store(tmp_path / "other.git")
@@ -57,8 +57,8 @@ def test_the_line_is_the_same_everywhere(store: Store, tmp_path: Path) -> None:
     assert release_chain.chain(store, releases) == release_chain.chain(other, reversed(again))
 
 
-def test_the_default_is_what_is_fetched(store: Store) -> None:
-    """Without releases the line holds those of the locks that the store has."""
+def test_default_chain_contains_the_fetched_releases(store: Store) -> None:
+    """Without arguments, the chain contains the locked releases that the store has."""
     releases = three(store)
     lockfile.save(lockfile.added(), releases)
     assert [link.release.name for link in release_chain.chain(store)] == ["0.2", "0.9", "0.10"]
@@ -67,21 +67,21 @@ def test_the_default_is_what_is_fetched(store: Store) -> None:
     assert "refs/line/0.9" not in refs(store)
 
 
-def test_bisect_and_log_work(store: Store) -> None:
-    """Git bisect finds the release that brought a word, and log -S the ones that changed it."""
+def test_git_bisect_and_pickaxe_work_on_the_chain(store: Store) -> None:
+    """Git bisect finds the release that added a word, and log -S those that changed it."""
     line = release_chain.chain(store, three(store))
     found = release_chain.pickaxe(store, "new", ["src"], line=line)
     assert [release.name for release in found] == ["0.9", "0.10"]
     words = ["bisect", "start", "--no-checkout", line[-1].commit, line[0].commit]
     git_command.git(store.path, *words)
     script = 'test "$(git cat-file blob BISECT_HEAD:src/llama.cpp | cut -c1)" != c'
-    said = git_command.git(store.path, "bisect", "run", "sh", "-c", script)
+    output = git_command.git(store.path, "bisect", "run", "sh", "-c", script)
     git_command.git(store.path, "bisect", "reset", check=False)
-    assert f"{line[-1].commit} is the first bad commit" in said
+    assert f"{line[-1].commit} is the first bad commit" in output
 
 
-def test_an_empty_line(store: Store) -> None:
-    """Without any release, the history has a remedy."""
+def test_empty_chain_error_names_the_fetch_command(store: Store) -> None:
+    """Without a release, the error has a remedy."""
     assert release_chain.chain(store) == []
     with pytest.raises(SourceError, match="upstream fetch"):
         release_chain.pickaxe(store, "x")

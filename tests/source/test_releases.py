@@ -1,4 +1,4 @@
-"""Names of releases: which release a spec means, and the error if it means none."""
+"""Test names of releases: the release of a spec, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home, and a lock of two releases."""
+    """Give every test its own data directory, and a lock of two releases."""
     place = isolate(tmp_path, monkeypatch)
     lockfile.save(lockfile.shipped(), [release("0.3.9"), release("b4980")])
     return place
@@ -31,18 +31,18 @@ def release(name: str) -> Release:
 
 @pytest.mark.parametrize("spec", ["0.3.9", " 0.3.9 ", "v0.3.9", "llama-cpp-python==0.3.9"])
 def test_spellings_of_a_version(spec: str) -> None:
-    """A version is found in the spellings that people use."""
+    """A version is found by its common spellings."""
     assert resolve(spec).name == "0.3.9"
 
 
 def test_added_releases_are_found() -> None:
-    """What was added on this machine is found like what ships."""
+    """Added releases are found like shipped ones."""
     lockfile.save(lockfile.added(), [release("0.4.0")])
     assert resolve("0.4.0").name == "0.4.0"
 
 
 def test_a_commit_is_found_by_its_first_digits() -> None:
-    """Or by its key; two names of one commit are one release, and two commits are none."""
+    """Its key works too; two names of one commit are one release, two commits are ambiguous."""
     git = replace(release("git:/up@main"), kind="git", commit="abcdef0" + "1" * 33)
     pinned = replace(git, name=f"git:/up@{git.commit}")
     lockfile.save(lockfile.added(), [git, pinned])
@@ -54,7 +54,7 @@ def test_a_commit_is_found_by_its_first_digits() -> None:
 
 
 def test_an_unknown_release_names_close_ones() -> None:
-    """A name that no lock has brings the closest names and what to do."""
+    """The error for an unknown name has the closest names and the commands to run."""
     with pytest.raises(UnknownRelease, match=r"upstream add 0\.3\.8") as caught:
         resolve("0.3.8")
     assert "0.3.9" in caught.value.suggestions
@@ -64,7 +64,7 @@ def test_an_unknown_release_names_close_ones() -> None:
 
 
 def test_a_folder_and_a_git_source_are_resolved(tmp_path: Path) -> None:
-    """path:DIR and git:URL@REF give releases with commits of their own."""
+    """path:DIR and git:URL@REF are releases with their own commits."""
     commit = repository(tmp_path / "up")
     by_git = resolve(f"git:{tmp_path / 'up'}@HEAD")
     by_path = resolve(f"path:{tmp_path / 'up'}")
@@ -75,7 +75,7 @@ def test_a_folder_and_a_git_source_are_resolved(tmp_path: Path) -> None:
 
 
 def test_order_is_by_date_then_number() -> None:
-    """Releases of one date sort by number, not by letter."""
+    """Releases of one date are sorted by number, not alphabetically."""
     names = ["0.3.10", "0.3.9", "0.3.2"]
     ordered = sorted(map(release, names), key=lambda r: r.order)
     assert [r.name for r in ordered] == ["0.3.2", "0.3.9", "0.3.10"]
@@ -89,13 +89,13 @@ def test_order_is_by_date_then_number() -> None:
     by="hostile input",
     of="Python",
 )
-def test_signs_of_a_name_that_are_no_number(name: str) -> None:
-    """A URL may hold what Unicode calls a digit, or more digits than Python takes."""
+def test_unicode_digits_in_a_name_sort_without_error(name: str) -> None:
+    """A URL may contain Unicode digits, or more digits than Python converts."""
     assert natural_sort_key(name) < natural_sort_key("git:b")
 
 
 @pytest.mark.parametrize("name", ["", "-x", "../x", "a/b", "a..b", "x.lock", "a b", ".x"])
-def test_unsafe_names(name: str) -> None:
+def test_unsafe_names_are_recognized(name: str) -> None:
     """Names that could be options, paths or broken refs are distinguished."""
     assert not is_safe_name(name)
     assert is_safe_name("0.3.9-rc1")

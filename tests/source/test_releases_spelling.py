@@ -1,4 +1,4 @@
-"""Every name that `pyllamakv upstream list` prints works in every verb that takes a release."""
+"""Test that each name of `pyllamakv upstream list` works in every verb that takes a release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = {
     "b11549": "xllamacpp==2026.10.11549",
 }
 
-#: The verbs that take a release, and what they exit with on a release that is not built.
+#: The verbs that take a release, and their exit codes for a release that is not built.
 VERBS = {
     "upstream fetch {}": 0,
     "upstream verify {}": 0,
@@ -85,8 +85,8 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return int(left.value.code or 0), out, err
 
 
-def test_a_name_of_the_lock_is_never_taken_for_another(bench: SeriesSandbox) -> None:
-    """`v0.5.0` and `0.5.0` are two releases; `v0.4.0`, which no release is called, is `0.4.0`."""
+def test_locked_release_name_precedes_its_other_spelling(bench: SeriesSandbox) -> None:
+    """`v0.5.0` and `0.5.0` are two releases; `v0.4.0` is `0.4.0` if no release has that name."""
     other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
     lockfile.save(lockfile.added(), [other])
     for name in (*NAMES, "0.5.0"):
@@ -100,8 +100,10 @@ def test_a_name_of_the_lock_is_never_taken_for_another(bench: SeriesSandbox) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", VERBS)
-def test_verbs(bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each verb finds each name that is listed, and does with it what it does with the others."""
+def test_every_verb_accepts_every_listed_release(
+    bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each verb finds each listed name, and handles all of them alike."""
     _, out, _ = call(capsys, "upstream", "list", "--json")
     listed = [row["name"] for row in json.loads(out)]
     assert set(listed) == {*NAMES, "0.4.1"}
@@ -112,7 +114,7 @@ def test_verbs(bench: SeriesSandbox, words: str, capsys: pytest.CaptureFixture[s
 
 
 def test_versions_are_those_of_llama_cpp_python(bench: SeriesSandbox) -> None:
-    """Tags of llama.cpp are not versions of llama-cpp-python, so markers decide for them."""
+    """Tags of llama.cpp are not versions of llama-cpp-python, so markers select for them."""
     assert sdist_version("v0.5.0") is sdist_version("b4980") is sdist_version("") is None
     assert str(sdist_version("0.5.0")) == "0.5.0"
     limited = Definition("one", "t", "w", "o", "u", releases="<=0.3.8")
@@ -125,7 +127,7 @@ def test_versions_are_those_of_llama_cpp_python(bench: SeriesSandbox) -> None:
     ]
 
 
-def test_the_variants_of_a_name_that_begins_with_v(bench: SeriesSandbox) -> None:
+def test_variant_spec_keeps_a_leading_v(bench: SeriesSandbox) -> None:
     """Specs of variants keep the name, and a request has the release of that name."""
     other = bench.add_release("0.5.0", {"include/llama.h": b"// 0.5.0\n"}, "2026-10-01")
     lockfile.save(lockfile.added(), [other])
@@ -138,7 +140,7 @@ def test_the_variants_of_a_name_that_begins_with_v(bench: SeriesSandbox) -> None
 
 
 @pytest.mark.slow
-def test_the_trees_of_a_name_that_begins_with_v(
+def test_tree_of_a_release_with_a_leading_v_is_managed_by_name(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A vendored tree of `v0.5.0` is verified and removed by that name, with and without series."""

@@ -1,4 +1,4 @@
-"""Taking llama.cpp out of an sdist: objects only, checked by git, nothing else and nothing run."""
+"""Test the import of llama.cpp from an sdist: only objects, checked by git; no code is run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def members(tmp_path: Path) -> dict[str, Any]:
-    """Return the members of a good sdist."""
+    """Return the members of a valid sdist."""
     return sdist_members(tmp_path / "making", "1.0")
 
 
@@ -48,13 +48,13 @@ def packed(tmp_path: Path, members: dict[str, Any]) -> Path:
 
 
 def untouched(store: Store, before: set[str]) -> bool:
-    """Return whether a store is unchanged, without leftover files."""
+    """Return whether a store is unchanged and contains no partial files."""
     left = [p for p in Path(store.path).iterdir() if p.name.startswith("tmp-")]
     return objects(store) == before and not refs(store) and not left
 
 
-def test_the_clone_is_taken(store: Store, tmp_path: Path) -> None:
-    """The commit of the embedded clone comes whole, and equals the unpacked tree."""
+def test_embedded_clone_is_imported_with_its_commit(store: Store, tmp_path: Path) -> None:
+    """The commit of the embedded clone is imported completely, and equals the unpacked tree."""
     release, file = pinned(tmp_path, "1.0")
     commit, tree = import_sdist(store, file, commit=release.commit, tree=release.tree)
     assert (commit, tree) == (release.commit, release.tree)
@@ -63,10 +63,10 @@ def test_the_clone_is_taken(store: Store, tmp_path: Path) -> None:
     git_command.git(store.path, "fsck", "--full", "--strict")
 
 
-def test_config_and_hooks_are_never_taken(
+def test_config_and_hooks_of_an_sdist_are_not_imported(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """Only objects reach the store: no config, no hook, no ref, nothing of setup.py."""
+    """Only objects are imported: no config, hook or ref, and nothing of setup.py."""
     before = (Path(store.path) / "config").read_text()
     members[f"{TOP}/config"] = b'[http]\n\textraheader = "secret"\n[core]\n\tpager = false\n'
     import_sdist(store, packed(tmp_path, members))
@@ -77,8 +77,10 @@ def test_config_and_hooks_are_never_taken(
     assert not any("secret" in p.read_text("latin-1") for p in store.path.rglob("*") if p.is_file())
 
 
-def test_loose_objects_are_taken(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
-    """A clone whose objects are loose is as good as a packed one."""
+def test_loose_objects_of_a_clone_are_imported(
+    store: Store, tmp_path: Path, members: dict[str, Any]
+) -> None:
+    """A clone with loose objects is imported like a packed one."""
     clone = tmp_path / "making" / "clone-1.0"
     packs = list((clone / "objects" / "pack").glob("*.pack"))
     loose = tmp_path / "loose.git"
@@ -91,7 +93,9 @@ def test_loose_objects_are_taken(store: Store, tmp_path: Path, members: dict[str
     assert set(store.ls(commit)) == set(TREE)
 
 
-def test_a_head_that_names_a_branch(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
+def test_head_of_a_loose_or_packed_branch_is_resolved(
+    store: Store, tmp_path: Path, members: dict[str, Any]
+) -> None:
     """HEAD may name a branch, loose or packed."""
     commit = members[f"{TOP}/HEAD"].decode().strip()
     members = {k: v for k, v in members.items() if "/refs/" not in k and "packed-refs" not in k}
@@ -120,7 +124,7 @@ def test_an_sdist_without_a_clone_is_read_as_a_tree(
 def test_links_in_a_plain_tree_stay_links(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """A link in an unpacked tree becomes a link of the commit; nothing is written to the disk."""
+    """Links of an unpacked tree become links of the commit; nothing is written to the disk."""
     plain = {k: v for k, v in members.items() if "/.git/" not in k}
     plain["x"] = link(f"{UNPACKED}/l.h", "include/llama.h")
     commit, _ = import_sdist(store, packed(tmp_path, plain))
@@ -128,10 +132,10 @@ def test_links_in_a_plain_tree_stay_links(
 
 
 @pytest.mark.parametrize("path", ["../../../escape", "a/../../b", "./x"])
-def test_a_plain_path_that_leads_out_is_refused(
+def test_member_path_outside_the_tree_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any], path: str
 ) -> None:
-    """A member whose path climbs out of the tree makes the archive hostile."""
+    """An archive with a member outside of the tree is refused."""
     plain = {k: v for k, v in members.items() if "/.git/" not in k}
     plain[f"{UNPACKED}/{path}"] = b"x"
     with pytest.raises(ArchiveError, match=r"points outside|path outside"):
@@ -142,7 +146,7 @@ def test_a_plain_path_that_leads_out_is_refused(
 def test_a_link_in_place_of_an_object_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any], kind: bytes
 ) -> None:
-    """Where an object is expected, a link, a hard link or a pipe is refused."""
+    """A link, a hard link or a pipe in place of an object is refused."""
     before = objects(store)
     name = f"{TOP}/objects/pack/pack-{'a' * 40}.pack"
     members["bad"] = link(name, "/etc/passwd", kind)
@@ -154,7 +158,7 @@ def test_a_link_in_place_of_an_object_is_refused(
 def test_an_object_under_another_name_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """A loose object must hash to its name and be whole."""
+    """A loose object must match its name and be complete."""
     content = b"blob 1\0x"
     name = hashlib.sha1(content).hexdigest()
     good = zlib.compress(content)
@@ -168,7 +172,7 @@ def test_an_object_under_another_name_is_refused(
 
 
 def test_a_damaged_pack_is_refused(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
-    """One flipped bit in the pack is found by git, and nothing is kept."""
+    """Git detects a flipped bit in the pack, and the store is unchanged."""
     before = objects(store)
     name = next(k for k in members if k.endswith(".pack"))
     data = bytearray(members[name])
@@ -193,7 +197,7 @@ def test_a_clone_that_lacks_objects_is_refused(
 def test_a_truncated_archive_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """An archive that ends early is refused wherever it was cut, and so is no archive."""
+    """An archive that is truncated anywhere is refused, and so is a file of another format."""
     before = objects(store)
     file = packed(tmp_path, members)
     whole = file.read_bytes()
@@ -209,7 +213,7 @@ def test_a_truncated_archive_is_refused(
 def test_a_duplicate_member_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """Two members of one name are refused: which of them counts depends on the reader."""
+    """Two members of one name are refused, because readers differ in which one they use."""
     info = tarfile.TarInfo(f"{TOP}/HEAD")
     with pytest.raises(ArchiveError, match="twice"):
         import_sdist(store, packed(tmp_path, members | {"again": info}))
@@ -228,14 +232,14 @@ def test_two_clones_are_refused(store: Store, tmp_path: Path, members: dict[str,
 
 
 @pytest.mark.regression(
-    "an sdist whose HEAD was a tag left a store into which nothing could be fetched any more",
+    "after the import of an sdist whose HEAD was a tag, every fetch into the store failed",
     by="hostile input",
     of="Python",
 )
 def test_a_head_that_names_a_tag_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """A tag peels to a commit, and as a release it would stop git from fetching any other."""
+    """A tag would stop git from fetching other releases."""
     source = tmp_path / "tagged"
     commit = repository(source)
     git_command.git(source, "tag", "-a", "-m", "x", "x")
@@ -251,15 +255,15 @@ def test_a_head_that_names_a_tag_is_refused(
 
 
 def test_an_archive_without_llama_cpp_is_refused(store: Store, tmp_path: Path) -> None:
-    """An archive of something else is refused with what was looked for."""
+    """The error names the expected content."""
     with pytest.raises(ArchiveError, match=r"vendor/llama\.cpp"):
         import_sdist(store, packed(tmp_path, {"other-1.0/README": b"x"}))
 
 
-def test_another_commit_or_tree_than_pinned(
+def test_commit_or_tree_other_than_pinned_is_refused(
     store: Store, tmp_path: Path, members: dict[str, Any]
 ) -> None:
-    """When commit or tree is not the pinned one, both are named and nothing is kept."""
+    """The error has both ids, and the store is unchanged."""
     file = packed(tmp_path, members)
     before = objects(store)
     with pytest.raises(HashMismatch) as caught:
@@ -272,7 +276,7 @@ def test_another_commit_or_tree_than_pinned(
 
 
 def test_importing_twice_is_harmless(store: Store, tmp_path: Path, members: dict[str, Any]) -> None:
-    """The second import finds everything there and changes nothing."""
+    """The second import changes nothing."""
     file = packed(tmp_path, members)
     first = import_sdist(store, file)
     before = objects(store)
@@ -280,7 +284,7 @@ def test_importing_twice_is_harmless(store: Store, tmp_path: Path, members: dict
     assert objects(store) == before
 
 
-def test_a_tree_without_the_api(store: Store, tmp_path: Path) -> None:
+def test_tree_without_llama_h_is_refused(store: Store, tmp_path: Path) -> None:
     """A plain tree that has no llama.h is not llama.cpp."""
     plain = {f"llama_cpp_python-1.0/vendor/llama.cpp/{n}": b"x" for n in ("README.md", "src/x.cpp")}
     refused(store, packed(tmp_path, plain), "no llama.cpp: neither include/llama.h nor")

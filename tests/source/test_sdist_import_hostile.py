@@ -1,4 +1,4 @@
-"""Hostile archives: paths outside of the tree, wrong sizes, programs to run."""
+"""Test hostile archives: paths outside of the tree, wrong sizes, programs to run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -45,7 +45,7 @@ def test_only_files_and_links_of_a_plain_tree_are_taken(tmp_path: Path, kind: by
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "llama_cpp_python-1.0/../../x"])
 def test_members_outside_the_tree_are_passed_over(tmp_path: Path, name: str) -> None:
-    """A member that is no part of llama.cpp is never written, wherever it wants to lie."""
+    """A member outside of llama.cpp is never written, whatever its path is."""
     store = open_store()
     commit, _ = import_sdist(store, sdist(tmp_path, PLAIN | {name: b"out"}))
     assert set(store.ls(commit)) == set(TREE)
@@ -54,7 +54,7 @@ def test_members_outside_the_tree_are_passed_over(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", ["/etc/x", "/", "a//b"])
 def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -> None:
-    """A path that would begin at the root, were it joined, is hostile."""
+    """An absolute path is refused."""
     refused(
         open_store(),
         sdist(tmp_path, PLAIN | {f"{UNPACKED}/{name}": b"x"}),
@@ -72,12 +72,12 @@ def test_an_absolute_path_below_the_tree_is_refused(tmp_path: Path, name: str) -
     ],
 )
 @pytest.mark.regression(
-    "a link out of a tree by way of another link was exported",
+    "a link to the outside of a tree through another link was exported",
     by="hostile input",
     of="Python",
 )
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str, str]) -> None:
-    """A link that leads outside, directly or through another link, never reaches a folder."""
+    """A link to the outside, directly or through another link, is not written to a directory."""
     members = PLAIN | {at: link(f"{UNPACKED}/{at}", to) for at, to in links.items()}
     store = open_store()
     commit, _ = import_sdist(store, sdist(tmp_path, members))
@@ -86,12 +86,12 @@ def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, links: dict[str,
 
 
 @pytest.mark.regression(
-    "a tree could bring the file that says what a folder holds, and so pass for whole",
+    "a tree could contain the stamp of an export, and was accepted as complete",
     by="hostile input",
     of="Python",
 )
 def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
-    """The file that describes a folder is written by this package; one of the tree is left out."""
+    """The stamp of a directory is written by this package; one of the tree is ignored."""
     store = open_store()
     for name in (".PYLLAMAKV-TREE", ".pyllamakv-tree/x"):
         commit, _ = store.commit(None, TREE | {name: b'{"complete": true}'}, "x")
@@ -105,7 +105,7 @@ def test_a_tree_with_a_stamp_of_its_own_is_not_exported(tmp_path: Path) -> None:
     assert store.export(commit, tmp_path / "tree").written == 0
 
 
-# --- what commits say ---------------------------------------------------------------------------
+# --- commits ------------------------------------------------------------------------------------
 
 MAKER = b"author a <a@b> 1 +0000\n"
 MADE = b"committer a <a@b> 1 +0000\n"
@@ -124,38 +124,38 @@ def loose(kind: str, data: bytes) -> tuple[str, bytes]:
     return hashlib.sha1(whole).hexdigest(), zlib.compress(whole)
 
 
-@pytest.mark.parametrize("said", ODD)
+@pytest.mark.parametrize("case", ODD)
 @pytest.mark.regression(
-    "commits without a date, with one far away, or with parents without number were taken, or a "
-    "bare error",
+    "commits without a date, with an invalid one, or with too many parents were accepted or "
+    "raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_commits_with_invalid_fields_are_refused(tmp_path: Path, said: str) -> None:
+def test_commits_with_invalid_fields_are_refused(tmp_path: Path, case: str) -> None:
     """A commit without a date, or with parents without number, is refused before it is taken."""
     up = tmp_path / "up"
     tree = f"tree {git_command.git(up, 'rev-parse', repository(up) + '^{tree}')}\n".encode()
     parents = [loose("commit", tree + MAKER + MADE + b"\n%d\n" % n) for n in range(65)]
     named = b"".join(f"parent {name}\n".encode() for name, _ in parents)
-    text = tree + (ODD[said] or named + MAKER + MADE) + b"\nx\n"
+    text = tree + (ODD[case] or named + MAKER + MADE) + b"\nx\n"
     head, data = loose("commit", text)
     for name, content in (*parents, (head, data)):
         fill(up / ".git" / "objects", {f"{name[:2]}/{name[2:]}": content})
     git_command.git(up, "update-ref", "refs/heads/main", head)
     git_command.git(up, "bundle", "create", "-q", str(tmp_path / "bundle"), "HEAD")
     file = pack(tmp_path / "node-llama-cpp-1.0.0.tgz", {BUNDLE: (tmp_path / "bundle").read_bytes()})
-    words = "65 parents" if said == "crowd" else "no valid date"
+    words = "65 parents" if case == "crowd" else "no valid date"
     for spec in (str(file), f"git:file://{up}@main", f"git:{tmp_path / 'bundle'}@HEAD"):
         not_fetched(spec, words)
-    if said != "crowd":
+    if case != "crowd":
         assert fetch.add(f"path:{up}").date
 
 
 # --- run --------------------------------------------------------------------------------------
 
 
-def test_nothing_of_an_sdist_is_run(tmp_path: Path) -> None:
-    """Whatever Python, CMake, make, npm or git would run of a folder leaves no trace here."""
+def test_no_code_of_an_sdist_is_run(tmp_path: Path) -> None:
+    """No code of a directory that Python, CMake, make, npm or git could run is run."""
     trace = tmp_path / "ran"
     python = f"open({str(trace)!r}, 'w')\n".encode()
     shell = f"#!/bin/sh\ntouch {trace}\n".encode()
@@ -184,13 +184,13 @@ def test_nothing_of_an_sdist_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "files of a tree with a newline or a carriage return in their name could not be read, or "
-    "were taken for another",
+    "files of a tree with a newline or a carriage return in their name could not be read, or were"
+    " confused",
     by="hostile input",
     of="Python",
 )
 def test_file_names_are_never_options(tmp_path: Path) -> None:
-    """Leading dashes, blanks, quotes and newlines in names of files come through unchanged."""
+    """Leading dashes, spaces, quotes and newlines in file names are passed unchanged."""
     names = ["-rf", "--upload-pack=x", "a b", "a\nb", 'a"b', "a\tb", "$(x)", "`x`", ";x", "'"]
     files = TREE | {f"src/{name}": b"x" for name in names} | {"-x/--y": b"z"}
     plain = {f"{UNPACKED}/{name}": data for name, data in files.items()}

@@ -1,4 +1,4 @@
-"""Git URLs, bundles and folders as sources, used unchanged."""
+"""Test git URLs, bundles and directories as sources, which are used unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("git:/a/b@refs/heads/m", "/a/b", "refs/heads/m"),
     ],
 )
-def test_urls_and_references(spec: str, url: str, ref: str) -> None:
+def test_git_spec_is_split_into_url_and_reference(spec: str, url: str, ref: str) -> None:
     """A spec splits into URL and reference, also with a user name in the URL."""
     assert spec_resolver.split_git(spec) == (url, ref)
 
@@ -50,12 +50,12 @@ def test_urls_and_references(spec: str, url: str, ref: str) -> None:
     "spec", ["git:", "git:--upload-pack=x", "git:a\nb@c", "git:a\0b", "git:/a\udcff@main"]
 )
 @pytest.mark.regression(
-    "URLs with signs that no lock can hold were taken, or ended in a bare error",
+    "URLs with characters that a lock cannot contain were accepted, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_urls_that_could_be_options(spec: str) -> None:
-    """A URL that git would read as an option, or that no lock can hold, is refused."""
+def test_url_that_git_reads_as_an_option_is_refused(spec: str) -> None:
+    """A URL that git would read as an option, or that a lock cannot contain, is refused."""
     with pytest.raises(UsageError):
         spec_resolver.split_git(spec)
 
@@ -66,16 +66,18 @@ def test_urls_that_could_be_options(spec: str) -> None:
     by="hostile input",
     of="Python",
 )
-def test_a_password_stays_out_of_the_lock(url: str) -> None:
-    """The lock has the URLs of what was added, and is shared."""
+def test_lock_contains_no_password(url: str) -> None:
+    """The lock contains the URLs of added releases, and is shared."""
     with pytest.raises(UsageError, match="git credential") as caught:
         resolve(f"git:{url}")
     assert "s3cret" not in str(caught.value)
     assert lockfile.known() == {}
 
 
-@pytest.mark.regression("a token in a git URL stood in errors", by="hostile input", of="Python")
-def test_a_token_stays_out_of_errors() -> None:
+@pytest.mark.regression(
+    "error messages contained the token of a git URL", by="hostile input", of="Python"
+)
+def test_errors_contain_no_token() -> None:
     """The user name in a URL may be secret as well."""
     with pytest.raises(FetchError, match=r"//\*\*\*@127") as caught:
         resolve("git:http://s3cret@127.0.0.1:9/x@main")
@@ -85,18 +87,18 @@ def test_a_token_stays_out_of_errors() -> None:
 @pytest.mark.parametrize("place", ["a" * 5000, "~nobody-is-here/x", "a\0b"])
 @pytest.mark.parametrize("kind", ["git", "path"])
 @pytest.mark.regression(
-    "names of sources and paths that no file system can have were bare errors of Python",
+    "names of sources that are invalid as paths raised untyped errors",
     by="hostile input",
     of="Python",
 )
 def test_specs_that_are_no_valid_path_are_refused(kind: str, place: str) -> None:
-    """A name that is too long, and the home of an unknown user."""
+    """Names that are too long and homes of unknown users are refused."""
     with pytest.raises((SourceError, UsageError)):
         resolve(f"{kind}:{place}")
 
 
-def test_a_git_url(tmp_path: Path) -> None:
-    """A branch of a repository is fetched, cut at its commit, and pinned."""
+def test_branch_of_a_git_url_is_fetched_and_pinned(tmp_path: Path) -> None:
+    """A branch of a repository is fetched without history and pinned by commit."""
     commit = repository(tmp_path / "up", commits=3)
     spec = f"git:file://{tmp_path / 'up'}@main"
     release = fetch.ensure(spec)
@@ -109,7 +111,7 @@ def test_a_git_url(tmp_path: Path) -> None:
 
 
 def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> None:
-    """A branch that moved gives the pinned commit, and the new one when it is added anew."""
+    """A changed branch has the pinned commit until it is added again."""
     up = tmp_path / "up"
     first = repository(up)
     spec = f"git:{up}@main"
@@ -122,8 +124,8 @@ def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("url", ["{up}", "file://{up}"])
-def test_the_commit_of_a_remote(tmp_path: Path, url: str) -> None:
-    """It is the one that a fetch would find, also of a tag; nothing is fetched."""
+def test_remote_commit_is_that_of_a_fetch(tmp_path: Path, url: str) -> None:
+    """The commit is the one that a fetch would find, also of a tag; nothing is fetched."""
     up = tmp_path / "up"
     url = url.format(up=up)
     first = repository(up)
@@ -148,7 +150,7 @@ def test_the_commit_of_a_remote(tmp_path: Path, url: str) -> None:
     assert spec_resolver.remote_commit(pins[first]) == first
 
 
-def test_the_commit_of_a_bundle(tmp_path: Path) -> None:
+def test_commit_of_an_annotated_tag_in_a_bundle_is_unchanged(tmp_path: Path) -> None:
     """An annotated tag in a bundle has not moved."""
     repository(tmp_path / "up")
     git_command.git(tmp_path / "up", "tag", "-a", "-m", "first", "v1")
@@ -157,7 +159,7 @@ def test_the_commit_of_a_bundle(tmp_path: Path) -> None:
     assert spec_resolver.remote_commit(release) == release.commit
 
 
-def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
+def test_pinned_git_release_is_fetched_again_by_commit(tmp_path: Path) -> None:
     """A pinned git release that the store lost is fetched by its commit."""
     up = tmp_path / "up"
     commit = repository(up)
@@ -170,7 +172,7 @@ def test_a_lost_store_is_filled_again(tmp_path: Path) -> None:
     assert list(lockfile.known()) == [spec]
 
 
-def test_a_bundle(tmp_path: Path) -> None:
+def test_git_bundle_is_resolved(tmp_path: Path) -> None:
     """A git bundle is a source like a repository."""
     commit = repository(tmp_path / "up")
     git_command.git(tmp_path / "up", "bundle", "create", "-q", "../x.bundle", "HEAD", "main")
@@ -190,8 +192,8 @@ def test_two_references_to_one_tree_have_their_own_dates(tmp_path: Path) -> None
     assert (old.date[:10], new.date[:10]) == ("2026-01-01", "2026-01-09")
 
 
-def test_a_release_of_the_lock_of_a_series(tmp_path: Path) -> None:
-    """It is pinned in the data directory when it is resolved; other pins of the series are not."""
+def test_release_of_a_series_lock_is_known_to_one_call(tmp_path: Path) -> None:
+    """A release of a series lock is found by calls that name the lock, and no others."""
     pins = [
         Release(f"git:{tmp_path}@{sign * 40}", "git", sign * 40, "c" * 40, "unified", "2026-01-01")
         for sign in "ab"
@@ -205,14 +207,14 @@ def test_a_release_of_the_lock_of_a_series(tmp_path: Path) -> None:
 
 
 def test_a_message_shows_control_characters_of_a_url() -> None:
-    """The message goes to a terminal."""
+    """The message is printed to a terminal."""
     with pytest.raises(FetchError) as caught:
         resolve("git:/none\x1b[2J@main")
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
-    """A URL or reference that cannot be had is a failed fetch, and nothing changes."""
+def test_unreachable_git_url_raises_fetch_error(tmp_path: Path) -> None:
+    """An unreachable URL or reference is a failed fetch, and nothing changes."""
     repository(tmp_path / "up")
     for spec in (f"git:{tmp_path / 'none'}@main", f"git:{tmp_path / 'up'}@nothing"):
         with pytest.raises(FetchError, match="cannot fetch"):
@@ -223,7 +225,7 @@ def test_a_url_that_does_not_answer(tmp_path: Path) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """Listen on a port, and never answer."""
+    """Listen on a port, and never respond."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
@@ -239,7 +241,7 @@ def ended(server: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("scheme", ["git", "http"])
-def test_a_server_that_never_answers(
+def test_silent_git_server_is_ended_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, silent: socket.socket, scheme: str
 ) -> None:
     """Git and the program that it started for the URL are killed after a timeout."""
@@ -285,7 +287,7 @@ def test_git_can_ask_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert groups == {True: True, False: False}
 
 
-def test_a_repository_of_something_else(tmp_path: Path) -> None:
+def test_source_without_llama_h_is_refused(tmp_path: Path) -> None:
     """A source without llama.h is refused, whatever its kind."""
     repository(tmp_path / "other", {"README": b"x"})
     for kind in ("git", "path"):
@@ -296,8 +298,8 @@ def test_a_repository_of_something_else(tmp_path: Path) -> None:
         resolve(f"path:{tmp_path / 'none'}")
 
 
-def test_a_work_tree_with_changes(tmp_path: Path) -> None:
-    """Of a work tree everything is taken that git would not ignore, changed files too."""
+def test_work_tree_is_read_with_uncommitted_changes(tmp_path: Path) -> None:
+    """All files of a work tree that git does not ignore are read, including changed ones."""
     up = tmp_path / "up"
     repository(up, TREE | {".gitignore": b"*.o\nignored/\n"})
     (up / "src/llama.cpp").write_bytes(b"changed")
@@ -311,8 +313,8 @@ def test_a_work_tree_with_changes(tmp_path: Path) -> None:
     assert release.date == git_command.DATE
 
 
-def test_a_plain_folder(tmp_path: Path) -> None:
-    """Of a plain folder everything is taken but builds and what git keeps."""
+def test_plain_directory_is_read_without_builds_and_git_files(tmp_path: Path) -> None:
+    """All files of a plain directory are read, except builds and git's own files."""
     folder = fill(tmp_path / "plain", TREE)
     fill(folder, {"build/x.o": b"", "build-debug/y": b"", "common/build-info.cpp": b""})
     fill(folder, {STAMP: b"", "src/build/z.cpp": b"z", "a/.git": b"gitdir: x\n"})
@@ -325,8 +327,8 @@ def test_a_plain_folder(tmp_path: Path) -> None:
     assert modes["scripts/run.sh"] == "100755"
 
 
-def test_a_folder_follows_its_content(tmp_path: Path) -> None:
-    """The same content gives the same commit; a change, an addition and a removal another."""
+def test_directory_commit_depends_on_its_content(tmp_path: Path) -> None:
+    """Equal content has the same commit; any change has another one."""
     folder = fill(tmp_path / "plain", TREE)
     first = resolve(f"path:{folder}")
     assert resolve(f"path:{folder}") == first
@@ -341,12 +343,12 @@ def test_a_folder_follows_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "an index that a killed git had locked kept a folder from being read as a source again",
+    "after a killed git left a lock of the index, a directory could not be read as a source",
     by="faults",
     of="Python",
 )
-def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
-    """A stale lock file does not block the next reader of the folder."""
+def test_stale_index_lock_does_not_block_a_directory(tmp_path: Path) -> None:
+    """A stale lock file does not block the next reader of the directory."""
     folder = fill(tmp_path / "plain", TREE)
     first = resolve(f"path:{folder}")
     (index,) = (p for p in (tmp_path / "home" / "indexes").iterdir() if not p.suffix)
@@ -357,11 +359,11 @@ def test_an_index_that_a_killed_git_locked(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [".gitignore", ".gitattributes", ".git/include", ".git/HEAD"])
 @pytest.mark.regression(
-    "a pipe among the files of a folder held git, and the command with it, for ever",
+    "a named pipe in a directory blocked git, and the command, forever",
     by="hostile input",
     of="Python",
 )
-def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) -> None:
+def test_named_pipe_in_a_repository_does_not_block(tmp_path: Path, monkeypatch, where: str) -> None:
     """Git would wait forever for a writer of the pipe."""
     up = tmp_path / "up"
     repository(up)
@@ -378,11 +380,11 @@ def test_a_pipe_does_not_hold_a_folder(tmp_path: Path, monkeypatch, where: str) 
 
 
 @pytest.mark.regression(
-    "a folder whose HEAD is no commit could not be taken, and ended in a bare TypeError",
+    "a directory whose HEAD is not a commit raised TypeError as a source",
     by="hostile input",
     of="Python",
 )
-def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
+def test_directory_with_a_head_that_is_no_commit_has_the_default_date(tmp_path: Path) -> None:
     """A folder is used unchanged: an unreadable date is replaced and is no error."""
     up = tmp_path / "up"
     repository(up)
@@ -392,13 +394,13 @@ def test_a_head_that_is_no_commit(tmp_path: Path) -> None:
 
 
 def test_an_unpacked_sdist_is_a_plain_folder(tmp_path: Path) -> None:
-    """A link to a repository that is not there does not make a folder a work tree."""
+    """A link to a missing repository does not make a directory a work tree."""
     folder = fill(tmp_path / "plain", TREE | {".git": b"gitdir: ../../.git/modules/none\n"})
     assert set(open_store().ls(resolve(f"path:{folder}"))) == set(TREE)
 
 
-def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
-    """A folder with the very tree of a known release takes that release's date."""
+def test_copy_of_a_release_tree_has_its_date(tmp_path: Path) -> None:
+    """A directory with the tree of a known release has the date of that release."""
     release = imported(open_store(), "0.1", TREE, "2024-05-05T00:00:00Z")
     up = tmp_path / "up"
     folder = fill(up, {path: data for path, data in TREE.items() if path != "scripts/run.sh"})
@@ -409,7 +411,7 @@ def test_a_copy_of_a_release_has_its_date(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rewritten_tag(tmp_path: Path) -> None:
+def test_rewritten_tag_is_refused(tmp_path: Path) -> None:
     """A pinned commit that its tag no longer has is refused, and the store is unchanged."""
     up = tmp_path / "up"
     repository(up)
@@ -433,8 +435,8 @@ def test_a_rewritten_tag(tmp_path: Path) -> None:
     assert resolve(spec) == moved
 
 
-def test_a_bundle_that_requires_history(tmp_path: Path) -> None:
-    """A bundle without the commits that it builds on is refused, and the store is unchanged."""
+def test_bundle_with_missing_prerequisites_is_refused(tmp_path: Path) -> None:
+    """A bundle without its prerequisite commits is refused, and the store is unchanged."""
     up = tmp_path / "up"
     repository(up, commits=3)
     git_command.git(up, "bundle", "create", "-q", "../x.bundle", "main~1..main")
@@ -446,7 +448,7 @@ def test_a_bundle_that_requires_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_of_another_state(tmp_path: Path) -> None:
+def test_bundle_without_the_pinned_commit_is_refused(tmp_path: Path) -> None:
     """A bundle that no longer has the pinned commit is refused, and the store is unchanged."""
     up = tmp_path / "up"
     repository(up)
@@ -464,7 +466,7 @@ def test_a_bundle_of_another_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_that_lacks_its_commit(tmp_path: Path) -> None:
+def test_bundle_without_the_commit_of_its_reference_is_refused(tmp_path: Path) -> None:
     """A reference to a commit that is not in the pack is refused, and the store is unchanged."""
     up = tmp_path / "up"
     head = repository(up)

@@ -1,4 +1,4 @@
-"""The store: one bare repository that is read and extended the same way everywhere."""
+"""Test the store: a bare repository that is read and extended in the same way everywhere."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_open_twice_gives_the_same_store(tmp_path: Path) -> None:
-    """Opening makes a store once; the second time finds what the first put there."""
+    """The first call creates the store; the second one finds its content."""
     path = tmp_path / "store.git"
     commit, _ = open_store(path).commit(None, {"f": b"x"}, "m")
     assert open_store(path).read(commit, "f") == b"x"
 
 
-def test_many_may_open_at_once(tmp_path: Path) -> None:
-    """Opening from several threads at the same time gives one whole store."""
+def test_concurrent_opens_create_one_store(tmp_path: Path) -> None:
+    """Concurrent calls create one complete store."""
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: open_store(tmp_path / "store.git"), range(8)))
     assert all(s.commit(None, {"f": b"x"}, "m") for s in stores)
 
 
-def test_home_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_store_is_in_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a path, the store is below the data directory."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "h"))
     assert open_store().path == tmp_path / "h" / "store.git"
 
 
-def test_read_and_list(store: Store) -> None:
-    """Files are read and listed by path, and an absent one is None."""
+def test_files_of_a_commit_are_read_and_listed(store: Store) -> None:
+    """Files are read and listed by path; an absent one is None."""
     commit, tree = store.commit(None, {"src/a.c": b"a", "src/b/c.h": b"\xff\r\n", "x": b""}, "m")
     assert store.ls(commit) == ["src/a.c", "src/b/c.h", "x"]
     assert store.ls(tree, "src") == store.ls(tree, "src/") == ["src/a.c", "src/b/c.h"]
@@ -59,13 +61,13 @@ def test_read_and_list(store: Store) -> None:
 
 
 @pytest.mark.regression(
-    "files of a tree with a newline or a carriage return in their name could not be read, or "
-    "were taken for another",
+    "files of a tree with a newline or a carriage return in their name could not be read, or were"
+    " confused",
     by="hostile input",
     of="Python",
 )
-def test_paths_with_odd_characters(store: Store) -> None:
-    """Spaces, quotes and letters beyond ASCII survive in paths."""
+def test_paths_with_special_characters_survive(store: Store) -> None:
+    """Paths may contain spaces, quotes and non-ASCII letters."""
     files = {
         'a "b" c': b"1",
         "ä/ö.txt": b"2",
@@ -79,7 +81,7 @@ def test_paths_with_odd_characters(store: Store) -> None:
 
 
 def test_absent_commit_is_named(store: Store) -> None:
-    """A revision that is not there gives SourceError with its name."""
+    """A missing revision raises SourceError with its name."""
     with pytest.raises(SourceError, match=r"0\.9\.9 is not in the store"):
         store.tree_of("0.9.9")
     with pytest.raises(SourceError, match="lacks object"):
@@ -87,7 +89,7 @@ def test_absent_commit_is_named(store: Store) -> None:
 
 
 def test_commit_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same changes give the same ids in two stores, whatever the environment says."""
+    """The same changes have the same ids in two stores, in any environment."""
     first = open_store(tmp_path / "a.git").commit(None, {"f": b"x", "g/h": b"y"}, "words")
     monkeypatch.setenv("GIT_AUTHOR_NAME", "someone")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
@@ -96,7 +98,7 @@ def test_commit_is_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) -> None:
-    """A commit on a parent changes only what it names, and a script stays a script."""
+    """A commit on a parent changes only the given files and keeps their modes."""
     commit = repository(tmp_path / "up")
     git_command.git(store.path, "fetch", "-q", str(tmp_path / "up"), "HEAD", network=True)
     changes = {"scripts/run.sh": b"new\n", "src/llama.cpp": None, "src/new.cpp": b"n\n"}
@@ -109,14 +111,14 @@ def test_commit_changes_deletes_and_keeps_modes(store: Store, tmp_path: Path) ->
     assert store.read(child, "docs/crlf.txt") == TREE["docs/crlf.txt"]
 
 
-def test_date_is_utc(store: Store) -> None:
+def test_commit_date_is_utc(store: Store) -> None:
     """The date of a commit is ISO 8601 in UTC."""
     commit, _ = store.commit(None, {"f": b"x"}, "m")
     assert store.date(commit) == git_command.DATE
 
 
-def test_has_only_what_was_published(store: Store) -> None:
-    """A release counts as there only when its ref points at its commit."""
+def test_release_without_its_ref_is_not_stored(store: Store) -> None:
+    """A release is stored only if its ref points at its commit."""
     release = imported(store, "1.0", TREE, "2025-01-01T00:00:00Z")
     assert store.has(release)
     store.delete_ref("refs/upstream/1.0")
@@ -124,8 +126,8 @@ def test_has_only_what_was_published(store: Store) -> None:
     assert store.tree_of(release) == release.tree
 
 
-def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
-    """A commit without its parents becomes a shallow one, so that git's tools work on it."""
+def test_published_commit_without_parents_is_shallow(store: Store, tmp_path: Path) -> None:
+    """A commit without its parents becomes shallow, so that git's tools work on it."""
     commit = repository(tmp_path / "up")
     packed = git_command.git_bytes(
         tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~1\n"
@@ -138,13 +140,12 @@ def test_publish_cuts_off_absent_parents(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a clone that was shallow further back left a store into which nothing could be fetched any "
-    "more",
+    "after the import of a clone that was shallow further back, every fetch into the store failed",
     by="hostile input",
     of="Python",
 )
 def test_a_shallow_history_can_be_fetched(store: Store, tmp_path: Path) -> None:
-    """A clone may be shallow, with the parent present and the parent's parent missing."""
+    """A clone may be shallow further back: the parent is present, its parent is missing."""
     commit = repository(tmp_path / "up", commits=4)
     packed = git_command.git_bytes(
         tmp_path / "up", "pack-objects", "--stdout", "--revs", input=f"{commit}\n^{commit}~2\n"
@@ -159,18 +160,18 @@ def test_a_shallow_history_can_be_fetched(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a commit that names a parent again and again held up everybody who used the store",
+    "a commit with many equal parents blocked all users of the store",
     by="hostile input",
     of="Python",
 )
-def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit may name a parent many times, which must not slow down its readers."""
+def test_repeated_parents_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit with many equal parents does not slow down readers."""
     commit, tree = store.commit(None, TREE, "m")
-    said = git_command.git(store.path, "cat-file", "commit", commit).replace(
+    forged = git_command.git(store.path, "cat-file", "commit", commit).replace(
         "author", f"parent {commit}\n" * 1000 + "author", 1
     )
     words = ("hash-object", "-w", "-t", "commit", "--literally", "--stdin")
-    child = git_command.git(store.path, *words, input=said + "\n")
+    child = git_command.git(store.path, *words, input=forged + "\n")
     assert store.parents(child) == [commit]
     true, asked = git_command.run, []
 
@@ -186,14 +187,14 @@ def test_a_parent_is_looked_for_once(store: Store, monkeypatch: pytest.MonkeyPat
 
 
 def test_attributes_of_a_tree_change_nothing(store: Store, tmp_path: Path) -> None:
-    """A tree's own .gitattributes have no power over what is exported."""
+    """A tree's own .gitattributes do not change the export."""
     commit, _ = store.commit(None, TREE, "m")
     store.export(commit, tmp_path / "out")
     assert (tmp_path / "out" / "docs" / "crlf.txt").read_bytes() == TREE["docs/crlf.txt"]
 
 
 def test_scratch_is_removed(store: Store) -> None:
-    """A scratch folder goes away, also one that a killed process left."""
+    """A scratch directory is removed, also one of a killed process."""
     old = store.path / "tmp-old"
     old.mkdir()
     with store.scratch() as folder:
@@ -203,13 +204,12 @@ def test_scratch_is_removed(store: Store) -> None:
 
 
 @pytest.mark.regression(
-    "a clock that jumped a day ahead took the scratch folder of the store from under who worked "
-    "in it",
+    "after a clock jumped a day ahead, the store removed a scratch directory in use",
     by="faults",
     of="Python",
 )
-def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
-    """A folder in use is recognized by its lock, because clocks may jump."""
+def test_locked_scratch_directory_is_kept_after_clock_changes(store: Store) -> None:
+    """A directory in use is recognised by its lock, because clocks may jump."""
     with store.scratch() as folder:
         before = time.time() - 2 * 86400
         os.utime(folder, (before, before))
@@ -220,12 +220,12 @@ def test_scratch_of_others_stays_whatever_the_clock_says(store: Store) -> None:
 
 @pytest.mark.parametrize("left", ["shallow.lock", "packed-refs.lock", "refs/upstream/a.lock"])
 @pytest.mark.regression(
-    "lock files that a killed git left kept everybody from writing to the store again",
+    "lock files of a killed git blocked all later writes to the store",
     by="faults",
     of="Python",
 )
 def test_stale_git_lock_files_are_removed(store: Store, tmp_path: Path, left: str) -> None:
-    """Git refuses to write where a lock file exists; the only writer may remove it."""
+    """Git does not write if a lock file exists; the only writer may remove it."""
     repository(tmp_path / "source", TREE)
     words = ("fetch", "-q", "--depth=1", f"file://{tmp_path / 'source'}", "HEAD:refs/incoming/x")
     (store.path / left).parent.mkdir(parents=True, exist_ok=True)
@@ -241,12 +241,12 @@ def test_stale_git_lock_files_are_removed(store: Store, tmp_path: Path, left: st
 
 
 @pytest.mark.regression(
-    "a store that was killed while it was made could not be opened any more",
+    "a store whose creation was killed could not be opened",
     by="faults",
     of="Python",
 )
-def test_half_a_store_is_made_whole(tmp_path: Path) -> None:
-    """Whoever made it was killed while git wrote its settings."""
+def test_incomplete_store_is_completed(tmp_path: Path) -> None:
+    """The process that created it was killed while git wrote its settings."""
     whole = open_store(tmp_path / "one" / "store.git").path
     other = tmp_path / "two" / "store.git"
     other.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_half_a_store_is_made_whole(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
-    """Waiting for a lock ends with the lock's name."""
+    """The timeout error has the name of the lock."""
     with (
         locked(tmp_path / "a.lock"),
         pytest.raises(SourceError, match=r"a\.lock"),
@@ -266,7 +266,7 @@ def test_a_lock_that_is_held_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_distinguished_from_other_errors(tmp_path: Path) -> None:
-    """A full disk is DiskFull, from Python or from git; other errors stay what they are."""
+    """A full disk is DiskFull, from Python or from git; other errors are unchanged."""
     with pytest.raises(DiskFull, match="the disk is full"), translate_disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(DiskFull), translate_disk_errors(tmp_path):
@@ -278,7 +278,7 @@ def test_a_full_disk_is_distinguished_from_other_errors(tmp_path: Path) -> None:
 
 
 def test_atomic_write_keeps_the_old_text_on_failure(tmp_path: Path) -> None:
-    """A text that cannot be written leaves the old file and nothing beside it."""
+    """If a text cannot be written, the old file is kept and no other file is left."""
     file = tmp_path / "f"
     write_text_atomic(file, "old\n")
     with pytest.raises(UnicodeEncodeError):

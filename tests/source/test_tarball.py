@@ -1,4 +1,4 @@
-"""Headers of a tar that are without end, or claim what cannot be."""
+"""Test tar headers of unlimited number or size, or with invalid values."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from archive_kit import PLAIN, UNPACKED, refused, sdist
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
 @pytest.mark.regression(
-    "a long name or an extended header of an archive was taken into memory whatever its size",
+    "a long name or an extended header of an archive was read into memory without a limit",
     by="hostile input",
     of="Python",
 )
-def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
-    """A name or an extended header of many megabytes is not taken into memory."""
+def test_oversized_header_is_refused(tmp_path: Path, kind: bytes) -> None:
+    """A name or an extended header of many megabytes is not read into memory."""
     info = tarfile.TarInfo("long")
     info.type, info.size = kind, 3 << 30
     refused(open_store(), sdist(tmp_path, {"x": info}), "of text")
@@ -41,13 +41,12 @@ def test_a_header_without_end(tmp_path: Path, kind: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
 @pytest.mark.regression(
-    "headers about headers, or without number, in an archive took memory without bound, or were "
-    "bare errors of Python",
+    "nested or countless headers in an archive took unlimited memory, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
-    """A header may follow another, which tarfile goes down into, but not without end."""
+def test_nested_headers_are_limited(tmp_path: Path, kind: bytes) -> None:
+    """Headers that follow headers, which tarfile reads recursively, are limited."""
     chain = {}
     for number in range(3000):
         chain[str(number)] = info = tarfile.TarInfo("x")
@@ -56,13 +55,12 @@ def test_headers_about_headers(tmp_path: Path, kind: bytes) -> None:
 
 
 @pytest.mark.regression(
-    "headers about headers, or without number, in an archive took memory without bound, or were "
-    "bare errors of Python",
+    "nested or countless headers in an archive took unlimited memory, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_a_sparse_map_without_end(tmp_path: Path) -> None:
-    """Each block of the map says that there is another one."""
+def test_endless_sparse_map_is_refused(tmp_path: Path) -> None:
+    """Each block of the map announces another one."""
     info = tarfile.TarInfo("x")
     info.type = tarfile.GNUTYPE_SPARSE
     head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
@@ -76,12 +74,11 @@ def test_a_sparse_map_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "headers about headers, or without number, in an archive took memory without bound, or were "
-    "bare errors of Python",
+    "nested or countless headers in an archive took unlimited memory, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_size_of_headers_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All headers are counted together, and none of them is kept."""
     many = {f"x/{number}": b"" for number in range(300)}
     with tarball.open_tar(sdist(tmp_path, PLAIN | many)) as tar:
@@ -92,13 +89,12 @@ def test_headers_without_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
 @pytest.mark.regression(
-    "headers about headers, or without number, in an archive took memory without bound, or were "
-    "bare errors of Python",
+    "nested or countless headers in an archive took unlimited memory, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
-    """What holds for all members is kept by tarfile: a few of them are enough."""
+def test_number_of_global_attributes_is_limited(tmp_path: Path, kind: bytes) -> None:
+    """Global attributes, which tarfile keeps in memory, are limited in number."""
     text = b"".join(b"11 k%02d=abc\n" % number for number in range(40))
     head = tarfile.TarInfo("x")
     head.type, head.size = kind, len(text)
@@ -127,25 +123,25 @@ def test_attributes_without_number(tmp_path: Path, kind: bytes) -> None:
 )
 @pytest.mark.parametrize("name", [f"{UNPACKED}/src/x", "elsewhere"])
 @pytest.mark.regression(
-    "a member of an archive that claimed a size past all bounds was looked for for ever",
+    "a member of an archive with a huge claimed size caused an endless search",
     by="hostile input",
     of="Python",
 )
-def test_a_member_that_claims_what_cannot_be(
+def test_member_with_an_invalid_size_is_refused(
     tmp_path: Path, claims: dict[str, str], words: str, name: str
 ) -> None:
-    """A size past all bounds is no place to read on to, and what is no number no error of ours."""
+    """A size that is too large or not a number is refused."""
     info = tarfile.TarInfo(name)
     info.pax_headers = claims
     refused(open_store(), sdist(tmp_path, PLAIN | {"x": info}), words)
 
 
 @pytest.mark.regression(
-    "a sparse member of an archive passed for a plain file, larger than what the archive holds",
+    "a sparse member of an archive was accepted as a plain file larger than the archive",
     by="hostile input",
     of="Python",
 )
-def test_a_sparse_member(tmp_path: Path) -> None:
+def test_sparse_member_is_refused(tmp_path: Path) -> None:
     """A member that is larger than its content is not a plain file."""
     info = tarfile.TarInfo(f"{UNPACKED}/src/sparse")
     info.pax_headers = {"GNU.sparse.size": str(1 << 29), "GNU.sparse.map": "0,0"}

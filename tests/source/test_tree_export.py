@@ -1,4 +1,4 @@
-"""Exports touch only what differs, and a half written one is never taken for whole."""
+"""Test exports: only differences are written, and incomplete exports are detected."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MAIN = "refs/upstream/main"
 
 
 def found(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder, the stamp left out."""
+    """Return the files of a directory without the stamp."""
     paths = (p for p in folder.rglob("*") if p.is_file() and p.name != tree_export.STAMP)
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
 
 
 def test_export_writes_the_tree(store: Store, tmp_path: Path) -> None:
-    """A first export writes every file with its mode, whatever the umask is."""
+    """A first export writes every file with its mode, independent of the umask."""
     before = os.umask(0o077)
     try:
         done = store.export(MAIN, tmp_path / "out")
@@ -46,7 +46,7 @@ def test_export_writes_the_tree(store: Store, tmp_path: Path) -> None:
     assert tree_export.stamped(tmp_path / "out") == store.tree_of(MAIN) == done.tree
 
 
-def test_unchanged_files_keep_their_time(store: Store, tmp_path: Path) -> None:
+def test_export_rewrites_only_changed_files(store: Store, tmp_path: Path) -> None:
     """Switching between two commits rewrites only the files that differ."""
     out = tmp_path / "out"
     store.export(MAIN, out)
@@ -63,8 +63,8 @@ def test_unchanged_files_keep_their_time(store: Store, tmp_path: Path) -> None:
     assert store.export(MAIN, out).written == 0
 
 
-def test_strays_go_and_kept_files_stay(store: Store, tmp_path: Path) -> None:
-    """Foreign files are removed, empty folders too; what is on the keep list stays."""
+def test_export_removes_stray_files_except_kept_ones(store: Store, tmp_path: Path) -> None:
+    """Foreign files and empty directories are removed; files on the keep list are not."""
     out = tmp_path / "out"
     store.export(MAIN, out)
     for name in ("stray", "deep/er/stray", "build/obj.o", "common/build-info.cpp"):
@@ -78,7 +78,7 @@ def test_strays_go_and_kept_files_stay(store: Store, tmp_path: Path) -> None:
 
 
 def test_damage_is_named_and_repaired(store: Store, tmp_path: Path) -> None:
-    """Changed, missing and stray files and a lost mode are named, and the next export fixes."""
+    """Changed, missing and stray files and modes are listed, and the next export repairs them."""
     out = tmp_path / "out"
     store.export(MAIN, out)
     assert not store.compare(MAIN, out)
@@ -94,10 +94,10 @@ def test_damage_is_named_and_repaired(store: Store, tmp_path: Path) -> None:
     assert not store.compare(MAIN, out)
 
 
-def test_a_half_written_tree_is_noticed(
+def test_incomplete_export_is_detected(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk fills up in the middle, the folder says that it is not whole."""
+    """If the disk fills up during an export, the directory is incomplete."""
     out = tmp_path / "out"
     store.export(MAIN, out)
     child, tree = store.commit(MAIN, {"a": b"1", "b": b"2"}, "m")
@@ -119,8 +119,8 @@ def test_a_half_written_tree_is_noticed(
     assert tree_export.stamped(out) == tree
 
 
-def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
-    """A link that stays inside the tree is exported as a link."""
+def test_symbolic_link_inside_the_tree_is_exported(store: Store, tmp_path: Path) -> None:
+    """A link inside the tree is exported as a link."""
     up = tmp_path / "up"
     (up / "link.h").symlink_to("include/llama.h")
     git_command.git(up, "add", "link.h")
@@ -135,8 +135,10 @@ def test_links_inside_are_links(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../x", "src/../../x"])
-def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: str) -> None:
-    """A link that would lead outside the tree is refused with its name."""
+def test_symbolic_link_outside_the_tree_is_refused(
+    store: Store, tmp_path: Path, target: str
+) -> None:
+    """A link to the outside of the tree is refused with its name."""
     blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
     tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\tout\n")
     with pytest.raises(SourceError, match="points outside"):
@@ -145,13 +147,14 @@ def test_links_that_lead_out_are_refused(store: Store, tmp_path: Path, target: s
 
 @pytest.mark.parametrize("target", [b"", b"a\0b", b"a" * 5000])
 @pytest.mark.regression(
-    "links and names in a tree that no file system can write were bare errors in the middle of "
-    "an export",
+    "links and names in a tree that cannot be written raised untyped errors during an export",
     by="hostile input",
     of="Python",
 )
-def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: bytes) -> None:
-    """Git keeps any bytes as the target of a link; what no link can say is refused by name."""
+def test_invalid_symbolic_link_target_is_refused(
+    store: Store, tmp_path: Path, target: bytes
+) -> None:
+    """Git stores any bytes as the target of a link; invalid targets are refused by name."""
     blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=target)
     tree = git_command.git(store.path, "mktree", input=f"120000 blob {blob}\todd\n")
     with pytest.raises(SourceError, match="the link odd has a target"):
@@ -163,15 +166,14 @@ def test_links_that_are_none_are_refused(store: Store, tmp_path: Path, target: b
 )
 @pytest.mark.parametrize("tail", ["", "/x"])
 @pytest.mark.regression(
-    "links and names in a tree that no file system can write were bare errors in the middle of "
-    "an export",
+    "links and names in a tree that cannot be written raised untyped errors during an export",
     by="hostile input",
     of="Python",
 )
 def test_names_that_cannot_be_written_are_refused(
     store: Store, tmp_path: Path, name: str, tail: str
 ) -> None:
-    """A name that is too long, or one that files have while they are written, is not exported."""
+    """A name that is too long, or reserved for partial files, is not exported."""
     tree, _ = store.commit(None, {f"{name}{tail}": b"x", "x": b"y"}, "m")
     with pytest.raises(SourceError, match="unsafe path"):
         store.export(tree, tmp_path / "out")
@@ -180,8 +182,8 @@ def test_names_that_cannot_be_written_are_refused(
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_names_as_long_as_may_be(store: Store, tmp_path: Path) -> None:
-    """A file's name until it is written takes nothing from its own."""
+def test_longest_file_names_are_exported(store: Store, tmp_path: Path) -> None:
+    """The name of a partial file does not reduce the maximum length of names."""
     files = {"n" * 255: b"x", "m" * 250 + "/" + "n" * 250: b"y", "a/.pyllamakv-part": b"z"}
     tree, _ = store.commit(None, files, "m")
     store.export(tree, tmp_path / "out")
@@ -190,7 +192,7 @@ def test_names_as_long_as_may_be(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["..", ".git", ".GIT"])
 def test_unsafe_names_are_refused(store: Store, tmp_path: Path, name: str) -> None:
-    """A tree with a name that could lead outside, or into git, is not exported."""
+    """A tree with a name outside of it, or inside .git, is not exported."""
     blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="x")
     inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
     tree = git_command.git(store.path, "mktree", input=f"040000 tree {inner}\t{name}\n")
@@ -199,8 +201,8 @@ def test_unsafe_names_are_refused(store: Store, tmp_path: Path, name: str) -> No
     assert not (tmp_path / "x").exists()
 
 
-def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None:
-    """A folder that was replaced by a link is made anew; nothing is written through the link."""
+def test_export_replaces_a_link_without_following_it(store: Store, tmp_path: Path) -> None:
+    """A directory that was replaced by a link is recreated; the link is not followed."""
     out, other = tmp_path / "out", tmp_path / "other"
     store.export(MAIN, out)
     other.mkdir()
@@ -215,12 +217,13 @@ def test_a_link_in_the_way_is_not_followed(store: Store, tmp_path: Path) -> None
 
 
 @pytest.mark.regression(
-    "an export took files for written that were only seen through a link, which it then removed",
+    "an export counted files as written that were only reachable through a link, which it then "
+    "removed",
     by="hostile input",
     of="Python",
 )
-def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path) -> None:
-    """What had the right content through a link of the tree before is no file of this one."""
+def test_export_writes_files_formerly_reached_through_a_link(store: Store, tmp_path: Path) -> None:
+    """A file that was only reachable through a link of the previous tree is written."""
     out = tmp_path / "out"
     link = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
     one, _ = store.commit(None, {"b/x": b"same", "b/d/y": b"same"}, "one")
@@ -242,12 +245,14 @@ def test_files_behind_a_link_that_goes_are_written(store: Store, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["100644 blob", "120000 blob"])
 @pytest.mark.regression(
-    "a tree with one name for a file and a folder was exported as one of them",
+    "a tree with the same name for a file and a directory was exported as one of them",
     by="hostile input",
     of="Python",
 )
-def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: str) -> None:
-    """Git's objects may name a file and a folder alike; both cannot be written."""
+def test_duplicate_name_of_file_and_directory_is_refused(
+    store: Store, tmp_path: Path, kind: str
+) -> None:
+    """Git's objects may give a file and a directory the same name; only one can be written."""
     blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
     inner = git_command.git(store.path, "mktree", input=f"100644 blob {blob}\tx\n")
     raw = b"".join(
@@ -263,12 +268,12 @@ def test_a_name_for_two_things_is_refused(store: Store, tmp_path: Path, kind: st
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "a tree of folders within each other without end could end an export in a bare RecursionError",
+    "a deeply nested tree could raise RecursionError in an export",
     by="hostile input",
     of="Python",
 )
-def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
-    """So deep that walking them would be an error of Python's own."""
+def test_too_deep_directories_are_refused(store: Store, tmp_path: Path) -> None:
+    """The depth would exceed Python's recursion limit."""
     tree = git_command.git(store.path, "hash-object", "-w", "--stdin", input="b")
     words = "100644 blob {}\tx\n"
     for _ in range(250):
@@ -278,8 +283,8 @@ def test_folders_without_end_are_refused(store: Store, tmp_path: Path) -> None:
         store.export(tree, tmp_path / "out")
 
 
-def test_a_folder_and_a_file_change_places(store: Store, tmp_path: Path) -> None:
-    """A file where the next tree has a folder gives way, and the other way round."""
+def test_export_swaps_a_file_and_a_directory(store: Store, tmp_path: Path) -> None:
+    """A file is replaced by a directory of the next tree, and vice versa."""
     one, _ = store.commit(None, {"a": b"file", "b/c": b"deep"}, "one")
     two, _ = store.commit(None, {"a/x": b"deep", "b": b"file"}, "two")
     out = tmp_path / "out"
@@ -289,7 +294,7 @@ def test_a_folder_and_a_file_change_places(store: Store, tmp_path: Path) -> None
 
 
 def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
-    """A folder with files that no export put there is left alone."""
+    """A directory with files that no export wrote is not changed."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(UsageError, match=r"letter\.txt"):
@@ -298,13 +303,13 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a folder from elsewhere could plant a link where a file goes while it is written, and so "
-    "replace any file of the user",
+    "a link in a foreign directory, at the path of a partial file, let a write replace any file "
+    "of the user",
     by="hostile input",
     of="Python",
 )
 def test_a_link_in_place_of_a_stamp_is_refused(store: Store, tmp_path: Path) -> None:
-    """An interrupted write leaves a file; a link there was created by another program."""
+    """An interrupted write leaves a file; a link was created by another program."""
     victim, folder = tmp_path / "victim", tmp_path / "theirs"
     victim.write_text("mine")
     folder.mkdir()

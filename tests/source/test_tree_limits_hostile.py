@@ -1,4 +1,4 @@
-"""Archives, repositories and folders without end: counted as they come, and refused in time."""
+"""Test limits of archives, repositories and directories, which are checked while reading."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
 @pytest.mark.regression(
-    "an archive could unpack without end in members that are not taken",
+    "an archive could unpack without a limit in members that are not imported",
     by="hostile input",
     of="Python",
 )
-def test_an_archive_that_unpacks_without_end(
+def test_unpacked_size_of_an_archive_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unpacked bytes are counted, wherever in the archive they are."""
+    """Unpacked bytes are counted in all parts of the archive."""
     monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
     bomb = bytes(2 << 20)
     where = [f"{UNPACKED}/big", "llama_cpp_python-1.0/README"]
@@ -58,19 +58,21 @@ def test_an_archive_that_unpacks_without_end(
 
 
 @pytest.mark.regression(
-    "references of a clone in an archive had a bound each, and none together",
+    "refs of a clone in an archive were limited one by one, but not in total",
     by="hostile input",
     of="Python",
 )
-def test_references_without_end(tmp_path: Path) -> None:
-    """The texts of a clone are counted together."""
+def test_size_of_references_is_limited(tmp_path: Path) -> None:
+    """The refs of a clone are counted together."""
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp"
     members = {f"{at}/refs/heads/{number}": bytes(300 << 10) for number in range(4)}
     refused(open_store(), sdist(tmp_path, members), "plausible size")
 
 
-def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that unpacks past all bounds is refused before it fills the memory."""
+def test_unpacked_size_of_a_loose_object_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that unpacks to too many bytes is refused before it fills the memory."""
     monkeypatch.setattr(git_limits, "MAX_OBJECT_BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0")
     content = b"blob 4194304\0" + bytes(4 << 20)
@@ -80,7 +82,7 @@ def test_a_loose_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def packed(*entries: tuple[int, bytes]) -> bytes:
-    """Return a pack of objects, each a number for its kind and a content."""
+    """Return a pack of objects, each given as the number of its kind and its content."""
     out = bytearray(b"PACK" + struct.pack(">II", 2, len(entries)))
     for kind, data in entries:
         first, size = kind << 4 | len(data) & 15, len(data) >> 4
@@ -97,14 +99,14 @@ def packed(*entries: tuple[int, bytes]) -> bytes:
     ("name", "limit"), [("MAX_OBJECT_BYTES", 1 << 20), ("MAX_MEMORY_BYTES", 256 << 20)]
 )
 @pytest.mark.regression(
-    "a pack that claimed an object of any size made git take as much memory",
+    "a pack with a huge claimed object size made git allocate as much memory",
     by="hostile input",
     of="Python",
 )
-def test_a_packed_object_without_end(
+def test_claimed_size_of_a_packed_object_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
-    """A tree that claims more than there may be is no allocation: not in an sdist, nor a bundle."""
+    """A tree with a huge claimed size is not allocated, from an sdist or a bundle."""
     monkeypatch.setattr(git_limits, "MAX_OBJECT_BYTES", 1 << 40)
     monkeypatch.setattr(git_limits, name, limit)
     bomb = packed((2, bytes(300 << 20)))
@@ -124,10 +126,10 @@ def test_a_packed_object_without_end(
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "a small pack could keep git at work for days", by="hostile input", of="Python"
+    "a small pack could keep git busy for days", by="hostile input", of="Python"
 )
-def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each object of a small pack may be large, and there may be many: time has a limit as well."""
+def test_processor_time_of_git_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small pack may have many large objects, so CPU time is limited as well."""
     monkeypatch.setattr(git_limits, "MAX_CPU_SECONDS", 1)
     number, large = 30, packed((3, bytes(100 << 20)))[12:-20]
     head = b"PACK" + struct.pack(">II", 2, number)
@@ -141,12 +143,14 @@ def test_objects_that_take_git_days(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.regression(
-    "small loose objects of an archive could unpack without end together",
+    "small loose objects of an archive could unpack without a total limit",
     by="hostile input",
     of="Python",
 )
-def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects of a few kilobytes each are counted as they unpack."""
+def test_total_size_of_loose_objects_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects of a few kilobytes each are counted as they are unpacked."""
     monkeypatch.setattr(tree_limits, "MAX_BYTES", 5 << 20)
     at = "llama_cpp_python-1.0/.git/modules/vendor/llama.cpp/objects"
     members = {}
@@ -159,13 +163,14 @@ def test_loose_objects_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "a git URL was fetched into the store itself, in any size, and left there what was then "
-    "refused",
+    "a git URL was fetched into the store without a limit, and refused objects stayed in it",
     by="hostile input",
     of="Python",
 )
-def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack past the limit is given up while it comes; one of too much is not kept."""
+def test_size_of_a_fetched_repository_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack beyond the limit is cancelled during the transfer and not kept."""
     big = {f"src/{n}": random.Random(n).randbytes(700 << 10) for n in range(3)}
     repository(tmp_path / "up", TREE | big)
     git_command.git(tmp_path / "up", "bundle", "create", "-q", "../bundle", "main")
@@ -188,12 +193,12 @@ def test_a_repository_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.regression(
-    "a folder as a source was read in any size before it was looked at",
+    "a directory as a source was read completely before its size was checked",
     by="hostile input",
     of="Python",
 )
-def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder is counted before anything of it is written, a work tree as well."""
+def test_size_of_a_directory_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory, or a work tree, is counted before any of it is written."""
     plain = fill(tmp_path / "plain", TREE)
     repository(tmp_path / "up")
     for folder in (plain, tmp_path / "up"):
@@ -210,7 +215,7 @@ def test_a_folder_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def nested(store: Store, depth: int) -> str:
-    """Return a tree of trees, each ten times in the next: ten to the power of ``depth`` files."""
+    """Return nested trees, each ten times in the next: ten to the power of ``depth`` files."""
     blob = git_command.git(store.path, "hash-object", "-w", "--stdin", input=b"x")
     line = f"100644 blob {blob}\t"
     for _ in range(depth):
@@ -222,13 +227,12 @@ def nested(store: Store, depth: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
-    "files",
+    "exponentially nested trees, a kilobyte in git and billions of files, were accepted",
     by="hostile input",
     of="Python",
 )
 def test_exponentially_nested_trees_are_refused(tmp_path: Path) -> None:
-    """A tree of a billion files, a kilobyte as git keeps it, is refused in an instant."""
+    """A tree of a billion files, stored in a kilobyte, is refused immediately."""
     made = open_store(tmp_path / "made.git")
     commit = made.commit_tree(nested(made, 9), [], "bomb")
     git_command.git(made.path, "update-ref", "refs/heads/main", commit)
@@ -244,25 +248,25 @@ def test_exponentially_nested_trees_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "folders within each other that git cannot walk ended it, and the error did not name the "
-    "archive as the cause",
+    "deeply nested directories crashed git, and the error did not name the archive as the cause",
     by="hostile input",
     of="Python",
 )
 def test_deeply_nested_directories_are_refused(tmp_path: Path) -> None:
-    """Git walks folders by recursion, and ends where its stack does."""
+    """Git walks directories recursively, up to the limit of its stack."""
     path = f"{UNPACKED}/{'d/' * 30_000}f"
     refused(open_store(), sdist(tmp_path, PLAIN | {path: b"x"}), "git can process|lacks objects")
 
 
 @pytest.mark.regression(
-    "trees that hold each other, a kilobyte in git, were taken and would have been billions of "
-    "files",
+    "exponentially nested trees, a kilobyte in git and billions of files, were accepted",
     by="hostile input",
     of="Python",
 )
-def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of a tree are counted as they would be written out."""
+def test_unpacked_size_of_a_tree_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of a tree are counted as if they were written."""
     monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 20)
     members = sdist_members(tmp_path / "making", "1.0", TREE | {"zeros": bytes(2 << 20)})
     small = {name: data for name, data in members.items() if len(data) < 1 << 20}
@@ -271,12 +275,12 @@ def test_files_that_are_small_in_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.regression(
-    "a server that never ended a download filled the disk",
+    "an endless download filled the disk",
     by="hostile input",
     of="Python",
 )
-def test_a_download_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that never stops is left, and what it sent is thrown away."""
+def test_size_of_a_download_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless download is cancelled and deleted."""
     monkeypatch.setattr(tree_limits, "MAX_BYTES", 1 << 16)
     endless = serving({"/f": bytes(1 << 20)})
     with endless as server, PackageIndex() as index, pytest.raises(FetchError, match="longer than"):

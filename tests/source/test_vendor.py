@@ -1,4 +1,4 @@
-"""Vendored trees: put in place, recorded, compared, removed."""
+"""Test vendored trees: export, record, comparison and removal."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Return an empty store in a home of its own."""
+    """Return an empty store in its own data directory."""
     isolate(tmp_path, monkeypatch)
     return open_store()
 
 
 @pytest.fixture
 def release(store: Store) -> Release:
-    """Return a tiny release that the store has."""
+    """Return a tiny release that is in the store."""
     return imported(store, "0.3.9", TREE, "2025-01-01T00:00:00Z")
 
 
-def test_sync_and_verify(store: Store, release: Release) -> None:
-    """A tree is put in place with a record, and found unchanged."""
+def test_synced_tree_is_recorded_and_verified(store: Store, release: Release) -> None:
+    """A tree is exported with a record, and is found unchanged."""
     vendored, done = vendor.sync(store, release, release.commit, spec="0.3.9")
     assert done.written == len(TREE)
     assert vendor.listed() == [vendored]
@@ -43,7 +43,7 @@ def test_sync_and_verify(store: Store, release: Release) -> None:
 
 
 def test_stock_and_patched_have_directories_of_their_own(store: Store, release: Release) -> None:
-    """Each series has a folder of its own."""
+    """Each series has its own directory."""
     child, _ = store.commit(release.commit, {"new": b"x"}, "patch")
     vendor.sync(store, release, release.commit, spec="0.3.9")
     vendor.sync(store, release, child, spec="0.3.9+patched", series=None)
@@ -54,8 +54,10 @@ def test_stock_and_patched_have_directories_of_their_own(store: Store, release: 
     assert vendor.find("0.3.9+patched").series is None
 
 
-def test_another_folder_has_no_record(store: Store, release: Release, tmp_path: Path) -> None:
-    """A tree put elsewhere is the caller's: it is not listed."""
+def test_tree_in_another_directory_is_not_listed(
+    store: Store, release: Release, tmp_path: Path
+) -> None:
+    """A tree elsewhere belongs to the caller and is not listed."""
     out = tmp_path / "mine"
     vendor.sync(store, release, release.commit, spec="0.3.9", folder=out)
     assert (out / "include/llama.h").is_file()
@@ -63,7 +65,7 @@ def test_another_folder_has_no_record(store: Store, release: Release, tmp_path: 
 
 
 def test_unknown_spec_and_missing_directory_have_a_remedy(store: Store, release: Release) -> None:
-    """An unknown spec lists the known ones; a missing folder has the command to restore it."""
+    """The error of an unknown spec has the known ones; that of a missing directory, a command."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     with pytest.raises(UnknownRelease, match=r"there is: 0\.3\.9"):
         vendor.find("0.4")
@@ -76,7 +78,7 @@ def test_unknown_spec_and_missing_directory_have_a_remedy(store: Store, release:
 def test_clean_removes_only_trees_in_the_data_directory(
     store: Store, release: Release, tmp_path: Path
 ) -> None:
-    """A folder elsewhere is never removed."""
+    """A directory elsewhere is never removed."""
     out = tmp_path / "mine"
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9", folder=out)
     with pytest.raises(SourceError, match="manually"):
@@ -86,14 +88,14 @@ def test_clean_removes_only_trees_in_the_data_directory(
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "`vendor clean` removed a tree that a `vendor sync` was filling",
+    "`vendor clean` removed a tree that a running `vendor sync` was writing",
     by="faults",
     of="Python",
 )
 def test_clean_waits_for_a_running_sync(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`clean` waits for a `sync` that is running in the same folder."""
+    """`clean` waits for a `sync` that runs in the same directory."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     ended = threading.Event()
 
@@ -117,15 +119,15 @@ def test_clean_waits_for_a_running_sync(
 
 
 @pytest.mark.regression(
-    "a `vendor sync` of a tree in place took its record away meanwhile, so that a second one did "
-    "not find it",
+    "a repeated `vendor sync` removed the record of the tree, so that a concurrent one did not "
+    "find it",
     by="faults",
     of="Python",
 )
 def test_repeated_sync_keeps_the_tree_available(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes may sync the same tree one after the other, and no old record remains."""
+    """Two processes may sync the same tree concurrently, and no old record remains."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     found: list[list[vendor.Vendored]] = []
     real = Store.export
@@ -144,13 +146,14 @@ def test_repeated_sync_keeps_the_tree_available(
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.regression(
-    "a tree whose export was killed early passed for a folder with files of the user, and could "
-    "not be written",
+    "a tree whose export was killed early was treated as a directory with files of the user",
     by="faults",
     of="Python",
 )
-def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole: bool) -> None:
-    """What it had not finished is taken over, and goes."""
+def test_sync_replaces_the_tree_of_a_killed_export(
+    store: Store, release: Release, whole: bool
+) -> None:
+    """The incomplete export is replaced."""
     folder = vendor.trees() / "0.3.9"
     if whole:
         vendor.sync(store, release, release.commit, spec="0.3.9")
@@ -161,14 +164,14 @@ def test_a_tree_that_a_killed_export_left(store: Store, release: Release, whole:
 
 
 @pytest.mark.regression(
-    "a `vendor clean` that was killed left half a tree, which then passed for files of the user",
+    "a killed `vendor clean` left a partial tree, which was treated as files of the user",
     by="faults",
     of="Python",
 )
-def test_a_clean_that_was_killed(
+def test_sync_removes_the_tree_of_a_killed_clean(
     store: Store, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A partial tree blocks nothing, and the next sync removes it."""
+    """A partial tree does not block, and the next sync removes it."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
 
     def killed(*_: object) -> None:
@@ -185,13 +188,13 @@ def test_a_clean_that_was_killed(
 
 
 @pytest.mark.regression(
-    "records of vendored trees and waiting rebases that are JSON of another shape were bare "
-    "errors of Python",
+    "records of vendored trees and rebases that are JSON of another structure raised untyped "
+    "errors",
     by="hostile input",
     of="Python",
 )
 def test_damaged_records_count_as_absent(store: Store, release: Release) -> None:
-    """A record that cannot be read, or that belongs to another folder, is ignored."""
+    """A record that cannot be read, or belongs to another directory, is ignored."""
     vendored, _ = vendor.sync(store, release, release.commit, spec="0.3.9")
     record = vendor.trees() / "0.3.9.json"
     (vendor.trees() / "other.json").write_text(record.read_text())

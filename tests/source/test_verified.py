@@ -1,4 +1,4 @@
-"""The verified releases, from the accepted verdicts."""
+"""Test the list of verified releases, which comes from the accepted verdicts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def write(path: Path, *cells: str) -> None:
     path.write_text("\n".join(lines), "utf-8")
 
 
-def test_the_newest_by_date_is_first(files: Path) -> None:
-    """Names and the order in the file decide nothing; sources can be selected."""
+def test_verified_releases_are_ordered_by_date(files: Path) -> None:
+    """Neither names nor the order in the file matter; sources can be selected."""
     write(files, "0.3.10 needed", "b9000 works", "0.3.9 needed backend=cpu")
     assert [each.name for each in verified.releases()] == ["b9000", "0.3.10", "0.3.9"]
     assert verified.newest() == LOCK[2]
@@ -65,19 +65,19 @@ def test_the_newest_by_date_is_first(files: Path) -> None:
     ],
 )
 def test_only_good_verdicts_of_the_series_on_the_cpu_count(files: Path, cell: str) -> None:
-    """A release that no lock has does not count either."""
+    """A release that is in no lock is ignored as well."""
     write(files, "0.3.10 needed", cell)
     assert verified.newest() == LOCK[1]
 
 
 def test_local_verdicts_override_shipped_ones(files: Path) -> None:
-    """In both directions."""
+    """They do in both directions."""
     write(files, "0.3.10 needed", "b9000 works")
     write(verified.local_file(), "b9000 harmful", "0.3.8 native")
     assert [each.name for each in verified.releases()] == ["0.3.8", "0.3.10"]
 
 
-def test_nothing_is_verified(files: Path) -> None:
+def test_error_without_verified_releases_names_the_command(files: Path) -> None:
     """The error has the commands that verify a release."""
     assert verified.releases() == []
     write(files, "b9000 works")
@@ -87,7 +87,7 @@ def test_nothing_is_verified(files: Path) -> None:
 
 @pytest.mark.parametrize("text", ["cell = 3", "[[cell]]\nrelease = 'a'", "cell = [3]", "cell ="])
 def test_a_file_of_another_shape_is_refused(files: Path, text: str) -> None:
-    """The message names the file."""
+    """The error names the file."""
     files.write_text(text, "utf-8")
     with pytest.raises(UsageError, match=r"shipped\.toml"):
         verified.releases()

@@ -1,4 +1,4 @@
-"""Watching the index: what is new, what was skipped, what went away."""
+"""Test watching the index: new, skipped and removed versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -37,7 +37,7 @@ def release(file: Path, version: str) -> Release:
 def test_watch_lists_new_unpinned_and_lost_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions above the lock are new, others are unpinned; a changed or absent one is lost."""
+    """Versions above the lock are new, others are unpinned; changed or removed ones are lost."""
     files = {v: offered(tmp_path, v) for v in ("0.3.2", "0.3.9", "0.3.10", "0.3.11", "0.10.0")}
     known = [release(files["0.3.10"], "0.3.10"), release(files["0.3.2"], "0.3.9")]
     lockfile.save(lockfile.shipped(), [*known, release(files["0.3.2"], "0.3.4")])
@@ -49,7 +49,9 @@ def test_watch_lists_new_unpinned_and_lost_versions(
     assert news.lost == ("llama-cpp-python==0.3.4", "llama-cpp-python==0.3.9")
 
 
-def test_everything_is_new_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_version_is_new_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a lock every version is new; the settings are pip's."""
     offered(tmp_path / "links", "0.3.9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -57,8 +59,8 @@ def test_everything_is_new_without_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each.spec for each in watch.new_versions().new] == ["0.3.9"]
 
 
-def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent index is an error, not "nothing new"."""
+def test_watch_without_network_raises_fetch_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unreachable index is an error, not "nothing new"."""
     with serving({}) as server:
         monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
     with pytest.raises(FetchError):
@@ -87,7 +89,7 @@ def pin(name: str, kind: Kind, package: str) -> None:
 
 @pytest.fixture(autouse=True)
 def without_npm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Npm is not asked, unless a test says what it has."""
+    """Replace npm's list of versions, which is empty unless a test sets it."""
 
     def absent() -> dict[str, str]:
         raise ToolMissing("npm is not installed", tool="npm", hint="install Node.js")
@@ -107,8 +109,8 @@ def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
         yield server
 
 
-def test_new_versions_of_all_sources(tmp_path: Path, indexes: Server) -> None:
-    """What no lock has is listed by upload, each as `fetch.add` takes it, per index."""
+def test_new_versions_of_all_sources_are_listed_by_upload(tmp_path: Path, indexes: Server) -> None:
+    """Unlocked versions are listed by upload time, each as `fetch.add` takes it, per index."""
     found = watch.new_versions()
     x = "xllamacpp"
     file = sha256(tmp_path / "xllamacpp-2026.10.11549.tar.gz")
@@ -141,22 +143,22 @@ def test_an_addition_does_not_hide_an_older_version(indexes: Server) -> None:
     assert specs == ["0.3.37", "node-llama-cpp@3.22.1", "xllamacpp==2026.9.10809"]
 
 
-def test_a_build_that_is_pinned_from_another_source(indexes: Server) -> None:
+def test_build_pinned_from_another_source_is_not_new(indexes: Server) -> None:
     """A version of xllamacpp is not new if its build is pinned from npm."""
     pin("b11549", "npm", "node-llama-cpp@3.22.1")
     specs = [each.spec for each in watch.new_versions().new]
     assert specs == ["0.3.37", "xllamacpp==2026.9.10809"]
 
 
-def test_packages_that_are_gone(indexes: Server) -> None:
-    """Pinned packages that their index no longer has are named as packages."""
+def test_pinned_packages_missing_on_the_index_are_lost(indexes: Server) -> None:
+    """Pinned packages that are no longer on their index are listed as packages."""
     pin("b1", "npm", "node-llama-cpp@3.99.0")
     pin("b2", "xllamacpp", "xllamacpp==2026.1.2")
     assert watch.new_versions().lost == ("node-llama-cpp@3.99.0", "xllamacpp==2026.1.2")
 
 
-def test_git_references_that_moved(indexes: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pinned branch with another commit is named, without its user; a dead URL is a problem."""
+def test_moved_git_references_are_named(indexes: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pinned branch with another commit is listed, without its user; a dead URL is a problem."""
     for ref in ("same", "moved", "dead"):
         pin(f"git:https://me@h/x@{ref}", "git", "")
 
@@ -172,7 +174,7 @@ def test_git_references_that_moved(indexes: Server, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("status", [403, 429, 503])
-def test_packages_of_an_index_that_does_not_answer(
+def test_packages_of_an_unreachable_index_are_not_lost(
     indexes: Server, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """While one index of a project fails, its pinned packages are not lost."""
@@ -190,7 +192,7 @@ def test_packages_of_an_index_that_does_not_answer(
 def test_one_index_does_not_hide_the_others(
     indexes: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each index that fails is named with its error; only the failure of all is an error."""
+    """Each index that fails is listed with its error; it is an error only if all fail."""
 
     def fail() -> dict[str, str]:
         raise ToolMissing("npm is not installed", tool="npm", hint="")
@@ -207,8 +209,8 @@ def test_one_index_does_not_hide_the_others(
 
 
 @pytest.mark.parametrize("page", [b"<html><h1>Log in</h1></html>", b"", b"\xff\xfe", b"{}"])
-def test_a_page_that_is_no_index(indexes: Server, page: bytes) -> None:
-    """A page without files is an index that does not answer: pinned versions are not lost."""
+def test_page_without_files_is_an_unreachable_index(indexes: Server, page: bytes) -> None:
+    """A page without files is an unreachable index: pinned versions are not lost."""
     indexes.files["/simple/llama-cpp-python/"] = page
     indexes.types["/simple/llama-cpp-python/"] = "text/html"
     found = watch.new_versions()
@@ -216,8 +218,8 @@ def test_a_page_that_is_no_index(indexes: Server, page: bytes) -> None:
     assert "llama-cpp-python" in found.unreachable[0]
 
 
-def test_versions_that_cannot_be_added(indexes: Server) -> None:
-    """A version that `fetch.add` would not take is not offered."""
+def test_versions_that_cannot_be_added_are_not_offered(indexes: Server) -> None:
+    """A version that `fetch.add` would refuse is not listed."""
     page = b'{"files": [{"filename": "llama_cpp_python-%s.tar.gz", "url": "/f/x"}]}'
     indexes.files["/simple/llama-cpp-python/"] = page % b"7"
     assert "llama-cpp-python" not in {each.source for each in watch.new_versions().new}

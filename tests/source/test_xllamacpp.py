@@ -1,4 +1,4 @@
-"""xllamacpp: the plain tree of llama.cpp inside its sdists."""
+"""Test xllamacpp: the plain tree of llama.cpp in its sdists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TREE_FOLDER = f"xllamacpp-{VERSION}/thirdparty/llama.cpp"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -59,7 +59,7 @@ def without(*names: str) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_release_is_added_and_fetched_again(tmp_path: Path, server: Server, home: Path) -> None:
-    """A version is named by its build; its lock entry is enough to fetch it again."""
+    """A version has the name of its build; its lock entry is enough to fetch it again."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     index_page(server, file)
     release = fetch.add(PACKAGE)
@@ -79,7 +79,7 @@ def test_a_release_is_added_and_fetched_again(tmp_path: Path, server: Server, ho
 
 
 def test_the_same_archive_gives_the_same_ids(tmp_path: Path) -> None:
-    """Ids depend on the archive; another time of its files is another commit of the same tree."""
+    """Ids depend on the archive; other modification times are another commit of the same tree."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     first = import_package(open_store(tmp_path / "1.git"), file, VERSION)
     assert first == import_package(open_store(tmp_path / "2.git"), file, VERSION)
@@ -91,7 +91,7 @@ def test_the_same_archive_gives_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a_version_without_a_build_number_keeps_its_version(tmp_path: Path) -> None:
-    """Sdists before 2026.4 do not state the build anywhere, and one build may have two sdists."""
+    """Sdists before 2026.4 do not contain the build number, and one build may have two sdists."""
     names = {"0.2.14": "xllamacpp-0.2.14", "2026.4.8672.1": "xllamacpp-2026.4.8672.1"}
     for version, name in names.items():
         release = fetch.add(str(xllamacpp_sdist(tmp_path, version)))
@@ -111,7 +111,7 @@ def test_a_tag_that_another_source_has_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_releases_are_in_the_chain(tmp_path: Path) -> None:
-    """Releases of xllamacpp are ordered by their date among all others."""
+    """Releases of xllamacpp are sorted by date among all others."""
     for age, version in enumerate(("2026.9.11063", VERSION, "2026.9.10809")):
         newest = NEWEST - 86400 * (30 + age if version != VERSION else 0)
         fetch.add(str(xllamacpp_sdist(tmp_path, version, newest=newest)))
@@ -120,8 +120,10 @@ def test_releases_are_in_the_chain(tmp_path: Path) -> None:
     assert list(lockfile.known()) == names
 
 
-def test_several_add_the_same_version(tmp_path: Path, server: Server, home: Path) -> None:
-    """Several that add the same version get the same release, and it is downloaded once."""
+def test_concurrent_additions_download_an_sdist_once(
+    tmp_path: Path, server: Server, home: Path
+) -> None:
+    """Concurrent additions of a version return the same release, and it is downloaded once."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     index_page(server, file)
     with ThreadPoolExecutor(4) as pool:
@@ -139,14 +141,14 @@ def test_sdist_without_a_full_tree_is_refused(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("version", ["2026.10", "2026.10.0", "2026.10.11549b", "2026.10.b1"])
-def test_no_build_number(tmp_path: Path, version: str) -> None:
-    """A version of the new scheme must state the build of llama.cpp."""
+def test_version_without_a_build_number_is_refused(tmp_path: Path, version: str) -> None:
+    """A version of the new scheme must contain the build of llama.cpp."""
     not_fetched(str(xllamacpp_sdist(tmp_path, version)), "states no build number")
 
 
 @pytest.mark.parametrize("newest", [0, 1000.5, 1e12, -1e9, math.nan, math.inf])
-def test_times_that_no_release_has(tmp_path: Path, newest: float) -> None:
-    """Releases are ordered by their date, so a time that cannot be one is refused."""
+def test_invalid_modification_time_is_refused(tmp_path: Path, newest: float) -> None:
+    """Releases are sorted by date, so an invalid time is refused."""
     not_fetched(str(xllamacpp_sdist(tmp_path, VERSION, newest=newest)), "modification time|header")
 
 
@@ -157,32 +159,32 @@ def test_times_that_no_release_has(tmp_path: Path, newest: float) -> None:
         (f"{TREE_FOLDER}//etc/passwd", "outside"),
     ],
 )
-def test_a_path_that_leads_out(tmp_path: Path, name: str, words: str) -> None:
+def test_sdist_member_outside_the_tree_is_refused(tmp_path: Path, name: str, words: str) -> None:
     """A member whose path is outside the tree is refused."""
     not_fetched(str(xllamacpp_sdist(tmp_path, VERSION, extra={name: b"x"})), words)
 
 
-def test_a_hard_link(tmp_path: Path) -> None:
+def test_sdist_with_a_hard_link_is_refused(tmp_path: Path) -> None:
     """A member that is neither a file nor a symbolic link is refused."""
     name = f"{TREE_FOLDER}/src/x.cpp"
     made = link(name, f"{TREE_FOLDER}/src/llama.cpp", b"1")
     not_fetched(str(xllamacpp_sdist(tmp_path, VERSION, extra={name: made})), "not a plain file")
 
 
-def test_a_renamed_archive(tmp_path: Path) -> None:
+def test_renamed_sdist_is_refused(tmp_path: Path) -> None:
     """The version in the file name must be that of the archive."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     not_fetched(str(file.rename(tmp_path / "xllamacpp-2026.10.11550.tar.gz")), "no complete llama")
 
 
-def test_a_truncated_archive(tmp_path: Path) -> None:
+def test_truncated_sdist_is_refused(tmp_path: Path) -> None:
     """A truncated archive is detected while it is read."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     file.write_bytes(file.read_bytes()[:-30])
     not_fetched(str(file), "truncated")
 
 
-def test_another_archive_than_pinned(tmp_path: Path, server: Server) -> None:
+def test_sdist_other_than_pinned_is_refused(tmp_path: Path, server: Server) -> None:
     """An archive with another hash, commit or tree than the lock has is refused."""
     file = xllamacpp_sdist(tmp_path, VERSION)
     index_page(server, file)
@@ -204,7 +206,7 @@ def test_another_archive_than_pinned(tmp_path: Path, server: Server) -> None:
     assert not refs(store)
 
 
-def test_versions_that_the_index_does_not_have(server: Server, tmp_path: Path) -> None:
+def test_unknown_xllamacpp_version_names_the_newest(server: Server, tmp_path: Path) -> None:
     """An unknown version is refused with the newest one; a pinned one is a failed fetch."""
     index_page(server, xllamacpp_sdist(tmp_path, VERSION))
     with pytest.raises(
@@ -220,13 +222,13 @@ def test_versions_that_the_index_does_not_have(server: Server, tmp_path: Path) -
 @pytest.mark.parametrize(
     "spec", ["xllamacpp==", "xllamacpp==x", "xllamacpp@1.0", "xllamacpp==1.0/x", "xllamacpp==1 "]
 )
-def test_specs_that_name_no_version(spec: str) -> None:
-    """What is no version of the project is refused before an index is asked."""
+def test_invalid_package_specs_are_refused(spec: str) -> None:
+    """Invalid versions of the project are refused before an index is requested."""
     assert package_sources.find_package(spec) is None
 
 
-def test_names_of_packages() -> None:
-    """Each source reads the names that it writes."""
+def test_package_names_of_each_source_are_parsed() -> None:
+    """Each source parses the names that it writes."""
     for source in package_sources.SOURCES:
         for version in ("3.7.0", VERSION, "1.0rc1"):
             found = (source, version)
