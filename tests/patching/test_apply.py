@@ -1,4 +1,4 @@
-"""The patched commit: the same on every machine, all or nothing."""
+"""Test the patched commit: the same on every machine, complete or absent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tree(bench: SeriesSandbox, commit: str) -> dict[str, bytes | None]:
 
 @pytest.mark.slow
 def test_commit_holds_the_patched_tree(bench: SeriesSandbox) -> None:
-    """The commit has the release's tree with the changes, one commit per patch, on its commit."""
+    """It has the release's tree with the changes, one commit per patch, on the release's commit."""
     patched = run(bench)
     assert patched.patches == ("one", "two")
     assert tree(bench, patched.commit) == TWO
@@ -57,10 +57,10 @@ def test_commit_holds_the_patched_tree(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_same_id_everywhere(
+def test_patched_commit_is_independent_of_user_and_time_zone(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another store, another user, another time zone: the same commit, tree and digest."""
+    """With another store, user and time zone, commit, tree and digest are equal."""
     first = run(bench)
     for name, value in {
         "GIT_AUTHOR_NAME": "someone", "GIT_COMMITTER_DATE": "2001-01-01T00:00:00Z",
@@ -73,19 +73,19 @@ def test_same_id_everywhere(
     assert run(bench).commit == first.commit
 
 
-def test_stock_is_upstream(bench: SeriesSandbox) -> None:
-    """No patch at all is the release's own commit and tree."""
+def test_apply_without_patches_is_the_release(bench: SeriesSandbox) -> None:
+    """Without patches, commit and tree are those of the release."""
     stock = run(bench, [])
     release = bench.releases["0.3.1"]
     assert (stock.commit, stock.tree, stock.patches) == (release.commit, release.tree, ())
     assert stock.digest == apply.digest(())
 
 
-def test_nothing_changes_after_a_failure(
+def test_failed_patch_leaves_no_commit_and_no_ref(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conflict in the second patch leaves no commit and no ref."""
-    # Otherwise a merge is tried only if the locks know a release of that name.
+    # Otherwise a merge is tried only if the locks have a release of that name.
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     bench.add_patch("bad", {"0.3.1": (TWO | {"src/b.cpp": numbered(20, l9="no")}, TWO)})
     before = git_command.git(bench.store.path, "for-each-ref")
@@ -99,7 +99,7 @@ def test_nothing_changes_after_a_failure(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_dropping_each_hunk_changes_the_tree(bench: SeriesSandbox, number: int) -> None:
-    """A text without one hunk makes another tree, and exactly that change is missing."""
+    """A port without one hunk has another tree, and exactly that change is missing."""
     text = bench.text("one", "0.3.1")
     crippled = run(bench, [text.without("src/a.cpp", number)])
     assert crippled.patches == ("one",)
@@ -128,8 +128,8 @@ def test_author_and_message_are_kept(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_modes_survive(bench: SeriesSandbox) -> None:
-    """Programs stay programs, and a patch can make one."""
+def test_file_modes_are_kept_and_changed_by_patches(bench: SeriesSandbox) -> None:
+    """Executable files stay executable, and a patch can make one."""
     file = bench.folder / "mode.patch"
     file.write_bytes(b"diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n")
     commit = run(bench, [str(file)]).commit

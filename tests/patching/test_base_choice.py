@@ -1,4 +1,4 @@
-"""The nearest release where a port applies, or every conflict that was found."""
+"""Test the choice of the nearest release where a port applies, and the found conflicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER = {"src/a.cpp": code("second")}
 def test_every_conflict_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requires: tuple[str, ...]
 ) -> None:
-    """Also the one of a required patch that does not apply to a release."""
+    """A conflict of a required patch is reported as well."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     onto = bench.add_release("0.3.1", OTHER)
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)

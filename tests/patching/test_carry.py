@@ -1,4 +1,4 @@
-"""A patch without a port is merged from the nearest one, and a doubtful merge is refused."""
+"""Test that a patch without a port is merged from the nearest one, and refusals of merges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIXED = STOCK | {
     "src/a.cpp": code("first", "fix(a);") + code("second"),
     "src/new.h": b"void fix(int);\n",
 }
-#: Upstream changes a line beside the one that the patch adds: the context does not match.
+#: Upstream changes a line next to the one that the patch adds: the context does not match.
 NEAR = {**STOCK, "src/a.cpp": STOCK["src/a.cpp"].replace(b"first_7();", b"first_7(a);")}
 #: Upstream adds a line where the patch adds one.
 SAME = {**STOCK, "src/a.cpp": code("first", "other(b);") + code("second")}
@@ -76,7 +76,7 @@ def file(bench: SeriesSandbox, tree: str, path: str) -> bytes:
 
 @pytest.mark.slow
 def test_a_changed_neighbour_is_merged(bench: SeriesSandbox) -> None:
-    """Strictly the patch does not apply; carried it has the lines of both sides."""
+    """The patch does not apply strictly; the carried one has the lines of both sides."""
     with pytest.raises(NoPortApplies):
         port_choice.choose_for_release(
             bench.releases["0.3.2"], series=series.load(bench.folder), store=bench.store
@@ -110,7 +110,7 @@ def test_a_carried_tree_is_deterministic(bench: SeriesSandbox, tmp_path: Path) -
 
 
 def test_a_conflict_shows_both_sides(bench: SeriesSandbox) -> None:
-    """It names file and line of the target, and nothing is applied."""
+    """The conflict has file and line of the target, and nothing is applied."""
     with pytest.raises(NoPortApplies):
         carried(bench, "0.3.3")
     (found,) = status.status(
@@ -126,8 +126,8 @@ def test_a_conflict_shows_both_sides(bench: SeriesSandbox) -> None:
     assert json.loads(json.dumps(found.as_json()))["manual"][0]["conflicts"][0]["line"] == line
 
 
-def test_status_names_the_port(bench: SeriesSandbox) -> None:
-    """A carried patch is good, and its status names the base of the port."""
+def test_status_of_a_carried_patch_names_its_port(bench: SeriesSandbox) -> None:
+    """The status of a carried patch has the base of the port."""
     (found,) = status.status(
         [bench.releases["0.3.2"]], series=series.load(bench.folder), store=bench.store
     )
@@ -167,8 +167,8 @@ def test_the_nearest_port_is_tried_first(bench: SeriesSandbox) -> None:
     assert nearest["reason"] in found.reason
 
 
-def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> None:
-    """``carry`` names what must be in the tree, and ``releases`` bounds the dates."""
+def test_carry_markers_and_releases_limit_the_carried_patches(bench: SeriesSandbox) -> None:
+    """``carry`` lists what the tree must contain, and ``releases`` limits the dates."""
     place = bench.folder / "fix" / "patch.toml"
     text = place.read_text("utf-8")
     named = 'carry = [{ file = "src/a.cpp", has = "no such line" }]\n\n[[port]]'
@@ -187,8 +187,8 @@ def test_a_patch_is_carried_only_where_it_is_needed(bench: SeriesSandbox) -> Non
     ("bound", "inside"),
     [(">0.3.2", "later"), (">=0.3.2", "same later"), ("<0.3.2", ""), ("<=0.3.2", "same")],
 )
-def test_a_bound_is_compared_by_date(bench: SeriesSandbox, bound: str, inside: str) -> None:
-    """The date of an exclusive bound is outside of it."""
+def test_carry_bound_is_compared_by_date(bench: SeriesSandbox, bound: str, inside: str) -> None:
+    """The date of an exclusive bound is excluded."""
     place = bench.folder / "fix" / "patch.toml"
     text = place.read_text("utf-8")
     place.write_text(text.replace('releases = ""', f'releases = "{bound}"'), "utf-8")
@@ -216,7 +216,7 @@ def reason(bench: SeriesSandbox, release: str) -> str:
 
 @pytest.mark.slow
 def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
-    """Upstream renamed the function that the patch changes; the patch is in the renamed one."""
+    """Upstream renamed the function that the patch changes; the renamed one is patched."""
     renamed = STOCK["src/a.cpp"].replace(b"static int first(", b"static int renamed(")
     release = bench.add_release("0.3.5", STOCK | {"src/a.cpp": renamed}, "2025-01-05")
     made = apply.apply(release, series=series.load(bench.folder), store=bench.store)
@@ -225,7 +225,7 @@ def test_a_renamed_function_is_followed(bench: SeriesSandbox) -> None:
     assert file(bench, made.tree, "src/a.cpp") == wanted
 
 
-def test_a_named_patch_that_cannot_be_carried(bench: SeriesSandbox) -> None:
+def test_uncarriable_named_patch_error_has_the_conflict(bench: SeriesSandbox) -> None:
     """The error has the conflict of the port, and the reason why the merge failed."""
     release = bench.releases["0.3.3"]
     with pytest.raises(
@@ -237,7 +237,7 @@ def test_a_named_patch_that_cannot_be_carried(bench: SeriesSandbox) -> None:
 
 
 def test_a_clean_merge_into_another_function_is_refused(bench: SeriesSandbox) -> None:
-    """Git finds no conflict if two functions exchange their names; the place is doubtful."""
+    """Git finds no conflict if two functions exchange their names; the place is ambiguous."""
     swapped = STOCK["src/a.cpp"].replace(b"static int first(", b"static int other(")
     swapped = swapped.replace(b"static int second(", b"static int first(")
     bench.add_release("0.3.5", STOCK | {"src/a.cpp": swapped}, "2025-01-05")
@@ -263,8 +263,8 @@ def test_changes_of_one_line_are_merged_by_tokens(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
-    """The merge has no conflict, but the patch uses what upstream renamed elsewhere."""
+def test_merge_that_uses_a_missing_name_is_refused(bench: SeriesSandbox) -> None:
+    """The merge has no conflict, but the patch uses a name that upstream changed elsewhere."""
     header = {"src/h.h": b"int cell_size;\n" * 9}
     new = {"src/a.cpp": code("first") + code("second", "use(cell_size);")}
     bench.add_release("0.3.6", STOCK | header, "2025-01-06")
@@ -278,7 +278,7 @@ def test_a_name_that_the_release_lacks(bench: SeriesSandbox) -> None:
 
 
 def fail_merges(monkeypatch: pytest.MonkeyPatch, code: int, output: bytes) -> None:
-    """Let `git merge-tree` fail, and other commands of git run."""
+    """Make `git merge-tree` fail; other commands of git run."""
     run = git_command.run
 
     def ask(folder: Path, *args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
@@ -289,8 +289,10 @@ def fail_merges(monkeypatch: pytest.MonkeyPatch, code: int, output: bytes) -> No
     monkeypatch.setattr(git_command, "run", ask)
 
 
-def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is carried, and the reason names the version of git that can."""
+def test_old_git_carries_nothing_and_names_the_required_version(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason names the required version of git."""
     fail_merges(monkeypatch, 129, b"usage: git merge-tree")
     assert "git 2.38 and later can" in reason(bench, "0.3.2")
 
@@ -299,13 +301,13 @@ def test_a_git_that_cannot_merge(bench: SeriesSandbox, monkeypatch: pytest.Monke
     ("output", "error"),
     [(b"fatal: No space left on device", DiskFull), (b"fatal: failure to merge", GitError)],
 )
-def test_a_merge_that_fails(
+def test_failed_merge_command_is_raised(
     bench: SeriesSandbox,
     monkeypatch: pytest.MonkeyPatch,
     output: bytes,
     error: type[SourceError],
 ) -> None:
-    """Another failure of git is no reason of a patch: it is raised, and the next run merges."""
+    """Another failure of git is raised, not a reason of the patch; the next run merges."""
     with monkeypatch.context() as patch:
         fail_merges(patch, 128, output)
         with pytest.raises(error):
@@ -313,7 +315,7 @@ def test_a_merge_that_fails(
     assert carried(bench, "0.3.2").ports[0].carried_from == "0.3.1"
 
 
-def test_a_base_without_an_archive(bench: SeriesSandbox) -> None:
+def test_missing_base_release_is_named(bench: SeriesSandbox) -> None:
     """The reason names the base, not the port."""
     bench.store.delete_ref("refs/upstream/0.3.1")
     assert "release 0.3.1 is not available: " in reason(bench, "0.3.2")
@@ -324,10 +326,10 @@ def test_a_base_without_an_archive(bench: SeriesSandbox) -> None:
     [FetchError("HTTP 503"), DiskFull("full"), Locked("busy"), GitError(["git"], 128, "fatal")],
     ids=lambda error: type(error).__name__,
 )
-def test_a_base_that_cannot_be_fetched(
+def test_failed_fetch_of_a_base_is_raised(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, error: SourceError
 ) -> None:
-    """The error is raised: it says nothing about the patch, and a farther port is not used."""
+    """The error is raised: it is not a reason of the patch, and no farther port is used."""
     bench.add_release("0.3.0", STOCK, "2024-12-01")
     bases = dict.fromkeys(("0.3.0", "0.3.1"), (STOCK, FIXED))
     bench.add_patch("two", bases, marker=("src/a.cpp", "first_7"))
@@ -345,7 +347,7 @@ def test_a_base_that_cannot_be_fetched(
         status.status([bench.releases["0.3.2"]], series=only, store=bench.store)
 
 
-def test_a_port_that_only_adds_files(bench: SeriesSandbox) -> None:
+def test_port_that_only_adds_files_is_carried(bench: SeriesSandbox) -> None:
     """The difference between both releases is not read: it has changes of binary files."""
     image = {"media/logo.png": b"\0\x01"}
     added = STOCK | image | {"src/new.h": b"void fix(int);\n"}
@@ -361,7 +363,7 @@ def test_a_port_that_only_adds_files(bench: SeriesSandbox) -> None:
 
 
 def test_a_change_that_upstream_has_is_contained(bench: SeriesSandbox) -> None:
-    """It is no conflict: the advice is to drop it."""
+    """It is not a conflict: the advice is to drop the patch."""
     bench.add_release("0.3.4", FIXED | {"src/a.cpp": FIXED["src/a.cpp"] + b"\n"}, "2025-01-04")
     listed = series.load(bench.folder)
     (found,) = status.status([bench.releases["0.3.4"]], series=listed, store=bench.store)
@@ -370,7 +372,7 @@ def test_a_change_that_upstream_has_is_contained(bench: SeriesSandbox) -> None:
 
 
 def test_a_branch_that_upstream_merged_as_one_commit_is_contained(bench: SeriesSandbox) -> None:
-    """No patch of it is in the release as it is; undone from the last one, each is."""
+    """Its patches do not apply in reverse one by one, but do from the last one."""
     steps = [STOCK]
     for line in ("fix(1);", "fix(2);", "fix(3);"):
         steps.append(STOCK | {"src/a.cpp": code("first", line) + code("second")})
@@ -422,10 +424,10 @@ def test_a_commit_of_a_fork_is_no_newer_than_the_release_in_it(bench: SeriesSand
     ],
     ids=["equal", "comment", "argument", "twice"],
 )
-def test_a_change_that_upstream_made_as_well(
+def test_change_made_by_upstream_is_left_out(
     bench: SeriesSandbox, upstream: tuple[str, ...], found: str
 ) -> None:
-    """It is left out if only blanks and comments differ; the rest is merged and compared."""
+    """It is omitted if only blanks and comments differ; the rest is merged and compared."""
     fixed = {"src/a.cpp": code("first", "fix(a);") + code("second", "more(b);")}
     bench.add_patch("two", {"0.3.1": (STOCK, STOCK | fixed)}, marker=("src/a.cpp", "second_7"))
     has = {"src/a.cpp": code("first", *upstream) + code("second")}
@@ -445,7 +447,7 @@ def test_a_change_that_upstream_made_as_well(
 
 
 def test_a_comment_of_upstream_is_no_change_of_the_patch(bench: SeriesSandbox) -> None:
-    """Beside a comment that has the text of its line, the patch still adds the line."""
+    """A comment with the text of the line does not count as the line."""
     has = {"src/a.cpp": code("first", "// fix(a);") + code("second")}
     release = bench.add_release("0.3.8", STOCK | has, "2025-01-08")
     made = apply.apply(release, series=series.load(bench.folder), store=bench.store)

@@ -1,4 +1,4 @@
-"""A merge has exactly the changes of the port, in each function."""
+"""Test that a merge has exactly the changes of the port, in each function."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_renamed_function_is_the_same() -> None:
     )
 
 
-def test_a_function_of_the_same_name_in_another_file() -> None:
+def test_same_function_name_in_another_file_is_different() -> None:
     """It is another function, unless the file was renamed: one name exists on each side."""
     sibling = {"src/b.cpp": code("first") + code("third")}
     stock = {"src/a.cpp": code("first") + code("second")} | sibling
@@ -69,7 +69,7 @@ def test_a_function_of_the_same_name_in_another_file() -> None:
 
 
 def test_a_new_file_with_the_most_common_lines_is_the_renamed_one() -> None:
-    """Each change is in the file that has the lines of the former one."""
+    """Each change is in the file with the lines of the former one."""
     stock = {"a.cpp": code("first"), "b.cpp": code("second")}
     fixed = {"a.cpp": code("first", "fix(a);"), "b.cpp": code("second", "fix(b);")}
     names = {"a.cpp": "y.cpp", "b.cpp": "x.cpp"}

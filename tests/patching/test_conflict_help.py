@@ -1,4 +1,4 @@
-"""The likely decision for a conflict follows from the lines of its three sides."""
+"""Test the suggested decision for a conflict, from the lines of its three sides."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from pyllamakv.patching.conflict_help import decision
         ),
     ],
 )
-def test_decisions(upstream: list[str], base: list[str], patch: list[str], expected: str) -> None:
+def test_conflict_decision_is_the_first_matching_rule(
+    upstream: list[str], base: list[str], patch: list[str], expected: str
+) -> None:
     """Blanks and comments do not count; the first rule that fits decides."""
     assert decision(upstream, base, patch).startswith(expected)

@@ -1,4 +1,4 @@
-"""Conflicts are reported with the hunk, both sides and the releases that changed the lines."""
+"""Test reports of conflicts: hunk, both sides, and the releases that changed the lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report(bench: SeriesSandbox, release: str) -> tuple[conflict_report.Uncarrie
 
 
 @pytest.mark.slow
-def test_a_conflict(bench: SeriesSandbox) -> None:
+def test_conflict_report_has_place_sides_and_releases(bench: SeriesSandbox) -> None:
     """The second hunk of the port conflicts; upstream changed its lines after 0.3.2."""
     (patch,) = report(bench, "0.3.3")
     assert (patch.id, patch.state, patch.port) == ("fix", "manual", "0.3.1")
@@ -56,14 +56,14 @@ def test_a_conflict(bench: SeriesSandbox) -> None:
     assert conflict.base == ("    keep(b);",)
     assert conflict.patch == ("    keep(c);",)
     assert (conflict.changed_after, conflict.changed_in) == ("0.3.2", "0.3.3")
-    said = f"src/a.cpp, hunk 2 in second, line {line}: changed between 0.3.2 and 0.3.3"
+    place = f"src/a.cpp, hunk 2 in second, line {line}: changed between 0.3.2 and 0.3.3"
     assert (
         conflict.decision == "rewrite the hunk: it uses `keep`, which upstream's lines do not have"
     )
-    assert str(conflict) == f"{said}; likely: {conflict.decision}"
+    assert str(conflict) == f"{place}; likely: {conflict.decision}"
 
 
-def test_a_release_without_conflicts(bench: SeriesSandbox) -> None:
+def test_applicable_patches_are_not_reported(bench: SeriesSandbox) -> None:
     """A patch that applies or is carried is not reported."""
     assert report(bench, "0.3.1") == report(bench, "0.3.2") == ()
 
@@ -81,7 +81,7 @@ def test_conflict_in_a_missing_file_has_no_line(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_patch_that_depends_on_another(bench: SeriesSandbox) -> None:
+def test_blocked_patch_has_a_reason_and_no_conflict(bench: SeriesSandbox) -> None:
     """A blocked patch has the reason and no conflict of its own."""
     more = FIXED | {"src/c.h": b"long;\n"}
     bench.add_patch(
@@ -93,7 +93,7 @@ def test_a_patch_that_depends_on_another(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_patch_that_is_not_carried(bench: SeriesSandbox) -> None:
+def test_uncarried_patch_has_expected_and_found_lines(bench: SeriesSandbox) -> None:
     """Without a merge, the hunk that does not apply has the expected and the found line."""
     place = bench.folder / "fix" / "patch.toml"
     carry = 'carry = [{ file = "src/b.cpp", exists = true }]\n\n[[port]]'

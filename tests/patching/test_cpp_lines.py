@@ -26,14 +26,14 @@ from pyllamakv.patching import cpp_lines
         (b"// only words", ""),
     ],
 )
-def test_kind(line: bytes, kind: str) -> None:
-    """Each class has its lines."""
+def test_line_kinds_are_classified(line: bytes, kind: str) -> None:
+    """Each class has examples."""
     assert cpp_lines.kind(line) == kind
     assert cpp_lines.is_significant(line) is bool(kind)
 
 
-def test_calls_and_names() -> None:
-    """Keywords, strings and comments are no calls; templates and methods are."""
+def test_calls_exclude_keywords_strings_and_comments() -> None:
+    """Keywords, strings and comments are not calls; templates and methods are."""
     lines = [
         b'if (a->find_slot(x) && min<int>(1, 2)) { log("f(x)"); } // g(x)\n',
         b"#define h(x)\n",
@@ -46,8 +46,8 @@ def test_calls_and_names() -> None:
 
 @settings(deadline=None)
 @given(st.binary())
-def test_any_bytes(line: bytes) -> None:
-    """No line breaks it."""
+def test_random_bytes_are_classified_without_error(line: bytes) -> None:
+    """Any bytes are classified."""
     cpp_lines.kind(line)
     cpp_lines.calls([line])
     assert cpp_lines.is_significant(line) == bool(cpp_lines.kind(line))

@@ -34,8 +34,8 @@ NEW = {"src/a.cpp": numbered(60, l10="x", l40="y")}
         (Marker("b", lacks=("one",), exists=True), False),
     ],
 )
-def test_markers(marker: Marker, holds: bool) -> None:
-    """Every part of a marker must hold; a missing file has nothing and lacks everything."""
+def test_marker_holds_if_every_part_matches(marker: Marker, holds: bool) -> None:
+    """Every part of a marker must match; a missing file contains nothing."""
     assert marker.holds(MemoryTree({"a": b"one two"})) is holds
     assert str(marker).startswith(marker.file)
 
@@ -53,13 +53,13 @@ def test_markers(marker: Marker, holds: bool) -> None:
         ("<=0.3.8", "git:https://example.org/x@main", True),
     ],
 )
-def test_releases(spec: str, name: str, wanted: bool) -> None:
+def test_release_bounds_are_compared_as_versions(spec: str, name: str, wanted: bool) -> None:
     """Versions are compared as versions; other releases are left to the markers."""
     assert Definition("p", "P", releases=spec).covers_release(name) is wanted
 
 
-def test_load(tmp_path: Path) -> None:
-    """All fields arrive, and the ports with them, composed of hooks and shared files."""
+def test_loaded_definition_has_all_fields_and_ports(tmp_path: Path) -> None:
+    """All fields are loaded, and the ports, composed of hooks and shared files."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     with_shared = NEW | {"src/x.h": b"// x\n"}
     bench.add_patch("one", {"0.3.1": (OLD, with_shared)}, releases="<1", shared=("src/x.h",))
@@ -71,8 +71,8 @@ def test_load(tmp_path: Path) -> None:
         found.port("0.3.2")
 
 
-def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
-    """Hooks that change a shared file are refused, with the file to change instead."""
+def test_hooks_that_change_a_shared_file_are_refused(tmp_path: Path) -> None:
+    """The error names the shared file to change instead."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_patch("one", {"0.3.1": (OLD, NEW | {"src/x.h": b"// x\n"})}, shared=("src/x.h",))
     file = bench.file("one", "0.3.1")
@@ -97,13 +97,15 @@ def test_hooks_leave_shared_files_alone(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.regression(
-    "a key of 100,000 parts in a series took all memory, and a number of too many digits was a "
-    "bare ValueError",
+    "a key of 100,000 parts in a series took all memory, and a number of too many digits raised "
+    "ValueError",
     by="hostile input",
     of="Python",
 )
-def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
-    """A wrong description names the file and what was expected."""
+def test_invalid_definition_error_names_file_and_fault(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    """The error names the file and the expected content."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_patch("one", {"0.3.1": (OLD, NEW)})
     toml = bench.folder / "one" / "patch.toml"
@@ -115,8 +117,8 @@ def test_each_fault_is_named(tmp_path: Path, old: str, new: str, says: str) -> N
     assert str(toml) in str(caught.value)
 
 
-def test_digest_counts_the_change_alone(tmp_path: Path) -> None:
-    """Other words in the header leave the digest; another hunk does not."""
+def test_port_digest_ignores_the_mail_header(tmp_path: Path) -> None:
+    """Other words in the header keep the digest; another hunk changes it."""
     file = tmp_path / "p.patch"
     file.write_bytes(b"Words.\n\n" + diff(OLD, NEW))
     text = Port.from_file(file)

@@ -1,4 +1,4 @@
-"""Drift is reported by hunk: offset, fuzz, new place, and the release that changed it."""
+"""Test that drift is reported by hunk: offset, fuzz, new place, and the release."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = {"src/cache.cpp": numbered(9) + b"".join(CODE) + numbered(9)}
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return a line of releases that drifts away from a text for the second."""
+    """Return releases that increasingly differ from a port for the second one."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     line = {
         "0.3.1": numbered(60, l41="an older line"),
@@ -61,7 +61,7 @@ def on(bench: SeriesSandbox, name: str) -> drift.Drift:
         ("0.3.1", "carried", [0, None], [0, 3], ["", "0.3.2"]),
     ],
 )
-def test_drift(
+def test_drift_has_offset_fuzz_and_changed_release(
     bench: SeriesSandbox,
     release: str,
     state: str,
@@ -69,7 +69,7 @@ def test_drift(
     fuzz: list[int],
     changed: list[str],
 ) -> None:
-    """Each hunk has its offset, the fuzz it would need and the release that changed its lines."""
+    """Each hunk has its offset, the required fuzz, and the release that changed its lines."""
     found = on(bench, release)
     assert found.state == state
     assert [hunk.placement.offset for hunk in found.hunks] == offsets
@@ -78,7 +78,9 @@ def test_drift(
     assert found.bad == tuple(hunk for hunk in found.hunks if not hunk.placement.good)
 
 
-def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_of_a_renamed_file_names_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a deleted file, drift names the file that has its code now."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     other = {"src/other.cpp": b"int other(int cell) {\n}\n"}
@@ -95,8 +97,10 @@ def test_file_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_without_a_base(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A stranger's patch counts as written for the nearest release that has its lines."""
+def test_drift_of_a_foreign_patch_uses_the_nearest_release(
+    bench: SeriesSandbox, tmp_path: Path
+) -> None:
+    """A foreign patch is compared with the nearest release that has its lines."""
     file = tmp_path / "theirs.diff"
     file.write_bytes(diff(OLD, ONE))
     theirs = foreign_series.load(file)
@@ -108,8 +112,8 @@ def test_a_text_without_a_base(bench: SeriesSandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
-    """Where markers refuse every text, the one for the nearest base shows what has changed."""
+def test_drift_without_a_matching_port_uses_the_nearest(bench: SeriesSandbox) -> None:
+    """If markers exclude every port, that of the nearest base shows the changes."""
     new = bench.files["0.3.4"]
     there = new | {"src/a.cpp": new["src/a.cpp"].replace(b"line 10\n", b"x\n")}
     texts = {"0.3.2": (OLD, ONE), "0.3.4": (new, there)}
@@ -123,7 +127,7 @@ def test_the_nearest_of_texts_that_are_not_meant(bench: SeriesSandbox) -> None:
 def test_drift_line_names_the_first_lost_hunk(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line names the patch, the first hunk without a place, and who changed its lines."""
+    """The line has the patch, the first hunk without a place, and the release."""
     loaded = series.load(bench.folder)
     monkeypatch.setattr(series, "load", lambda: loaded)
     monkeypatch.setattr(drift, "open_store", lambda: bench.store)
@@ -137,21 +141,21 @@ def test_drift_line_names_the_first_lost_hunk(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("there", "state", "said"),
+    ("there", "state", "shown"),
     [
         ("", "function", "line 12 in `static int second(int a, int b) {`"),
         ("first", "already", "the changed lines at 12, the unchanged ones only at 42"),
     ],
 )
-def test_a_place_that_is_refused(
+def test_drift_reports_a_match_in_another_function(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     there: str,
     state: str,
-    said: str,
+    shown: str,
 ) -> None:
-    """Lines that match once, where the hunk does not belong, are reported as what they are."""
+    """A single match in another function is reported as such."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     old, new = ({"src/a.cpp": code("first", *lines)} for lines in (SHOWN, WITH))
     bench.add_release("0.3.1", old)
@@ -164,24 +168,24 @@ def test_a_place_that_is_refused(
     (hunk,) = found.hunks
     whole = "contained" if there else "manual"
     assert (found.state, hunk.placement.state, hunk.changed_in) == (whole, state, "")
-    assert found.as_json()["hunks"][0]["found"] == said
+    assert found.as_json()["hunks"][0]["found"] == shown
     (row,) = status.status([bench.releases["0.3.2"]], series=loaded, store=bench.store)
     facts = row.as_json()["ports"][0]["hunks"][0]
-    assert (row.state, facts["state"], facts["found"]) == (whole, state, said)
-    assert (said in row.reason) == (row.state == "manual")
+    assert (row.state, facts["state"], facts["found"]) == (whole, state, shown)
+    assert (shown in row.reason) == (row.state == "manual")
     patch_views.drift([found])
     out = capsys.readouterr().out
-    assert f": {state}\n    found {said}\n" in out
+    assert f": {state}\n    found {shown}\n" in out
     patch_views.drift([found], verbose=True)
     out = capsys.readouterr().out
     assert f"{state}, expected" in out
-    assert said in out
+    assert shown in out
     assert "fuzz" not in out
 
 
 @pytest.mark.slow
 def test_lines_differing_in_blanks_are_reported_as_such(bench: SeriesSandbox) -> None:
-    """Lines that differ in nothing but blanks are called so."""
+    """The report states that only blanks differ."""
     data = numbered(60, l39="line   39")
     bench.add_release("0.3.6", OLD | {"src/a.cpp": data}, "2025-01-06")
     assert on(bench, "0.3.6").hunks[1].whitespace_only
@@ -189,8 +193,8 @@ def test_lines_differing_in_blanks_are_reported_as_such(bench: SeriesSandbox) ->
 
 @settings(deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
-def test_fuzz_is_least(before: int, after: int, head: int, tail: int) -> None:
-    """Lines that differ at the outer ends of the context need fuzz, the longer side first."""
+def test_fuzz_is_the_smallest_that_matches(before: int, after: int, head: int, tail: int) -> None:
+    """Different lines at the outer ends of the context need fuzz, the longer side first."""
     context = [b"l%d\n" % n for n in range(before)], [b"m%d\n" % n for n in range(after)]
     head, tail = min(head, before), min(tail, after)
     marked = [b" " + line for line in context[0]] + [b"-x\n", b"+y\n"]
@@ -200,7 +204,7 @@ def test_fuzz_is_least(before: int, after: int, head: int, tail: int) -> None:
     lines = [b"other\n"] * (3 + head) + context[0][head:] + [b"x\n"]
     lines += context[1][: after - tail] + [b"other\n"] * (3 + tail)
     longest = max(before, after)
-    # the shorter side is cut only when the longer one has come down to it
+    # the shorter side is cut only after the longer one has its length
     wanted = max(
         head and head + longest - before,
         tail and tail + longest - after,

@@ -44,7 +44,7 @@ cleanup:
 """
 LINES = CODE.splitlines(keepends=True)
 
-#: Lines as C has them, with what git might take for a heading.
+#: Lines of C, with some that git might use as a heading.
 LINE = st.sampled_from(
     ["int f(int a) {", "    f(1);", "}", "", "public:", "#if X", "\tx", "$m: a", "_y();  ", "é",
      "class c;", "// note", "x" * 90, "a" * 79 + "é" + "b" * 9, "z\r", " ", "9 a"]
@@ -52,7 +52,7 @@ LINE = st.sampled_from(
 
 
 def at(text: bytes) -> int:
-    """Return the index of the only line that holds a text."""
+    """Return the index of the only line that contains a text."""
     (found,) = [number for number, line in enumerate(LINES) if text in line]
     return found
 
@@ -65,8 +65,8 @@ def hunk(head: bytes, *lines: bytes) -> hunks.Hunk:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LINE, min_size=1, max_size=40), st.data())
-def test_the_heading_is_git_s(lines: list[str], choice: st.DataObject) -> None:
-    """Of any change git writes the heading that is computed from the lines before it."""
+def test_heading_equals_that_of_git(lines: list[str], choice: st.DataObject) -> None:
+    """The heading is computed from the lines before the change."""
     place = choice.draw(st.integers(0, len(lines) - 1))
     old = "\n".join(lines).encode() + b"\n"
     new = "\n".join([*lines[:place], "changed", *lines[place + 1 :]]).encode() + b"\n"
@@ -95,7 +95,7 @@ def test_the_heading_is_git_s(lines: list[str], choice: st.DataObject) -> None:
     ],
 )
 def test_function_name_precedes_its_parentheses(heading: bytes, name: str) -> None:
-    """A function has the name before its parentheses; macros and attributes are none."""
+    """Macros and attributes are not function names."""
     assert headings.name(heading) == name
 
 
@@ -114,12 +114,12 @@ def test_function_name_precedes_its_parentheses(heading: bytes, name: str) -> No
     ],
 )
 def test_enclosing_function_excludes_labels_and_declarations(text: bytes, enclosing: bytes) -> None:
-    """Labels, declarations and what has ended before a line do not enclose it."""
+    """Labels, declarations and ended functions do not enclose a line."""
     assert headings.Headings(LINES).enclosing(at(text)) == enclosing
 
 
-def test_what_a_hunk_was_written_for() -> None:
-    """The heading counts where the change is in that function, in C and C++ only."""
+def test_heading_names_the_changed_function() -> None:
+    """It is used if the change is in that function, in C and C++ only."""
     inside = hunk(b"int f(int a) {", b" \tx();", b"-\ty();", b" }")
     assert headings.expected(inside, "src/a.cpp") == b"int f(int a) {"
     assert headings.expected(inside, "a.py") == b""
@@ -131,8 +131,8 @@ def test_what_a_hunk_was_written_for() -> None:
     assert headings.expected(label, "a.c") == b"int f(int a) {"
 
 
-def test_same_function() -> None:
-    """A function is the same whatever became of its signature; lines in none are not compared."""
+def test_function_with_another_signature_is_the_same() -> None:
+    """Functions are equal by name; lines outside of functions are not compared."""
     found = headings.Headings(LINES)
     inside = at(b"n++")
     for head in (
@@ -150,7 +150,7 @@ def test_same_function() -> None:
 @pytest.mark.parametrize(
     "line", [b"a" * 1_000_000, b'"\\' * 500_000, b"a::" * 300_000, b"<" * 10**6]
 )
-def test_lines_without_end(line: bytes) -> None:
-    """A line of a megabyte costs no more than a long one."""
+def test_very_long_lines_are_read(line: bytes) -> None:
+    """A line of a megabyte takes no more time than a short one."""
     found = headings.Headings([line + b"\n", b"\tx\n"])
     found.differs(headings.expected(hunk(line, b" \tx", b"-\ty"), "a.c"), 1)

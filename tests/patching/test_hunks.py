@@ -1,4 +1,4 @@
-"""Patches come out as they went in."""
+"""Test that patches are parsed and written unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def content(lines: list[str], ended: bool = True) -> bytes:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(LINES, LINES, st.booleans(), st.booleans())
-def test_round_trip(old: list[str], new: list[str], one: bool, other: bool) -> None:
-    """What git writes is read and written back byte for byte, both sides of each hunk right."""
+def test_parsed_diff_is_written_back_unchanged(
+    old: list[str], new: list[str], one: bool, other: bool
+) -> None:
+    """Git's patch is written byte for byte, and both sides of each hunk are right."""
     before, after = content(old, one), content(new, other)
     data = diff({"src/f": before, "k": b"k\n"}, {"src/f": after, "k": b"k\n"})
     if not data:
@@ -43,8 +45,8 @@ def three_hunks() -> tuple[dict[str, bytes], bytes]:
 
 
 @pytest.mark.parametrize("gone", [1, 2, 3])
-def test_without_each_hunk(gone: int) -> None:
-    """A hunk that is taken out leaves a patch that git applies to exactly the other changes."""
+def test_patch_without_one_hunk_applies(gone: int) -> None:
+    """The remaining patch applies, and makes exactly the other changes."""
     old, data = three_hunks()
     left = hunks.parse(data).without("src/a.cpp", gone)
     kept = {1: {"l10": "x\ny"}, 2: {"l30": ""}, 3: {"l50": "z"}}
@@ -57,7 +59,7 @@ def test_without_each_hunk(gone: int) -> None:
 
 
 def test_without_the_only_hunk_drops_the_file() -> None:
-    """A file whose last hunk goes is no longer touched."""
+    """A file without hunks is not changed."""
     _, data = three_hunks()
     left = hunks.parse(data).without("src/b.cpp", 1)
     assert left.paths == ("src/a.cpp",)
@@ -65,7 +67,7 @@ def test_without_the_only_hunk_drops_the_file() -> None:
 
 
 def test_unknown_hunks_are_refused() -> None:
-    """A missing hunk or file is a usage error that lists the existing ones."""
+    """The usage error lists the existing hunks and files."""
     patch = hunks.parse(three_hunks()[1])
     with pytest.raises(UsageError, match="hunks 1 to 3"):
         patch.without("src/a.cpp", 4)
@@ -73,7 +75,7 @@ def test_unknown_hunks_are_refused() -> None:
         patch.without("src/c.cpp", 1)
 
 
-def test_only_some_files() -> None:
+def test_patch_is_restricted_to_some_files() -> None:
     """A patch can be cut down to some of its files."""
     old, data = three_hunks()
     part = hunks.parse(data).only("src/b.cpp")
@@ -96,7 +98,7 @@ def test_only_some_files() -> None:
     "a path of 200 KB in a patch took all memory", by="hostile input", of="Python"
 )
 def test_damaged_patches_are_refused(change: tuple[bytes, bytes], says: str) -> None:
-    """Wrong counts, hostile paths and broken lines are errors with the line, never skipped."""
+    """Wrong counts, hostile paths and broken lines are errors with the line."""
     _, data = three_hunks()
     assert change[0] in data
     with pytest.raises(PatchFormatError, match=says) as caught:
@@ -106,19 +108,19 @@ def test_damaged_patches_are_refused(change: tuple[bytes, bytes], says: str) -> 
 
 
 def test_truncated_patch_is_refused() -> None:
-    """A patch that ends in the middle of a hunk is refused."""
+    """A patch that ends within a hunk is refused."""
     _, data = three_hunks()
     with pytest.raises(PatchFormatError, match="end of the patch"):
         hunks.parse(data[: data.index(b"-one")])
 
 
 def test_text_without_a_change_is_refused() -> None:
-    """Words alone are no patch."""
+    """A text without hunks is not a patch."""
     with pytest.raises(PatchFormatError, match="no change"):
         hunks.parse(b"Hello.\n")
 
 
-def test_binary_is_refused() -> None:
+def test_binary_patch_is_refused() -> None:
     """A binary change cannot be reviewed and is refused."""
     data = diff({"x": b"\0\1"}, {"x": b"\0\2"}, "--binary")
     with pytest.raises(PatchFormatError, match="binary"):
@@ -126,7 +128,7 @@ def test_binary_is_refused() -> None:
 
 
 def test_mailbox_is_split() -> None:
-    """A mailbox is cut into its mails, and refused as one patch."""
+    """A mailbox is split into its mails, and refused as one patch."""
     _, data = three_hunks()
     box = MAIL + b"Subject: a\n\n" + data + MAIL + b"Subject: b\n\n" + data
     pieces = hunks.split(box)
@@ -144,7 +146,7 @@ def test_signature_is_kept_as_the_trailer() -> None:
     assert patch.trailer == b"-- \n2.39.5\n\n"
 
 
-def test_modes_new_and_deleted_files() -> None:
+def test_extended_headers_have_modes_and_created_files() -> None:
     """Creation, deletion and modes are read from the extended header."""
     patch = hunks.parse(diff({"gone": b"x\n", "k": b""}, {"k": b"", "a b/ü": b"y\n", "empty": b""}))
     facts = {file.path: (file.old, file.new, file.new_mode) for file in patch.files}
@@ -155,14 +157,14 @@ def test_modes_new_and_deleted_files() -> None:
     }
 
 
-def test_quoted_names() -> None:
-    """Names that git quotes are read as they are."""
+def test_quoted_file_names_are_parsed() -> None:
+    """Names that git quotes are unquoted."""
     name = 'tab\there "q" ü'
     assert hunks.parse(diff({}, {name: b"x\n"})).paths == (name,)
 
 
-def test_plain_diff() -> None:
-    """A unified diff without git's header is a patch too."""
+def test_unified_diff_without_git_header_is_parsed() -> None:
+    """A unified diff without git's header is parsed."""
     data = b"Index: x\n====\n--- a/x\t2020\n+++ b/x\t2021\n@@ -1 +1 @@\n-a\n+b\n"
     patch = hunks.parse(data)
     assert patch.paths == ("x",)
@@ -181,7 +183,7 @@ def test_plain_diff() -> None:
     ],
 )
 def test_directories_of_a_plain_diff_are_left_out(old: str, new: str) -> None:
-    """`diff -ruN` and quilt name the two directories, and files that are in one of them only."""
+    """Diffs of `diff -ruN` and quilt have two directories, and files in only one of them."""
     data = f"""\
 diff -ruN {old}/src/x.cpp {new}/src/x.cpp
 --- {old}/src/x.cpp\t2026-11-25 13:10:02.889251518 +0000
@@ -204,27 +206,27 @@ diff -ruN {old}/src/x.cpp {new}/src/x.cpp
     assert patch.data == data
 
 
-def test_a_file_that_only_one_directory_has() -> None:
-    """Both names of `diff -N` show the directories, also if nothing else does."""
+def test_added_file_of_a_plain_diff_has_its_path() -> None:
+    """Both names of `diff -N` have the directories, even without another file."""
     data = b"--- llama.cpp.orig/src/x.h\n+++ llama.cpp/src/x.h\n@@ -0,0 +1 @@\n+a\n"
     assert hunks.parse(data).paths == ("src/x.h",)
 
 
 @pytest.mark.parametrize("rest", ["../x", ".git/config", "/etc/x", ""])
 def test_a_path_outside_of_the_directories_is_refused(rest: str) -> None:
-    """Checked without the directories, which may be anywhere."""
+    """Paths are checked without the directories, which may be anywhere."""
     data = f"--- /a/one/{rest}\n+++ /a/two/{rest}\n@@ -1 +1 @@\n-a\n+b\n".encode()
     with pytest.raises(PatchFormatError, match=r"^patch:1: the path .* leaves the tree"):
         hunks.parse(data)
 
 
-def test_a_copy_with_orig_is_the_file() -> None:
-    """As some tools keep the old version."""
+def test_orig_suffix_is_removed_from_the_path() -> None:
+    """Some tools keep the old version under this name."""
     patch = hunks.parse(b"--- src/x.cpp.orig\n+++ src/x.cpp\n@@ -1 +1 @@\n-a\n+b\n")
     assert (patch.files[0].old, patch.files[0].new) == ("src/x.cpp",) * 2
 
 
-def test_context_is_counted() -> None:
-    """The context of a hunk is what stands before its first and after its last change."""
+def test_hunk_context_is_counted() -> None:
+    """The context is the number of lines before the first and after the last change."""
     _, data = three_hunks()
     assert [hunk.context for hunk in hunks.parse(data).files[0].hunks] == [(3, 3)] * 3

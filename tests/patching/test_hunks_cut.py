@@ -1,4 +1,4 @@
-"""A patch whose end is missing is refused: at every byte, in each form that shows it."""
+"""Test that a truncated patch is refused at every byte, if its format shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def applied(patch: bytes) -> dict[str, bytes]:
 
 
 def accepted(patch: bytes) -> list[int]:
-    """Return the lengths at which a cut patch applies with another result than the whole one."""
+    """Return the lengths at which a truncated patch applies with another result."""
     assert applied(patch) == NEW
     found = []
     for length in range(len(patch)):
@@ -64,16 +64,16 @@ def test_a_cut_mail_is_refused_at_every_byte(tmp_path: Path) -> None:
 
 
 def test_a_cut_diff_is_refused_except_between_files() -> None:
-    """The ids of the contents show a missing hunk; a diff of fewer files is a whole diff."""
+    """The ids of the contents show a missing hunk; a diff of fewer files is complete."""
     patch = diff(OLD, NEW)
     starts = boundaries(patch, b"diff --git")
     assert len(starts) == 2
-    # The line end before the next file's part may be missing as well.
+    # The newline before the next file's part may be missing as well.
     assert accepted(patch) == starts
 
 
 def test_a_cut_plain_diff_is_refused_except_between_hunks() -> None:
-    """Without ids, the counts of each hunk are all that shows its end."""
+    """Without ids, only the counts of each hunk show its end."""
     lines = diff(OLD, NEW).splitlines(keepends=True)
     bare = b"".join(line for line in lines if not line.startswith(b"index "))
     cuts = accepted(bare)
@@ -92,7 +92,7 @@ def test_a_cut_plain_diff_is_refused_except_between_hunks() -> None:
     ],
 )
 def test_a_part_without_hunks_needs_another_change(part: bytes, whole: bool) -> None:
-    """A mode, a name or an empty file is a change; a header alone is the start of a cut part."""
+    """A mode, a name or an empty file is a change; a header alone is a truncated part."""
     if whole:
         assert hunks.parse(part).data == part
     else:
@@ -101,7 +101,7 @@ def test_a_part_without_hunks_needs_another_change(part: bytes, whole: bool) -> 
 
 
 def test_an_edited_patch_with_a_signature_is_accepted() -> None:
-    """Numbers and ids of before an edit do not matter if the end of the text is there."""
+    """Numbers and ids from before an edit do not matter if the end of the text is present."""
     patch = diff(OLD, NEW).replace(b"+new\n", b"+newer\n") + b"-- \n2.39.5\n"
     assert applied(patch)["c.txt"] == b"newer\n"
     with pytest.raises(PatchFormatError, match=r"c\.txt is cut off: it makes blob"):

@@ -1,4 +1,4 @@
-"""Patches that want to write outside the tree: refused when they are read, or where they apply."""
+"""Test that patches that would write outside of the tree are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTSIDE = [
 
 
 def quoted(path: str) -> str:
-    """Write every character as git's quoting can: a reader that only unquotes some is fooled."""
+    """Quote every character like git can, to find readers that unquote only some."""
     return '"' + "".join(f"\\{byte:03o}" for byte in path.encode()) + '"'
 
 
@@ -33,7 +33,7 @@ def creating(name: str) -> bytes:
 
 
 def headers(path: str) -> list[bytes]:
-    """Return patches that say one path in every place where a path can stand."""
+    """Return patches with a path in each place of a patch that contains one."""
     twice = f"diff --git a/{path} b/{path}\n"
     found = [
         creating(f"b/{path}"),
@@ -56,7 +56,7 @@ def headers(path: str) -> list[bytes]:
 
 @pytest.mark.parametrize("path", OUTSIDE)
 def test_no_path_leaves_the_tree(path: str) -> None:
-    """A path that climbs, begins at the root or names git's own folder is refused everywhere."""
+    """A path with `..`, an absolute one or one in .git is refused everywhere."""
     for data in headers(path):
         with pytest.raises(PatchFormatError):
             hunks.parse(data, "hostile.patch")
@@ -80,13 +80,13 @@ MAIL = "From {0:040d} Mon Sep 17 00:00:00 2001\n{1}\n\n{2}---\n"
     ],
 )
 @pytest.mark.regression(
-    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
-    "Python",
+    "an author or a subject that is invalid in a commit was passed to git, or raised an untyped "
+    "error",
     by="hostile input",
     of="Python",
 )
 def test_invalid_commit_texts_are_refused(tmp_path: Path, words: tuple[str, str]) -> None:
-    """Zero bytes, halves of characters and authors without end are refused by name."""
+    """Zero bytes, lone surrogates and endless authors are refused with their name."""
     with pytest.raises(PatchFormatError, match="a commit cannot contain that"):
         applied(tmp_path, MAIL.format(0, *words).encode() + creating("b/src/x"))
 
@@ -111,26 +111,26 @@ def test_invalid_commit_texts_are_refused(tmp_path: Path, words: tuple[str, str]
     ],
 )
 @pytest.mark.regression(
-    "an author or a subject that no commit can hold got as far as git, or was a bare error of "
-    "Python",
+    "an author or a subject that is invalid in a commit was passed to git, or raised an untyped "
+    "error",
     by="hostile input",
     of="Python",
 )
 @pytest.mark.regression(
-    "a date in a patch that git cannot read was taken for one",
+    "a date in a patch that git cannot parse was accepted",
     by="hostile input",
     of="Python",
 )
-def test_authors_and_dates_that_are_none(tmp_path: Path, field: str) -> None:
-    """Headers that git ignores are ignored; a name cannot contain a line break."""
+def test_invalid_authors_and_dates_are_ignored(tmp_path: Path, field: str) -> None:
+    """Headers that git ignores are ignored; a name cannot contain a newline."""
     mail = MAIL.format(0, field, "")
     assert applied(tmp_path, mail.encode() + creating("b/src/x"))["src/x"] == b"x\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["a b", "-x", "--output=x", "a\nb", "a\tb", "x.git", ".gitignore"])
-def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
-    """A blank, a dash or a newline in a name means nothing but itself."""
+def test_special_characters_in_names_are_literal(path: str, tmp_path: Path) -> None:
+    """A space, a dash or a newline in a name has no special meaning."""
     patched = applied(tmp_path, creating(quoted(f"b/src/{path}")))
     assert patched[f"src/{path}"] == b"x\n"
     assert set(patched) == {*OLD, f"src/{path}"}
@@ -138,12 +138,12 @@ def test_odd_names_stay_names(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["160000", "040000", "100666", "104755", "x"])
 @pytest.mark.regression(
-    "modes in a patch that are none of a file, a program or a link were taken",
+    "modes of a patch other than those of files, executables and links were accepted",
     by="hostile input",
     of="Python",
 )
-def test_modes_that_are_none(mode: str) -> None:
-    """A submodule, a folder or a mode that git does not know is refused."""
+def test_invalid_file_modes_are_refused(mode: str) -> None:
+    """A submodule, a directory or an unknown mode is refused."""
     made = creating("b/src/x").replace(b"100644", mode.encode())
     changed = f"diff --git a/src/a.cpp b/src/a.cpp\nold mode 100644\nnew mode {mode}\n".encode()
     for data in (made, changed):
@@ -173,12 +173,12 @@ def linking(at: str, to: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["/etc", "../..", "src", "."])
 @pytest.mark.regression(
-    "a patch that made a file below a link or a file of the tree put a folder in its place",
+    "a patch with a new file below a link or a file of the tree replaced that by a directory",
     by="hostile input",
     of="Python",
 )
 def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
-    """A file below a link that an earlier patch made is a conflict, wherever the link leads."""
+    """A file below a link of an earlier patch is a conflict, whatever the link's target is."""
     renaming = (
         b"diff --git a/src/b.cpp b/out/x\nsimilarity index 100%\n"
         b"rename from src/b.cpp\nrename to out/x\n"
@@ -191,7 +191,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, to: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["/etc", "../..", "src/../.."])
 def test_a_link_out_of_the_tree_is_not_exported(tmp_path: Path, to: str) -> None:
-    """A patch may make a link, and one that leads out never reaches a folder."""
+    """A patch may create a link; one to the outside is not exported."""
     with pytest.raises(SourceError, match="points outside"):
         applied(tmp_path, linking("out", to))
     assert not (tmp_path / "tree" / "out").exists()

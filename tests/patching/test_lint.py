@@ -1,4 +1,4 @@
-"""Lint finds each fault, once, with its file and line."""
+"""Test that lint finds each fault once, with its file and line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rules(bench: SeriesSandbox, scenarios: set[str] | None = None) -> list[tuple
 
 
 def test_a_clean_series_has_no_finding(bench: SeriesSandbox) -> None:
-    """What export writes is clean."""
+    """A written export has no finding."""
     assert rules(bench, {"some-scenario"}) == []
     lint.check(bench.folder)
 
@@ -77,10 +77,10 @@ TOML = "one/patch.toml"
         ("series.toml", b'"one"', b'"one", "two"', ("series.toml", "format")),
     ],
 )  # fmt: skip
-def test_each_fault_is_found(
+def test_each_fault_has_its_lint_rule(
     bench: SeriesSandbox, path: str, old: bytes, new: bytes, expected: tuple[str, str]
 ) -> None:
-    """One fault, one rule that names it."""
+    """Each fault has one rule that names it."""
     file = bench.folder / path
     data = file.read_bytes()
     assert old in data
@@ -88,9 +88,9 @@ def test_each_fault_is_found(
     assert expected in rules(bench, {"some-scenario"})
 
 
-def test_series_and_files_agree_both_ways(bench: SeriesSandbox) -> None:
-    """A folder outside the order, and files that no port and no patch names, are found."""
-    (bench.folder / "empty").mkdir()  # git would not even keep it
+def test_unlisted_directories_and_files_are_found(bench: SeriesSandbox) -> None:
+    """Unlisted directories, and files of no port and no patch, are found."""
+    (bench.folder / "empty").mkdir()  # git would not keep it either
     (bench.folder / "stray").mkdir()
     (bench.folder / "stray" / "patch.toml").write_text("")
     (bench.folder / "one" / "old.patch").write_text("x")
@@ -103,7 +103,7 @@ def test_series_and_files_agree_both_ways(bench: SeriesSandbox) -> None:
     ]
 
 
-def test_rename_is_found(bench: SeriesSandbox) -> None:
+def test_rename_in_a_patch_is_found(bench: SeriesSandbox) -> None:
     """A rename hides changes: lint requires a deletion and a new file."""
     file = bench.file("one", "0.3.1")
     extra = (
@@ -113,7 +113,7 @@ def test_rename_is_found(bench: SeriesSandbox) -> None:
     assert (FILE, "rename") in rules(bench)
 
 
-def test_check_raises_with_everything(bench: SeriesSandbox) -> None:
+def test_check_error_lists_every_finding(bench: SeriesSandbox) -> None:
     """The error lists every finding."""
     for name in ("stray", "other"):
         (bench.folder / name).mkdir()
@@ -124,7 +124,7 @@ def test_check_raises_with_everything(bench: SeriesSandbox) -> None:
 
 
 def test_the_changes_of_a_foreign_patch_are_checked(tmp_path: Path) -> None:
-    """A file has no description; its lines count."""
+    """A file has no description; its lines are checked."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff({"src/a.cpp": b"a\n"}, {"src/a.cpp": b"b \n"}))
     assert [(each.path, each.rule) for each in lint.lint(file)] == [("mine", "blanks")]
@@ -134,7 +134,7 @@ def test_the_changes_of_a_foreign_patch_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_missing_series_is_a_finding(tmp_path: Path) -> None:
-    """A folder without series.toml is reported without a traceback."""
+    """A directory without series.toml is reported without a traceback."""
     (finding,) = lint.lint(tmp_path)
     assert finding.rule == "format"
     assert "series.toml" in str(finding)

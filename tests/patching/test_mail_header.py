@@ -1,4 +1,4 @@
-"""Headers of patch files are written from descriptions and read from anywhere."""
+"""Test that headers of patch files are written from descriptions, and read in any format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = Port("p", Patch(b"", ()), "0.3.9", requires=("q",))
 
 
 def test_written_header_is_read_back() -> None:
-    """What is written has identity, title, reasons and one line per fact."""
+    """It has identity, title, reasons and one line per fact."""
     mail = mail_header.parse(mail_header.write(SHAPE, TEXT))
     assert (mail.name, mail.email, mail.subject) == (git_command.NAME, git_command.EMAIL, "Do it")
     assert f"{mail.subject}\n\n{mail.body}\n" == mail_header.message(SHAPE, TEXT)
@@ -39,8 +39,8 @@ def test_written_header_is_read_back() -> None:
         (b"From: =?nonsense?q?x?= <a@b>\n\n", MailHeader("=?nonsense?q?x?=", "a@b")),
     ],
 )
-def test_foreign_headers(data: bytes, mail: MailHeader) -> None:
-    """Folded, encoded, carriage-returned and missing headers are all read."""
+def test_folded_and_encoded_headers_are_read(data: bytes, mail: MailHeader) -> None:
+    """Folded, encoded, CRLF and missing headers are read."""
     assert mail_header.parse(data) == mail
 
 
@@ -57,7 +57,7 @@ Last-Update: 2026-11-20
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_a_debian_header_has_author_date_and_message(encoding: str) -> None:
-    """Fields without a place in a commit stay in the message; Latin-1 is read as such."""
+    """Fields that a commit lacks stay in the message; Latin-1 is decoded."""
     index = "---\nIndex: llama.cpp/src/x.cpp\n=====================\n"
     assert mail_header.parse((DEP3 + index).encode(encoding)) == MailHeader(
         "Jürgen B",
@@ -69,7 +69,7 @@ def test_a_debian_header_has_author_date_and_message(encoding: str) -> None:
 
 
 def test_a_debian_date_is_that_of_the_commit() -> None:
-    """It has no time and no zone."""
+    """It has no time and no time zone."""
     port = Port("p", Patch(DEP3.encode(), ()), "")
     author, message = mail_header.author_and_message(port)
     assert author == {
@@ -81,13 +81,13 @@ def test_a_debian_date_is_that_of_the_commit() -> None:
 
 
 def test_the_lines_of_quilt_are_no_message() -> None:
-    """`Index:` lines come before the part of each file, the first one after the message."""
+    """`Index:` lines precede the part of each file, the first one follows the message."""
     data = b"Why.\n\nIndex: a/src/x.cpp\n===================================\n"
     assert mail_header.parse(data) == MailHeader(body="Why.")
 
 
 def test_an_author_in_latin_1_is_read() -> None:
-    """A raw byte in a mail is no reason to lose the name."""
+    """The name is kept."""
     data = "From: Jürgen B <j@b.example>\nSubject: [PATCH] x\n\nBody\n".encode("latin-1")
     assert mail_header.parse(data) == MailHeader("Jürgen B", "j@b.example", "", "x", "Body")
 
@@ -102,6 +102,6 @@ def test_an_author_in_latin_1_is_read() -> None:
     ],
 )
 def test_the_author_in_the_body_has_precedence(body: bytes, name: str, message: str) -> None:
-    """As for `git am`: somebody else sent the mail."""
+    """The sender of the mail may be another person, as in `git am`."""
     found = mail_header.parse(b"From: A <a@b>\nDate: Mon\nSubject: [PATCH] x\n\n" + body)
     assert (found.name, found.body, found.subject) == (name, message, "x")

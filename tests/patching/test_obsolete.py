@@ -1,4 +1,4 @@
-"""Three signs, two of which make a patch obsolete."""
+"""Test the three signs of an obsolete patch, two of which are required."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def signs(
 def test_obsolete_signs_come_from_text_and_names(
     bench: SeriesSandbox, release: str, text: bool, symbols: bool | None
 ) -> None:
-    """Text and names speak for themselves; without a run the behaviour is mute."""
-    found, said = signs(bench, release)
-    assert said == {"text": text, "symbols": symbols, "behaviour": None}
+    """The signs come from text and names; without a run there is no third one."""
+    found, states = signs(bench, release)
+    assert states == {"text": text, "symbols": symbols, "behaviour": None}
     assert found.obsolete is (text and symbols is True)
 
 
 def test_obsolete_requires_stock_to_pass_every_fix(bench: SeriesSandbox) -> None:
-    """What stock did decides with one of the others; one failure is enough against it."""
+    """A failure on stock excludes the third sign."""
     assert signs(bench, "0.3.3", a="pass", b="skip")[0].obsolete
     assert not signs(bench, "0.3.3", a="pass", b="fail")[0].obsolete
     assert signs(bench, "0.3.3", a="skip")[1]["behaviour"] is None

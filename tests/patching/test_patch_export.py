@@ -1,4 +1,4 @@
-"""Ports come out of their commits as they are: hooks and shared files, each in its file."""
+"""Test that ports are exported from their commits unchanged: hooks and shared files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numb
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return a release with two patches, the second written on top of the first."""
+    """Return a release with two patches, the second on top of the first."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
     bench.add_patch("one", {"0.3.1": (OLD, ONE)})
@@ -38,8 +38,8 @@ def check(bench: SeriesSandbox) -> list[tuple[str, str]]:
     return [(one.id, one.kind) for one in found]
 
 
-def test_round_trip(bench: SeriesSandbox) -> None:
-    """What git exports from the commit of a text is the file, byte for byte."""
+def test_exported_patch_equals_its_file(bench: SeriesSandbox) -> None:
+    """Git's export of the commit of a port equals the file, byte for byte."""
     assert check(bench) == [("one", "same"), ("two", "same")]
     patched = apply.apply(
         bench.releases["0.3.1"], ["two"], series=series.load(bench.folder), store=bench.store
@@ -50,7 +50,7 @@ def test_round_trip(bench: SeriesSandbox) -> None:
 def test_a_base_without_a_lock_is_fetched(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A base that no lock has comes from the package index, and the blob ids vouch for it."""
+    """The base is fetched from the package index, and verified by the blob ids."""
 
     def unknown(spec: str, lock: Path | None = None) -> Release:
         raise UnknownRelease("not in the lock", name=spec, suggestions=[])
@@ -71,7 +71,7 @@ def test_a_base_without_a_lock_is_fetched(
 def test_a_changed_byte_of_a_port_is_reported(
     bench: SeriesSandbox, old: bytes, new: bytes, kind: str
 ) -> None:
-    """A file that was edited by hand differs, and the report shows the difference."""
+    """The report shows the difference of an edited file."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
     assert old in data
@@ -79,8 +79,8 @@ def test_a_changed_byte_of_a_port_is_reported(
     assert check(bench)[0] == ("one", kind)
 
 
-def test_writing_mends_the_file(bench: SeriesSandbox) -> None:
-    """Writing gives the positions that belong there; a second time, nothing."""
+def test_export_repairs_hunk_positions(bench: SeriesSandbox) -> None:
+    """The positions are corrected; a second export changes nothing."""
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
     file.write_bytes(data.replace(b"@@ -7,7", b"@@ -6,7"))
@@ -93,8 +93,8 @@ def test_writing_mends_the_file(bench: SeriesSandbox) -> None:
     assert patch_export.write(loaded, patch_export.select_ports(loaded), store=bench.store) == ()
 
 
-def test_from_a_folder(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A change made by hand in a tree becomes the text, with what it requires left out."""
+def test_export_from_a_directory_writes_the_port(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A manual change in a tree becomes the port, without the required patches."""
     file = bench.file("two", "0.3.1")
     data = file.read_bytes()
     file.unlink()
@@ -118,8 +118,8 @@ def test_a_folder_without_change_is_refused(bench: SeriesSandbox, tmp_path: Path
         )
 
 
-def test_nothing_is_written_when_one_fails(bench: SeriesSandbox) -> None:
-    """Two texts are written, or none."""
+def test_no_port_is_written_if_one_fails(bench: SeriesSandbox) -> None:
+    """Either both ports are written, or none."""
     one, two = bench.file("one", "0.3.1"), bench.file("two", "0.3.1")
     one.write_bytes(one.read_bytes().replace(b"@@ -7,7", b"@@ -6,7"))
     two.write_bytes(two.read_bytes().replace(b"-line 2", b"-line 9"))
@@ -131,14 +131,14 @@ def test_nothing_is_written_when_one_fails(bench: SeriesSandbox) -> None:
 
 
 def test_unknown_base_is_refused(bench: SeriesSandbox) -> None:
-    """A base without a text is a usage error."""
+    """A base without a port is a usage error."""
     with pytest.raises(UsageError, match=r"0\.9"):
         patch_export.select_ports(series.load(bench.folder), [], "0.9")
 
 
 @pytest.mark.slow
 def test_shared_files_are_written_once(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """An export from a folder puts a changed shared file into its one place, for every port."""
+    """A changed shared file is written once, for every port."""
     shared = {"src/shared.h": b"// shared\n"}
     other = OLD | {"src/a.cpp": b"other\n" + numbered(60)}
     bench.add_release("0.3.2", other, "2025-02-01")
@@ -163,7 +163,7 @@ def test_shared_files_are_written_once(bench: SeriesSandbox, tmp_path: Path) -> 
 
 
 def test_a_folder_without_a_shared_file_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The error names the file that is missing, and nothing is written."""
+    """The error names the missing file, and nothing is written."""
     ports = {"0.3.1": (OLD, ONE | {"src/shared.h": b"// shared\n"})}
     bench.add_patch("three", ports, shared=("src/shared.h",))
     before = bench.file("three", "0.3.1").read_bytes()

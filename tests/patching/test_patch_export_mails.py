@@ -1,4 +1,4 @@
-"""The series for people who build llama.cpp themselves: git takes it, and makes our tree of it."""
+"""Test the exported series of mails: git applies it, with the same tree as this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO = {k: v for k, v in ONE.items() if k != "src/gone.cpp"} | {"src/b.cpp": numb
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return a release with two patches, the second written on top of the first."""
+    """Return a release with two patches, the second on top of the first."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
@@ -41,9 +41,9 @@ def run(*words: str) -> int:
 
 
 def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
-    """Let git take mails in a repository that stands at a commit of the store; return the commit.
+    """Apply mails with git in a repository at a commit of the store; return the new commit.
 
-    The objects are the store's; of the files only those lie in the work tree that a mail names.
+    The objects are the store's; the work tree contains only the files that a mail changes.
     """
     folder.mkdir()
     git_command.git(folder, "init", "-q", ".")
@@ -67,13 +67,13 @@ def taken(store: Store, commit: str, files: list[Path], folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_git_makes_our_commit_of_the_mails(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
-    """One mail per patch, in order, numbered; git am makes the commits that we make."""
+def test_git_am_makes_the_patched_commit(bench: SeriesSandbox, tmp_path: Path, capfd) -> None:
+    """There is a numbered mail per patch; git am makes the same commits."""
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     files = sorted((tmp_path / "out").glob("*.patch"))
     assert [file.name for file in files] == ["0001-one.patch", "0002-two.patch"]
-    assert all(str(file) in said for file in files)
+    assert all(str(file) in output for file in files)
     assert b"Subject: [PATCH 2/2] Do what two does\n\nBecause two is" in files[1].read_bytes()
     base = bench.releases["0.3.1"]
     patched = apply.apply(base, series=series.load(bench.folder), store=bench.store)
@@ -84,7 +84,7 @@ def test_git_makes_our_commit_of_the_mails(bench: SeriesSandbox, tmp_path: Path,
 def test_without_a_folder_the_mails_go_to_stdout(
     bench: SeriesSandbox, tmp_path: Path, capfdbinary
 ) -> None:
-    """What is printed is the mails one behind the other, which git takes as well."""
+    """The output is a mailbox, which git accepts as well."""
     assert run("0.3.1", "--patches", str(bench.folder)) == 0
     printed = capfdbinary.readouterr().out
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
@@ -96,8 +96,8 @@ def test_without_a_folder_the_mails_go_to_stdout(
     assert run("0.3.1", "--json", "--patches", str(bench.folder)) == UsageError.exit_code
 
 
-def test_the_folder_is_a_quilt_folder(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The list names the mails in their order, so that quilt and our own doors take the folder."""
+def test_exported_directory_is_a_quilt_series(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The series file has the mails in order, so that quilt and this package can read it."""
     assert run("0.3.1", "--to", str(tmp_path / "out"), "--patches", str(bench.folder)) == 0
     head, *names = (tmp_path / "out" / "series").read_text("utf-8").splitlines()
     assert bench.releases["0.3.1"].commit in head
@@ -110,7 +110,7 @@ def test_the_folder_is_a_quilt_folder(bench: SeriesSandbox, tmp_path: Path) -> N
 def test_second_export_replaces_only_the_earlier_series(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
-    """A second export replaces the first; a folder with anything else in it stays as it is."""
+    """A directory with any other file is not changed."""
     out = tmp_path / "out"
     assert run("0.3.1", "--to", str(out), "--patches", str(bench.folder)) == 0
     assert run("0.3.1", "one", "--to", str(out), "--patches", str(bench.folder)) == 0
@@ -137,7 +137,7 @@ def test_second_export_replaces_only_the_earlier_series(
 def test_an_export_without_patches_names_the_reasons(
     bench: SeriesSandbox, tmp_path: Path, capfd
 ) -> None:
-    """Where no patch is meant the reasons are named, and nothing is written."""
+    """If no patch applies, the reasons are reported, and nothing is written."""
     out = tmp_path / "out"
     assert run("0.3.2", "--to", str(out), "--patches", str(bench.folder)) != 0
     assert "one" in capfd.readouterr().err
@@ -148,8 +148,10 @@ PINNED = lockfile.load(lockfile.shipped())
 
 
 @pytest.mark.parametrize("release", PINNED, ids=lambda release: release.name)
-def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None:
-    """On the upstream commit of each release git am makes exactly our patched commit."""
+def test_mails_make_the_patched_commit_on_every_pinned_release(
+    release: releases.Release, tmp_path: Path
+) -> None:
+    """On the upstream commit of each release, git am makes exactly the patched commit."""
     store = open_store()
     if not store.has(release):
         pytest.skip(f"{release.name} is not fetched here: pyllamakv upstream fetch {release.name}")
@@ -166,7 +168,7 @@ def test_every_pinned_release(release: releases.Release, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.native
 def test_a_plain_git_takes_the_series_on_a_plain_tree(stock, tmp_path: Path) -> None:
-    """A stranger's git, on an exported tree without our history, comes to the patched tree."""
+    """On an exported tree without history, git makes the patched tree."""
     store, release = open_store(), spec_resolver.resolve("0.3.9")
     patched = apply.apply(release, store=store)
     files = patch_export.write_mails(

@@ -1,4 +1,4 @@
-"""A user's patch becomes one of the series, after a strict trial."""
+"""Test that a user's patch becomes one of the series, after strict checks."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def read(path: str) -> list[Port]:
     return [port for patch in foreign_series.load(path) for port in patch.ports]
 
 
-def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """It is tried everywhere, written against the nearest base, and clean under lint."""
+def test_imported_file_is_ported_to_the_nearest_base(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """It is tried on all releases, written for the nearest base, and passes lint."""
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
     done = take(bench, file)
@@ -91,7 +91,7 @@ def test_file(bench: SeriesSandbox, tmp_path: Path) -> None:
 def test_author_date_and_message_stay(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the mail, in full, also in the commit; no licence is claimed."""
+    """They are those of the mail, also in the commit; no licence is added."""
     monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: bench.releases[name])
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
@@ -116,7 +116,7 @@ def test_author_date_and_message_stay(
 
 @pytest.mark.slow
 def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The files of a directory, and the mails of a mailbox, in their order."""
+    """Check the files of a directory, and the mails of a mailbox, in their order."""
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "0001-a.patch").write_bytes(MAIL + diff(OLD, NEW))
@@ -142,10 +142,8 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mail_requires_those_whose_files_lines_or_names_it_uses(
-    bench: SeriesSandbox, tmp_path: Path
-) -> None:
-    """One patch that needs manual work does not block those that are independent of it."""
+def test_mail_requires_the_patches_that_it_depends_on(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """One patch that needs manual work does not block independent ones."""
     other = THEN | {"src/b.cpp": numbered(20, l9="z", l18="own")}
     name = other | {"src/b.cpp": numbered(20, l9="z", l18="own", l2="new_name();")}
     use = name | {"src/a.cpp": numbered(60, l10="x", l50="new_name();")}
@@ -166,7 +164,7 @@ def test_a_mail_requires_those_whose_files_lines_or_names_it_uses(
 
 
 def test_the_releases_are_those_that_it_applies_to(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """Also if the best base is a newer one; the markers hold on each of them."""
+    """A newer best base is possible too; the markers match on each of the releases."""
     last = OLD | {"src/b.cpp": numbered(20, l2="a much longer line than all others")}
     bench.add_release("0.3.4", last, "2025-01-04")
     (tmp_path / "b.patch").write_bytes(diff(OLD, OLD | {"src/b.cpp": numbered(20, l17="x")}))
@@ -198,10 +196,10 @@ def test_the_file_of_a_required_patch_is_no_marker(bench: SeriesSandbox, tmp_pat
 
 
 @pytest.mark.slow
-def test_commits_of_a_branch(
+def test_commits_of_a_branch_are_imported(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A range, or a branch since the newest known release that it has; nothing of it runs."""
+    """A range, or a branch since its newest known release; none of its code runs."""
     repository = tmp_path / "llama.cpp"
     repository.mkdir()
     evil = tmp_path / "evil"
@@ -247,7 +245,7 @@ def test_commits_of_a_branch(
 def test_newer_releases_fail_until_they_are_accepted(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release whose markers do not hold is not skipped silently."""
+    """A release whose markers do not match is reported."""
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     bench.add_release("0.2.90", {"src/z.cpp": b"old\n"}, "2024-01-01")
     file = tmp_path / "mine.patch"
@@ -315,7 +313,7 @@ def test_any_release_can_be_the_first_or_last(
 def test_the_first_release_of_several_ports_stays(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its name sorts after the others."""
+    """It does even if its name sorts after the others."""
     bench.add_release("0.3.12", OLD, "2025-02-02")
     monkeypatch.setattr(lockfile, "known", lambda: bench.releases)
     file = tmp_path / "mine.patch"
@@ -331,10 +329,10 @@ def test_the_first_release_of_several_ports_stays(
 
 
 @pytest.mark.slow
-def test_a_required_patch_is_applied_before(
+def test_required_patch_is_applied_before_the_imported_one(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trial and the port are made on top of it, and the port requires it."""
+    """The port is made on top of it, and requires it."""
     monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: bench.releases[name])
     bench.add_release("0.3.4", {"src/a.cpp": OLD["src/a.cpp"], "src/b.cpp": b"other\n"})
     after = OLD | {"src/b.cpp": numbered(20, l3="one")}
@@ -369,8 +367,8 @@ def test_only_its_header_claims_scenarios(bench: SeriesSandbox, tmp_path: Path) 
     assert lint.lint(bench.folder) == ()
 
 
-def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A folder that is no series yet becomes one."""
+def test_import_creates_a_series(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The directory need not be a series before."""
     file = tmp_path / "x.diff"
     file.write_bytes(diff(OLD, NEW))
     own = tmp_path / "own"
@@ -384,7 +382,7 @@ def test_new_series(bench: SeriesSandbox, tmp_path: Path) -> None:
 def test_a_commit_can_be_the_base(
     bench: SeriesSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The port is named for the commit, which the lock of the series pins; no directory can be."""
+    """The port has the name of the commit, which the series pins; a directory is refused."""
     monkeypatch.setattr(patch_import.trees, "ensure_fetched", lambda _, release, *__: release)
     spec = "git:https://example.org/x.git@main"
     bench.releases[spec] = replace(bench.releases.pop("0.3.1"), name=spec, kind="git")
@@ -397,7 +395,7 @@ def test_a_commit_can_be_the_base(
     assert (pinned.name, pinned.commit) == (f"git:https://example.org/x.git@{commit}", commit)
     loaded = series.load(bench.folder)
     assert lockfile.bases(loaded.lock)[done.base] == pinned
-    assert done.base not in lockfile.bases()  # the pins of a series are those of no other one
+    assert done.base not in lockfile.bases()  # the pins of a series are not those of another one
     (found,) = status.of_release(bench.releases[spec], loaded.including(["mine"]), bench.store)[1:]
     assert (found.state, found.port) == ("applies", done.base)
     moved = replace(pinned, name="path:/x", kind="path")
@@ -409,8 +407,8 @@ def test_a_commit_can_be_the_base(
         patch_import.import_patch(file, "more", [moved], folder=bench.folder, store=bench.store)
 
 
-def test_refusals(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """Where it does not apply, or cannot be named, nothing is written."""
+def test_refused_import_writes_nothing(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A patch that does not apply, or has no valid name, is not written."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, NEW))
     with pytest.raises(PatchConflict, match="hunk 1"):

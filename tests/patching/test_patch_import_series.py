@@ -1,4 +1,4 @@
-"""Foreign patches go through the same doors."""
+"""Test foreign patches as a series: files, directories, quilt and mailboxes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def bench(tmp_path: Path) -> SeriesSandbox:
     return bench
 
 
-def test_one_file(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A file is a series of one patch, named after it."""
+def test_file_is_a_series_of_one_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The id of the patch is the name of the file."""
     file = tmp_path / "0001-Some Fix.patch"
     file.write_bytes(ONE)
     found = foreign_series.load(file)
@@ -49,13 +49,13 @@ def test_one_file(bench: SeriesSandbox, tmp_path: Path) -> None:
 
 
 def test_folder_in_the_order_of_names(tmp_path: Path) -> None:
-    """Plain files are taken in the order of their names; other files are not patches."""
+    """Plain files are read in the order of their names; other files are not patches."""
     for name, data in {"b.patch": ONE, "a.diff": TWO, "README": b"words"}.items():
         (tmp_path / name).write_bytes(data)
     assert foreign_series.load(tmp_path).order == ("a", "b")
 
 
-def test_quilt_series(tmp_path: Path) -> None:
+def test_quilt_series_file_defines_the_order(tmp_path: Path) -> None:
     """A quilt series file gives the order."""
     (tmp_path / "b.patch").write_bytes(ONE)
     (tmp_path / "a.patch").write_bytes(TWO)
@@ -65,12 +65,12 @@ def test_quilt_series(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../b.patch", "sub/../../b.patch", "{folder}/b.patch"])
 @pytest.mark.regression(
-    "a quilt series could list files outside of its folder, which were then read",
+    "files outside of the directory could be listed by a quilt series, and were read",
     by="hostile input",
     of="Python",
 )
-def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
-    """What it lists is read."""
+def test_quilt_series_contains_no_file_outside_its_directory(tmp_path: Path, name: str) -> None:
+    """Only files of the directory are read."""
     (tmp_path / "b.patch").write_bytes(ONE)
     (tmp_path / "theirs" / "sub").mkdir(parents=True)
     (tmp_path / "theirs" / "series").write_text(name.format(folder=tmp_path))
@@ -78,20 +78,20 @@ def test_a_quilt_series_stays_in_its_folder(tmp_path: Path, name: str) -> None:
         foreign_series.load(tmp_path / "theirs")
 
 
-def test_our_own_shape(bench: SeriesSandbox) -> None:
-    """A folder with series.toml is read like the shipped one."""
+def test_directory_with_series_toml_is_a_series(bench: SeriesSandbox) -> None:
+    """A directory with series.toml is read like the shipped one."""
     bench.add_patch("one", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l9="y")})})
     (definition,) = foreign_series.load(bench.folder)
     assert definition.ports[0].markers
 
 
 @pytest.mark.regression(
-    "names of sources and paths that no file system can have were bare errors of Python",
+    "names of sources that are invalid as paths raised untyped errors",
     by="hostile input",
     of="Python",
 )
 def test_missing_paths_and_empty_directories_are_refused(tmp_path: Path) -> None:
-    """Missing paths, empty folders and doubles are refused with what was expected."""
+    """Missing paths, empty directories and duplicates are refused with the expected content."""
     for name in ("none.patch", "x" * 300):
         with pytest.raises(UsageError, match="no patch file"):
             foreign_series.load(tmp_path / name)
@@ -104,7 +104,7 @@ def test_missing_paths_and_empty_directories_are_refused(tmp_path: Path) -> None
 
 
 def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
-    """Its mails are patches in their order, called after the file unless they say a name."""
+    """Its mails are patches in order, named after the file unless they have a name."""
     mail = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n\n"
     box = tmp_path / "box.patch"
     box.write_bytes(mail + ONE + mail + b"Patch: mine\n\n" + TWO)
@@ -115,15 +115,15 @@ def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
         foreign_series.load(box)
 
 
-def test_line_ends_of_a_mail_program(tmp_path: Path) -> None:
-    """A file whose every line has CRLF applies like the original; a single CRLF is content."""
+def test_crlf_patch_applies_like_the_original(tmp_path: Path) -> None:
+    """A file with CRLF in every line applies like the original; a single CRLF is content."""
     data = diff({"a": b"one\n"}, {"a": b"two\n"})
     file = tmp_path / "mail.patch"
     file.write_bytes(data.replace(b"\n", b"\r\n"))
     (text,) = next(iter(foreign_series.load(file))).ports
     assert text.patch.data == data
     for cut in (data[:-1], data.replace(b"\n", b"\r\n")[:-1], data.replace(b"\n", b"\r\n")[:-2]):
-        file.write_bytes(cut)  # an editor removed the last line end
+        file.write_bytes(cut)  # an editor removed the last newline
         (text,) = next(iter(foreign_series.load(file))).ports
         assert text.patch.data == data
     mixed = diff({"a": b"one\r\n"}, {"a": b"two\r\n"})
@@ -133,8 +133,8 @@ def test_line_ends_of_a_mail_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["quoted-printable", "Base64"])
-def test_the_transfer_encoding_of_a_mail(tmp_path: Path, encoding: str) -> None:
-    """A mail program may encode the text; broken text is named."""
+def test_transfer_encoded_mail_is_decoded(tmp_path: Path, encoding: str) -> None:
+    """The text of a mail may be encoded; an invalid encoding is named."""
     data = diff({"a": b"one = \xc3\xbc\n"}, {"a": b"two = 2\n"})
     head = f"From: A <a@b>\nSubject: x\nContent-Transfer-Encoding: {encoding}\n\n".encode()
     encode = quopri.encodestring if encoding[0] == "q" else base64.encodebytes
@@ -149,7 +149,7 @@ def test_the_transfer_encoding_of_a_mail(tmp_path: Path, encoding: str) -> None:
             foreign_series.load(file)
 
 
-def test_an_attached_patch(tmp_path: Path) -> None:
+def test_attached_patch_is_read(tmp_path: Path) -> None:
     """`git format-patch --attach` writes text and patch as parts of a mail."""
     separator = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
     head = b"From: A B <a@b.c>\nSubject: [PATCH] x: do it\nMIME-Version: 1.0\n"
@@ -171,8 +171,8 @@ def test_an_attached_patch(tmp_path: Path) -> None:
         assert port.title == "x: do it"
 
 
-def test_other_numbers_of_directories(tmp_path: Path) -> None:
-    """As quilt's -pN, or an argument; a path without so many directories is refused."""
+def test_strip_level_removes_leading_directories(tmp_path: Path) -> None:
+    """It is quilt's -pN, or an argument; a path with fewer directories is refused."""
     deep = ONE.replace(b"a/src", b"a/vendor/llama.cpp/src").replace(
         b"b/src", b"b/vendor/llama.cpp/src"
     )
@@ -190,7 +190,7 @@ def test_other_numbers_of_directories(tmp_path: Path) -> None:
 def test_files_that_are_no_patches_are_named_one_by_one(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
-    """All in one error; an import writes the others and reports these."""
+    """All are in one error; an import writes the others and reports these."""
     folder = tmp_path / "mails"
     folder.mkdir()
     binary = b"diff --git a/x b/x\nindex 1111111..2222222 100644\nGIT binary patch\nliteral 0\n"

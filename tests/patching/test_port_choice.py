@@ -1,4 +1,4 @@
-"""Texts are chosen by markers, then by strict apply; requirements come along."""
+"""Test that ports are chosen by markers, then by strict application, with requirements."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan(
     )
 
 
-def test_requirements_come_along(bench: SeriesSandbox) -> None:
-    """Asking for one patch brings the ones it requires, before it."""
+def test_required_patches_are_chosen_first(bench: SeriesSandbox) -> None:
+    """A requested patch includes the required ones, before it."""
     found = plan(bench, "0.3.1", ["two"])
     assert [port.id for port in found.ports] == ["one", "two"]
     entry = found.draft.entry("src/a.cpp")
@@ -62,8 +62,8 @@ def test_requirements_come_along(bench: SeriesSandbox) -> None:
     assert entry.data == numbered(60, l10="one\ntwo")
 
 
-def test_every_patch_that_applies(bench: SeriesSandbox) -> None:
-    """Without names the series is applied; what does not apply is left out with the reason."""
+def test_plan_without_names_applies_the_series(bench: SeriesSandbox) -> None:
+    """Without names the series is applied; patches that do not apply have a reason."""
     assert [text.name for text in plan(bench, "0.3.1").ports] == [
         "one (0.3.1)", "two (0.3.1)", "three (0.3.1)",
     ]  # fmt: skip
@@ -74,8 +74,8 @@ def test_every_patch_that_applies(bench: SeriesSandbox) -> None:
     assert "does not apply" in skipped.reason
 
 
-def test_the_text_of_the_release_goes_first(bench: SeriesSandbox) -> None:
-    """Where several texts would go in, the one written for the release is taken."""
+def test_port_of_the_release_is_preferred(bench: SeriesSandbox) -> None:
+    """If several ports apply, that of the release is used."""
     both = plan(bench, "0.3.2", ["one"])
     assert both.ports[0].base == "0.3.2"
     definition = series.load(bench.folder).definition("one")
@@ -83,7 +83,7 @@ def test_the_text_of_the_release_goes_first(bench: SeriesSandbox) -> None:
 
 
 def test_markers_decide_before_the_hunks(bench: SeriesSandbox) -> None:
-    """A text whose markers do not hold is not tried, and the reason names the marker."""
+    """A port whose markers do not match is not tried, and the reason names the marker."""
     bench.add_patch(
         "four", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l3="4")))}, marker=("src/c.cpp", "x")
     )
@@ -91,8 +91,8 @@ def test_markers_decide_before_the_hunks(bench: SeriesSandbox) -> None:
         plan(bench, "0.3.1", ["four"])
 
 
-def test_releases_are_respected(bench: SeriesSandbox) -> None:
-    """A patch that is meant for older releases is refused by name and left out otherwise."""
+def test_patch_for_other_releases_is_left_out(bench: SeriesSandbox) -> None:
+    """A named patch for older releases is refused; otherwise it is omitted."""
     bench.add_patch(
         "five", {"0.3.1": (OLD, patched(OLD, b=numbered(20, l15="5")))}, releases="<0.3.2"
     )
@@ -103,7 +103,7 @@ def test_releases_are_respected(bench: SeriesSandbox) -> None:
 
 
 def test_a_named_patch_must_apply(bench: SeriesSandbox) -> None:
-    """A conflict in a named patch is raised with its whole state."""
+    """The conflict of a named patch is raised with its whole state."""
     with pytest.raises(PatchConflict) as caught:
         plan(bench, "0.3.2", ["two"])
     error = caught.value
@@ -113,7 +113,7 @@ def test_a_named_patch_must_apply(bench: SeriesSandbox) -> None:
     assert error.exit_code == 3
 
 
-def test_nothing_applies(bench: SeriesSandbox) -> None:
+def test_plan_without_an_applicable_port_has_every_conflict(bench: SeriesSandbox) -> None:
     """A release on which no port applies is reported with every conflict."""
     bench.add_release("0.4", {"src/a.cpp": b"line 1\nnothing else\n"})
     with pytest.raises(NoPortApplies) as caught:
@@ -121,14 +121,14 @@ def test_nothing_applies(bench: SeriesSandbox) -> None:
     assert {error.patch.split()[0] for error in caught.value.conflicts} == {"one", "three"}
 
 
-def test_unknown_patch(bench: SeriesSandbox) -> None:
-    """A name that is not in the series gets the closest names."""
+def test_unknown_patch_gets_a_suggestion(bench: SeriesSandbox) -> None:
+    """An unknown name has the closest names in the error."""
     with pytest.raises(UsageError, match="three"):
         plan(bench, "0.3.1", ["thre"])
 
 
-def test_foreign_files_and_texts(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A patch file is a name like any other; a given port replaces the shipped one of its id."""
+def test_patch_file_and_given_port_are_planned(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A file is a valid name; a given port replaces the shipped one of its id."""
     file = tmp_path / "My Fix.patch"
     file.write_bytes(diff(OLD, patched(OLD, b=numbered(20, l2="mine"))))
     found = plan(bench, "0.3.1", ["three", str(file)])
@@ -140,8 +140,8 @@ def test_foreign_files_and_texts(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert [text.id for text in plan(bench, "0.3.1", [crippled]).ports] == ["one", "two"]
 
 
-def test_requirement_of_one_text(bench: SeriesSandbox) -> None:
-    """A requirement that only one text states counts where that text is meant."""
+def test_requirement_of_a_port_holds_for_its_base(bench: SeriesSandbox) -> None:
+    """A requirement of one port applies only to that port."""
     toml = bench.folder / "three" / "patch.toml"
     toml.write_text(
         toml.read_text("utf-8").replace('base = "0.3.1"', 'base = "0.3.1"\nrequires = ["one"]'),
@@ -151,7 +151,7 @@ def test_requirement_of_one_text(bench: SeriesSandbox) -> None:
 
 
 def test_a_failed_requirement_is_the_reason(bench: SeriesSandbox) -> None:
-    """A patch whose requirement does not apply says that, not something about its own hunks."""
+    """The reason is the requirement, not the patch's own hunks."""
     bench.add_release("0.3.3", {**OLD, "src/a.cpp": numbered(60, l8="other")})
     found = plan(bench, "0.3.3")
     assert [port.id for port in found.ports] == ["three"]

@@ -1,4 +1,4 @@
-"""What a port loses is named: files, hunks, calls, classes of lines."""
+"""Test that lost parts of a port are listed: files, hunks, calls, kinds of lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def changed(a: bytes = b"", b: bytes = b"    plan_moves(cells);\n") -> hunks.Pat
     return hunks.parse(diff(OLD, new))
 
 
-def test_the_lost_retry_is_named() -> None:
+def test_missing_hunk_is_named() -> None:
     """The hunk that retries after a defragmentation is missing in the second port."""
     lost = port_comparison.missing_parts(changed(RETRY), changed())
     assert [str(loss) for loss in lost if loss.what == "file"] == ["file src/a.cpp"]
@@ -49,8 +49,8 @@ def test_the_lost_retry_is_named() -> None:
     assert {loss.name for loss in lost if loss.what == "class"} >= {"condition", "return", "log"}
 
 
-def test_a_line_of_a_hunk() -> None:
-    """A call that is lost inside a hunk that stays is named too."""
+def test_missing_call_inside_a_hunk_is_named() -> None:
+    """A call that is lost inside a kept hunk is listed too."""
     lost = port_comparison.missing_parts(
         changed(RETRY), changed(RETRY.replace(b"        kv_self_update();\n", b""))
     )
@@ -60,8 +60,8 @@ def test_a_line_of_a_hunk() -> None:
     ]
 
 
-def test_moved_code_is_no_loss() -> None:
-    """A hunk that went to another file, or that is written a little differently, is not lost."""
+def test_moved_code_is_not_reported_as_lost() -> None:
+    """A hunk in another file, or with small changes, is not lost."""
     one, other = changed(RETRY), changed(b=b"    plan_moves(cells);\n" + RETRY)
     assert not [
         loss for loss in port_comparison.missing_parts(one, other) if loss.what in ("file", "hunk")
@@ -74,7 +74,7 @@ def test_moved_code_is_no_loss() -> None:
     ]
 
 
-def test_classes_of_change() -> None:
+def test_comparison_distinguishes_context_and_content() -> None:
     """Identical ports, other context and other content are distinguished."""
     one = changed(RETRY)
     shifted = hunks.parse(one.data.replace(b"@@ -9,", b"@@ -8,").replace(b" x = 9", b" y = 9"))
@@ -92,7 +92,7 @@ def test_classes_of_change() -> None:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(RETRY.splitlines(keepends=True)), min_size=1))
-def test_nothing_is_lost_against_itself(lines: list[bytes]) -> None:
+def test_port_loses_nothing_against_itself(lines: list[bytes]) -> None:
     """A text loses nothing against itself."""
     head = b"diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,1 +1,%d @@\n x\n" % (len(lines) + 1)
     patch = hunks.parse(head + b"".join(b"+" + line for line in lines))
@@ -116,7 +116,7 @@ def test_the_shipped_patch_without_any_one_hunk() -> None:
     ("one", "kind"), [("call", "calls of f(): 2 -> 1"), ("class", "lines that loop: 2 -> 1")]
 )
 def test_loss_is_described_for_the_end_of_a_sentence(one: port_comparison.What, kind: str) -> None:
-    """A loss reads as a sentence's end."""
+    """The text of a loss can end a sentence."""
     name = "f" if one == "call" else "loop"
     assert str(port_comparison.PortDifference(one, name, before=2, after=1)) == kind
 
@@ -126,7 +126,7 @@ def port(base: str, patch: hunks.Patch) -> Port:
 
 
 def test_changed_lines_of_a_function_are_listed() -> None:
-    """Also if calls and classes of lines are the same: two swapped arguments, for example."""
+    """They are even if calls and kinds of lines are the same, as for swapped arguments."""
     before = changed(b=b"    copy(k, v);\n    done();\n")
     after = changed(b=b"    copy(v, k);\n    done();\n")
     found = port_comparison.compare(port("0.3.1", before), port("0.3.2", after))
@@ -138,7 +138,7 @@ def test_changed_lines_of_a_function_are_listed() -> None:
 
 
 def test_changed_lines_of_an_added_file_are_listed() -> None:
-    """Two swapped views in a file that both ports add; other functions of it are equal."""
+    """Two swapped views in a file that both ports add; its other functions are equal."""
     text = b"void keep(int n) {\n    use(n);\n}\n\nvoid move(int n) {\n    cpy(v_src, v_dst);\n}\n"
     other = text.replace(b"v_src, v_dst", b"v_dst, v_src")
     one, two = (hunks.parse(diff({}, {"src/new.h": data})) for data in (text, other))
@@ -150,7 +150,7 @@ def test_changed_lines_of_an_added_file_are_listed() -> None:
 
 @pytest.mark.slow
 def test_another_order_and_other_removed_lines_are_listed() -> None:
-    """A copy before a clear is not a copy after it, and a line that stays is still executed."""
+    """A copy before a clear differs from one after it, and a kept line is still executed."""
     before = changed(b=b"    clear(k);\n    copy(k);\n")
     after = changed(b=b"    copy(k);\n    clear(k);\n")
     (lines,) = port_comparison.compare(port("0.3.1", before), port("0.3.2", after)).changed
@@ -164,7 +164,7 @@ def test_another_order_and_other_removed_lines_are_listed() -> None:
 
 
 def test_gains_count_in_the_order_of_the_ports() -> None:
-    """What the second port has more of goes up."""
+    """Additional lines of the second port are gains."""
     found = port_comparison.compare(port("0.3.1", changed()), port("0.3.2", changed(RETRY)))
     assert "calls of find_slot(): 0 -> 1" in map(str, found.gained)
     assert not found.missing

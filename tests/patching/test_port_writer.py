@@ -1,4 +1,4 @@
-"""Proposed markers match the base that they were made from, and no other base."""
+"""Test that proposed markers match the base of their port, and no other base."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NEW = {"a.cpp": OLD["a.cpp"] + b"    more();\n", "b.h": b"// new\n"}
 OTHER = MemoryTree({"a.cpp": b"    common_to_everyone_alike();\n"})
 
 
-def test_propose() -> None:
-    """A line that the other bases lack is taken before a longer one that they have."""
+def test_proposed_marker_distinguishes_other_bases() -> None:
+    """A line that other bases lack is preferred to a longer one that they have."""
     patch = hunks.parse(diff(OLD, NEW))
     found = port_writer.propose_markers(patch, MemoryTree(OLD), [OTHER])
     assert [str(marker) for marker in found] == [
@@ -39,8 +39,8 @@ def test_propose() -> None:
     assert not all(marker.holds(OTHER) for marker in found)
 
 
-def test_table() -> None:
-    """The table is TOML that says the same, quotes and backslashes included."""
+def test_port_table_is_valid_toml() -> None:
+    """The values are unchanged, including quotes and backslashes."""
     patch = hunks.parse(diff(OLD, NEW))
     found = port_writer.propose_markers(patch, MemoryTree(OLD))
     (text,) = tomllib.loads(port_writer.port_table("0.3.9", "unified", ["one"], found))["port"]
@@ -50,7 +50,7 @@ def test_table() -> None:
 
 
 def test_file_without_a_unique_line_requires_its_existence() -> None:
-    """A file without a telling line is asked to exist."""
+    """Without a unique line, the marker is the existence of the file."""
     patch = hunks.parse(diff({"a.cpp": b"}\n"}, {"a.cpp": b"}\n}\n"}))
     (marker,) = port_writer.propose_markers(patch, MemoryTree({"a.cpp": b"}\n"}))
     assert str(marker) == "a.cpp exists"
@@ -64,10 +64,10 @@ def test_file_without_a_unique_line_requires_its_existence() -> None:
         ("it is in no lock file", "common_to_everyone_alike();"),
     ],
 )
-def test_bases_of_other_ports(
+def test_bases_of_other_ports_are_fetched_for_markers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, marker: str
 ) -> None:
-    """They are fetched; the notes have those that cannot be compared, and the reason."""
+    """They are fetched; those that cannot be compared are in the notes, with the reason."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
     target = bench.add_release("0.3.3", OLD)
     other = dict(OTHER.files)

@@ -1,4 +1,4 @@
-"""A patch is carried over by a merge in a work tree of the store; a conflict waits for a person."""
+"""Test rebases by a merge in a work tree of the store, and conflicts that are resolved."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
 ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
 TWO = ONE | {"src/b.cpp": numbered(20, l9="two")}
-#: Context of `one` differs, its lines do not: git merges what strict apply refuses.
+#: The context of `one` differs, its lines do not: git merges it, strict application refuses.
 NEAR = OLD | {"src/a.cpp": numbered(60, l13="upstream", l30="up\nup")}
-#: The very line that `one` changes differs.
+#: The line that `one` changes differs.
 FAR = NEAR | {"src/a.cpp": numbered(60, l13="upstream", l40="upstream too")}
 DONE = OLD | {"src/a.cpp": numbered(60, l10="x", l13="upstream", l40="y")}
 CODE = b"".join(b"line %d\n" % n for n in (*range(7, 14), *range(37, 44)))
-#: `a.cpp` is gone, and too little of it stands in `c.cpp` for git to see where it went.
+#: `a.cpp` was removed, and too few of its lines are in `c.cpp` for git to detect a rename.
 GONE = {"src/b.cpp": numbered(20), "src/c.cpp": b"other\n" * 99 + CODE}
 
 
@@ -61,7 +61,7 @@ def left(bench: SeriesSandbox) -> list[Path]:
 
 @pytest.mark.slow
 def test_clean_merge_becomes_a_port(bench: SeriesSandbox) -> None:
-    """What git can merge becomes a text that applies, round-trips and is in patch.toml."""
+    """Git's merge becomes a port that applies, round-trips and is in patch.toml."""
     (done,) = carry(bench, "one", onto="0.3.2")
     assert (done.state, done.anchor, done.base) == ("clean", "0.3.1", "0.3.1")
     assert done.comparison is not None
@@ -75,7 +75,7 @@ def test_clean_merge_becomes_a_port(bench: SeriesSandbox) -> None:
     assert all(one.same for one in patch_export.check(loaded, pairs, store=bench.store))
     assert not [f for f in lint.lint(bench.folder) if "one" in f.path]
     assert not left(bench)
-    # the second release now has a text of its own: nothing is left to do
+    # the second release has its own port now: nothing is left to do
     (again,) = carry(bench, "one", onto="0.3.2")
     assert (again.state, again.path) == ("applies", None)
     assert carry(bench, "one", onto="0.3.2", force=True)[0].state == "clean"
@@ -83,7 +83,7 @@ def test_clean_merge_becomes_a_port(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_solved_conflict_becomes_a_port(bench: SeriesSandbox) -> None:
-    """A conflict leaves marks with the common ancestor; once solved, the text is written."""
+    """Conflict markers have the common ancestor; after the resolution, the port is written."""
     error = stop(bench, "one")
     assert error.files == ("src/a.cpp",)
     assert error.exit_code == 3
@@ -92,7 +92,7 @@ def test_solved_conflict_becomes_a_port(bench: SeriesSandbox) -> None:
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
     marks = [line[:7] for line in file.read_bytes().splitlines() if line[:7] in MARKS]
     assert marks == [b"<<<<<<<", b"|||||||", b">>>>>>>"]
-    with pytest.raises(RebaseConflict):  # not solved yet
+    with pytest.raises(RebaseConflict):  # not resolved yet
         list(rebase.resume("one"))
     with pytest.raises(RebaseConflict):  # one at a time
         carry(bench, "one", onto="0.3.2")
@@ -112,7 +112,7 @@ MARKS = (b"<<<<<<<", b"|||||||", b">>>>>>>")
 
 @pytest.mark.slow
 def test_a_dropped_hunk_is_reported(bench: SeriesSandbox) -> None:
-    """A hunk that is dropped while solving a conflict is named."""
+    """A hunk that was dropped in the resolution is listed."""
     error = stop(bench, "one")
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
     file.write_bytes(numbered(60, l10="x", l13="upstream", l40="upstream too"))
@@ -125,7 +125,7 @@ def test_a_dropped_hunk_is_reported(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_upstream_line_deleted_by_a_resolution_is_reported(bench: SeriesSandbox) -> None:
-    """The port before keeps it: the resolution lost it, like a whole check."""
+    """The previous port keeps it: the resolution lost it, for example a check."""
     check = "if (n_free == 0) { return false; }"
     checked = numbered(60, l13="upstream", l40="upstream too", l44=check, l50="abort_all();")
     there = FAR | {"src/a.cpp": checked}
@@ -142,7 +142,7 @@ def test_upstream_line_deleted_by_a_resolution_is_reported(bench: SeriesSandbox)
 
 @pytest.mark.slow
 def test_one_conflict_does_not_end_a_rebase(bench: SeriesSandbox) -> None:
-    """The others are rebased, those that require it are blocked, and it continues with them."""
+    """The others are rebased, those that require it are blocked, and --continue resumes."""
     bench.add_patch(
         "other", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l18="own")})},
         marker=("src/b.cpp", "line 20"),
@@ -161,8 +161,20 @@ def test_one_conflict_does_not_end_a_rebase(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
+def test_skipped_patch_does_not_end_a_rebase(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The patches after it are rebased."""
+    bench.add_patch(
+        "other", {"0.3.1": (OLD, OLD | {"src/b.cpp": numbered(20, l18="own")})},
+        marker=("src/b.cpp", "line 20"),
+    )  # fmt: skip
+    stop(bench, "one", "other", to=tmp_path / "out")
+    found = [(done.id, done.state) for done in rebase.skip("one")]
+    assert found == [("one", "skipped"), ("other", "applies")]
+
+
+@pytest.mark.slow
 def test_a_resolution_is_remembered(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """The same conflict on the next release needs no person, and the port is to be reviewed."""
+    """The same conflict on the next release is resolved, and the port has to be reviewed."""
     error = stop(bench, "one", to=tmp_path / "first")
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
     file.write_bytes(numbered(60, l10="x", l13="upstream", l30="up\nup", l40="y"))
@@ -175,7 +187,7 @@ def test_a_resolution_is_remembered(bench: SeriesSandbox, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("way", ["abort", "skip"])
 def test_aborted_or_skipped_rebase_writes_nothing(bench: SeriesSandbox, way: str) -> None:
-    """Abort and skip write nothing and leave nothing."""
+    """Abort and skip write nothing and leave no work tree."""
     stop(bench, "one")
     before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
     if way == "abort":
@@ -191,7 +203,7 @@ def test_aborted_or_skipped_rebase_writes_nothing(bench: SeriesSandbox, way: str
 
 @pytest.mark.slow
 def test_rebased_patch_can_require_the_one_before(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """Patches follow each other; one that requires another finds what was just written."""
+    """A patch that requires another one finds its new port."""
     out = tmp_path / "out"
     error = stop(bench, "one", "two", to=out)
     file = error.folder / "src/a.cpp"  # type: ignore[operator]
@@ -206,7 +218,7 @@ def test_rebased_patch_can_require_the_one_before(bench: SeriesSandbox, tmp_path
 
 
 @pytest.mark.slow
-def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
+def test_requirement_not_covering_the_target_is_omitted(bench: SeriesSandbox) -> None:
     """A required patch that does not cover the target is omitted, and this is reported."""
     file = bench.folder / "one" / "patch.toml"
     file.write_text(file.read_text().replace('releases = ""', 'releases = "<0.3.4"'))
@@ -226,7 +238,7 @@ def test_a_requirement_that_has_ended(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
+def test_carried_requirement_stays_a_requirement(bench: SeriesSandbox) -> None:
     """A required patch without a port for the target stays a requirement."""
     file = bench.folder / "one" / "patch.toml"
     text = file.read_text().replace('has = "line 1"', 'has = "line 13"')
@@ -250,7 +262,7 @@ def test_a_requirement_that_is_carried(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_patch_that_the_release_contains_needs_no_port(bench: SeriesSandbox) -> None:
-    """A release that has the change already needs no text."""
+    """A release that contains the change needs no port."""
     (done,) = carry(bench, "one", onto="0.3.4")
     assert (done.state, done.path) == ("empty", None)
     assert not left(bench)
@@ -258,7 +270,7 @@ def test_patch_that_the_release_contains_needs_no_port(bench: SeriesSandbox) -> 
 
 @pytest.mark.slow
 def test_file_missing_in_the_target_is_a_conflict(bench: SeriesSandbox) -> None:
-    """A file that the target has not got must be decided on, not slip in as a whole."""
+    """A missing file must be decided on; it is not added as a whole."""
     error = stop(bench, "one", onto="0.3.5")
     assert error.files == ("src/a.cpp",)
     assert "carry its change over to src/c.cpp, then delete it" in str(error)
@@ -277,7 +289,7 @@ def test_file_missing_in_the_target_is_a_conflict(bench: SeriesSandbox) -> None:
 def test_killed_rebase_can_be_aborted_or_repeated(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """A process that dies at any moment leaves what abort cleans and a new start replaces."""
+    """A killed process leaves a state that abort removes and a new start replaces."""
 
     class KilledError(BaseException):
         pass
@@ -299,8 +311,8 @@ def test_killed_rebase_can_be_aborted_or_repeated(
     assert not left(bench)
 
 
-def test_foreign_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """A patch that is no series is carried to a folder, with its own words."""
+def test_foreign_patch_is_rebased_into_a_directory(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """A foreign patch is rebased to a directory, with its own message."""
     file = tmp_path / "mine.patch"
     file.write_bytes(bench.mail("one", "0.3.1").replace(b"Patch: one", b"Patch: mine"))
     with pytest.raises(UsageError, match="--to"):
@@ -311,7 +323,7 @@ def test_foreign_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
 
 
 def test_patch_without_an_applicable_base_cannot_be_carried(bench: SeriesSandbox) -> None:
-    """A patch that applies nowhere cannot be carried."""
+    """A patch that applies to no release cannot be rebased."""
     data = bench.file("one", "0.3.1").read_bytes()
     bench.file("one", "0.3.1").write_bytes(data.replace(b"-line 10", b"-line X"))
     with pytest.raises(NoPortApplies, match="any fetched release"):

@@ -1,4 +1,4 @@
-"""Code that went to another file is found by its lines and names."""
+"""Test that moved code is found by its lines and names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 LINES = [b"void cache_update(ctx & c) {\n", b"    c.reserve_cells();\n", b"    return;\n", b"}\n"]
 
 
-def test_the_likeliest_file(tmp_path: Path) -> None:
-    """Rare lines decide; files of another kind or place do not count, nor does chance."""
+def test_renamed_file_is_found_by_rare_lines(tmp_path: Path) -> None:
+    """Rare lines decide; files of another kind or place, and accidental matches, do not count."""
     store = open_store(tmp_path / "store.git")
     files = {
         "src/old.cpp": b"int unrelated;\n",
@@ -30,5 +30,5 @@ def test_the_likeliest_file(tmp_path: Path) -> None:
     assert found[0].similarity > 0.9
     assert rename_detection.find(tree, "src/old.cpp", [b"nothing_like_it(here);\n"]) == ()
     assert rename_detection.find(tree, "src/old.cpp", [b"}\n", b"\n"]) == ()
-    # code that still stands where it stood went nowhere
+    # code that is still in its place was not moved
     assert rename_detection.find(tree, "src/new.cpp", LINES) == ()

@@ -30,8 +30,8 @@ def bench(tmp_path: Path) -> SeriesSandbox:
     return bench
 
 
-def test_order(bench: SeriesSandbox) -> None:
-    """Patches come in the order of series.toml."""
+def test_series_order_is_that_of_series_toml(bench: SeriesSandbox) -> None:
+    """The order of patches is that of series.toml."""
     found = series.load(bench.folder)
     assert found.order == ("one", "two")
     assert [patch.id for patch in found] == ["one", "two"]
@@ -39,8 +39,8 @@ def test_order(bench: SeriesSandbox) -> None:
     assert found.definition("two").ports[0].requires == ("one",)
 
 
-def test_patches_of_the_server_are_apart(bench: SeriesSandbox) -> None:
-    """They are found by name, and are no part of the order and of what is applied by default."""
+def test_server_patches_are_not_in_the_series_order(bench: SeriesSandbox) -> None:
+    """They are found by name, and are neither in the order nor applied by default."""
     bench.add_patch("three", {"0.3.1": (OLD, NEW)}, target="server")
     found = series.load(bench.folder)
     assert found.order == ("one", "two")
@@ -52,15 +52,15 @@ def test_patches_of_the_server_are_apart(bench: SeriesSandbox) -> None:
         found.definition("thre")
 
 
-def test_a_target_is_known(bench: SeriesSandbox) -> None:
+def test_unknown_target_is_refused(bench: SeriesSandbox) -> None:
     """Another word is refused with the known ones."""
     bench.add_patch("three", {"0.3.1": (OLD, NEW)}, target="client")
     with pytest.raises(PatchFormatError, match="expected library or server"):
         series.load(bench.folder)
 
 
-def test_requirements_come_before(bench: SeriesSandbox) -> None:
-    """An order that puts a patch before one it requires is refused."""
+def test_order_before_a_requirement_is_refused(bench: SeriesSandbox) -> None:
+    """A patch must follow the ones that it requires."""
     (bench.folder / "series.toml").write_text('schema = 1\norder = ["two", "one"]\n')
     with pytest.raises(PatchFormatError, match="two requires one"):
         series.load(bench.folder)
@@ -76,7 +76,7 @@ def test_the_libraries_require_no_patch_of_the_server(bench: SeriesSandbox) -> N
 
 @pytest.mark.slow
 def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) -> None:
-    """They are put before it; an unknown id is still refused."""
+    """They precede it; an unknown id is still refused."""
     toml = bench.folder / "one" / "patch.toml"
     text = toml.read_text("utf-8")
     toml.write_text(text.replace("requires = []", 'requires = ["full-defrag"]'), encoding="utf-8")
@@ -88,14 +88,14 @@ def test_a_series_of_the_user_may_require_shipped_patches(bench: SeriesSandbox) 
         series.load(bench.folder)
 
 
-def test_unknown_id(bench: SeriesSandbox) -> None:
+def test_unknown_id_gets_a_suggestion(bench: SeriesSandbox) -> None:
     """A misspelt id is answered with the closest one."""
     with pytest.raises(UsageError, match="did you mean two"):
         series.load(bench.folder).definition("tow")
 
 
-def test_a_text_may_be_missing_while_it_is_written(bench: SeriesSandbox) -> None:
-    """A text without a file is an error, unless it is just being made."""
+def test_missing_port_file_is_refused_unless_allowed(bench: SeriesSandbox) -> None:
+    """A port without a file is an error, unless it is being written."""
     bench.file("two", "0.3.1").unlink()
     with pytest.raises(PatchFormatError, match="has no file"):
         series.load(bench.folder)
@@ -103,13 +103,13 @@ def test_a_text_may_be_missing_while_it_is_written(bench: SeriesSandbox) -> None
 
 
 def test_the_shipped_series_is_clean() -> None:
-    """The patches of this package load and have no fault that lint finds."""
+    """The patches of this package load and pass lint."""
     assert [str(finding) for finding in lint.lint()] == []
     assert "full-defrag" in series.load().order
 
 
 def test_a_copy_of_the_shipped_series_is_the_same_series(tmp_path: Path) -> None:
-    """No code knows the shipped one: ports, markers, order and claims come from the directory."""
+    """Ports, markers, order and claims come from the directory only."""
     copy = tmp_path / "copy"
     shutil.copytree(data("patches"), copy)
     shipped, found = series.load(), port_choice.load_series(str(copy))

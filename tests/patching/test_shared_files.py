@@ -1,4 +1,4 @@
-"""Hooks and shared files as files, and doctored patches with one fault each."""
+"""Test hooks and shared files as files, and slips that show that guards can fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ports() -> list[Path]:
 
 
 def added(patch: hunks.Patch, path: str) -> list[bytes]:
-    """Return the lines that a patch adds to a file, without their ends."""
+    """Return the lines that a patch adds to a file, without their newlines."""
     return [line.rstrip(b"\n") for hunk in patch.file(path).hunks for line in hunk.added]
 
 
@@ -49,7 +49,7 @@ def test_the_planner_names_no_upstream_type() -> None:
 
 @pytest.mark.parametrize("path", ports(), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_hooks_are_clean(path: Path) -> None:
-    """A port adds no trailing blanks, no tabs and no carriage returns, and no shared file."""
+    """A port adds no trailing blanks, tabs or carriage returns, and no shared file."""
     patch = hunks.read(path)
     assert path.read_bytes().endswith(b"\n")
     for file in patch.files:
@@ -61,7 +61,7 @@ def test_hooks_are_clean(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(SHARED.rglob("*.h")), ids=lambda path: path.name)
 def test_a_shared_file_is_kept_once(path: Path) -> None:
-    """Every port that adds it composes a patch with the bytes of the one file."""
+    """Every port that adds it is composed with the bytes of the one file."""
     name = path.relative_to(SHARED).as_posix()
     users = [one for one in series.load(ROOT / "patches").every if name in one.shared]
     assert users
@@ -75,9 +75,9 @@ def test_a_shared_file_is_kept_once(path: Path) -> None:
     "path", sorted((ROOT / "patches" / "full-defrag").glob("*.patch")), ids=lambda path: path.stem
 )
 def test_hooks_are_call_sites(path: Path) -> None:
-    """A port of full-defrag leaves upstream's code in the tree, also what nothing calls any more.
+    """A port of full-defrag keeps upstream's code in the tree, including unused functions.
 
-    The ports remove 2 to 13 lines and change 126 to 202; they removed 278 to 300 once.
+    The ports remove 2 to 13 lines and change 126 to 202; earlier ones removed 278 to 300.
     """
     lines = [line for file in hunks.read(path).files for hunk in file.hunks for line in hunk.lines]
     removed = [line for line in lines if line[:1] == b"-"]
@@ -88,7 +88,7 @@ def test_hooks_are_call_sites(path: Path) -> None:
 
 
 def test_the_page_lists_every_variable() -> None:
-    """The table of docs/environment.md has what the patches read, and nothing else."""
+    """The table of docs/environment.md has exactly the variables of the patches."""
     page = (ROOT / "docs" / "environment.md").read_text("utf-8")
     table = page.split("\n\n")[2]
     rows = [line.split(" | ") for line in table.splitlines()[2:]]

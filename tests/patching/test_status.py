@@ -1,4 +1,4 @@
-"""Status shows every patch on every release, hunk by hunk."""
+"""Test that status shows every patch on every release, hunk by hunk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(bench: SeriesSandbox) -> dict[str, list[status.PatchStatus]]:
 
 
 def test_every_patch_is_shown(bench: SeriesSandbox) -> None:
-    """A failure hides nothing: the patch that needs it is blocked, the next one is tried."""
+    """After a failure, a dependent patch is blocked, and the next one is tried."""
     found = {name: [s.state for s in row] for name, row in table(bench).items()}
     assert found == {
         "0.3.1": ["applies", "applies", "applies"],
@@ -58,7 +58,7 @@ def test_every_patch_is_shown(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_hunks_have_a_state_and_an_offset(bench: SeriesSandbox) -> None:
-    """Each hunk has its state and offset, the good ones of a failing patch too."""
+    """Each hunk has its state and offset, also the good ones of a failing patch."""
     one, two, _ = table(bench)["0.3.2"]
     assert one.best is not None
     assert [(p.state, p.offset) for p in one.best.placements] == [("offset", 2), ("conflict", None)]
@@ -72,7 +72,7 @@ def test_hunks_have_a_state_and_an_offset(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_json_and_annotations(bench: SeriesSandbox) -> None:
-    """Both machine forms name the failing hunk; annotations are one line each."""
+    """Both formats name the failing hunk; annotations have one line each."""
     row = table(bench)["0.3.2"]
     data = json.loads(json.dumps([one.as_json() for one in row]))
     assert [one["state"] for one in data] == ["fails", "blocked", "applies"]
@@ -88,7 +88,7 @@ def test_json_and_annotations(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_written(bench: SeriesSandbox) -> None:
-    """Looking leaves the store as it was."""
+    """The store is unchanged."""
     before = sorted(path.name for path in bench.store.path.rglob("*"))
     table(bench)
     assert sorted(path.name for path in bench.store.path.rglob("*")) == before
@@ -97,7 +97,7 @@ def test_nothing_is_written(bench: SeriesSandbox) -> None:
 def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
-    """`Requires:` in a header works in every command, not in check alone."""
+    """`Requires:` in a header works in every command, not only in check."""
     shipped = series.load(bench.folder)
     file = tmp_path / "mine.patch"
     change = diff(TWO, TWO | {"src/b.cpp": numbered(20, l3="mine")})
@@ -112,7 +112,7 @@ def test_requirements_of_a_foreign_patch_are_the_shipped_ones(
 
 @pytest.mark.slow
 def test_a_tree_with_a_file_of_the_patch_is_partly_patched(bench: SeriesSandbox) -> None:
-    """Its absence is a marker of the port, which then is not skipped in silence."""
+    """The absence of the file is a marker of the port, which must not be skipped silently."""
     header = {"src/new.h": b"// new\n"}
     bench.add_patch("four", {"0.3.1": (OLD, THREE | header)})
     toml = bench.folder / "four" / "patch.toml"

@@ -1,4 +1,4 @@
-"""The strict applier: certain places only, all or nothing, every refusal explained."""
+"""Test strict application: unique places only, complete or not at all, with reasons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def content(lines: list[str], ended: bool = True) -> bytes:
 
 
 def applied(files: Files, data: bytes) -> Files | PatchConflict:
-    """Apply with the strict applier; return the files, or why not."""
+    """Apply strictly; return the files, or the reason for the refusal."""
     draft = TreeOverlay(MemoryTree(files))
     try:
         draft.apply(hunks.parse(data), "p")
@@ -62,7 +62,7 @@ def refused(files: Files, data: bytes) -> PatchConflict:
 def test_strict_apply_on_the_base_equals_git(
     old: list[str], new: list[str], a: bool, b: bool
 ) -> None:
-    """On the tree that it was written against, a patch gives the tree it was made from."""
+    """On its base, a patch gives the tree that it was made from."""
     before, after = {"f": content(old, a), "k": b""}, {"f": content(new, b), "k": b""}
     data = diff(before, after)
     if data:
@@ -73,7 +73,7 @@ def test_strict_apply_on_the_base_equals_git(
 @settings(max_examples=60, deadline=None)
 @given(MANY, st.data())
 def test_strict_apply_refuses_what_git_refuses(lines: list[str], choice: st.DataObject) -> None:
-    """On any other tree it refuses, or git accepts too and gives the same."""
+    """On any other tree it refuses, or git has the same result."""
     edit = st.tuples(st.integers(0, len(lines)), st.integers(0, 3), FEW)
 
     def edited(edits: list[tuple[int, int, list[str]]]) -> bytes:
@@ -93,7 +93,7 @@ def test_strict_apply_refuses_what_git_refuses(lines: list[str], choice: st.Data
 
 
 def test_offset_is_reported() -> None:
-    """Moved lines are found, and the report has the distance."""
+    """Moved lines are found, and the report has the offset."""
     data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
     draft = TreeOverlay(MemoryTree({"f": b"new\n" * 7 + numbered(40)}))
     (place,) = draft.apply(hunks.parse(data))
@@ -101,7 +101,7 @@ def test_offset_is_reported() -> None:
 
 
 def test_fuzz_is_refused() -> None:
-    """A patch that only goes in with fuzz is refused, though `patch` would take it."""
+    """A patch that applies only with fuzz is refused, although `patch` would apply it."""
     data = diff({"f": numbered(40)}, {"f": numbered(40, l20="x")})
     error = refused({"f": numbered(40, l17="other")}, data)
     assert (error.patch, error.file, error.hunk, error.line) == ("p", "f", 1, 17)
@@ -111,7 +111,7 @@ def test_fuzz_is_refused() -> None:
 
 
 def test_ambiguous_place_is_refused() -> None:
-    """Moved lines that stand twice are refused: git would take the nearer place."""
+    """Moved lines that match twice are refused: git would use the nearer place."""
     block = numbered(9)
     data = diff({"f": block}, {"f": numbered(9, l5="x")})
     moved = b"a\n" + block + b"b\n" + block
@@ -120,8 +120,8 @@ def test_ambiguous_place_is_refused() -> None:
     assert "several places" in str(error)
 
 
-def test_all_or_nothing_over_files() -> None:
-    """When the second file conflicts, the first is not changed either."""
+def test_conflict_in_one_file_changes_no_file() -> None:
+    """If the second file conflicts, the first is not changed either."""
     old = {"a": numbered(9), "b": numbered(9)}
     data = diff(old, {"a": numbered(9, l5="x"), "b": numbered(9, l5="y")})
     error = refused({"a": numbered(9), "b": b"something else\n"}, data)
@@ -130,7 +130,7 @@ def test_all_or_nothing_over_files() -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_other_line_ends_are_named(every: int) -> None:
-    """A patch with CRLF, or some of it, fails on a file with LF because of that alone."""
+    """A patch with some CRLF fails on a file with LF for that reason only."""
     old = {"f": numbered(20)}
     lines = diff(old, {"f": numbered(20, l10="x")}).splitlines(keepends=True)
     ends = [
@@ -145,7 +145,7 @@ def test_other_line_ends_are_named(every: int) -> None:
 
 
 def test_half_patched_tree_is_named() -> None:
-    """A tree that has one of two hunks already is called partly patched, with the hunk."""
+    """A tree with one of two hunks is reported as partly patched, with the hunk."""
     old, new = {"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")}
     error = refused({"f": numbered(60, l10="x")}, diff(old, new))
     assert "partly patched" in str(error)
@@ -158,7 +158,7 @@ def test_half_patched_tree_is_named() -> None:
 
 
 def test_patched_tree_is_named() -> None:
-    """A tree that has all of a patch is called so, and not changed again."""
+    """A tree with all hunks is reported as patched, and not changed."""
     old = {"f": numbered(60)}
     new = {"f": numbered(60, l10="x", l50="y"), "new": b"text\n"}
     data = diff(old, new)
@@ -167,36 +167,35 @@ def test_patched_tree_is_named() -> None:
     assert "partly patched" not in str(error)
 
 
-def test_new_file_in_the_way() -> None:
-    """A new file never overwrites one that is there."""
+def test_existing_file_is_not_overwritten() -> None:
+    """A new file never replaces an existing one."""
     data = diff({}, {"n": b"ours\n"})
     assert "already exists" in str(refused({"n": b"theirs\n"}, data))
     assert applied({}, data) == {"n": b"ours\n"}
 
 
 @pytest.mark.regression(
-    "a patch that made a file where the tree has a folder deleted the folder with all that is in "
-    "it",
+    "a patch with a new file at the path of a directory deleted the directory with its content",
     by="hostile input",
     of="Python",
 )
-def test_a_folder_in_the_way() -> None:
-    """No file takes the place of a folder, which would go with all that is in it."""
+def test_directory_is_not_replaced_by_a_file() -> None:
+    """A file never replaces a directory, which would be removed with its content."""
     made = diff({}, {"d": b"ours\n"})
     moved = b"diff --git a/z b/d\nsimilarity index 100%\nrename from z\nrename to d\n"
     for data in (made, moved, moved.replace(b"rename", b"copy")):
         assert refused({"d/f": b"theirs\n", "z": b"1\n"}, data).found == "a file d/f"
     below = diff({}, {"d/f": b"1\n"})
     assert refused({}, below + made).file == "d"
-    # Git writes the file first, and empties the folder then.
+    # Git writes the file first, and empties the directory then.
     turned = made + diff({"d/f": b"1\n"}, {})
     assert applied({"d/f": b"1\n"}, turned) == {"d": b"ours\n"}
     back = diff({"d": b"ours\n"}, {}) + below
     assert applied({"d": b"ours\n"}, back) == {"d/f": b"1\n"}
 
 
-def test_deletion_wants_the_whole_file() -> None:
-    """A file is deleted only when it is exactly the one that was meant."""
+def test_file_is_deleted_only_if_identical() -> None:
+    """A file is deleted only if its content is the expected one."""
     data = diff({"g": numbered(3), "k": b""}, {"k": b""})
     assert applied({"g": numbered(3), "k": b""}, data) == {"k": b""}
     assert refused({"g": numbered(4)}, data).file == "g"
@@ -204,15 +203,15 @@ def test_deletion_wants_the_whole_file() -> None:
 
 
 def test_order_of_hunks_is_kept() -> None:
-    """Hunks whose places changed their order upstream are refused."""
+    """Hunks whose places have another order upstream are refused."""
     data = diff({"f": numbered(60)}, {"f": numbered(60, l10="x", l50="y")})
     lines = numbered(60).splitlines(keepends=True)
     turned = b"".join(lines[30:] + lines[:30])
     assert refused({"f": turned}, data).hunk == 2
 
 
-def test_modes() -> None:
-    """A change of mode is made, kept by content changes, and checked."""
+def test_mode_changes_are_applied_and_checked() -> None:
+    """A mode is changed, kept by content changes, and checked."""
     data = b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n"
     draft = TreeOverlay(MemoryTree({"f": DraftEntry(b"x\n")}))
     draft.apply(hunks.parse(data))
@@ -223,8 +222,8 @@ def test_modes() -> None:
         draft.apply(hunks.parse(data))
 
 
-def test_rename() -> None:
-    """A foreign patch may rename; the old file goes."""
+def test_foreign_rename_moves_the_file() -> None:
+    """A rename of a foreign patch removes the old file."""
     data = (
         b"diff --git a/old b/new\nsimilarity index 90%\nrename from old\nrename to new\n"
         b"--- a/old\n+++ b/new\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
@@ -233,7 +232,7 @@ def test_rename() -> None:
 
 
 def test_survey_changes_nothing_and_sees_everything() -> None:
-    """A survey gives a state for every hunk, also behind the first failure."""
+    """There is a state for every hunk, also after the first failure."""
     data = diff({"f": numbered(90)}, {"f": numbered(90, l10="x", l40="y", l70="z")})
     draft = TreeOverlay(MemoryTree({"f": b"+\n" + numbered(90, l39="other")}))
     states = [(p.hunk, p.state) for p in draft.dry_run(hunks.parse(data))]
@@ -241,7 +240,7 @@ def test_survey_changes_nothing_and_sees_everything() -> None:
     assert draft.changes == {}
 
 
-#: Puts a line into the middle of a function.
+#: Adds a line in the middle of a function.
 INTO = diff(
     {"src/a.cpp": code("first", *SHOWN) + code("other")},
     {"src/a.cpp": code("first", *WITH) + code("other")},
@@ -249,16 +248,16 @@ INTO = diff(
 
 
 def bare(data: bytes) -> bytes:
-    """Return a patch whose hunks have no headings, as `diff -u` writes it."""
+    """Return a patch whose hunks have no headings, like `diff -u`."""
     return re.sub(rb"(?m)^(@@ .* @@).*$", rb"\1", data)
 
 
 @pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
 @pytest.mark.parametrize("count", [20, 500])
-def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> None:
-    """A hunk that its function has already is refused, though another has the unchanged lines.
+def test_applied_hunk_is_not_applied_to_another_function(above: bytes, count: int) -> None:
+    """A hunk that its function contains is refused, although another one has the old lines.
 
-    Stricter than git, which takes the only place that matches.
+    Git would apply it at the only place that matches.
     """
     tree = above + code("first", *WITH) + code("other", count=count) + code("second", *SHOWN)
     assert git_apply({"src/a.cpp": tree}, INTO) is not None
@@ -269,8 +268,8 @@ def test_a_hunk_that_is_there_is_not_put_elsewhere(above: bytes, count: int) -> 
     assert f"the changed lines at {place.at}, the unchanged ones only at" in str(error)
 
 
-def test_a_hunk_without_a_heading_that_is_there() -> None:
-    """Without a heading, the line number counts, corrected by the offset of the neighbours."""
+def test_applied_hunk_without_a_heading_is_recognized() -> None:
+    """Without a heading, the line number counts, corrected by the offset of adjacent hunks."""
     data = bare(INTO)
     tree = code("first", *WITH) + code("other", count=90) + code("second", *SHOWN)
     assert "already applied" in str(refused({"src/a.cpp": tree}, data))
@@ -282,12 +281,12 @@ def test_a_hunk_without_a_heading_that_is_there() -> None:
     assert git_apply({"f.txt": moved}, near) is not None
     error = refused({"f.txt": moved}, near)
     assert (error.hunk, "partly patched" in str(error)) == (2, True)
-    # Nothing shows that a place is the hunk's own: the lines match once, and that is all.
+    # Nothing shows that a place is that of the hunk: the lines match once.
     assert not isinstance(applied({"src/a.cpp": b"+\n" * 7 + tree}, data), PatchConflict)
 
 
-def test_changed_lines_that_were_always_there() -> None:
-    """Another function may have had the changed lines all along: a hunk still moves."""
+def test_changed_lines_in_another_function_do_not_block_a_hunk() -> None:
+    """Another function may always have had the changed lines: a hunk still moves."""
     old = code("always", *WITH) + code("first", *SHOWN)
     data = diff({"src/a.cpp": old}, {"src/a.cpp": code("always", *WITH) + code("first", *WITH)})
     found = applied({"src/a.cpp": b"+\n" * 30 + old}, data)
@@ -295,10 +294,10 @@ def test_changed_lines_that_were_always_there() -> None:
 
 
 @pytest.mark.parametrize("above", [b"", b"// new\n" * 7])
-def test_another_function_is_refused(above: bytes) -> None:
-    """Lines that are only in another function than the hunk's are not its place.
+def test_match_in_another_function_is_refused(above: bytes) -> None:
+    """Lines of another function than the hunk's do not match, even at the hunk's line number.
 
-    Stricter than git, which does not read the heading. At the hunk's own line it is no better.
+    Git does not read the heading.
     """
     tree = {"src/a.cpp": above + code("second", *SHOWN) + code("other")}
     assert git_apply(tree, INTO) is not None
@@ -321,7 +320,7 @@ def test_another_function_is_refused(above: bytes) -> None:
     ],
 )
 def test_a_function_may_change_its_signature(signature: bytes) -> None:
-    """A hunk moves within its function, whatever became of the parameters."""
+    """A hunk moves within its function, even if the parameters changed."""
     there = b"// new\n" * 7 + code("second") + code("first", *SHOWN)
     there = there.replace(b"static int first(int a, int b) {", signature)
     patched = there.replace(b"    use(n);\n", b"    use(n);\n    log(n);\n")
@@ -338,7 +337,7 @@ def test_without_a_heading_one_match_is_enough() -> None:
 
 
 def test_git_does_nothing_inside_another_repository(tmp_path: Path) -> None:
-    """Below another work tree plain git apply may exit 0 and do nothing; ours and gitting do it."""
+    """Below another work tree plain git apply may exit 0 without a change."""
     outer = repository(tmp_path / "outer", {"k": b""})
     inner = outer / "vendor" / "tree"
     old, new = {"f": numbered(9)}, {"f": numbered(9, l5="x")}

@@ -1,4 +1,4 @@
-"""The sides of a conflict are merged by tokens only if their changes are apart."""
+"""Test that the sides of a conflict are merged by tokens only if their changes are separate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATCHED = "    buf = mapped::alloc(map, ctx, buft, size);\n"
 
 
 def test_the_parts_of_a_text_are_joined_again() -> None:
-    """Also blank lines, comments at the end, and nothing."""
+    """Blank lines, comments at the end, and an empty text are kept as well."""
     for text in (
         "",
         "a = b;\n",
@@ -78,12 +78,12 @@ def test_changes_that_are_apart_are_merged(
          "within", "brackets", "function", "huge"],
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
-    """Then the conflict is reported as git found it."""
+    """The conflict is then reported as in git."""
     assert merge(upstream, base, patch) is None
 
 
 def test_renamed_names_are_named() -> None:
-    """Only those that the patch uses."""
+    """Only names that the patch uses are listed."""
     found = merge(
         "    y(batch, q);\n", "    y(ubatch, p);\n", "    w(ubatch);\n    y(ubatch, p);\n"
     )

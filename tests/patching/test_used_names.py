@@ -1,4 +1,4 @@
-"""A patch is not carried if it uses what the release lacks."""
+"""Test that a patch is not carried if it uses names that the release lacks."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def reason(line: bytes, after: dict[str, str]) -> str:
         "label",
     ],
 )
-def test_names(line: bytes, old: str, new: str, wanted: str) -> None:
-    """Only names that the base has in its code, and of several words, are searched."""
+def test_missing_multiword_names_are_reported(line: bytes, old: str, new: str, wanted: str) -> None:
+    """Only names of several words that the code of the base has are searched."""
     after = {**BASE, "src/a.cpp": BASE["src/a.cpp"].replace(old, new)}
     if wanted:
         after["src/b.h"] = BASE["src/b.h"].replace(old, new)
     assert reason(line, after) == wanted
 
 
-def test_a_changed_number_of_arguments() -> None:
-    """A call fits if any call or declaration has as many arguments."""
+def test_call_with_a_changed_argument_count_is_reported() -> None:
+    """A call matches if any call or declaration has the same number of arguments."""
     after = {path: text.replace("2)", "2, 3)").replace("int b", "int b, int c")
              for path, text in BASE.items()}  # fmt: skip
     assert reason(b"    find_slot(f(1, 2), {3, 4});", after) == "`find_slot` with 2 arguments"
@@ -92,16 +92,16 @@ def test_a_call_after_a_condition_is_no_declaration() -> None:
     assert reason(b"    if (ok && find_slot(n, 1)) {", after) == "`find_slot` with 2 arguments"
 
 
-def test_an_included_file() -> None:
-    """It is beside the file that includes it."""
+def test_missing_included_file_is_reported() -> None:
+    """The file is in the directory of the including file."""
     assert reason(b'#include "b.h"', {"src/a.cpp": BASE["src/a.cpp"] + BASE["src/b.h"]}) == (
         "`src/b.h`"
     )
     assert not reason(b'#include "own.h"', BASE)
 
 
-def test_the_folders_of_sources() -> None:
-    """Those of the changed files, and of the public headers."""
+def test_source_directories_include_public_headers() -> None:
+    """They are those of the changed files, and of the public headers."""
     new = {"src/a.cpp": STOCK["src/a.cpp"] + b"int b;\n"}
     found = folders(hunks.parse(diff(STOCK, new)))
     assert found == {"src", "include", "ggml/include"}

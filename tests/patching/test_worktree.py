@@ -1,4 +1,4 @@
-"""Work trees of the store are made, merged into, read back and removed without a trace."""
+"""Test that work trees of the store are created, merged, read and removed completely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_merged_and_edited_files_become_a_tree(store: Store, tmp_path: Path) -> None:
-    """What is merged and edited comes back as a tree; ignored files and litter do not."""
+    """Merged and edited files are in the tree; ignored and stray files are not."""
     base, _ = store.commit(None, FILES, "base")
     change, _ = store.commit(base, {"a.c": numbered(9, l2="x")}, "change")
     onto, _ = store.commit(base, {"a.c": numbered(9, l8="y")}, "onto")
@@ -45,7 +45,7 @@ def test_merged_and_edited_files_become_a_tree(store: Store, tmp_path: Path) -> 
     worktree.remove(store, folder)
     assert not folder.exists()
     assert not list((store.path / "worktrees").glob("*"))
-    worktree.remove(store, folder)  # nothing there is no error
+    worktree.remove(store, folder)  # a missing one is not an error
 
 
 HOLDER = """
@@ -59,7 +59,7 @@ with open(sys.argv[1], "a") as held:
 
 @pytest.mark.slow
 def test_removal_waits_for_an_orphaned_git(store: Store, tmp_path: Path) -> None:
-    """The git of a killed process still writes; it keeps the lock that it inherited until then."""
+    """The git of a killed process keeps its inherited lock until it ends."""
     base, _ = store.commit(None, FILES, "base")
     folder = tmp_path / "tree"
     worktree.make(store, folder, base)
@@ -103,13 +103,13 @@ def linked(store: Store, parent: str, name: str, target: str) -> str:
 
 
 @pytest.mark.regression(
-    "links of a tree lay as links where a rebase waits for a person, who would have edited what "
-    "they lead to",
+    "links of a tree were links in the work tree of a rebase, where their targets could be edited"
+    " by mistake",
     by="hostile input",
     of="Python",
 )
 def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
-    """A person edits there, and would follow what a patch from elsewhere brings."""
+    """A person edits there, and would follow links of a foreign patch."""
     (tmp_path / "secret").write_text("<<<<<<< mine\n")
     base, _ = store.commit(None, FILES, "base")
     conflict, _ = store.commit(base, {"a.c": numbered(9, l2="x")}, "change")
@@ -131,8 +131,8 @@ def test_links_of_a_tree_are_plain_files(store: Store, tmp_path: Path) -> None:
     assert worktree.with_conflict_markers(folder, ["a.c", "by-hand", "out"]) == ()
 
 
-def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
-    """Only a conflict is a conflict."""
+def test_failure_other_than_a_conflict_is_raised(store: Store, tmp_path: Path) -> None:
+    """Other errors of git are raised."""
     base, _ = store.commit(None, FILES, "base")
     worktree.make(store, tmp_path / "t", base)
     with pytest.raises(GitError):
@@ -140,13 +140,13 @@ def test_other_failures_are_errors(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "records of vendored trees and waiting rebases that are JSON of another shape were bare "
-    "errors of Python",
+    "records of vendored trees and rebases that are JSON of another structure raised untyped "
+    "errors",
     by="hostile input",
     of="Python",
 )
-def test_state_of_a_rebase(store: Store) -> None:
-    """The state is read back as written; a damaged one is reported and can be cleared."""
+def test_rebase_state_survives_and_damage_is_reported(store: Store) -> None:
+    """The state is read as it was written; a damaged one is reported and can be removed."""
     session = rebase_session.Session(
         "one", "0.3.2", "era", *"abc", "0.3.1", "d", requires=("x",), remaining=("y",)
     )
