@@ -1,4 +1,4 @@
-"""Check the checks: what each accepts, and that every refusal names the argument and the value."""
+"""Test the argument checks: accepted values, and errors that name the argument and the value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_integers_of_python_and_numpy_become_int(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float32(2), NAN, "2", b"2", None, [2]])
 def test_bool_or_float_as_integer_raises_a_type_error(value: Any) -> None:
-    """A bool or a float is none, not even 2.0; the error is a TypeError and a UsageError."""
+    """Neither a bool nor a float is accepted, not even 2.0; it is a TypeError and UsageError."""
     with pytest.raises(TypeError, match="n must be a whole number from 0 to 5, not") as caught:
         arguments.integer("n", value, 0, 5)
     assert isinstance(caught.value, UsageError)
@@ -45,7 +45,7 @@ def test_bool_or_float_as_integer_raises_a_type_error(value: Any) -> None:
 
 
 def test_limits_are_included() -> None:
-    """Check the ends of a range, and a number that cannot be printed."""
+    """Check the limits of a range, and a number that cannot be printed."""
     assert [arguments.integer("n", n, 1, 3) for n in (1, 3)] == [1, 3]
     for n in (0, 4, -(10**30), 10**5000):
         with pytest.raises(UsageError, match="from 1 to 3") as caught:
@@ -54,7 +54,7 @@ def test_limits_are_included() -> None:
 
 
 def test_infinite_and_nan_floats_are_refused() -> None:
-    """Check floats, and that a bool is none."""
+    """Check floats, and that a bool is not one."""
     assert arguments.number("x", 1) == 1.0
     assert arguments.number("x", np.float32(0.5)) == 0.5
     for wrong in (NAN, INF, -INF, 1e300, 10**400):
@@ -65,8 +65,8 @@ def test_infinite_and_nan_floats_are_refused() -> None:
             arguments.number("x", kind)
 
 
-def test_flags_and_flash_attention() -> None:
-    """Exactly the two, or three, answers are accepted, in the ways that are documented."""
+def test_flags_accept_only_documented_values() -> None:
+    """Exactly two, or three, documented values are accepted."""
     assert arguments.flag("f", np.True_) is True
     for wrong in (1, 0, None, "on"):
         with pytest.raises(ArgumentTypeError, match="True or False"):
@@ -78,8 +78,8 @@ def test_flags_and_flash_attention() -> None:
             arguments.flash_attn(wrong)
 
 
-def test_text_that_c_reads() -> None:
-    """C would read up to a NUL; a lone surrogate has no UTF-8."""
+def test_text_with_nul_or_surrogates_is_refused() -> None:
+    """C would read up to a NUL; a lone surrogate has no UTF-8 encoding."""
     assert arguments.c_text("t", "\u00e4\U0001f600") == "\u00e4\U0001f600"
     assert arguments.c_text("t", "") == ""
     for wrong in ("a\0b", "\ud800"):
@@ -89,8 +89,8 @@ def test_text_that_c_reads() -> None:
         arguments.c_text("t", b"bytes")
 
 
-def test_paths_and_items(tmp_path: Path) -> None:
-    """Check paths of text alone, and lists that are not endless."""
+def test_invalid_paths_and_endless_items_are_refused(tmp_path: Path) -> None:
+    """Check paths that are text, and lists that are finite."""
     assert arguments.path("p", tmp_path) == arguments.path("p", str(tmp_path)) == tmp_path
     for wrong in ("", "a\0b", b"bytes", 3, None):
         with pytest.raises(UsageError, match="p must be"):
@@ -106,8 +106,8 @@ class _Sulky:
         raise RuntimeError("no")
 
 
-def test_any_value_can_be_shown() -> None:
-    """A message stays short, whatever the value."""
+def test_shown_value_has_a_limited_length() -> None:
+    """A message is short for any value."""
     long = ("x" * 10**6, b"x" * 10**6, 10**5000, -(10**5000), [0] * 10**6, np.zeros(10**6))
     for value in (*long, range(2**70), _Sulky(), dict.fromkeys(range(1000))):
         assert len(arguments.shown(value)) <= 80
@@ -149,14 +149,14 @@ def test_records_check_every_field(kind: Callable[..., Any], words: dict[str, An
 
 
 def test_numpy_values_become_those_of_python() -> None:
-    """What C or a worker is given is plain."""
+    """C and workers get plain values."""
     params = ContextParams(n_ctx=np.int64(64), kv_unified=np.True_, flash_attn="on")
     assert (type(params.n_ctx), params.kv_unified, params.flash_attn) == (int, True, True)
     assert type(SamplerParams(temperature=np.float32(1)).temperature) is float
 
 
-def test_nonsense_that_was_accepted(tmp_path: Path) -> None:
-    """Each of these changed something, or meant something else."""
+def test_formerly_accepted_invalid_arguments_are_refused(tmp_path: Path) -> None:
+    """Each of these changed a state, or was interpreted as another value."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     ctx.prefill(a, [1, 2, 3])
@@ -229,8 +229,8 @@ print("ends by itself")
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.16", "0.3.36"])
-def test_c_checks_what_could_end_the_process(release: str, kind: str) -> None:
-    """Check what reaches C past Python's own checks, and more sequences than a batch has tokens."""
+def test_arguments_beyond_python_checks_do_not_end_the_process(release: str, kind: str) -> None:
+    """Check values that pass Python's checks, and more sequences than a batch has tokens."""
     built(f"{release}+{kind}")
     done = subprocess.run(
         [sys.executable, "-c", NATIVE, f"{release}+{kind}"],
@@ -239,11 +239,11 @@ def test_c_checks_what_could_end_the_process(release: str, kind: str) -> None:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout == "ends by itself\n", done.stderr[-500:]
+    assert done.stdout == "completed\n", done.stderr[-500:]
 
 
 def test_type_errors_of_arguments_are_kv_errors() -> None:
-    """The class for types is caught as all others are."""
+    """A handler for KvError catches errors of type as well."""
     assert issubclass(ArgumentTypeError, KvError)
     assert issubclass(ArgumentTypeError, TypeError)
     assert issubclass(ArgumentTypeError, ValueError)

@@ -1,7 +1,7 @@
-"""Arguments of plk.h at their boundaries: an error or the right result, never the end of a process.
+"""Test arguments of plk.h at their limits: an error or the right result, but no crash.
 
-The sweep (`test_arguments_sweep`) makes more calls; these are the ones that failed, with the right
-results. The libraries run in workers, where an abort is an error.
+The sweep (`test_arguments_sweep`) makes more calls; these are those that failed before, with the
+right results. The libraries run in workers, where an abort is an error.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def decode(ctx: Any, *tokens: tuple[int, int, tuple[int, ...]]) -> int:
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_removed_state_of_few_tokens_begins_again(library: Any, length: int) -> None:
-    """Position 0 is a position: the releases that report it for an empty sequence too are asked."""
+def test_removed_short_state_is_empty(library: Any, length: int) -> None:
+    """The removed position is 0, which some releases also report for an empty sequence."""
     model = load(library, "recurrent")
     try:
         fresh = create(model)
@@ -89,7 +89,7 @@ def test_a_removed_state_of_few_tokens_begins_again(library: Any, length: int) -
         one.remove()
         assert one.pos_max == -1
         assert np.abs(after(one, [1, 2, 3]) - expected).max() <= EXACT
-        # Beside another state, a release may refuse, but not be wrong.
+        # After another state, a release may refuse, but must not be wrong.
         two = ctx.sequence()
         ctx.decode(two.feed([9]))
         two.remove()
@@ -101,7 +101,7 @@ def test_a_removed_state_of_few_tokens_begins_again(library: Any, length: int) -
 
 @pytest.mark.parametrize("name", ["bytes", "hybrid", "sliding"])
 def test_a_token_of_several_streams_is_refused_with_the_reason(library: Any, name: str) -> None:
-    """It is neither a missing slot nor the end of the process."""
+    """It is neither reported as a missing slot nor the end of the process."""
     if kv.Capability.STREAMS not in library.native.about.capabilities:
         pytest.skip("the release has no streams")
     with create(load(library, name), n_ctx=1024, kv_unified=False) as ctx:
@@ -119,7 +119,7 @@ def test_a_token_of_several_streams_is_refused_with_the_reason(library: Any, nam
 
 @pytest.mark.parametrize("name", ["bytes", "sliding", "recurrent", "hybrid", "latent"])
 def test_a_token_of_several_sequences_is_right_or_refused(library: Any, name: str) -> None:
-    """Each of them continues as a new sequence with the same tokens does."""
+    """Each sequence continues like a new one with the same tokens."""
     model = load(library, name)
     try:
         ctx, fresh = create(model), create(model)
@@ -141,7 +141,7 @@ def test_a_token_of_several_sequences_is_right_or_refused(library: Any, name: st
 @pytest.mark.parametrize("name", ["bytes", "sliding", "recurrent", "hybrid", "latent"])
 @pytest.mark.parametrize("seq", [-1, -2, SMALLEST])
 def test_a_negative_sequence_removes_all(library: Any, name: str, seq: int) -> None:
-    """As plk.h says; a decode afterwards is right."""
+    """As plk.h documents; a later decode is right."""
     model = load(library, name)
     try:
         ctx = create(model)
@@ -165,7 +165,7 @@ def test_a_negative_sequence_removes_all(library: Any, name: str, seq: int) -> N
 @pytest.mark.parametrize("name", ["bytes", "sliding", "recurrent", "hybrid", "compressed"])
 @pytest.mark.parametrize("unified", [True, False])
 def test_the_state_of_an_empty_sequence_empties(library: Any, name: str, unified: bool) -> None:
-    """An unmodified state is accepted or refused; a damaged number of states is refused."""
+    """An unmodified state is accepted or refused; an invalid number of states is refused."""
     model = load(library, name)
     n_seq = 1 if name == "compressed" and "0.3.3" in library.native.about.variant else 4
     try:
@@ -186,7 +186,7 @@ def test_the_state_of_an_empty_sequence_empties(library: Any, name: str, unified
                 native.state_load(handle, 0, b"\xff" * 400)
 
 
-def test_a_position_that_is_shared_in_part_is_copied_once(library: Any) -> None:
+def test_partly_shared_position_is_copied_once(library: Any) -> None:
     """Divided positions have several cells, of which an earlier copy shares one."""
     with create(load(library, "bytes")) as ctx:
         native, handle = ctx.native, ctx.handle
@@ -203,8 +203,8 @@ def test_a_position_that_is_shared_in_part_is_copied_once(library: Any) -> None:
         assert native.seq_pos_max(handle, 0) == -1
 
 
-def test_compressed_rows_end_at_the_cells(library: Any) -> None:
-    """A position beyond them is refused: llama.cpp would write outside of its rows."""
+def test_position_beyond_compressed_rows_is_refused(library: Any) -> None:
+    """llama.cpp would write outside of its rows."""
     with create(load(library, "compressed"), n_seq_max=1) as ctx:
         last = ctx.info.n_ctx - 1
         for pos in (last + 1, 5000, 2**30 - 1):
@@ -241,7 +241,7 @@ def test_adapters_are_set_in_every_context(
 
 @pytest.mark.parametrize("pooling", ["none", "mean", "cls", "last"])
 @pytest.mark.parametrize("name", ["bytes", "sliding", "latent", "hybrid", "compressed", "pooled"])
-def test_embeddings_survive_a_shift(library: Any, name: str, pooling: str) -> None:
+def test_embeddings_are_decoded_after_a_shift(library: Any, name: str, pooling: str) -> None:
     """Decode, remove, shift and update, or be refused with an error."""
     model = load(library, name)
     try:

@@ -1,4 +1,4 @@
-"""Positions stay below 2^30: beyond, llama.cpp overflows, and no range has the last one in it."""
+"""Test that positions are below 2^30, because llama.cpp overflows beyond."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECS = ("0.3.5", "0.3.9", "0.3.14", "0.3.36")
 
 @pytest.fixture(params=SPECS)
 def model(request: pytest.FixtureRequest) -> Iterator[kv.Model]:
-    """Load the smallest model into one release per way that memories are asked."""
+    """Load the smallest model into one release per interface of memories."""
     with (
         kv.open(built(f"{request.param}+patched").folder) as library,
         library.load_model(synthetic_models.tiny()) as loaded,
@@ -40,18 +40,18 @@ def options(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.native
 @pytest.mark.regression(
-    "decodes and shifts took positions from 2^30 on, where sums of two positions overflow",
+    "decodes and shifts accepted positions of 2^30 and above, where sums of two positions overflow",
     by="fuzzing",
     of="shim",
 )
 @pytest.mark.regression(
-    "`plk_seq_div` looked at every position up to the last where shifts divide: a billion of "
-    "them took hours",
+    "`plk_seq_div` iterated over all positions up to the last one if shifts divide, which took "
+    "hours for a billion",
     by="fuzzing",
     of="shim",
 )
-def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
-    """The last position can be taken and left again; one more is refused, and nothing moved."""
+def test_decode_or_shift_beyond_the_last_position_is_refused(model: kv.Model) -> None:
+    """The last position can be used and freed; one more is refused, and no state changes."""
     with model.context(**options()) as ctx:
         native, handle = ctx.native, ctx.handle
         for pos in (LAST + 1, 2**31 - 1):
@@ -70,7 +70,7 @@ def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
         assert native.seq_pos_max(handle, 1) == LAST
         native.seq_add(handle, 1, 5, -1, -LAST)
         assert native.seq_pos_max(handle, 1) == 0
-        # Where shifts divide: not one for each of a billion positions.
+        # If shifts divide, not one step for each of a billion positions.
         native.seq_div(handle, 0, -1, -1, 3)
         assert native.seq_pos_max(handle, 0) == LAST // 3
         assert native.seq_rm(handle, 0, -1, -1)
@@ -80,8 +80,8 @@ def test_decodes_and_shifts_end_before(model: kv.Model) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("name", ["recurrent", "hybrid"])
 @pytest.mark.parametrize("release", SPECS[1:])
-def test_states_are_divided(release: str, name: str) -> None:
-    """A state has no cells to find its position by, but a last position."""
+def test_divided_state_has_the_divided_position(release: str, name: str) -> None:
+    """A state has no cells that contain its position, only a last position."""
     with kv.open(built(f"{release}+patched").folder) as library:
         try:
             model = library.load_model(synthetic_models.model(name))
@@ -101,7 +101,9 @@ def test_states_are_divided(release: str, name: str) -> None:
     by="fuzzing",
     of="llama.cpp",
 )
-def test_states_and_kept_files_end_before(model: kv.Model, tmp_path: Path) -> None:
+def test_state_or_kept_file_with_an_invalid_position_is_refused(
+    model: kv.Model, tmp_path: Path
+) -> None:
     """A state or file with a position out of range is refused, and nothing changes."""
     with model.context(**options()) as ctx:
         a = ctx.sequence()

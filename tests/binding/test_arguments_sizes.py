@@ -1,4 +1,4 @@
-"""Creating a context does not abort for any sizes, and a lowered n_ubatch is read back.
+"""Test that creating a context aborts for no sizes, and that a lowered n_ubatch is reported.
 
 Between 0.3.10 and 0.3.14 llama.cpp reserves a graph for n_ubatch tokens, rounded up to a multiple
 of n_seq_max, and aborts if that exceeds the cells of the cache.
@@ -32,7 +32,7 @@ def release(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["stock", "patched"])
 def model(request: pytest.FixtureRequest, release: str) -> Iterator[kv.Model]:
-    """Load a model in a worker, so that an abort fails the test alone."""
+    """Load a model in a worker, so that an abort fails only its test."""
     folder = built(f"{release}+{request.param}").folder
     with (
         kv.open(folder, isolated=True) as library,
@@ -54,7 +54,7 @@ def model(request: pytest.FixtureRequest, release: str) -> Iterator[kv.Model]:
 def test_every_size_can_be_filled(
     model: kv.Model, release: str, n_ctx: int, n_seq_max: int, flash_attn: bool
 ) -> None:
-    """As many tokens as n_ubatch are one micro-batch, and n_ctx tokens fit into the cache."""
+    """n_ubatch tokens are one micro-batch, and n_ctx tokens fit into the cache."""
     with model.context(
         n_ctx=n_ctx, n_batch=64, n_ubatch=64, n_seq_max=n_seq_max, flash_attn=flash_attn
     ) as ctx:
@@ -66,7 +66,7 @@ def test_every_size_can_be_filled(
 
 @pytest.mark.parametrize("release", ROUNDS_UP, indirect=True)
 def test_more_sequences_than_cells_are_refused(model: kv.Model) -> None:
-    """The error names both numbers, and the library works on."""
+    """The error has both numbers, and the library still works."""
     with pytest.raises(NativeError, match="n_seq_max is 40, n_ctx 32"):
         model.context(n_ctx=32, n_batch=16, n_seq_max=40)
     with model.context(n_ctx=64, n_batch=16, n_seq_max=40) as ctx:

@@ -1,9 +1,9 @@
-"""No argument of a public call ends the process, changes what it refuses, or escapes its check.
+"""Call the public API with invalid arguments: no crash, no change by a refused call, no bypass.
 
-`sweep_kit` says what is called. By default a part of the calls is made on the test release: the
-same ones each time, others on stock than on patched. ``PYLLAMAKV_SWEEP_RELEASES`` names other
-releases, separated by commas; ``eras`` stands for one release per era. ``PYLLAMAKV_SWEEP_PARTS`` is
-how many runs make up the whole (1: make all calls).
+`sweep_kit` defines the calls. By default a part of the calls is made on the test release.
+``PYLLAMAKV_SWEEP_RELEASES`` names other releases, separated by commas; ``eras`` selects one
+release per era. Each variant makes another part, the same one in each run.
+``PYLLAMAKV_SWEEP_PARTS`` is the number of parts (1: make all calls).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ TESTS = Path(__file__).resolve().parents[1]
 PARTS = 4
 #: Seconds after which a call counts as one that never ends.
 SILENCE = 120
-#: The most memory that a worker may have taken, in MiB.
+#: Maximum memory of a worker, in MiB.
 MEMORY = 800
 #: Makes glibc return each large block when it is freed. Otherwise the heap keeps the blocks of
 #: closed contexts, and the peak depends on their order (900 to 2,000 MiB for the same calls).
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-#: Calls that end a worker are found one by one, up to so many.
+#: Maximum number of calls that end a worker, which are identified one by one.
 ENDS = 10
 
 
 @dataclass
 class Swept:
-    """Hold what a sweep found, and its numbers."""
+    """Findings of a sweep, and its counts."""
 
     found: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
 def sweep(spec: str, folder: Path, part: int, parts: int) -> Swept:
-    """Run workers until all calls are made; one that dies is followed by another."""
+    """Run workers until all calls are made; a worker that ends early is replaced."""
     swept, first = Swept(), 0
     for _ in range(ENDS):
         last = _one_worker(spec, folder, first, part, parts, swept)
@@ -57,7 +57,7 @@ def sweep(spec: str, folder: Path, part: int, parts: int) -> Swept:
 
 
 def _one_worker(spec: str, folder: Path, first: int, part: int, parts: int, swept: Swept) -> int:
-    """Run a worker from a call on; return the number of the last call that it made."""
+    """Run a worker, starting at a call; return the number of its last call."""
     command = [sys.executable, str(TESTS / "kits" / "sweep_kit.py"), spec, str(first)]
     path = os.pathsep.join(
         (str(TESTS / "kits"), str(TESTS.parent), os.environ.get("PYTHONPATH", ""))
@@ -111,8 +111,8 @@ def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])
 @pytest.mark.parametrize("release", swept_releases())
-def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
-    """Replace each argument of each call by wrong ones, and look at what comes out."""
+def test_invalid_arguments_raise_typed_errors(release: str, kind: str, tmp_path: Path) -> None:
+    """Replace each argument of each call by invalid values, and check the results."""
     built(f"{release}+{kind}")
     parts = int(os.environ.get("PYLLAMAKV_SWEEP_PARTS", PARTS))
     part = 0 if kind == "stock" else parts // 2
@@ -122,12 +122,12 @@ def test_no_argument_escapes(release: str, kind: str, tmp_path: Path) -> None:
     assert numbers["refused"] > numbers["accepted"] > 0
     assert numbers["peak_mib"] < MEMORY
     if release == TEST_RELEASE and kind == "patched":
-        # What is refused with right arguments is refused before the wrong one is looked at.
+        # A call that is refused with valid arguments is refused before the invalid one is checked.
         assert numbers["failing"] == []
 
 
 def test_every_public_class_is_swept_or_excluded() -> None:
-    """Check that exclusions name what there is, and that every class has a live object."""
+    """Check that exclusions name existing classes, and that all other classes have an object."""
     public = sweep_kit.classes()
     assert sweep_kit.excluded(sweep_kit.NOT_CONSTRUCTED) <= set(public)
     for name in sweep_kit.excluded(sweep_kit.NOT_CALLED):
@@ -135,8 +135,8 @@ def test_every_public_class_is_swept_or_excluded() -> None:
         assert callable(getattr(public[owner], method)), name
     for call in sweep_kit.calls():
         if call.owner and call.method:
-            assert call.owner in sweep_kit.LIVE, f"{call.name}: tell LIVE how a live one is had"
-    # A key that a rename left behind would give its parameter no right value.
+            assert call.owner in sweep_kit.LIVE, f"{call.name}: add its object to LIVE"
+    # A stale key after a rename would leave its parameter without a valid value.
     parameters = [(call.name, each.name) for call in sweep_kit.calls() for each in call.parameters]
     known = {name for _, name in parameters} | {".".join(pair) for pair in parameters}
     assert set(sweep_kit.RIGHT) <= known
@@ -145,8 +145,8 @@ def test_every_public_class_is_swept_or_excluded() -> None:
     assert {"Sequence.remove", "Batch.of", "open", "ContextCache", "metrics.expose"} <= swept
 
 
-def test_a_worker_that_dies_is_reported_and_the_next_one_continues(tmp_path: Path) -> None:
-    """The call that ends a process is named, and the next worker goes on after it."""
+def test_ended_worker_is_reported_and_the_next_one_continues(tmp_path: Path) -> None:
+    """The call that ends a process is named, and the next worker continues after it."""
     worker = tmp_path / "kits" / "sweep_kit.py"
     worker.parent.mkdir()
     worker.write_text(

@@ -1,4 +1,4 @@
-"""Status codes become exceptions in one place, and agree with the header."""
+"""Test that status codes become exceptions in one place, and match the header."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyllamakv.native._plk import ffi
 
 
 @pytest.mark.parametrize("code", Code)
-def test_numbers_are_the_header_s(code: Code) -> None:
+def test_codes_have_the_numbers_of_the_header(code: Code) -> None:
     """Each code has the number of its name in plk.h."""
     assert ffi.integer_const(f"PLK_{code.name}") == code
 
 
-def test_enumerations_are_the_header_s() -> None:
+def test_enumerations_have_the_numbers_of_the_header() -> None:
     """Statuses, capabilities and kinds of memory have the numbers of plk.h."""
     for status in DecodeStatus:
         assert ffi.integer_const(f"PLK_{status.name}") == status
@@ -42,10 +42,10 @@ def test_enumerations_are_the_header_s() -> None:
         (-3, "decode", errors.NativeError),
     ],
 )
-def test_code_and_object_choose_the_class(
+def test_code_and_object_select_the_error_class(
     code: int, doing: codes.Doing, kind: type[errors.KvError]
 ) -> None:
-    """The same code means different things of a model, a context and a state."""
+    """The same code has another meaning for a model, a context and a state."""
     made = codes.error(code, "try", "the text", doing=doing, log=["a", "b"])
     assert type(made) is kind
     assert "try" in str(made)
@@ -69,14 +69,14 @@ def test_a_failed_allocation_of_a_context_is_named(line: str) -> None:
 
 
 def test_unsupported_names_the_capability() -> None:
-    """What is missing is a field, not only a text."""
+    """The missing capability is a field of the error."""
     made = codes.error(Code.EUNSUPPORTED, "defragment", capability=Capability.DEFRAG)
     assert isinstance(made, errors.Unsupported)
     assert made.capability == "defrag"
     assert made.reason == ""
 
 
-def test_unsupported_has_the_words_of_the_library() -> None:
+def test_unsupported_error_has_the_reason_of_the_library() -> None:
     """They are the same for each operation that is refused for this reason."""
     made = codes.error(Code.EUNSUPPORTED, "decode 8 tokens", "clear the context before")
     assert isinstance(made, errors.Unsupported)
@@ -98,8 +98,8 @@ def test_each_cache_file_code_has_its_exception() -> None:
         assert "what the library said; " in str(found)
 
 
-def test_a_grammar_error_has_its_place() -> None:
-    """Line and column are fields; without a place, they are 0."""
+def test_grammar_error_has_line_and_column() -> None:
+    """Line and column are fields, which are 0 without a place."""
     made = codes.error(Code.EGRAMMAR, "make a sampler", "line 3, column 14: expecting ::=")
     assert isinstance(made, errors.GrammarError)
     assert isinstance(made, errors.UsageError)

@@ -1,4 +1,4 @@
-"""An operation is written once: in the Protocol. Proxy and recorder have it without an edit."""
+"""Test that proxy and recorder get each operation of the Protocol without an edit."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Asking:
 
 
 class Wider(Native, Protocol):
-    """Declare one operation more than the Protocol."""
+    """A Protocol with one more operation."""
 
     def warm(self, context: int, depth: int) -> int:
         """Warm a context."""
 
 
 def again(name: str) -> ModuleType:
-    """Run a module of the package once more, beside the one that is imported."""
+    """Execute a module of the package again, beside the imported one."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,7 +57,7 @@ def again(name: str) -> ModuleType:
 
 
 def test_operations_come_from_every_base() -> None:
-    """Those of a base belong to a Protocol; attributes are no operations."""
+    """Operations of a base belong to a Protocol; attributes are not operations."""
     assert set(operations(Wider)) == {*NAMES, "warm"}
     assert not {"about", "environment"} & set(NAMES)
     assert {*NAMES, "many", "rpc_serve"} == worker.OPERATIONS
@@ -65,7 +65,7 @@ def test_operations_come_from_every_base() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proxy_has_every_operation(name: str) -> None:
-    """With the parameters of the Protocol, which are those of the library in this process."""
+    """They have the parameters of the Protocol, which are those of the library."""
     method, declared = getattr(Remote, name), operations(Native)[name]
     assert parameters(method) == parameters(declared)
     assert method.__doc__
@@ -76,7 +76,7 @@ def test_the_proxy_has_every_operation(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operations_with_tuples_and_frees_are_not_generated(name: str) -> None:
-    """The wire makes lists of tuples, and a finaliser that frees must not wait for a call."""
+    """Messages change tuples to lists, and a finaliser that frees must not wait for a call."""
     text = str(inspect.signature(operations(Native)[name]).return_annotation)
     code = getattr(Remote, name).__code__
     if "tuple" in text or name.endswith("_free"):
@@ -84,13 +84,13 @@ def test_operations_with_tuples_and_frees_are_not_generated(name: str) -> None:
 
 
 def test_the_recorder_has_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the parameters of the Protocol, and those beyond it without an edit."""
+    """They have the parameters of the Protocol; others need no edit."""
     monkeypatch.setattr(protocol, "Native", Wider)
     wider = again("pyllamakv.traces.recording_native").RecordingNative
 
     with runtime_kit.context(tmp_path) as context:
         inner = context.native
-        # The simulated library lacks what the runtime never asks of it.
+        # The simulated library lacks operations that the runtime does not use.
         for name in [name for name in operations(Wider) if not hasattr(inner, name)]:
             monkeypatch.setattr(type(inner), name, operations(Wider)[name], raising=False)
         monkeypatch.setattr(type(inner), "warm", lambda self, context, depth: depth + 1)
@@ -108,7 +108,7 @@ def test_the_recorder_has_every_operation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_new_operation_needs_no_edit_of_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the Protocol declares besides, the same source of the proxy sends."""
+    """The proxy's source forwards an operation that the Protocol adds."""
     monkeypatch.setattr(protocol, "Native", Wider)
     kind = again("pyllamakv.binding.remote").Remote
     asked: list[Any] = []
@@ -122,17 +122,17 @@ def test_a_new_operation_needs_no_edit_of_the_proxy(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "module", ["pyllamakv.binding.remote", "pyllamakv.traces.recording_native"]
 )
-def test_an_operation_that_vanishes_is_noticed(
+def test_handwritten_method_without_an_operation_is_refused(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written by hand or noted for an operation that is no more ends the import."""
+    """A method or a note for an operation that does not exist fails the import."""
     monkeypatch.setattr(protocol, "Native", Small)
     with pytest.raises(TypeError, match="is no operation of Small"):
         again(module)
 
 
-def test_generated_methods() -> None:
-    """They look like written ones, and drop the result of what returns none."""
+def test_generated_methods_have_the_declared_signatures() -> None:
+    """They look like written ones, and discard the result of operations without one."""
     kind = forwards(Small, via="_ask")(type("Made", (Asking,), {}))
     made = kind()
     assert made.add(1, right=2) == ("add", 1, 2)
@@ -147,7 +147,7 @@ def test_generated_methods() -> None:
 
 
 def test_tracebacks_show_generated_lines() -> None:
-    """An error from a library is read with the call that met it."""
+    """The traceback of a library's error has the line of the call."""
 
     def ask(self: object, *words: object) -> None:
         raise ValueError("no")
@@ -173,13 +173,13 @@ def test_tracebacks_show_generated_lines() -> None:
 def test_class_without_a_handwritten_operation_is_refused(
     members: dict, options: dict, message: str
 ) -> None:
-    """A class that lacks what is written by hand is not made."""
+    """A class that lacks a required method is not created."""
     with pytest.raises(TypeError, match=message):
         forwards(Small, **{"via": "_ask", **options})(type("Wrong", (Asking,), members))
 
 
-def test_parameters_that_a_message_has_no_place_for() -> None:
-    """Defaults and keywords would be lost on the way."""
+def test_defaults_and_keywords_in_the_protocol_are_refused() -> None:
+    """The wire would lose defaults and keywords."""
 
     class Optional(Protocol):
         def add(self, left: int, right: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Native things are given back once, in order, and never while they are used."""
+"""Test that native objects are freed once, in order, and never while they are used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyllamakv.errors import Busy, Closed, NativeError, WorkerDied
 
 
 class Tree:
-    """Make a library with two models, contexts and a sampler; remember what was freed."""
+    """Create a library with two models, contexts and a sampler; record the freed handles."""
 
     def __init__(self) -> None:
         self.freed: list[int] = []
@@ -42,29 +42,29 @@ def in_thread(call: object) -> BaseException | None:
 
 
 def before(freed: list[int], first: int, then: int) -> bool:
-    """Return whether one was freed before the other."""
+    """Return whether an object was freed before another one."""
     return freed.index(first) < freed.index(then)
 
 
-def test_any_order_of_closing() -> None:
-    """Whoever is closed first, children go before their parents, and each goes once."""
+def test_objects_are_freed_once_and_children_first() -> None:
+    """In any order of closing, children are freed before their parents, and each one once."""
     for order in itertools.permutations(range(6)):
         tree = Tree()
-        handles = tree.all()
+        owners = tree.all()
         for index in order:
-            handles[index].close()
+            owners[index].close()
         assert sorted(tree.freed) == [0, 10, 11, 12, 20, 21], order
         for first, then in ((11, 10), (12, 10), (21, 20), (10, 0), (20, 0)):
             assert before(tree.freed, first, then), order
 
 
-def test_use_after_close() -> None:
-    """Using a closed handle, or one whose parent was closed, raises an error that names it."""
+def test_use_of_a_closed_object_is_refused() -> None:
+    """Using a closed object, or one whose parent was closed, raises an error that names it."""
     tree = Tree()
     tree.models[0].close()
-    for handle in (tree.models[0], *tree.contexts[:2]):
-        assert handle.closed
-        with pytest.raises(Closed, match="was closed"), handle:
+    for owner in (tree.models[0], *tree.contexts[:2]):
+        assert owner.closed
+        with pytest.raises(Closed, match="was closed"), owner:
             pass
         with pytest.raises(Closed):
             _ = handle.raw
@@ -76,8 +76,8 @@ def test_use_after_close() -> None:
         assert raw == 21
 
 
-def test_handle_created_on_a_closed_parent_is_freed() -> None:
-    """What is made on a closed parent is freed at once."""
+def test_object_created_on_a_closed_parent_is_freed() -> None:
+    """An object that is created on a closed parent is freed at once."""
     tree = Tree()
     tree.models[1].close()
     del tree.freed[:]
@@ -86,8 +86,8 @@ def test_handle_created_on_a_closed_parent_is_freed() -> None:
     assert tree.freed == [22]
 
 
-def test_second_thread_is_busy() -> None:
-    """An exclusive handle belongs to one thread at a time, which may enter again."""
+def test_second_thread_using_a_lock_is_busy() -> None:
+    """A lock belongs to one thread at a time, which may use it recursively."""
     tree = Tree()
     context = tree.contexts[0]
 
@@ -103,7 +103,7 @@ def test_second_thread_is_busy() -> None:
 
 
 def test_a_reader_waits_for_the_running_call() -> None:
-    """It neither gets Busy nor causes it, in a loop of calls either, and may nest."""
+    """A reader neither gets nor causes Busy, also in a loop of calls, and may nest."""
     context = Tree().contexts[0]
     entered, read = threading.Event(), threading.Event()
     busy: list[BaseException] = []
@@ -138,9 +138,9 @@ def test_an_object_that_is_read_cannot_be_closed() -> None:
         pass
 
 
-def test_calls_and_closing_wait_for_a_short_read() -> None:
-    """Neither raises Busy, and a call that is in progress is not waited for."""
-    for use in (lambda handle: handle.close(), lambda handle: handle.__enter__()):
+def test_calls_and_close_wait_for_a_short_read() -> None:
+    """Neither raises Busy, and close does not wait for a call that is in progress."""
+    for use in (lambda lock: lock.close(), lambda lock: lock.__enter__()):
         tree = Tree()
         context = tree.contexts[0]
         entered, leave = threading.Event(), threading.Event()
@@ -160,22 +160,22 @@ def test_calls_and_closing_wait_for_a_short_read() -> None:
         assert isinstance(in_thread(tree.contexts[1].close), Busy)
 
 
-def test_closing_what_is_used() -> None:
-    """Closing a parent of something in use closes nothing at all."""
+def test_closing_the_parent_of_an_object_in_use_closes_nothing() -> None:
+    """Closing the parent of an object in use closes nothing."""
     tree = Tree()
     for used in (tree.contexts[1], tree.models[0], tree.library):
         with used:
-            for handle in (tree.library, used):
+            for owner in (tree.library, used):
                 with pytest.raises(Busy, match="in use"):
-                    handle.close()
-                assert isinstance(in_thread(handle.close), Busy)
+                    owner.close()
+                assert isinstance(in_thread(owner.close), Busy)
     assert tree.freed == []
     tree.library.close()
     assert tree.freed[-1] == 0
 
 
-def test_shared_handles_are_shared() -> None:
-    """A model may be used by many threads at once."""
+def test_owner_is_used_by_several_threads() -> None:
+    """Several threads may use a model at the same time."""
     model = Tree().models[0]
     barrier = threading.Barrier(4)
 
@@ -189,8 +189,8 @@ def test_shared_handles_are_shared() -> None:
 
 
 @pytest.mark.slow
-def test_dropped_handles_are_freed_before_their_parents() -> None:
-    """Without close, a child that is dropped is freed, and its parent only after it."""
+def test_dropped_objects_are_freed_before_their_parents() -> None:
+    """Without close, a dropped child is freed, and its parent only afterwards."""
     tree = Tree()
     freed = tree.freed
     del tree.contexts[0]
@@ -203,13 +203,13 @@ def test_dropped_handles_are_freed_before_their_parents() -> None:
     assert before(freed, 10, 0)
 
 
-def test_handles_in_a_cycle_are_freed_before_their_parents() -> None:
-    """The collector's own order does not matter."""
+def test_objects_in_a_cycle_are_freed_before_their_parents() -> None:
+    """The order of the garbage collector does not matter."""
     tree = Tree()
     freed = tree.freed
-    for handle in tree.all():
-        handle.cycle = tree  # type: ignore[attr-defined]
-    del tree, handle
+    for owner in tree.all():
+        owner.cycle = tree  # type: ignore[attr-defined]
+    del tree, owner
     gc.collect()
     assert sorted(freed) == [0, 10, 11, 12, 20, 21]
     assert before(freed, 11, 10)
@@ -235,8 +235,8 @@ entered.wait()
 """
 
 
-def test_the_interpreter_s_end(tmp_path: Path) -> None:
-    """What is left is freed in order; what a daemon thread uses is left alone, and its parent."""
+def test_objects_are_freed_in_order_at_exit(tmp_path: Path) -> None:
+    """Remaining objects are freed in order, except one that a thread uses, and its parent."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{EXIT}"],
@@ -252,7 +252,7 @@ def test_the_interpreter_s_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerDied("gone"), Closed("gone"), None])
-def test_handles_of_a_dead_worker_are_released(error: Exception | None) -> None:
+def test_objects_of_a_dead_worker_are_released(error: Exception | None) -> None:
     """Check a dead worker and a closed library."""
 
     def free(raw: int) -> None:
@@ -263,8 +263,8 @@ def test_handles_of_a_dead_worker_are_released(error: Exception | None) -> None:
     free_quietly(free, 7)
 
 
-def test_other_faults_are_raised() -> None:
-    """Check that a real failure is not hidden."""
+def test_free_quietly_raises_other_errors() -> None:
+    """Check that other errors are not hidden."""
 
     def free(raw: int) -> None:
         raise NativeError("broken")

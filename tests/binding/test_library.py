@@ -1,4 +1,4 @@
-"""A library that does not fit is refused with what to do, before anything runs in it."""
+"""Test that an unsuitable library is refused with a remedy, before any of its code runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyllamakv.native._plk import ffi
 
 
 def refused(where: Path, match: str) -> None:
-    """Expect a LoadError, from this process and from a worker."""
+    """Expect a LoadError, in this process and in a worker."""
     for isolated in (False, True):
         with pytest.raises(LoadError, match=match):
             open_library(where, isolated=isolated)
@@ -30,7 +30,7 @@ def refused(where: Path, match: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 def test_variant_opens_by_directory_file_or_text(tmp_path: Path, isolated: bool) -> None:
-    """A variant opens by its folder or its file; a bare file needs no manifest."""
+    """A variant opens by its directory or its file; a bare file needs no manifest."""
     folder = variant(tmp_path / "v")
     for where in (folder, str(folder), folder / "libplk.so"):
         with open_library(where, isolated=isolated) as opened:
@@ -43,8 +43,8 @@ def test_variant_opens_by_directory_file_or_text(tmp_path: Path, isolated: bool)
         assert opened.manifest is None
 
 
-def test_subclasses_open_as_themselves() -> None:
-    """The runtime's library is what it asked for."""
+def test_subclass_of_library_opens_as_itself() -> None:
+    """The runtime opens its own subclass."""
 
     class Mine(Library):
         pass
@@ -53,7 +53,7 @@ def test_subclasses_open_as_themselves() -> None:
         assert type(opened) is Mine
 
 
-def test_struct_sizes_are_c_s() -> None:
+def test_struct_sizes_equal_those_of_c() -> None:
     """Every struct has the same size for cffi and the C compiler."""
     native = Local(fake())
     names = loading.struct_names()
@@ -72,14 +72,14 @@ def test_missing_library_names_the_build_command(tmp_path: Path) -> None:
 
 
 def test_damaged_manifest_is_refused(tmp_path: Path) -> None:
-    """A manifest that cannot be read is no manifest."""
+    """An unreadable manifest is refused."""
     folder = variant(tmp_path / "v")
     (folder / "manifest.json").write_text("{", encoding="utf-8")
     refused(folder, "build")
 
 
 def test_library_with_another_digest_is_refused(tmp_path: Path) -> None:
-    """A library whose bytes are not the manifest's is refused, also when it was right before."""
+    """A library with another hash than the manifest's is refused, even if it matched before."""
     folder = variant(tmp_path / "v")
     open_library(folder, isolated=True).close()
     with (folder / "libplk.so").open("ab") as file:
@@ -95,24 +95,24 @@ def test_library_of_another_variant_is_refused(tmp_path: Path) -> None:
 
 
 def test_library_of_another_interface_version_is_refused(tmp_path: Path) -> None:
-    """Another interface number is refused from the manifest, and from the library itself."""
+    """Another interface number is refused, from the manifest and from the library."""
     refused(variant(tmp_path / "v", abi=99), "interface version 99")
     refused(fake("FAKE_ABI=7"), "interface version 7")
 
 
 def test_library_with_another_struct_size_is_refused() -> None:
-    """A struct of another size is refused by its name."""
+    """A struct of another size is named in the error."""
     refused(fake("FAKE_SIZE=72"), "plk_counters of 72 bytes")
 
 
 def test_library_for_another_cpu_is_refused(tmp_path: Path) -> None:
-    """Code for another processor is refused before it can fault."""
+    """Code for another CPU is refused before it runs."""
     refused(variant(tmp_path / "v", cpu_flags=("sse2", "no_such_flag")), "no_such_flag")
     refused(variant(tmp_path / "w", machine="vax"), "vax")
 
 
 def test_files_without_the_interface_are_refused(tmp_path: Path) -> None:
-    """Text, and libraries of others, are refused."""
+    """Text files and other libraries are refused."""
     text = tmp_path / "libplk.so"
     text.write_text("not an ELF file", encoding="utf-8")
     refused(text, "cannot load")
@@ -121,7 +121,7 @@ def test_files_without_the_interface_are_refused(tmp_path: Path) -> None:
 
 
 def test_library_without_a_function_is_refused(tmp_path: Path) -> None:
-    """A library that lacks a function of the header is refused when it is opened, not later."""
+    """A library without a function of the header is refused when it is opened."""
     text = (Path(__file__).parents[1] / "kits" / "fakes" / "fake_plk.c").read_text(encoding="utf-8")
     assert "plk_threads(" in text
     refused(fake("plk_threads=plk_renamed"), "plk_threads")
@@ -139,18 +139,18 @@ def test_library_without_a_function_is_refused(tmp_path: Path) -> None:
 def test_missing_shared_library_has_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, hint: str
 ) -> None:
-    """A dependency that is not there is named by its hint."""
+    """The error names the missing dependency and a hint."""
     target = tmp_path / "libplk.so"
     target.write_bytes(b"x")
 
     class Loader:
-        """Stand in for cffi, whose loader finds everything here."""
+        """Replace cffi by a loader that finds every library."""
 
         RTLD_NOW = RTLD_LOCAL = 0
         error = ffi.error
 
         def dlopen(self, name: str, flags: int) -> object:
-            """Fail as the loader does."""
+            """Fail like the loader."""
             raise OSError(f"cannot load library '{name}': {text}")
 
     monkeypatch.setattr(loading, "ffi", Loader())
@@ -159,7 +159,7 @@ def test_missing_shared_library_has_a_hint(
 
 
 def test_library_path_is_not_searched_for_driver_names(tmp_path: Path) -> None:
-    """The words of the path are not taken for the loader's."""
+    """Words of the path are not mistaken for the loader's message."""
     folder = tmp_path / "libcuda.so"
     folder.mkdir()
     (folder / "libplk.so").write_bytes(b"x")
@@ -169,7 +169,7 @@ def test_library_path_is_not_searched_for_driver_names(tmp_path: Path) -> None:
 
 
 def test_replaced_library_opens_only_in_a_worker(tmp_path: Path) -> None:
-    """The loader would give the old library again: refuse, and a worker gets the new one."""
+    """The loader would return the old library, so this process refuses; a worker opens it."""
     target = tmp_path / "libplk.so"
     shutil.copy(fake(), target)
     open_library(target).close()
@@ -182,8 +182,8 @@ def test_replaced_library_opens_only_in_a_worker(tmp_path: Path) -> None:
         assert opened.about.variant == "newer"
 
 
-def test_two_variants_side_by_side() -> None:
-    """Each library keeps its own names and state."""
+def test_two_open_variants_keep_separate_state() -> None:
+    """Each library has its own names and state."""
     with open_library(fake()) as one, open_library(fake('FAKE_VARIANT="b"')) as two:
         assert (one.about.variant, two.about.variant) == ("fake", "b")
         model = one.native.model_load("m", ModelParams())
@@ -193,7 +193,7 @@ def test_two_variants_side_by_side() -> None:
         assert two.native.model_meta(other, "fake.alive") == "1"
 
 
-def test_init_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_library_initialization_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a library cannot be loaded, the error has the reason."""
     monkeypatch.setenv("FAKE_PLK_INIT", "fail")
     for isolated in (False, True):
@@ -202,15 +202,15 @@ def test_init_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_environment_and_timeout_require_a_worker() -> None:
-    """An environment needs a process to hold it."""
+    """Environment variables require a process."""
     for options in ({"env": {"A": "b"}}, {"timeout": 3.0}):
         with pytest.raises(UsageError, match="isolated=True"):
             open_library(fake(), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", sorted(opening._APART))
-def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
-    """A backend that can end the process always lives in one of its own."""
+def test_gpu_backends_run_in_a_worker(tmp_path: Path, backend: str) -> None:
+    """A backend that can end the process always runs in its own one."""
     folder = variant(tmp_path / "v", fake("FAKE_KIND=1"), backend=backend)
     with open_library(folder) as opened:
         assert opened.isolated
@@ -218,7 +218,7 @@ def test_devices_get_a_worker(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", sorted(opening._APART))
 def test_variant_without_its_device_is_refused(tmp_path: Path, backend: str) -> None:
-    """A variant for a device does not compute on the processor in silence."""
+    """A variant for a device does not silently compute on the CPU."""
     with pytest.raises(LoadError, match=f"is for {backend}, and no such device was found"):
         open_library(variant(tmp_path / "v", backend=backend))
 
@@ -227,12 +227,12 @@ def test_old_cuda_driver_is_named_with_the_toolkit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hint contains the error of the CUDA runtime and the toolkit's version."""
-    said = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
-    monkeypatch.setenv("FAKE_PLK_LOG", said)
+    message = "ggml_cuda_init: CUDA driver version is insufficient for CUDA runtime version"
+    monkeypatch.setenv("FAKE_PLK_LOG", message)
     folder = variant(tmp_path / "v", backend="cuda", options={"PLK_CUDA_VERSION": "13.0.88"})
     with pytest.raises(LoadError, match=r"too old for the toolkit 13\.0\.88: update it") as caught:
         open_library(folder)
-    assert said in caught.value.log
+    assert message in caught.value.log
 
 
 def test_closed_library_is_refused_and_busy_library_stays_open() -> None:

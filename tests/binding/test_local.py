@@ -1,4 +1,4 @@
-"""Libraries, models, contexts and logs, in this process and in a worker alike."""
+"""Test libraries, models, contexts and logs, in this process and in a worker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_library_reports_its_interface_and_capabilities(native: Native) -> None:
 
 
 def test_model_reports_its_metadata_and_tokens(native: Native, model: ModelHandle) -> None:
-    """Everything about a model can be read."""
+    """All properties of a model can be read."""
     info = native.model_info(model)
     assert (info.n_vocab, info.has_vocab, info.token_eot) == (512, True, -1)
     assert info.n_bytes == 1040384
@@ -66,8 +66,8 @@ def test_model_reports_its_metadata_and_tokens(native: Native, model: ModelHandl
         native.token_piece(model, 9999, False)
 
 
-def test_models_that_cannot_be_loaded(native: Native) -> None:
-    """The error carries the code, the library's text and its last lines."""
+def test_failed_model_load_has_code_text_and_log(native: Native) -> None:
+    """The error has the code, the library's text and its last log lines."""
     with pytest.raises(ModelError, match="no such file") as caught:
         native.model_load("/somewhere/missing.gguf", ModelParams(rpc_servers="a:1", devices="x"))
     assert caught.value.code == -1005
@@ -94,8 +94,8 @@ def test_context_reports_its_sizes(
 
 
 @pytest.mark.parametrize("kind", [Local, Remote])
-def test_missing_capabilities(kind: type[Local | Remote]) -> None:
-    """What a build cannot do is Unsupported, with its name."""
+def test_missing_capabilities_raise_unsupported(kind: type[Local | Remote]) -> None:
+    """A missing capability raises Unsupported with its name."""
     native = kind(fake("FAKE_CAPABILITIES=0"))
     try:
         model = native.model_load("m", ModelParams())
@@ -112,7 +112,7 @@ def test_missing_capabilities(kind: type[Local | Remote]) -> None:
         native.close()
 
 
-def test_use_after_free_in_any_order(native: Native) -> None:
+def test_use_of_a_freed_object_is_refused_in_any_order(native: Native) -> None:
     """Objects may be freed in any order, and using a freed one raises an error."""
     for order in itertools.permutations(("model", "context", "sampler")):
         model = native.model_load("m", ModelParams())
@@ -139,7 +139,7 @@ def test_use_after_free_in_any_order(native: Native) -> None:
 
 
 def test_close_frees_everything() -> None:
-    """Nothing stays behind in the library."""
+    """The library has no object left."""
     native = Local(fake('FAKE_VARIANT="other"'))
     model = native.model_load("m", ModelParams())
     native.context_new(model, ContextParams())
@@ -152,7 +152,9 @@ def test_close_frees_everything() -> None:
     again.close()
 
 
-def test_embeddings_as_input(native: Native, model: ModelHandle, context: ContextHandle) -> None:
+def test_input_embeddings_reach_c_by_rows(
+    native: Native, model: ModelHandle, context: ContextHandle
+) -> None:
     """Embeddings and their positions reach C row by row; a guarded context refuses them."""
     # Neither array is contiguous: C must get a copy.
     embd = np.asfortranarray([[7.0, 8.0, 97.0]], np.float32)[:, ::-1][:, ::-1]
@@ -172,7 +174,7 @@ def test_embeddings_as_input(native: Native, model: ModelHandle, context: Contex
 def test_log_lines_reach_logging_by_level(
     native: Native, context: ContextHandle, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log lines reach `logging` by level, and each reader once."""
+    """Log lines are sent to `logging` by level, once per reader."""
     caplog.set_level(logging.DEBUG, "pyllamakv.native")
     assert (2, "fake: loaded fake.gguf") in native.logs()
     assert native.logs() == []
@@ -197,8 +199,8 @@ def test_lost_lines_of_the_log_are_counted(native: Native, context: ContextHandl
     assert native.logs() == []
 
 
-def test_lines_survive_an_error(native: Native, context: ContextHandle) -> None:
-    """What an error carries is still there for the next reader of the log."""
+def test_log_lines_of_an_error_stay_readable(native: Native, context: ContextHandle) -> None:
+    """The next reader of the log still gets the lines of an error."""
     native.logs()
     native.decode_one(context, LOG, 0, 0)
     with pytest.raises(NativeError) as caught:
@@ -210,7 +212,7 @@ def test_lines_survive_an_error(native: Native, context: ContextHandle) -> None:
 def test_mapped_memory_is_read_trimmed_and_flushed(
     native: Native, model: ModelHandle, context: ContextHandle
 ) -> None:
-    """What mapped memory takes is read, given back and flushed, or refused on the heap."""
+    """Mapped memory is measured, released and flushed; on the heap this is refused."""
     with pytest.raises(Unsupported, match="heap") as refused:
         native.mapping(context)
     assert refused.value.capability == "mapping"
@@ -241,7 +243,7 @@ CREATIONS = {
 def test_creation_that_a_signal_interrupts_frees_the_object(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python raises the exception of a handler right after the call of C, or in a later call."""
+    """Python raises the exception of a handler directly after the C call, or in a later call."""
     native = Local(fake())
     model = native.model_load("fake.gguf", ModelParams())
     library, objects = native._lib, Mock(wraps=native._lib)
@@ -262,7 +264,7 @@ def test_creation_that_a_signal_interrupts_frees_the_object(
 
 
 def test_context_in_mapped_memory_is_closed_in_a_forked_child() -> None:
-    """It would write into the memory of its parent, and flush the file when it ends."""
+    """Closing it normally would write into memory of its parent and flush the file."""
     native = Local(fake())
     model = native.model_load("fake.gguf", ModelParams())
     heap = native.context_new(model, ContextParams())

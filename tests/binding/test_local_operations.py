@@ -1,4 +1,4 @@
-"""Operations on contexts pass their arguments and results, in this process and in a worker."""
+"""Test that operations pass arguments and results, in this process and in a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Calls = Callable[[], list[str]]
 
 @pytest.fixture
 def calls(native: Native) -> Iterator[Calls]:
-    """Return what reads the calls in C since the last read."""
+    """Return a function that returns the C calls since its last call."""
     native.log_level(1)
     native.logs()
     yield lambda: [text for _level, text in native.logs()]
@@ -42,14 +42,14 @@ def calls(native: Native) -> Iterator[Calls]:
 
 
 def ints(*values: int) -> Any:
-    """Return an array as the protocol wants it."""
+    """Return an array of the protocol's type."""
     return np.array(values, np.int32)
 
 
 def test_decoded_batches_have_logits_where_requested(
     native: Native, context: ContextHandle
 ) -> None:
-    """Batches, single tokens and their logits."""
+    """Check batches, single tokens and their logits."""
     assert feed(native, context, 0, 5) == 0
     row = native.logits(context, -1, 512)
     assert (row.dtype, row.shape, row.flags.writeable) == (np.float32, (512,), False)
@@ -70,7 +70,7 @@ def test_decoded_batches_have_logits_where_requested(
 def test_one_token_per_sequence_is_decoded_together(
     native: Native, model: ModelHandle, context: ContextHandle
 ) -> None:
-    """Several sequences go on together, with a row of logits and a token for each."""
+    """Several sequences are decoded together, with a row of logits and a token for each."""
     for pos in range(2):
         assert native.decode_each(context, [1, 2, 3], [pos] * 3, (0, 1, 4)) == 0
         rows = native.logits_all(context, 512)
@@ -82,7 +82,7 @@ def test_one_token_per_sequence_is_decoded_together(
     code, rows = native.run(sampler, context, [3, 4], [2, 2], (0, 4), 2, True)
     assert (code, rows) == (0, [[6, 7], [10, 11]])
     assert native.seq_pos_max(context, 4) == 3
-    # The fake takes 257 for the end; 503 would hang.
+    # The fake library treats 257 as the end token; 503 would hang.
     assert native.run(sampler, context, [MINUS, 4], [4, 4], (0, 4), 2, True) == (-3, [])
     for wrong in (
         lambda: native.sample_all(sampler, context, 0),
@@ -96,17 +96,19 @@ def test_one_token_per_sequence_is_decoded_together(
         native.decode_each(context, [1.5], [0], (0,))
 
 
-def test_batches_with_several_sequences_per_token(
+def test_sequences_of_a_token_are_assigned_by_count(
     native: Native, context: ContextHandle, calls: Calls
 ) -> None:
-    """The flat list of sequences belongs to the tokens by their counts."""
+    """The flat list of sequences is assigned to tokens by their counts."""
     code = native.decode(context, ints(1, 2), ints(0, 1), ints(2, 1), ints(0, 3, 3), None)
     assert code == 0
     assert calls() == ["token 1 at 0 of 0+3", "token 2 at 1 of 3"]
 
 
-def test_arrays_of_another_kind(native: Native, context: ContextHandle, calls: Calls) -> None:
-    """What C cannot read in place is converted, not misread."""
+def test_arrays_of_another_type_are_converted(
+    native: Native, context: ContextHandle, calls: Calls
+) -> None:
+    """Arrays that C cannot read in place are converted."""
     wide = np.arange(8, dtype=np.int64)[::2]
     if isinstance(native, Remote):
         wide = wide.astype(np.int32)[::1]
@@ -124,8 +126,8 @@ def test_arrays_of_another_kind(native: Native, context: ContextHandle, calls: C
         (ints(1, 2), ints(0, 1), None, ints(0, 0), np.zeros(1, np.int8)),
     ],
 )
-def test_short_arrays_stay_out_of_c(native: Native, context: ContextHandle, arrays: Any) -> None:
-    """An array that is too short is refused before C reads past its end."""
+def test_too_short_arrays_are_refused(native: Native, context: ContextHandle, arrays: Any) -> None:
+    """An array that is too short is refused before C reads beyond its end."""
     with pytest.raises(NativeError, match="differ in length"):
         native.decode(context, *arrays)
 
@@ -148,7 +150,7 @@ def test_decode_returns_llama_codes_and_raises_own_codes(
 def test_operations_on_sequences_pass_their_arguments(
     native: Native, context: ContextHandle, calls: Calls
 ) -> None:
-    """Each argument has its place in C, and what C refuses is False or an error."""
+    """Arguments are passed in the right order, and a refusal by C is False or an error."""
     assert native.seq_rm(context, 1, 2, 4)
     native.seq_cp(context, 1, 2, -1, 3)
     native.seq_keep(context, 5)
@@ -169,8 +171,8 @@ def test_operations_on_sequences_pass_their_arguments(
     assert (native.seq_pos_min(context, 5), native.seq_pos_max(context, 5)) == (105, 7)
 
 
-def test_numbers_of_a_cache_keep_their_names(native: Native, context: ContextHandle) -> None:
-    """Every field of a report is that of C, in order; 64-bit numbers are read whole."""
+def test_cache_reports_keep_the_fields_of_c(native: Native, context: ContextHandle) -> None:
+    """Every field of a report is that of C, in order; 64-bit numbers are complete."""
     assert native.defrag(context) == RawDefrag(1, 2, 3, 4, 5, 6, 7, 8)
     assert native.counters(context) == Counters(*range(1, 12))
     info = CellsInfo(3, True, 64, 4, 5, True, 6, 7, 8, False, 1, 10, 11)
@@ -193,10 +195,10 @@ def test_snapshots_have_a_row_per_cell_and_do_not_change(
         assert raw.seqs.tolist() == [[n << 32 * word for word in range(words)] for n in range(16)]
 
 
-def test_states_pass_unchanged_and_refusals_return_zero(
+def test_states_are_unchanged_and_refusals_return_zero(
     native: Native, context: ContextHandle, calls: Calls
 ) -> None:
-    """A state is bytes; a refusal is 0; what is no state raises."""
+    """A state is bytes; a refusal is 0; an invalid state raises an error."""
     assert native.state_save(context, 7) == b""
     state = bytes(range(48))
     assert native.state_load(context, 3, state) == 48
@@ -210,7 +212,7 @@ def test_states_pass_unchanged_and_refusals_return_zero(
 def test_sampler_chooses_from_the_logits_of_a_place(
     native: Native, model: ModelHandle, context: ContextHandle
 ) -> None:
-    """A sampler chooses from the logits of a place."""
+    """The chosen token is that of the logits at the given index."""
     sampler = native.sampler_new(model, SamplerParams(seed=3))
     feed(native, context, 0, 5)
     assert native.sample(sampler, context, -1) == 9
@@ -224,7 +226,7 @@ def test_sampler_chooses_from_the_logits_of_a_place(
 
 
 def test_many_operations_end_at_the_first_error(native: Native, context: ContextHandle) -> None:
-    """Several operations go in one call, and the first error ends it."""
+    """Several operations are made in one call, and the first error ends it."""
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("decode_one", (context, 1, 0, 0)),
         ("logits", (context, -1, 512)),

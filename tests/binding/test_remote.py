@@ -1,4 +1,4 @@
-"""Calls reach a worker and come back, whatever else happens meanwhile."""
+"""Test calls to a worker under concurrency, signals and forks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytest_plugins = ("fakes.opened",)
 
 @pytest.fixture
 def native(remote: Remote) -> Remote:
-    """Open what these tests are about: the worker alone."""
+    """Open a library in a worker only."""
     return remote
 
 
 def test_worker_with_a_device_error_raises_device_lost(
     remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that ends with a device's last words lost its device."""
+    """A worker that ends with a device error raises DeviceLost."""
     monkeypatch.setattr(
         remote._process, "tail", lambda: ("CUDA error: an illegal memory access", "end")
     )
@@ -53,8 +53,10 @@ def test_worker_with_a_device_error_raises_device_lost(
         remote.logs()
 
 
-def test_a_second_thread_waits(remote: Remote, model: ModelHandle, context: ContextHandle) -> None:
-    """Threads on different contexts take turns."""
+def test_second_thread_waits_for_the_worker(
+    remote: Remote, model: ModelHandle, context: ContextHandle
+) -> None:
+    """Threads on different contexts wait for each other."""
     other = remote.context_new(model, ContextParams())
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(remote.decode_one(context, SLOW, 0, 0)))
@@ -64,8 +66,10 @@ def test_a_second_thread_waits(remote: Remote, model: ModelHandle, context: Cont
     assert found == [0]
 
 
-def test_closing_during_a_call(remote: Remote, context: ContextHandle) -> None:
-    """A call that another thread's close cuts off ends with an error, and so does the next."""
+def test_closing_during_a_call_ends_it_with_an_error(
+    remote: Remote, context: ContextHandle
+) -> None:
+    """If close() of another thread interrupts a call, it and the next one raise an error."""
     found: list[BaseException] = []
 
     def hang() -> None:
@@ -87,7 +91,7 @@ def test_closing_during_a_call(remote: Remote, context: ContextHandle) -> None:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, object], None], delay: float) -> Iterator[None]:
-    """Let a signal handler run in this thread after some seconds; not the timeout's signal."""
+    """Run a signal handler in this thread after some seconds; not with the timeout's signal."""
     old = signal.signal(signal.SIGUSR1, handler)
     main = threading.get_ident()
     timer = threading.Timer(delay, lambda: signal.pthread_kill(main, signal.SIGUSR1))
@@ -101,7 +105,7 @@ def handling(handler: Callable[[int, object], None], delay: float) -> Iterator[N
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_wait_and_keeps_the_worker(remote: Remote, context: ContextHandle) -> None:
-    """Ctrl-C ends the wait, not the worker; the late answer is not taken for the next one."""
+    """Ctrl-C ends the wait, not the worker; the late response is not used for the next call."""
 
     def handler(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -121,8 +125,8 @@ def test_ctrl_c_in_the_group(remote: Remote, context: ContextHandle) -> None:
 
 
 @pytest.mark.slow
-def test_calls_from_within_a_call(remote: Remote, context: ContextHandle) -> None:
-    """A handler that calls in the middle of a call is refused; what it frees goes later."""
+def test_calls_from_a_signal_handler_are_refused(remote: Remote, context: ContextHandle) -> None:
+    """A handler that calls during a call is refused; objects that it frees are freed later."""
     seen: list[BaseException | None] = []
     extra = remote.model_load("extra", ModelParams())
 
@@ -142,8 +146,8 @@ def test_calls_from_within_a_call(remote: Remote, context: ContextHandle) -> Non
         remote.model_info(extra)
 
 
-def test_a_fork_does_not_touch_the_worker(remote: Remote, context: ContextHandle) -> None:
-    """A child that was forked holds the sockets, and must neither use nor end what is not its."""
+def test_forked_child_does_not_use_the_worker(remote: Remote, context: ContextHandle) -> None:
+    """A forked child inherits the sockets, and must not use them or end the worker."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -159,8 +163,8 @@ def test_a_fork_does_not_touch_the_worker(remote: Remote, context: ContextHandle
     assert remote.decode_one(context, 1, 0, 0) == 0
 
 
-def test_cancels_of_what_is_closed(remote: Remote, context: ContextHandle) -> None:
-    """A cancel that comes too late does nothing."""
+def test_cancel_of_a_closed_context_does_nothing(remote: Remote, context: ContextHandle) -> None:
+    """A cancel after the end does nothing."""
     remote.context_free(context)
     remote.cancel(context)
     remote.cancel(ContextHandle(12345))
@@ -168,7 +172,7 @@ def test_cancels_of_what_is_closed(remote: Remote, context: ContextHandle) -> No
 
 
 def test_invalid_requests_keep_the_worker_alive(remote: Remote, context: ContextHandle) -> None:
-    """Only operations are answered, and a wrong argument ends nothing."""
+    """Only operations are accepted, and an invalid argument does not end the worker."""
     for name in ("_lib", "__init__", "nothing"):
         with pytest.raises(UsageError, match="not an operation"):
             remote._ask(name)
@@ -189,7 +193,7 @@ def test_invalid_requests_keep_the_worker_alive(remote: Remote, context: Context
 
 
 def test_states_of_megabytes_pass_the_socket(remote: Remote, model: ModelHandle) -> None:
-    """Megabytes cross both ways."""
+    """Megabytes are transferred in both directions."""
     context = remote.context_new(model, ContextParams(n_ctx=1 << 18))
     state = bytes(range(256)) * (1 << 12)
     assert remote.state_load(context, 1, state) == 1 << 20
@@ -200,7 +204,7 @@ def test_states_of_megabytes_pass_the_socket(remote: Remote, model: ModelHandle)
 def test_sampler_handles_work_in_a_worker(
     remote: Remote, model: ModelHandle, context: ContextHandle
 ) -> None:
-    """Handles of every kind work from afar."""
+    """Handles of all kinds work in a worker."""
     sampler = remote.sampler_new(model, SamplerParams())
     remote.decode_one(context, 5, 0, 0)
     assert remote.sample(sampler, context, -1) == 6
@@ -210,7 +214,7 @@ def test_sampler_handles_work_in_a_worker(
 def test_creation_that_a_signal_interrupts_is_freed_before_the_next_call(
     remote: Remote, model: ModelHandle, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker creates the context, whose handle nobody gets."""
+    """The worker created the context, but no caller has its handle."""
     seen: list[str] = []
     send = remote._channel.send
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A server runs in its own process, reports its address, and ends with its owner."""
+"""Test that an RPC server runs in its own process, reports its address and ends with its owner."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LONG = 120.0
 
 
 def connect(endpoint: str) -> socket.socket:
-    """Connect to a server as a client does."""
+    """Connect to a server like a client."""
     host, _, port = endpoint.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=LONG)
 
 
 def gone(endpoint: str) -> bool:
-    """Wait until no connection is accepted any more."""
+    """Wait until no connection is accepted."""
     until = time.monotonic() + LONG
     while time.monotonic() < until:
         try:
@@ -42,7 +42,7 @@ def gone(endpoint: str) -> bool:
 
 
 def test_a_server_answers_until_it_is_closed() -> None:
-    """It listens when it is there, on loopback, and no longer after its end."""
+    """It listens on loopback as soon as it is returned, and not after it is closed."""
     with RpcServer(fake(), threads=1) as server:
         assert server.alive
         assert not server.open_to_others
@@ -54,10 +54,8 @@ def test_a_server_answers_until_it_is_closed() -> None:
 
 
 @pytest.mark.slow
-def test_a_variant_for_a_gpu_serves_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the processor; a device that is named stands, and without any it is refused."""
+def test_gpu_variant_serves_its_first_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named device is used instead; without a GPU, it is refused."""
     asked: list[str | None] = []
     serve = Remote.rpc_serve
 
@@ -75,7 +73,7 @@ def test_a_variant_for_a_gpu_serves_the_first(
 
 
 @pytest.mark.slow
-def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_is_resolved_to_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp accepts only numeric addresses, which show whether the server is public."""
     with RpcServer(fake(), host="localhost") as server:
         assert server.endpoint.startswith("127.0.0.1:")
@@ -94,8 +92,8 @@ def test_names_become_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
             assert server.open_to_others == (address == "0.0.0.0")
 
 
-def test_a_server_that_dies_is_lost() -> None:
-    """Whoever waits for it learns that it was killed; closing it is still fine."""
+def test_killed_rpc_server_raises_device_lost() -> None:
+    """Waiting for the server raises the error; closing it is still possible."""
     with RpcServer(fake()) as server:
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(DeviceLost, match=r"SIGKILL"):
@@ -103,8 +101,8 @@ def test_a_server_that_dies_is_lost() -> None:
         assert not server.alive
 
 
-def test_a_server_that_aborts_is_lost() -> None:
-    """What a client makes it do ends the server, and nothing else."""
+def test_aborted_rpc_server_raises_device_lost() -> None:
+    """A client can end only the server."""
     with RpcServer(fake()) as server:
         with connect(server.endpoint) as client:
             client.send(b"x")
@@ -113,7 +111,7 @@ def test_a_server_that_aborts_is_lost() -> None:
 
 
 def test_used_port_unknown_host_and_device_are_refused() -> None:
-    """A port in use, a strange host and an unknown device are refused with what to do."""
+    """Each error names the value and a remedy."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -128,14 +126,14 @@ def test_used_port_unknown_host_and_device_are_refused() -> None:
 
 
 def test_missing_library_raises_a_load_error(tmp_path: Path) -> None:
-    """The library's own error comes through."""
+    """The error is the library's own."""
     with pytest.raises(LoadError):
         RpcServer(tmp_path / "libplk.so")
 
 
 @pytest.mark.slow
 def test_a_server_ends_with_its_owner() -> None:
-    """A program that is killed leaves no server behind."""
+    """If a program is killed, its server ends."""
     code = (
         "import sys, time; from pathlib import Path;"
         " from pyllamakv.binding.rpc_server import RpcServer;"

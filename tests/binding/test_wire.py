@@ -1,4 +1,4 @@
-"""What crosses to a worker arrives as it was sent."""
+"""Test that messages to a worker arrive unchanged."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ PLAIN = st.recursive(
 @pytest.mark.slow
 @given(PLAIN)
 @settings(max_examples=60, deadline=None)
-def test_plain_values(value: object) -> None:
-    """Numbers, text, bytes, lists and dictionaries survive."""
+def test_plain_values_are_transferred_unchanged(value: object) -> None:
+    """Numbers, text, bytes, lists and dictionaries are unchanged."""
     assert trip(value) == value
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint64", "float32"])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (5, 0), (3, 5), (70000,)])
-def test_arrays(dtype: str, shape: tuple[int, ...]) -> None:
-    """Arrays keep dtype, shape and contents, small and large, and can be written to."""
+def test_arrays_keep_dtype_shape_and_contents(dtype: str, shape: tuple[int, ...]) -> None:
+    """Arrays, small and large, keep dtype, shape and contents, and are writable."""
     value = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
     found = trip(value)
     assert found.dtype == value.dtype
@@ -85,14 +85,14 @@ def test_arrays(dtype: str, shape: tuple[int, ...]) -> None:
     assert found.ctypes.data % found.dtype.itemsize == 0
 
 
-def test_arrays_that_are_not_contiguous() -> None:
-    """A strided array arrives packed."""
+def test_strided_arrays_arrive_contiguous() -> None:
+    """A strided array arrives contiguous."""
     value = np.arange(20, dtype=np.int32)[::3]
     assert trip(value).tolist() == value.tolist()
 
 
-def test_several_buffers_in_order() -> None:
-    """Buffers of odd lengths do not shift one another."""
+def test_several_buffers_keep_their_order() -> None:
+    """Buffers of odd lengths do not change the offsets of others."""
     value = [b"abc", np.arange(3, dtype=np.int8), b"", np.arange(4, dtype=np.uint64), b"x"]
     found = trip(value)
     assert found[0] == b"abc"
@@ -144,8 +144,8 @@ def test_protocol_dataclasses_keep_their_classes(value: object) -> None:
     assert type(found) is type(value)
 
 
-def test_facts_hold_arrays() -> None:
-    """A snapshot's arrays cross inside their dataclass."""
+def test_arrays_in_a_dataclass_are_transferred() -> None:
+    """A snapshot's arrays are transferred in their dataclass."""
     value = RawCells(
         INFO, np.arange(4, dtype=np.int32), np.zeros(4, np.int32), np.ones((4, 2), np.uint64)
     )
@@ -156,21 +156,21 @@ def test_facts_hold_arrays() -> None:
 
 
 def test_unknown_classes_are_refused_by_the_sender() -> None:
-    """There is no pickle: an unknown class is an error on the sender's side."""
+    """There is no pickle: an unknown class is an error of the sender."""
     for value in (object(), {1, 2}, np.zeros(2, np.complex64)):
         with pytest.raises(TypeError, match="cannot be sent"):
             pack(value, [])
 
 
 def cross(error: BaseException) -> Exception:
-    """Return an error after its trip."""
+    """Return an error after its transfer."""
     found = trip(error)
     assert isinstance(found, Exception)
     return found
 
 
 def test_errors_keep_class_message_and_fields() -> None:
-    """A typed error is the same on the other side, whatever its constructor takes."""
+    """A typed error is equal after its transfer, for any parameters of its constructor."""
     sent = errors.NoKVSlot(
         "no slot", cause="fragmented", n_tokens=64, stats=Counters(moves=3), log=["one", "two"]
     )
@@ -191,8 +191,8 @@ ALL = [
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_class_crosses(kind: type[errors.KvError]) -> None:
-    """Each class of the tree can be rebuilt without its constructor."""
+def test_every_error_class_is_transferred(kind: type[errors.KvError]) -> None:
+    """Each error class can be restored without its constructor."""
     sent = kind.__new__(kind)
     sent.args = ("the message",)
     sent.__dict__.update(number=3, nested=errors.UsageError("inner"), strange=object())
@@ -205,23 +205,23 @@ def test_every_class_crosses(kind: type[errors.KvError]) -> None:
 
 
 def test_unknown_errors_become_native_errors() -> None:
-    """Built-in exceptions keep their class; the message of any other names its class."""
+    """Built-in exceptions keep their class; the message of any other contains its class."""
     assert type(cross(OverflowError("big"))) is OverflowError
     found = cross(ZeroDivisionError("zero"))
     assert type(found) is errors.NativeError
     assert "ZeroDivisionError: zero" in str(found)
 
 
-def test_errors_of_other_names_are_not_built() -> None:
-    """A name cannot reach past the tree of errors."""
+def test_unknown_error_class_becomes_native_error() -> None:
+    """Names outside of the error classes are not resolved."""
     for name in ("Sequence", "annotations", "KeyboardInterrupt", "nothing"):
         packed = {"class": name, "message": "m", "fields": {}}
         assert type(unpack_error(packed, None)) is errors.NativeError  # type: ignore[arg-type]
     assert pack_error(errors.UsageError("m"), [])["class"] == "UsageError"
 
 
-def test_streams_that_are_not_ours() -> None:
-    """Bytes without the magic are refused, and an early end is an end."""
+def test_stream_without_the_magic_is_refused() -> None:
+    """Bytes without the magic number are refused, and an early end is an end of the stream."""
     one, two = socket.socketpair()
     with one, two:
         one.sendall(b"x" * 64)
@@ -239,8 +239,8 @@ def test_streams_that_are_not_ours() -> None:
             channel.receive()
 
 
-def test_bodies_shorter_than_their_header() -> None:
-    """A header that promises more than came is refused."""
+def test_body_shorter_than_its_header_is_refused() -> None:
+    """A header with a larger size than its body is refused."""
     one, two = socket.socketpair()
     with one, two:
         Channel(one).send(1, {"$": "bytes", "n": 100}, [b"abc"])

@@ -1,4 +1,4 @@
-"""A worker may crash, hang or be killed: its parent gets an error, and nothing is left behind."""
+"""Test that a worker that crashes, hangs or is killed raises an error and leaves nothing."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ pytest_plugins = ("fakes.opened",)
 
 @pytest.fixture
 def native(remote: Remote) -> Remote:
-    """Open what these tests are about: the worker alone."""
+    """Open a library in a worker only."""
     return remote
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process is gone, or waits for its parent to reap it."""
+    """Return whether a process has ended, or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -81,8 +81,8 @@ def test_ended_worker_reports_signal_operation_and_log(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed(remote: Remote, context: ContextHandle) -> None:
-    """Killed between two calls, or during one."""
+def test_killed_worker_raises_worker_died(remote: Remote, context: ContextHandle) -> None:
+    """It is killed between two calls, or during one."""
     os.kill(remote.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         remote.seq_pos_max(context, 0)
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed(remote: Remote, context: ContextHandle) -> None
 
 @pytest.mark.slow
 def test_silent_worker_is_ended_after_the_timeout(remote: Remote, context: ContextHandle) -> None:
-    """Silence for longer than allowed ends it; a silent one that only got a signal too."""
+    """A worker without a response for longer than the timeout is ended."""
     assert remote.timeout is None
     remote.timeout = 0.3
     with pytest.raises(WorkerTimeout, match=r"0\.3 s") as caught:
@@ -111,8 +111,8 @@ def test_silent_worker_is_ended_after_the_timeout(remote: Remote, context: Conte
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
-    """A worker that does not read is as silent as one that does not answer."""
+def test_stopped_worker_times_out_during_a_large_message() -> None:
+    """A worker that does not read is ended like one that does not respond."""
     remote = Remote(fake(), timeout=LONG)
     context = remote.context_new(remote.model_load("m", ModelParams()), ContextParams())
     remote.timeout = 0.5
@@ -130,7 +130,7 @@ def test_a_worker_that_is_stopped_while_much_is_sent() -> None:
 def test_library_failing_to_load_leaves_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[NativeError]
 ) -> None:
-    """Not even loading may harm the parent."""
+    """Not even loading may affect the parent."""
     if fault == "hang":
         monkeypatch.setattr("pyllamakv.binding.remote.START", 3.0)
     before = fds()
@@ -140,7 +140,9 @@ def test_library_failing_to_load_leaves_no_descriptors(
     assert fds() == before
 
 
-def test_a_python_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_worker_interpreter_raises_load_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A missing interpreter, or one without the package, is named in the error."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LoadError, match="cannot start a worker"):
@@ -165,7 +167,7 @@ def fds() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_ended_workers_leave_no_descriptors_and_zombies() -> None:
-    """Closed, dropped, crashed or never used: no descriptor and no zombie stays."""
+    """Closed, dropped, crashed or unused: no descriptor and no zombie remains."""
     Remote(fake()).close()
     before = fds()
     pids = []
@@ -203,8 +205,8 @@ time.sleep(600)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", [False, True])
-def test_the_parent_s_death_ends_the_worker(hang: bool, tmp_path: Path) -> None:
-    """However the parent ends, idle or in a call, the worker follows."""
+def test_worker_ends_with_its_parent(hang: bool, tmp_path: Path) -> None:
+    """However the parent ends, idle or in a call, the worker ends."""
     root = str(Path(__file__).resolve().parents[2])
     code = PARENT.format(root=root, library=str(fake()), hang=hang, token=HANG)
     with subprocess.Popen(
@@ -223,7 +225,7 @@ def test_the_parent_s_death_ends_the_worker(hang: bool, tmp_path: Path) -> None:
 
 
 def test_the_environment_reaches_the_library(model: ModelHandle, remote: Remote) -> None:
-    """Variables are the worker's alone, and there before the library is loaded."""
+    """Variables are set only in the worker, before the library is loaded."""
     assert remote.model_meta(model, "fake.env") is None
     other = Remote(fake(), env={"LLAMA_SET_ROWS": "0"})
     assert other.model_meta(other.model_load("m", ModelParams()), "fake.env") == "0"
@@ -231,8 +233,8 @@ def test_the_environment_reaches_the_library(model: ModelHandle, remote: Remote)
     assert "LLAMA_SET_ROWS" not in os.environ
 
 
-def test_a_worker_s_environment() -> None:
-    """The debugger stays off, and the package is found."""
+def test_worker_environment_disables_the_backtrace() -> None:
+    """The debugger is disabled, and the package is found."""
     found = process.environment({"A": "b"})
     assert found["GGML_NO_BACKTRACE"] == "1"
     assert found["A"] == "b"
@@ -251,7 +253,7 @@ os._exit(42)
 """
 
 
-def test_closed_standard_streams(tmp_path: Path) -> None:
+def test_worker_starts_without_standard_streams(tmp_path: Path) -> None:
     """A program without stdin, stdout and stderr can have a worker too."""
     root = str(Path(__file__).resolve().parents[2])
     code = STREAMS.format(root=root, library=str(fake()))
@@ -267,8 +269,10 @@ def test_closed_standard_streams(tmp_path: Path) -> None:
     assert done.returncode == 42
 
 
-def test_an_odd_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of the user's with a standard name does not reach the worker."""
+def test_modules_in_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the user with a standard name is not imported by the worker."""
     (tmp_path / "json.py").write_text("raise SystemExit(9)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     Remote(fake()).close()

@@ -1,4 +1,4 @@
-"""Check adapters over a simulated library: what a change requires, and what identifies it."""
+"""Test adapters with a simulated library: requirements of a change, and their identity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_adapters_are_set_and_removed(tmp_path: Path) -> None:
-    """A context names those in use; what is set again changes nothing."""
+    """A context lists those in use; setting the same ones again changes nothing."""
     model = adapter_kit.simulated_model(tmp_path)
     one = model.load_adapter(AdapterFile().write(tmp_path / "one.gguf"))
     context = model.context(64, adapters={one: 0.5})
@@ -45,7 +45,7 @@ def test_adapters_are_set_and_removed(tmp_path: Path) -> None:
     ids=str,
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, wrong: Any) -> None:
-    """By type and by range."""
+    """They are refused by type and by range."""
     model = adapter_kit.simulated_model(tmp_path)
     one = model.load_adapter(AdapterFile().write(tmp_path / "one.gguf"))
     if isinstance(wrong, dict):
@@ -55,7 +55,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, wrong: Any) -> None:
 
 
 def test_a_closed_adapter_is_refused(tmp_path: Path) -> None:
-    """An adapter ends with its model at the latest."""
+    """An adapter is closed with its model at the latest."""
     model = adapter_kit.simulated_model(tmp_path)
     one, two = (model.load_adapter(AdapterFile().write(tmp_path / "a.gguf")) for _ in range(2))
     one.close()
@@ -68,7 +68,7 @@ def test_a_closed_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_identity_has_content_and_scale(tmp_path: Path) -> None:
-    """Equal content is one, whatever its name and order; 0.1 is that of 32 bits."""
+    """Names and order do not matter; scales are compared as 32-bit floats."""
     model = adapter_kit.simulated_model(tmp_path)
     files = [AdapterFile(seed=seed) for seed in (1, 1, 2)]
     one, same, other = (
@@ -87,7 +87,7 @@ def test_the_identity_has_content_and_scale(tmp_path: Path) -> None:
     assert list(context.adapters.values()) != [0.1]
 
 
-def test_adapters_identify_what_is_stored(tmp_path: Path) -> None:
+def test_prefix_store_identity_depends_on_adapters(tmp_path: Path) -> None:
     """Prefix stores of other adapters are not used."""
     model = adapter_kit.simulated_model(tmp_path)
     one = model.load_adapter(AdapterFile().write(tmp_path / "one.gguf"))
@@ -96,7 +96,7 @@ def test_adapters_identify_what_is_stored(tmp_path: Path) -> None:
 
 
 def test_a_refused_change_keeps_the_former_adapters(tmp_path: Path) -> None:
-    """If the release has no room for the adapters, or no adapters at all."""
+    """The graph may be too small for the adapters, or the release may have none."""
     model = adapter_kit.simulated_model(tmp_path)
     path = AdapterFile().write(tmp_path / "one.gguf")
     many = [model.load_adapter(path) for _ in range(3)]

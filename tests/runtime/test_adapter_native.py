@@ -61,7 +61,7 @@ def logits(model: kv.Model, scales: dict[kv.Adapter, float], n: int = 40) -> NDA
 
 @pytest.mark.slow
 def test_logits_are_those_of_the_merged_model(model: kv.Model, folder: Path) -> None:
-    """With two adapters and scales; with scale 0, they are those without, bit by bit."""
+    """With two adapters and scales; with scale 0, they are bit-equal to those without."""
     one, two = (model.load_adapter(folder / f"{name}.gguf") for name in ("one", "two"))
     plain = logits(model, {})
     assert np.array_equal(logits(model, {one: 0.0, two: 0.0}), plain)
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_merged_model(model: kv.Model, folder: Path) -> 
 
 
 def test_a_change_takes_effect_in_the_next_decode(model: kv.Model, folder: Path) -> None:
-    """Also for graphs of one shape, which some releases reuse."""
+    """It does for graphs of one shape, too, which some releases reuse."""
     one = model.load_adapter(folder / "one.gguf")
     expected = {scale: logits(model, {one: scale}, 1) for scale in (0.0, 1.0, 2.0)}
     with model.context(64) as context:
@@ -116,7 +116,7 @@ def test_too_many_adapters_for_a_graph_are_refused(model: kv.Model, folder: Path
 
 
 def test_prefixes_of_other_adapters_are_not_reused(model: kv.Model, folder: Path) -> None:
-    """By the managers, and in a saved sequence."""
+    """Neither by the managers, nor in a saved sequence."""
     one = model.load_adapter(folder / "one.gguf")
     expected = {scale: logits(model, {one: scale}) for scale in (0.0, 1.0)}
     for make in (kv.PrefixCache, kv.SlotCache):
@@ -166,17 +166,17 @@ def test_prefixes_of_other_adapters_are_not_reused(model: kv.Model, folder: Path
     ],
     ids=str,
 )  # fmt: skip
-def test_a_wrong_adapter_is_refused(
+def test_incompatible_adapter_is_refused_with_its_reason(
     model: kv.Model, tmp_path: Path, change: dict[str, object], reason: str
 ) -> None:
-    """With the reason, before llama.cpp reads the file."""
+    """It is before llama.cpp reads the file."""
     path = AdapterFile(**change).write(tmp_path / "wrong.gguf")  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=reason):
         model.load_adapter(path)
 
 
 def test_damaged_files_are_refused(model: kv.Model, folder: Path, tmp_path: Path) -> None:
-    """A truncated file at every kind of place, a missing file, a model, and another format."""
+    """They are truncated at many places, missing, a model, or of another format."""
     whole = (folder / "one.gguf").read_bytes()
     path = tmp_path / "adapter.gguf"
     for n in (0, 3, 10, 100, len(whole) // 2, len(whole) - 1):
@@ -200,7 +200,7 @@ def test_another_model_refuses_an_adapter(model: kv.Model, folder: Path) -> None
 
 @pytest.mark.slow
 def test_a_worker_has_adapters(library: kv.OpenLibrary, folder: Path) -> None:
-    """With the same logits."""
+    """The logits are the same."""
     with kv.open(library.about.variant, isolated=True) as apart:
         model = apart.load_model(adapter_kit.base(folder))
         one = model.load_adapter(folder / "one.gguf")

@@ -1,4 +1,4 @@
-"""What the cache is made of: choices that cannot be meant, and tokens of cells."""
+"""Test the options of the cache's memory, and the tokens of cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_build_without_mapped_memory_refuses_it(tmp_path: Path) -> None:
-    """A library that lacks mapped memory refuses it by name, after what cannot be meant at all."""
+    """Invalid options are refused first, then a missing capability by its name."""
     model = runtime_kit.model(tmp_path)
     for wanted in ("mmap", tmp_path, tmp_path / "file"):
         with pytest.raises(Unsupported, match="mmap-kv") as refused:
@@ -32,8 +32,8 @@ def test_build_without_mapped_memory_refuses_it(tmp_path: Path) -> None:
             ctx.kv.flush()
 
 
-def test_tokens_of_cells() -> None:
-    """Each cell gets the token that a ledger has at its position, shared or not."""
+def test_cell_tokens_are_those_of_the_ledgers() -> None:
+    """Each cell has the token that a ledger has at its position, shared or not."""
     ledgers = (Ledger(), Ledger())
     ledgers[0].extend([10, 11, 12], [0, 1, 5], [0, 1, 2])
     ledgers[1].extend([10, 21], [0, 1], [0, 3])

@@ -49,8 +49,10 @@ def speaking(build: Variant) -> Iterator[kv.Model]:
 
 
 @pytest.mark.slow
-def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) -> None:
-    """A cache that another process kept goes on: sequences, tokens and logits to the last bit."""
+def test_kept_cache_continues_in_another_process(
+    build: Variant, model: kv.Model, tmp_path: Path
+) -> None:
+    """Sequences, tokens and logits are equal to the last bit."""
     file = tmp_path / "cache"
     script = """
         with model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options) as ctx:
@@ -85,7 +87,7 @@ def test_kept_across_processes(build: Variant, model: kv.Model, tmp_path: Path) 
 def child(
     build: Variant, model: kv.Model, file: Path, script: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, with a model, tokens, options and `three`."""
+    """Run a script in its own process, with a model, tokens, options and `three`."""
     begin = f"""
         import os, signal, sys
         from pathlib import Path
@@ -111,12 +113,13 @@ def child(
 
 
 @pytest.mark.regression(
-    "a kept cache on 0.3.9 searched for free cells from its start, and no longer where it stopped",
+    "a reopened kept cache on 0.3.9 searched for free cells from its start instead of the last "
+    "position",
     by="mutation",
     of="patches",
 )
-def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Path) -> None:
-    """The next token takes the same cell as in a cache that was never closed."""
+def test_reopened_kept_cache_uses_the_same_next_cell(model: kv.Model, tmp_path: Path) -> None:
+    """The next token uses the same cell as in a cache that was not closed."""
     keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True}
 
     def begun(**backing: Any) -> tuple[kv.Context, kv.Sequence]:
@@ -132,14 +135,16 @@ def test_a_kept_cache_searches_on_where_it_stopped(model: kv.Model, tmp_path: Pa
         stayed.decode(second.feed([3]))
         kept.decode(kept.sequence(second.id).feed([3]))
         found, expected = (ctx.kv.snapshot() for ctx in (kept, stayed))
-        # What takes any cells has filled the hole before.
+        # A decode that uses any free cell has filled the hole before.
         assert not expected.contiguous or (expected.streams[0].pos[10:20] == -1).all()
         assert np.array_equal(found.streams[0].pos, expected.streams[0].pos)
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -> None:
-    """A killed process leaves its last flush, whatever it has changed since.
+def test_killed_process_leaves_its_last_flush(
+    build: Variant, model: kv.Model, tmp_path: Path
+) -> None:
+    """After a kill, the content of the last flush is restored, whatever changed since.
 
     Without a flush, the file is dirty.
     """
@@ -196,7 +201,7 @@ def test_killed_in_the_middle(build: Variant, model: kv.Model, tmp_path: Path) -
         assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_no_space_for_a_copy(
+def test_full_disk_fails_flush_and_close(
     model: kv.Model,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +228,7 @@ def test_no_space_for_a_copy(
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.flushed"}
 
 
-def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
+def test_killed_window_cache_returns_to_one_flush(build: Variant, tmp_path: Path) -> None:
     """Both files of a sliding-window cache return to one flush."""
     from pyllamakv.scenarios import synthetic_models
 
@@ -260,7 +265,7 @@ def test_killed_with_a_window(build: Variant, tmp_path: Path) -> None:
 def test_second_owner_of_a_kept_cache_is_refused(
     build: Variant, model: kv.Model, tmp_path: Path
 ) -> None:
-    """A second opener is refused, in this process and in another, and harms nothing."""
+    """A second owner is refused, in this process and in another, without a change."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
     with model.context(**keep) as ctx:
@@ -288,7 +293,7 @@ def test_second_owner_of_a_kept_cache_is_refused(
 def test_other_models_and_shapes_are_refused(
     model: kv.Model, speaking: kv.Model, tmp_path: Path
 ) -> None:
-    """A kept cache of another model, size, type or layout is refused and stays as it is."""
+    """A kept cache of another model, size, type or layout is refused and not changed."""
     file = tmp_path / "cache"
     options = context_options()
     with model.context(kv_backing=file, kv_keep=True, **options) as ctx:
@@ -317,7 +322,7 @@ def test_other_models_and_shapes_are_refused(
 
 
 def test_damaged_kept_cache_is_refused(model: kv.Model, tmp_path: Path) -> None:
-    """A bit that changed in what cells use is found before anything is computed with it."""
+    """A flipped bit in used cells is detected before it is used in a computation."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
     with model.context(**keep) as ctx:
@@ -358,7 +363,7 @@ def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path
             with pytest.raises(KVFileFull, match="No space left"):
                 model.context(kv_backing=backing, **options)
             assert not list(small.iterdir())
-        # What fits works to its last cell: its space was there before it was touched.
+        # A cache that fits works to its last cell: its space was allocated before.
         options["n_ctx"] = 4096
         with model.context(kv_backing=small / "cache", **options) as ctx:
             room = shutil.disk_usage(small).free
@@ -375,7 +380,7 @@ def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path
 
 
 def test_a_limit_on_files_is_an_error(build: Variant, model: kv.Model, tmp_path: Path) -> None:
-    """A file that may not be that large is refused; the signal for it never comes."""
+    """A file above the limit is refused without a signal."""
     done = child(
         build,
         model,
@@ -400,7 +405,7 @@ def test_a_limit_on_files_is_an_error(build: Variant, model: kv.Model, tmp_path:
 def test_a_forked_child_has_neither_lock_nor_memory(
     build: Variant, model: kv.Model, tmp_path: Path
 ) -> None:
-    """Its context is closed, its end changes nothing, and others open the file while it lives."""
+    """Its context is closed, its end changes nothing, and others may open the file meanwhile."""
     file = tmp_path / "cache"
     ctx = model.context(kv_backing=file, kv_keep=True, **context_options())
     sequence = fill(ctx, TOKENS)

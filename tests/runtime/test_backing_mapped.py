@@ -1,4 +1,4 @@
-"""A cache in mapped memory, over real builds: lazily committed, given back, exact as the heap."""
+"""Test a cache in mapped memory on real builds: committed lazily, released, exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def mapped(size: int) -> int:
-    """Return the resident bytes of all mappings of exactly this size, as smaps counts them."""
+    """Return the resident bytes of all mappings of exactly this size, from smaps."""
     total = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
@@ -65,7 +65,7 @@ def test_committed_bytes_equal_the_resident_pages(model: kv.Model) -> None:
 
 
 @pytest.mark.parametrize("flash", [False, True])
-def test_a_large_context_costs_what_it_uses(model: kv.Model, flash: bool) -> None:
+def test_large_context_commits_only_used_memory(model: kv.Model, flash: bool) -> None:
     """64 tokens of 131072 make at most 5 % of the cache resident."""
     options: Any = {"n_ctx": 131072, "n_batch": 64, "n_ubatch": 64, "flash_attn": flash}
     with model.context(kv_backing="mmap", **options) as ctx:
@@ -80,7 +80,7 @@ def test_a_large_context_costs_what_it_uses(model: kv.Model, flash: bool) -> Non
 def test_logits_are_those_of_the_heap(
     model: kv.Model, tmp_path: Path, kind: str, types: tuple[bool, str]
 ) -> None:
-    """Prompt, removal, shift, defragmentation and what follows: equal to the last bit."""
+    """Prompt, removal, shift, defragmentation and later decodes are equal to the last bit."""
     flash, type_ = types
     backing = {"mmap": "mmap", "folder": tmp_path, "file": tmp_path / "cache"}[kind]
     options: Any = {"n_ctx": 512, "n_seq_max": 4, "flash_attn": flash}
@@ -115,7 +115,7 @@ def test_logits_are_those_of_the_heap(
 
 
 @pytest.mark.slow
-def test_defrag_and_trim(model: kv.Model) -> None:
+def test_defragmentation_and_trim_release_memory(model: kv.Model) -> None:
     """Memory that is free after a defragmentation is released, on request or automatically."""
     options: Any = {"n_ctx": 8192, "n_seq_max": 4, "flash_attn": True, "kv_backing": "mmap"}
     for by_itself in (False, True):
@@ -133,7 +133,7 @@ def test_defrag_and_trim(model: kv.Model) -> None:
 
 @pytest.mark.slow
 def test_mapped_cache_works_in_a_worker(build: Variant, tiny_model: Path, tmp_path: Path) -> None:
-    """All of it works over a worker too, and its errors keep their class."""
+    """All operations work in a worker too, and its errors keep their class."""
     file = tmp_path / "cache"
     keep: dict[str, Any] = {"kv_backing": file, "kv_keep": True, **context_options()}
     with kv.open(build.folder, isolated=True) as library:
@@ -145,7 +145,7 @@ def test_mapped_cache_works_in_a_worker(build: Variant, tiny_model: Path, tmp_pa
         with other.context(**keep) as ctx:
             assert ctx.sequence(0).tokens == TOKENS[:50]
             assert ctx.kv.memory.layers[0].reserved > 0
-            # Closing the model flushes what lives on it.
+            # Closing the model flushes its contexts.
             ctx.decode(ctx.sequence(1).feed([1, 2]))
             other.close()
         again = library.load_model(tiny_model)
@@ -190,8 +190,8 @@ def test_a_sliding_window_keeps_two_files(build: Variant, tmp_path: Path) -> Non
             model.context(**keep)
 
 
-def test_options_are_checked(model: kv.Model, tmp_path: Path) -> None:
-    """What cannot be meant is refused before anything is made."""
+def test_invalid_backing_options_are_refused(model: kv.Model, tmp_path: Path) -> None:
+    """Invalid options are refused before anything is created."""
     wrong: tuple[dict[str, Any], ...] = (
         {"kv_backing": "disk"},
         {"kv_backing": str(tmp_path)},
@@ -218,8 +218,8 @@ def test_options_are_checked(model: kv.Model, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_stock_refuses_by_name(stock: Variant, tiny_model: Path) -> None:
-    """A build without the patch reports the missing feature."""
+def test_stock_refuses_mapped_memory_by_name(stock: Variant, tiny_model: Path) -> None:
+    """A build without the patch reports the missing capability."""
     with kv.open(stock.folder) as library, library.load_model(tiny_model) as model:
         with pytest.raises(Unsupported, match="mmap-kv"):
             model.context(kv_backing="mmap")
@@ -230,7 +230,7 @@ def test_stock_refuses_by_name(stock: Variant, tiny_model: Path) -> None:
 def test_environment_variable_selects_the_backing(
     build: Variant, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A program that knows nothing of it gets mapped memory by a variable."""
+    """A program without any change gets mapped memory by a variable."""
     with (
         kv.open(build.folder, isolated=True, env={"LLAMA_KV_BACKING": "mmap"}) as library,
         library.load_model(tiny_model).context(n_ctx=4096) as ctx,
@@ -242,7 +242,7 @@ def test_environment_variable_selects_the_backing(
 @pytest.mark.slow
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_operations_on_mapped_memory_pass(model: kv.Model, flash: bool) -> None:
-    """Whatever happens to sequences in mapped memory, every step is proved as on the heap."""
+    """Every step is checked as on the heap."""
     from qa.random_operations import operation_cases
 
     def make() -> kv.Context:
@@ -254,7 +254,7 @@ def test_random_operations_on_mapped_memory_pass(model: kv.Model, flash: bool) -
 
 @pytest.mark.slow
 def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
-    """Layers on a device are not mapped: they are counted, or refused if no other is left."""
+    """They are counted separately; if all layers are on devices, mapping is refused."""
     from pyllamakv.scenarios import synthetic_models
 
     with (
@@ -270,7 +270,7 @@ def test_layers_on_devices_stay_there(build: Variant, tmp_path: Path) -> None:
                 whole.context(kv_backing=backing, **options)
         with pytest.raises(Unsupported, match="device"):
             whole.context(kv_backing=tmp_path / "cache", kv_keep=True, **options)
-        # Keys and values stay here where they are not offloaded.
+        # K and V are in host memory if they are not offloaded.
         with whole.context(kv_backing="mmap", offload_kqv=False, **options) as ctx:
             fill(ctx, TOKENS[:9])
             assert ctx.kv.memory.on_devices == 0 and len(ctx.kv.memory.layers) > 1

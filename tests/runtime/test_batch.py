@@ -1,4 +1,4 @@
-"""Test that batches are laid out right, and taken from numpy without a copy."""
+"""Test the layout of batches, and that numpy arrays are not copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_arrays_are_taken_without_a_copy() -> None:
-    """Check that int32 arrays go in as they are."""
+    """Check that int32 arrays are passed unchanged."""
     tokens, pos = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)
     flags = np.zeros(4, dtype=np.int8)
     arrays = Batch.of(tokens, pos, 2, flags).arrays()
@@ -65,7 +65,7 @@ def test_a_token_without_sequence_is_refused() -> None:
         Batch.of([1], [0], 0).add(2, 1)
 
 
-def test_feeds_go_on_where_their_sequences_end(tmp_path: Path) -> None:
+def test_feeds_continue_at_the_end_of_their_sequences(tmp_path: Path) -> None:
     """Check positions, ids and flags of several feeds."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
@@ -102,7 +102,7 @@ def test_arrays_may_be_changed_and_decoded_again(tmp_path: Path) -> None:
 
 
 def test_invalid_feeds_are_refused(tmp_path: Path) -> None:
-    """Check foreign things, doubled, foreign and closed sequences."""
+    """Check invalid types, and duplicate, foreign and closed sequences."""
     ctx, other = kit.context(tmp_path), kit.context(tmp_path)
     a = ctx.sequence()
     for wrong, message in (
@@ -119,7 +119,7 @@ def test_invalid_feeds_are_refused(tmp_path: Path) -> None:
 
 
 def test_iterables_of_tokens_become_arrays() -> None:
-    """Check ranges, generators and nothing."""
+    """Check ranges, generators and empty iterables."""
     assert as_int32(range(3), "tokens").tolist() == [0, 1, 2]
     assert as_int32((i for i in (4, 5)), "tokens").tolist() == [4, 5]
     assert as_int32([], "tokens").dtype == np.int32
@@ -136,7 +136,7 @@ def test_iterables_of_tokens_become_arrays() -> None:
     ],
 )
 def test_a_text_is_no_tokens(given: object, hint: str) -> None:
-    """The function that makes tokens of it is named, but not where it would be no help."""
+    """The error names the tokenizer, except where it would not help."""
     with pytest.raises(TypeError, match=rf"^tokens.* \({hint}\), not"):
         as_int32(given, "tokens")
     with pytest.raises(TypeError, match=r"^positions[^()]* not") as caught:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_lines_of_every_release_are_read() -> None:
-    """Device, kind and size; what is no buffer is passed over."""
+    """Device, kind and size are read; other lines are ignored."""
     lines = [
         "llama_kv_cache_init:        CPU KV buffer size =    16.50 MiB",
         "llama_new_context_with_model: KV self size  =   16.50 MiB, K (f16):    8.25 MiB",
@@ -40,37 +40,37 @@ def test_lines_of_every_release_are_read() -> None:
     assert found[0].bytes == 16.5 * 2**20
 
 
-def test_without_a_log_there_is_a_lower_bound(tmp_path: Path) -> None:
+def test_breakdown_without_a_log_is_estimated(tmp_path: Path) -> None:
     """Sizes that the library does not report are estimated, and marked as estimated."""
     ctx = runtime_kit.context(tmp_path)
-    told = kv.memory_breakdown(ctx)
-    assert (told.k.exact, told.v.exact, told.model.exact) == (True, True, True)
-    assert told.k.bytes == told.v.bytes > 0
-    assert (told.compute.exact, told.compute.bytes) == (False, 4 * 64 * 8)
-    assert told.output.bytes == 4 * 32 * ctx.n_vocab
-    assert told.total == sum(share.bytes for _, share in told)
-    assert json.loads(json.dumps(told.to_json()))["total"] == told.total
-    assert str(told).splitlines()[0].startswith("model")
+    breakdown = kv.memory_breakdown(ctx)
+    assert (breakdown.k.exact, breakdown.v.exact, breakdown.model.exact) == (True, True, True)
+    assert breakdown.k.bytes == breakdown.v.bytes > 0
+    assert (breakdown.compute.exact, breakdown.compute.bytes) == (False, 4 * 64 * 8)
+    assert breakdown.output.bytes == 4 * 32 * ctx.n_vocab
+    assert breakdown.total == sum(share.bytes for _, share in breakdown)
+    assert json.loads(json.dumps(breakdown.to_json()))["total"] == breakdown.total
+    assert str(breakdown).splitlines()[0].startswith("model")
 
 
 def test_a_log_has_the_memory_of_indexers_and_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of an indexer have no cells; states are states, whatever a release calls them."""
+    """Keys of an indexer have no cells; states are recognised by all their names."""
     ctx = runtime_kit.context(tmp_path)
     counted = kv.memory_breakdown(ctx)
     both = counted.k.bytes + counted.v.bytes
-    told = [Buffer("CPU", "KV", both + ROUNDING // 2), Buffer("CPU", "compute", 12345)]
-    monkeypatch.setattr(ctx.native, "buffers", lambda _: told)
+    breakdown = [Buffer("CPU", "KV", both + ROUNDING // 2), Buffer("CPU", "compute", 12345)]
+    monkeypatch.setattr(ctx.native, "buffers", lambda _: breakdown)
     assert kv.memory_breakdown(ctx).k == counted.k
     assert kv.memory_breakdown(ctx).compute.bytes == 12345
-    told.append(Buffer("CPU", "KV", 50000))
+    breakdown.append(Buffer("CPU", "KV", 50000))
     more = kv.memory_breakdown(ctx).k
     assert (more.exact, more.bytes) == (False, counted.k.bytes + 50000 + ROUNDING // 2)
     object.__setattr__(ctx.info, "memory", MemoryType.HYBRID)
     states = kv.memory_breakdown(ctx).states
     assert (states.exact, states.bytes) == (False, 50000 + ROUNDING // 2)
-    told.append(Buffer("CPU", "RS", 777))
+    breakdown.append(Buffer("CPU", "RS", 777))
     assert kv.memory_breakdown(ctx).states.bytes == 777
 
 
@@ -79,18 +79,18 @@ def test_a_log_has_the_memory_of_indexers_and_states(
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 def test_a_real_library_reports_its_memory(spec: str, kind: str, isolated: bool) -> None:
-    """K and V are counted and agree with the log; compute and output are there."""
+    """K and V are counted and agree with the log; compute and output are included."""
     with kv.open(built(spec).folder, isolated=isolated) as library:
         model = library.load_model(synthetic_models.tiny())
         with model.context(2048, 256, 64, flash_attn=True, type_k=kind, type_v=kind) as ctx:
-            told = kv.memory_breakdown(ctx)
+            breakdown = kv.memory_breakdown(ctx)
             row = 64 if kind == "f16" else 34
-            assert told.k.bytes == told.v.bytes == ctx.info.n_ctx * row
-            assert told.k.exact
-            assert told.model.bytes == model.info.n_bytes
-            assert told.states.bytes == 0
-            assert told.compute.bytes > 4 * 64 * 64
-            assert told.compute.known_by == "the library's log"
+            assert breakdown.k.bytes == breakdown.v.bytes == ctx.info.n_ctx * row
+            assert breakdown.k.exact
+            assert breakdown.model.bytes == model.info.n_bytes
+            assert breakdown.states.bytes == 0
+            assert breakdown.compute.bytes > 4 * 64 * 64
+            assert breakdown.compute.known_by == "the library's log"
         with model.context(512, 64) as other:
             assert kv.memory_breakdown(other).k.bytes == 512 * 64
 
@@ -101,7 +101,7 @@ def test_recurrent_states_have_a_row() -> None:
     with kv.open(built("0.3.36+patched").folder) as library:
         model = library.load_model(synthetic_models.model("recurrent"))
         with model.context(256, 64, n_seq_max=4) as ctx:
-            told = kv.memory_breakdown(ctx)
-            assert (told.k.bytes, told.v.bytes) == (0, 0)
-            assert told.states.bytes > 0
-            assert not told.states.exact
+            breakdown = kv.memory_breakdown(ctx)
+            assert (breakdown.k.bytes, breakdown.v.bytes) == (0, 0)
+            assert breakdown.states.bytes > 0
+            assert not breakdown.states.exact

@@ -1,4 +1,4 @@
-"""Chat templates: the same texts as transformers, special tokens, and errors with their place."""
+"""Test chat templates: equal texts as transformers, special tokens, and located errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def compare(model: kv.Model, name: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", chat_kit.templates())
 def test_texts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """For all cases of a template with the constructs of a family."""
+    """They are for all cases of a template with the constructs of a family."""
     assert EXPECTED[name].keys() == chat_kit.CASES.keys()
     text = chat_kit.templates()[name]
     compare(kit.model(tmp_path), name, template=text, **chat_kit.TOKENS)
 
 
-def test_the_record_is_current() -> None:
+def test_recorded_texts_equal_those_of_transformers() -> None:
     """With transformers installed, it renders what was recorded."""
     pytest.importorskip("transformers")
     for name, text in chat_kit.templates().items():
@@ -52,8 +52,10 @@ def test_the_record_is_current() -> None:
 @pytest.mark.native
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_a_real_model_is_as_in_transformers(patched: Variant, real_model: Path) -> None:
-    """Its own template; its markers become one token each, and no first token is added."""
+def test_template_of_a_real_model_renders_as_in_transformers(
+    patched: Variant, real_model: Path
+) -> None:
+    """Its markers become one token each, and no first token is added."""
     with kv.open(patched.folder) as library, library.load_model(real_model) as model:
         compare(model, "smollm2-135m")
         text = model.apply_chat_template(USER)
@@ -70,8 +72,8 @@ def test_a_real_model_is_as_in_transformers(patched: Variant, real_model: Path) 
         assert found == "<|im_start|> <|im_end|> <|endoftext|> <|im_end|>"
 
 
-def test_the_template_of_the_model(tmp_path: Path) -> None:
-    """A model can have another one for tools; an argument replaces both."""
+def test_model_template_for_tools_and_argument_override(tmp_path: Path) -> None:
+    """A model can have a separate one for tools; an argument overrides both."""
     key = "tokenizer.chat_template"
     model = kit.model(tmp_path, meta={key: "plain", f"{key}.tool_use": "tools"})
     assert model.chat_template == "plain"
@@ -85,7 +87,7 @@ def test_the_template_of_the_model(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
-    """Metadata names more of them; an id that the vocabulary lacks is left out."""
+    """Metadata names more of them; an id that the vocabulary lacks is omitted."""
     ids = {"tokenizer.ggml.unknown_token_id": "68", "tokenizer.ggml.padding_token_id": "99999"}
     model = kit.model(tmp_path, meta=ids)
     names = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ pad_token is defined }}"
@@ -108,13 +110,13 @@ def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_messages_are_named(tmp_path: Path, messages: Any, place: str) -> None:
-    """The index and the key at fault are in the message."""
+    """The message has the index and the invalid key."""
     with pytest.raises(UsageError, match=place):
         kit.model(tmp_path).apply_chat_template(messages, template="x")
 
 
 def test_other_bad_arguments_are_named(tmp_path: Path) -> None:
-    """Tools, variables, the template, and the flag."""
+    """Check tools, variables, the template, and the flag."""
     model = kit.model(tmp_path)
     for options, place in (
         ({"tools": ["f"]}, r"tools\[0\]"),

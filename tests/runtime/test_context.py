@@ -1,4 +1,4 @@
-"""Test decoding: what is recorded, what is kept on failure, and who may decode."""
+"""Test decoding: recorded tokens, state after a failure, and concurrent calls."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_tokens_are_recorded_after_success(tmp_path: Path) -> None:
     assert ctx.kv.stats.used == 5
 
 
-def test_text_begins_with_the_models_first_token_once(tmp_path: Path) -> None:
-    """Check that a second feed of text adds none."""
+def test_tokens_of_a_text_are_decoded_and_read_back(tmp_path: Path) -> None:
+    """Check the tokens and the text of two feeds, of which the first begins with the BOS token."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.decode(a.feed("ab"))
@@ -69,7 +69,7 @@ def test_a_failed_decode_keeps_every_token(tmp_path: Path, failure: int) -> None
 
 
 def test_an_exception_of_the_library_becomes_a_decode_error(tmp_path: Path) -> None:
-    """Check both ways to decode, and that a dead worker stays what it is."""
+    """Check both ways to decode, and that a dead worker raises its own error."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     for work in (lambda: ctx.step(a, 5), lambda: ctx.decode(a.feed([5, 6]))):
@@ -112,7 +112,7 @@ def test_an_interrupted_decode_leaves_no_unknown_token(tmp_path: Path, way: str)
     assert ctx.kv.stats.used == len(a) + len(b)
 
 
-def test_a_status_is_returned_where_failures_are_counted(tmp_path: Path) -> None:
+def test_try_decode_returns_each_status(tmp_path: Path) -> None:
     """Check `try_decode` for each status, and that errors still raise."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
@@ -162,7 +162,7 @@ def test_batches_that_cannot_be_right_never_reach_c(
         ([(5, 0, [1, 1])], "twice"),
     ],
 )
-def test_placed_tokens_must_follow(tmp_path: Path, placed: list, message: str) -> None:
+def test_batch_with_gaps_or_repeats_is_refused(tmp_path: Path, placed: list, message: str) -> None:
     """Check gaps, repeats and foreign sequences in a `Batch`."""
     ctx = kit.context(tmp_path)
     ctx.decode(ctx.sequence().feed([8, 9]))
@@ -208,7 +208,7 @@ def test_a_failing_piece_keeps_those_before(tmp_path: Path) -> None:
 
 
 def test_a_second_thread_is_refused(tmp_path: Path) -> None:
-    """Check Busy for everything that a second thread may try, and that cancel works."""
+    """Check Busy for all calls of a second thread, and that cancel works."""
     ctx = kit.context(tmp_path)
     a, native = ctx.sequence(), ctx.native
     native.gate.clear()
@@ -280,7 +280,7 @@ def test_prefill_ends_between_pieces_when_cancelled(tmp_path: Path) -> None:
 
 
 def test_sequences_are_handed_out_and_taken_back(tmp_path: Path) -> None:
-    """Check the lowest free id, a wanted id, and both refusals."""
+    """Check the lowest free id, a requested id, and both refusals."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence(2)
     assert (a.id, b.id, ctx.sequence().id, ctx.sequence().id) == (0, 2, 1, 3)
@@ -295,7 +295,7 @@ def test_sequences_are_handed_out_and_taken_back(tmp_path: Path) -> None:
 
 
 def test_a_sequence_that_a_batch_filled_is_not_handed_out_as_empty(tmp_path: Path) -> None:
-    """Check the lowest empty one, and that the filled one is to be had by its number."""
+    """Check the lowest empty one, and that the filled one is returned by its number."""
     ctx = kit.context(tmp_path)
     ctx.decode(Batch().add(5, 0, 0).add(6, 0, 1, logits=True))
     assert ctx.sequence().id == 2
@@ -306,7 +306,7 @@ def test_a_sequence_that_a_batch_filled_is_not_handed_out_as_empty(tmp_path: Pat
 
 
 def test_threads_can_be_changed(tmp_path: Path) -> None:
-    """Check what reaches the library, and what does not."""
+    """Check the values that reach the library, and invalid ones."""
     ctx = kit.context(tmp_path)
     seen: list[tuple[int, int]] = []
     ctx.native.threads = lambda handle, one, many: seen.append((one, many))
@@ -375,8 +375,8 @@ def test_use_after_close_is_refused_in_any_order(tmp_path: Path, which: str) -> 
     assert opened.native.freed == ["context", "model", "library"]
 
 
-def test_the_collector_frees_in_order(tmp_path: Path) -> None:
-    """Check that dropped objects give their handles back, contexts first."""
+def test_dropped_objects_are_freed_contexts_first(tmp_path: Path) -> None:
+    """Check that dropped objects free their handles, contexts first."""
     import gc
 
     opened = kit.library()
@@ -390,7 +390,7 @@ def test_the_collector_frees_in_order(tmp_path: Path) -> None:
     assert native.freed == ["context", "context", "model", "library"]
 
 
-def test_guard_off_checks_nothing_in_python(tmp_path: Path) -> None:
+def test_guard_off_passes_batches_unchecked(tmp_path: Path) -> None:
     """Check that a wrong batch reaches the library, in a worker only."""
     model = kit.library(isolated=True).load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
     ctx = model.context(n_ctx=32, n_batch=8, n_ubatch=8, n_seq_max=2, guard="off")

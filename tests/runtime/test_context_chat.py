@@ -1,4 +1,4 @@
-"""Chats: the prompt comes from messages, and a kept sequence is evaluated only where it differs."""
+"""Test chats: the prompt is made of messages, and only its new part is evaluated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chat_context(folder: Path, **native: object) -> Context:
     return kit.context(folder, {"meta": {"tokenizer.chat_template": TEMPLATE}, **native})
 
 
-def test_a_chat_without_a_sequence_leaves_nothing(tmp_path: Path) -> None:
+def test_chat_without_a_sequence_frees_its_cells(tmp_path: Path) -> None:
     """The reply is that to the rendered text; the sequence is opened late, and closed."""
     ctx = chat_context(tmp_path)
     a = ctx.sequence()
@@ -43,7 +43,7 @@ def test_a_chat_without_a_sequence_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_sequence_keeps_the_chat(tmp_path: Path) -> None:
-    """The second call evaluates what is new, and generates what a new sequence would."""
+    """The second call evaluates only new tokens, and generates what a new sequence would."""
     ctx = chat_context(tmp_path)
     a = ctx.sequence()
     messages = [{"role": "user", "content": "Hi"}]
@@ -57,8 +57,8 @@ def test_a_sequence_keeps_the_chat(tmp_path: Path) -> None:
     assert ctx.epoch - epoch == 1 + 5  # one batch of the new tokens, then each generated one
 
 
-def test_another_chat_replaces_the_sequence(tmp_path: Path) -> None:
-    """Only the common start remains; shifted tokens and states in part are evaluated again."""
+def test_changed_chat_keeps_the_common_prefix(tmp_path: Path) -> None:
+    """Only the common start remains; shifted tokens and partial states are evaluated again."""
     for native, shift in (({}, False), ({"partial": False}, False), ({}, True)):
         ctx = chat_context(tmp_path, **native)
         a = ctx.sequence()
@@ -81,7 +81,7 @@ def test_repeated_chat_has_the_same_reply(tmp_path: Path) -> None:
 
 
 def test_usage_counts_what_the_sequence_had(tmp_path: Path) -> None:
-    """The first chat evaluates all of its prompt, the second only what differs."""
+    """The first chat evaluates all of its prompt, the second only the difference."""
     ctx = chat_context(tmp_path)
     a = ctx.sequence()
     messages = [{"role": "user", "content": "one two"}]
@@ -99,7 +99,7 @@ def test_usage_counts_what_the_sequence_had(tmp_path: Path) -> None:
 
 
 def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:
-    """Before any token is requested of the iterator, except when the cache is too small."""
+    """They are before the iterator requests a token, unless the cache is too small."""
     ctx = chat_context(tmp_path)
     messages = [{"role": "user", "content": "Hi"}]
     for wrong in (
@@ -137,14 +137,14 @@ def test_a_stop_string_and_options(tmp_path: Path) -> None:
 
 
 def test_a_reply_may_continue_after_an_end_token(tmp_path: Path) -> None:
-    """As in the other calls that generate."""
+    """The option is the same in all calls that generate."""
     ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
     assert "".join(ctx.chat(messages, 3, Fixed([100, 2, 101]))) == "a"
     assert "".join(ctx.chat(messages, 3, Fixed([100, 2, 101]), stop_at_end=False)) == "ab"
 
 
 def test_options_of_samplers_are_no_variables(tmp_path: Path) -> None:
-    """They would have no effect: the error names the argument that takes them."""
+    """They would have no effect: the error names the argument for them."""
     ctx, messages = chat_context(tmp_path), [{"role": "user", "content": "Hi"}]
     for name, option in (
         ("temperature", "temperature"),

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Fixed:
-    """Pick tokens from a list."""
+    """Sample tokens from a list."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = list(tokens)
 
     def sample(self, context, index: int = -1) -> int:
-        """Return the next of the list, once the logits may be read."""
+        """Return the next token of the list; requires readable logits."""
         context.logits(index)
         return self.tokens.pop(0)
 
@@ -42,7 +42,7 @@ def test_yielded_tokens_are_in_the_sequence(tmp_path: Path) -> None:
 
 
 def test_resumed_generation_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """Check that pieces of a generation join, also when the caller leaves in the middle."""
+    """Check that parts of a generation join, also after an early end of the loop."""
     whole, parts = kit.context(tmp_path), kit.context(tmp_path)
     a, b = whole.sequence(), parts.sequence()
     whole.decode(a.feed("Hi"))
@@ -71,7 +71,7 @@ def test_two_sequences_generate_in_turn(tmp_path: Path) -> None:
 
 
 def test_the_end_token_ends_and_is_not_kept(tmp_path: Path) -> None:
-    """Check both settings."""
+    """Check both values of the option."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.decode(a.feed([5]))
@@ -118,8 +118,8 @@ def test_one_seed_gives_one_text(tmp_path: Path) -> None:
     assert text(1) != text(2)
 
 
-def test_failures_leave_what_was_yielded(tmp_path: Path) -> None:
-    """Check a full cache in the middle, and a cancel."""
+def test_failed_generation_keeps_the_yielded_tokens(tmp_path: Path) -> None:
+    """Check a cache that becomes full, and a cancel."""
     ctx = kit.context(tmp_path, n_ctx=8)
     a = ctx.sequence()
     ctx.decode(a.feed([5, 5, 5]))
@@ -161,7 +161,7 @@ def test_the_reason_tokens_text_and_usage_follow_the_iteration(tmp_path: Path) -
 
 
 def test_failed_or_abandoned_stream_reports_its_reason(tmp_path: Path) -> None:
-    """Check a full cache, a cancel and a close, and that a stream without owner ends at once."""
+    """Check a full cache, a cancel and a close, and that an unreferenced stream ends at once."""
     ctx = kit.context(tmp_path, n_ctx=8)
     a = ctx.sequence()
     ctx.decode(a.feed([5, 5, 5]))
@@ -189,7 +189,7 @@ def test_failed_or_abandoned_stream_reports_its_reason(tmp_path: Path) -> None:
 
 
 def test_stop_strings_need_a_vocabulary(tmp_path: Path) -> None:
-    """Without one, tokens are generated, and no text in which a stop string could be."""
+    """Without one, tokens are generated, and stop strings are refused."""
     ctx = kit.context(tmp_path)
     ctx.model.info = dataclasses.replace(ctx.model.info, has_vocab=False)
     a = ctx.sequence()
@@ -201,7 +201,7 @@ def test_stop_strings_need_a_vocabulary(tmp_path: Path) -> None:
 
 
 def test_empty_sequence_or_negative_limit_is_refused_at_once(tmp_path: Path) -> None:
-    """Check an empty sequence and a negative number, before the first piece is asked for."""
+    """Check an empty sequence and a negative number, before the first text is requested."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     with pytest.raises(UsageError, match="no tokens"):
@@ -235,7 +235,7 @@ def test_a_stop_string_ends_the_text(tmp_path: Path, stop: str | list[str]) -> N
 
 
 def test_withheld_text_comes_at_the_end(tmp_path: Path) -> None:
-    """What only began like a stop string is yielded."""
+    """A text that only begins like a stop string is yielded."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.decode(a.feed("Hi"))

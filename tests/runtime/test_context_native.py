@@ -75,7 +75,7 @@ def test_text_is_generated_and_recorded(speaking: kv.Model) -> None:
 
 @pytest.mark.slow
 def test_one_step_is_one_batch_of_one(model: kv.Model) -> None:
-    """Check that the cheap way gives the same logits as the general one."""
+    """Check that it gives the same logits as the general decode."""
     with model.context(n_ctx=64, n_seq_max=2) as ctx:
         a, b = ctx.sequence(), ctx.sequence()
         for token in (3, 5, 7):
@@ -89,7 +89,7 @@ def test_one_step_is_one_batch_of_one(model: kv.Model) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("flash_attn", "kind"), KINDS)
 def test_a_defragmentation_keeps_every_byte(model: kv.Model, flash_attn: bool, kind: str) -> None:
-    """Check rows, tokens and what follows, against a context that never was fragmented."""
+    """Check rows, tokens and later logits, against a context that was never fragmented."""
     options = {"flash_attn": flash_attn, "type_k": kind, "type_v": kind}
     with model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4, **options) as ctx:
         a, b = interleave(ctx, 60)
@@ -116,7 +116,7 @@ def test_a_defragmentation_keeps_every_byte(model: kv.Model, flash_attn: bool, k
 def test_a_fragmented_cache_fails_on_stock_and_works_on_patched(
     stock: Variant, patched: Variant, tiny_model: Path
 ) -> None:
-    """Check the cause, that every token is kept, the fix by hand, and the one in the patch."""
+    """Check the cause, the tokens, and the defragmentation by hand and by the patch."""
     for variant, heals in ((stock, False), (patched, True)):
         with kv.open(variant.folder) as library:
             model = library.load_model(tiny_model)
@@ -144,7 +144,7 @@ def test_a_fragmented_cache_fails_on_stock_and_works_on_patched(
 
 
 @pytest.mark.slow
-def test_a_full_cache_is_called_full(model: kv.Model) -> None:
+def test_decode_into_a_full_cache_reports_it_as_full(model: kv.Model) -> None:
     """Check that failures between micro-batches leave no ghosts."""
     with model.context(n_ctx=256, n_batch=256, n_ubatch=32, n_seq_max=2) as ctx:
         a, b = ctx.sequence(), ctx.sequence()
@@ -183,7 +183,7 @@ def test_a_cancelled_decode_keeps_every_token(model: kv.Model) -> None:
 
 @pytest.mark.slow
 def test_no_wrong_argument_ends_the_process(model: kv.Model, opened: kv.OpenLibrary) -> None:
-    """Check what would make llama.cpp assert or throw, and that work goes on."""
+    """Check arguments that would make llama.cpp abort or throw; the library still works."""
     ctx = model.context(n_ctx=128, n_batch=64, n_ubatch=16, n_seq_max=2)
     a = ctx.sequence()
     ctx.decode(a.feed([1, 2, 3]))
@@ -215,7 +215,7 @@ def test_no_wrong_argument_ends_the_process(model: kv.Model, opened: kv.OpenLibr
 
 
 @pytest.mark.slow
-def test_logits_of_a_real_decode_go_stale(model: kv.Model) -> None:
+def test_logits_are_refused_after_the_next_decode(model: kv.Model) -> None:
     """Check reading before and after the next decode."""
     with model.context(n_ctx=64) as ctx:
         a = ctx.sequence()
@@ -232,7 +232,7 @@ def test_logits_of_a_real_decode_go_stale(model: kv.Model) -> None:
 
 
 @pytest.mark.slow
-def test_forks_cuts_and_shifts_agree_with_the_cache(model: kv.Model) -> None:
+def test_ledger_agrees_with_the_cache_after_forks_and_shifts(model: kv.Model) -> None:
     """Check positions that the library reports against the ledger."""
     with model.context(n_ctx=128, n_seq_max=4) as ctx:
         a = ctx.sequence()
@@ -257,7 +257,9 @@ def test_forks_cuts_and_shifts_agree_with_the_cache(model: kv.Model) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flash_attn", "kind"), KINDS)
-def test_a_save_goes_into_another_context(model: kv.Model, flash_attn: bool, kind: str) -> None:
+def test_saved_sequence_is_restored_in_another_context(
+    model: kv.Model, flash_attn: bool, kind: str
+) -> None:
     """Check rows and logits of a restored sequence, in a cache where no hole is large enough."""
     options = {"flash_attn": flash_attn, "type_k": kind, "type_v": kind}
     with (
@@ -281,7 +283,7 @@ def test_a_save_goes_into_another_context(model: kv.Model, flash_attn: bool, kin
         assert far < 0.05
 
 
-def test_everything_closes_with_the_library(variant: Variant, tiny_model: Path) -> None:
+def test_closing_the_library_closes_models_and_contexts(variant: Variant, tiny_model: Path) -> None:
     """Check the order, and that a second library is not disturbed."""
     other = kv.open(variant.folder).load_model(tiny_model).context(n_ctx=64)
     library = kv.open(variant.folder)
@@ -298,7 +300,9 @@ def test_everything_closes_with_the_library(variant: Variant, tiny_model: Path) 
     other.model.close()
 
 
-def test_counters_come_with_their_patch(stock: Variant, patched: Variant, tiny_model: Path) -> None:
+def test_only_the_patched_library_has_counters(
+    stock: Variant, patched: Variant, tiny_model: Path
+) -> None:
     """Check that stock reports missing counters, and that patched counts."""
     with kv.open(stock.folder) as library:
         ctx = library.load_model(tiny_model).context(n_ctx=64)
@@ -314,7 +318,9 @@ def test_counters_come_with_their_patch(stock: Variant, patched: Variant, tiny_m
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_work_agrees_with_a_ledger(variant: Variant, tiny_model: Path, seed: int) -> None:
+def test_random_operations_agree_with_a_ledger(
+    variant: Variant, tiny_model: Path, seed: int
+) -> None:
     """Check cells, ledgers and logits after random decodes, removals, forks, shifts and more."""
     chance = random.Random(seed)
     with kv.open(variant.folder) as library:
@@ -362,7 +368,7 @@ def test_random_work_agrees_with_a_ledger(variant: Variant, tiny_model: Path, se
 
 
 @pytest.mark.slow
-def test_trained_text_is_the_same_everywhere(
+def test_trained_model_generates_the_same_text_in_all_builds(
     stock: Variant, patched: Variant, trained_model: Path
 ) -> None:
     """Check greedy text over both builds, here and in a worker."""
@@ -380,7 +386,7 @@ def test_trained_text_is_the_same_everywhere(
 
 @pytest.mark.slow
 def test_batched_steps_equal_single_steps(speaking: kv.Model) -> None:
-    """Step by step, many steps at once and one by one: the same tokens, rows and ledgers."""
+    """Single steps, many steps at once and one by one have equal tokens, rows and ledgers."""
     starts, results = [70, 80, 90], []
     for way in ("alone", "together", "at once"):
         with speaking.context(n_ctx=256, n_seq_max=3) as ctx, speaking.sampler() as sampler:
@@ -412,7 +418,7 @@ def test_batched_steps_equal_single_steps(speaking: kv.Model) -> None:
     ("release", "safe"), [("0.3.9", False), ("0.3.16", True), ("0.3.36", True), ("b11549", True)]
 )
 def test_threads_are_those_in_use(release: str, safe: bool, tiny_model: Path) -> None:
-    """As llama.cpp reports them; releases with a shared counter lack the capability."""
+    """They are those of llama.cpp; releases with a shared counter lack the capability."""
     with kv.open(built(f"{release}+stock").folder) as library:
         assert (kv.Capability.THREADS in library.about.capabilities) is safe
         with library.load_model(tiny_model) as model:

@@ -227,7 +227,7 @@ def test_calls_of_handlers_during_an_operation_are_busy(operation: str, tmp_path
 def test_calls_of_handlers_are_busy_in_a_real_library(
     release: str, kind: str, isolated: bool, tmp_path: Path
 ) -> None:
-    """As in the simulated one, for every kind of memory, also in a worker process."""
+    """They are for every kind of memory, also in a worker process."""
     shape = replace(synthetic_models.SHAPES[kind], n_vocab=320, vocab="bytes")
     with (
         kv.open(built(f"{release}+patched").folder, isolated=isolated) as library,
@@ -258,9 +258,9 @@ def test_a_handler_may_cancel(tmp_path: Path) -> None:
 
 @contextmanager
 def called_at_line(number: int, inner: Callable[[], object]) -> Iterator[list[str]]:
-    """Call ``inner`` before the line of this number that the package executes in the block.
+    """Call ``inner`` before the package executes the line of this number in the block.
 
-    A signal handler runs there as well. Yields the names of errors.
+    A signal handler could run there. Yields the names of errors.
     """
     count, errors = itertools.count(), []
 
@@ -312,7 +312,7 @@ def submitted(batcher: kv.Batcher) -> list[int]:
 def test_a_call_between_any_two_lines_leaves_no_wrong_data(
     operation: str, inner: str, tmp_path: Path
 ) -> None:
-    """It is Busy, or done as a whole; the operation then continues correctly, or raises."""
+    """It is Busy, or complete; the operation then continues correctly, or raises."""
     model = kit.model(tmp_path)
     inners: dict[str, Callable[[Setup], object]] = {
         "clear": lambda s: s.ctx.clear(),

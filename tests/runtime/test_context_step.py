@@ -40,7 +40,7 @@ def three(ctx: Context) -> list[Sequence]:
 
 
 def test_step_of_several_sequences_equals_single_steps(tmp_path: Path) -> None:
-    """Check ledgers, places and logits against the same tokens decoded one by one."""
+    """Check ledgers, indexes and logits against the same tokens decoded one by one."""
     ctx, alone = kit.context(tmp_path), kit.context(tmp_path)
     sequences, singles = three(ctx), three(alone)
     for tokens in ([7, 8, 9], (10, 11, 12), np.array([13, 14, 15])):
@@ -60,7 +60,7 @@ def test_step_of_several_sequences_equals_single_steps(tmp_path: Path) -> None:
 
 
 def test_positions_follow_what_was_removed_between(tmp_path: Path) -> None:
-    """Check that nothing is remembered of a sequence but what its ledger says."""
+    """Check that only the ledger of a sequence determines its next position."""
     ctx = kit.context(tmp_path)
     sequences = three(ctx)
     ctx.step_all(sequences, [7, 8, 9])
@@ -73,7 +73,7 @@ def test_positions_follow_what_was_removed_between(tmp_path: Path) -> None:
 
 
 def test_invalid_steps_are_refused_before_the_library(tmp_path: Path) -> None:
-    """Check tokens, numbers, sequences twice, foreign, closed and too many."""
+    """Check tokens, numbers, duplicate, foreign and closed sequences, and too many."""
     ctx, other = kit.context(tmp_path, n_batch=2), kit.context(tmp_path)
     a, b, c = (ctx.sequence() for _ in range(3))
     for sequences, tokens, message in (
@@ -123,7 +123,7 @@ def test_a_failed_step_keeps_every_token(tmp_path: Path, failure: int) -> None:
 
 
 def test_rows_become_stale_as_single_logits_do(tmp_path: Path) -> None:
-    """Check reading before and after a later decode, and the places that asked for none."""
+    """Check reads before and after a later decode, and indexes without logits."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     with pytest.raises(StaleLogits, match="no decode yet"):
@@ -155,7 +155,7 @@ def test_sampling_all_rows_equals_sampling_each_row(tmp_path: Path, temperature:
 
 
 def test_penalties_are_refused_for_several_sequences(tmp_path: Path) -> None:
-    """Check that one memory is not shared by several sequences, and works for one."""
+    """Check that several sequences cannot share one history, and that one sequence works."""
     ctx = kit.context(tmp_path)
     sequences = three(ctx)
     params = {"penalty_last_n": 8, "penalty_repeat": 2.0}
@@ -187,7 +187,7 @@ def test_advance_equals_a_loop_of_steps(tmp_path: Path) -> None:
 
 
 def test_advance_keeps_steps_before_a_failure(tmp_path: Path) -> None:
-    """Check a cache that becomes full in the middle."""
+    """Check a cache that becomes full during the call."""
     ctx = kit.context(tmp_path, n_ctx=16)
     sequences = three(ctx)
     with pytest.raises(NoKVSlot) as caught:
@@ -218,7 +218,7 @@ def test_rows_in_another_order_are_copied() -> None:
 
 
 def test_decode_of_several_sequences_releases_the_gil() -> None:
-    """Check that a step that ends only when another thread has worked does end."""
+    """Check that a step ends that waits for work of another thread."""
     native = Local(fake())
     model = native.model_load("fake.gguf", ModelParams())
     context = native.context_new(model, ContextParams(n_ctx=64, n_batch=8, n_seq_max=4))
@@ -251,7 +251,7 @@ def test_numpy_sampler_continues_steps_without_a_native_sampler(tmp_path: Path) 
 
 
 def test_defrag_policy_recovers_a_failed_step(tmp_path: Path) -> None:
-    """Check that scattered cells are moved together, and the steps go on."""
+    """Check that scattered cells are moved together, and the steps continue."""
     for many in (False, True):
         ctx = kit.context(tmp_path, n_ctx=16, defrag_policy="on_failure")
         a, b = ctx.sequence(), ctx.sequence()

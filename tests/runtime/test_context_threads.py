@@ -1,4 +1,4 @@
-"""Calls of several threads, and cancels, in this process and in a worker alike."""
+"""Test calls of several threads, and cancels, in this process and in a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyllamakv.binding.protocol import (
 pytest_plugins = ("fakes.opened",)
 
 
-def test_cancel_after(native: Native, context: ContextHandle) -> None:
+def test_cancel_after_ends_a_decode_at_the_poll(native: Native, context: ContextHandle) -> None:
     """An abort at a chosen poll ends a decode with 2."""
     native.cancel_after(context, 3)
     assert feed(native, context, 0, 8) == 2
@@ -30,7 +30,7 @@ def test_cancel_after(native: Native, context: ContextHandle) -> None:
 
 
 def test_cancel_from_another_thread(native: Native, context: ContextHandle) -> None:
-    """An endless decode ends when another thread cancels it."""
+    """An endless decode ends if another thread cancels it."""
     done = threading.Event()
 
     def cancel() -> None:
@@ -48,7 +48,7 @@ def test_cancel_from_another_thread(native: Native, context: ContextHandle) -> N
 
 
 def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
-    """Other threads run while C works: the cancel of a hanging decode could not come otherwise."""
+    """Other threads run during a C call: otherwise, the decode could not be cancelled."""
     started, counted = threading.Event(), itertools.count()
 
     def count() -> None:
@@ -72,7 +72,7 @@ def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
 
 @pytest.mark.slow
 def test_two_contexts_in_two_threads(native: Native, model: ModelHandle) -> None:
-    """Different contexts may decode at the same time."""
+    """Different contexts can decode at the same time."""
     contexts = [native.context_new(model, ContextParams()) for _ in range(4)]
     codes: list[int] = []
 

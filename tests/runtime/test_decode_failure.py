@@ -1,4 +1,4 @@
-"""Test why a decode found no cells, and the second net under failed decodes."""
+"""Test the causes of decodes without a slot, and the rollback after failed decodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_full_cache_is_called_full(tmp_path: Path) -> None:
 
 
 def test_scattered_cells_are_called_fragmented(tmp_path: Path) -> None:
-    """Check the cause and the hint that the message names, and that it hints."""
+    """Check the cause, and that the hint of the message works."""
     ctx = kit.context(tmp_path, n_ctx=16)
     fragment(ctx)
     c = ctx.sequence()
@@ -51,8 +51,8 @@ def test_scattered_cells_are_called_fragmented(tmp_path: Path) -> None:
     assert c.tokens == [1, 2, 3]
 
 
-def test_a_step_explains_itself_too(tmp_path: Path) -> None:
-    """Check the cheap way of decoding one token."""
+def test_failed_step_reports_its_cause(tmp_path: Path) -> None:
+    """Check the decode of a single token."""
     ctx = kit.context(tmp_path, n_ctx=8)
     a = ctx.sequence()
     ctx.decode(a.feed([5] * 8))
@@ -78,7 +78,7 @@ def test_no_slot_with_a_sufficient_hole_has_another_cause(tmp_path: Path) -> Non
 
 
 def test_no_slot_error_without_cells_has_no_statistics(tmp_path: Path) -> None:
-    """Check that the error still comes, without statistics."""
+    """Check that the error is raised without statistics."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.CELLS}, n_ctx=8)
     a = ctx.sequence()
     ctx.decode(a.feed([5] * 8))
@@ -89,7 +89,7 @@ def test_no_slot_error_without_cells_has_no_statistics(tmp_path: Path) -> None:
 
 
 def test_ghosts_of_a_failed_decode_are_removed(tmp_path: Path) -> None:
-    """Check that cells that a library left behind go, and those of others stay."""
+    """Check that cells that a library left behind are removed, and others are not."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     ctx.decode([a.feed([5, 6]), b.feed([7, 8, 9])])

@@ -1,4 +1,4 @@
-"""Compact a cache by saving and restoring sequences, where the library moves no cells."""
+"""Test defragmentation by saving and restoring sequences, for libraries that move no cells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOCK = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
 
 
 def sparse(ctx: Context) -> tuple[Sequence, Sequence]:
-    """Leave one sequence at the start of the cache and one at its end, with a gap between them."""
+    """Put one sequence at the start of the cache and one at its end, with a gap between them."""
     low, gone, high = ctx.sequence(), ctx.sequence(), ctx.sequence()
     ctx.prefill(low, [10, 11, 12, 13])
     ctx.prefill(gone, [5] * 30)
@@ -34,7 +34,7 @@ def sparse(ctx: Context) -> tuple[Sequence, Sequence]:
     return low, high
 
 
-def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
+def test_defragmentation_by_restore_keeps_the_bytes(tmp_path: Path) -> None:
     """Check cells, rows, tokens and the report, and that only the highest cells were written."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
@@ -57,8 +57,8 @@ def test_cells_come_together_and_keep_their_bytes(tmp_path: Path) -> None:
     ctx.decode([low.feed([7]), high.feed([8])])
 
 
-def test_a_compact_cache_costs_nothing(tmp_path: Path) -> None:
-    """Check that nothing is saved where nothing can be gained."""
+def test_compact_cache_saves_no_states(tmp_path: Path) -> None:
+    """Check that nothing is saved if the cache is compact."""
     ctx = kit.context(tmp_path, STOCK)
     ctx.prefill(ctx.sequence(), [1, 2, 3])
     ctx.native.state_save = None
@@ -68,7 +68,7 @@ def test_a_compact_cache_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_the_report_states_how_cells_moved(tmp_path: Path) -> None:
-    """A library that moves cells is "in-place"; one that refuses this memory names its reason."""
+    """A library that moves cells is "in-place"; one that refuses this memory has a reason."""
     ctx = kit.context(tmp_path, {"contiguous": False})
     sparse(ctx)
     report = ctx.kv.defrag()
@@ -86,12 +86,12 @@ def test_the_report_states_how_cells_moved(tmp_path: Path) -> None:
 
 
 def refused(reason: str) -> NoReturn:
-    """Refuse a defragmentation, as a library does."""
+    """Refuse a defragmentation, like a library."""
     raise Unsupported(reason, "DEFRAG")
 
 
 def test_shared_cells_are_refused(tmp_path: Path) -> None:
-    """Check the reason, that nothing changed, and that it works once the fork is gone."""
+    """Check the reason, that nothing changed, and that it works after the fork is closed."""
     ctx = kit.context(tmp_path, STOCK)
     _, high = sparse(ctx)
     fork = high.fork()
@@ -116,7 +116,7 @@ def test_restore_defragmentation_can_be_disabled(tmp_path: Path) -> None:
         poor.kv.defrag()
 
 
-def test_a_context_without_guard_is_left_alone(tmp_path: Path) -> None:
+def test_unguarded_context_does_not_defragment_by_restore(tmp_path: Path) -> None:
     """Check that the feature is off by default."""
     made = kit.library(isolated=True, **STOCK).load_model(kit.write_gguf(tmp_path / "tiny.gguf"))
     ctx = made.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4, guard="off")
@@ -125,8 +125,8 @@ def test_a_context_without_guard_is_left_alone(tmp_path: Path) -> None:
         ctx.kv.defrag()
 
 
-def test_a_state_that_leaves_cells_out_is_refused(tmp_path: Path) -> None:
-    """Check memory whose states are shorter than what it keeps, before anything is removed."""
+def test_state_shorter_than_its_cells_is_refused(tmp_path: Path) -> None:
+    """Check memory whose states are shorter than its content, before anything is removed."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     save = ctx.native.state_save
@@ -137,7 +137,7 @@ def test_a_state_that_leaves_cells_out_is_refused(tmp_path: Path) -> None:
 
 
 def refuse(ctx: Context, times: int) -> list[int]:
-    """Let the library refuse the next states; return what it was asked."""
+    """Make the library refuse the next states; return the calls."""
     load, asked = ctx.native.state_load, []
 
     def refusing(handle: int, seq: int, data: bytes) -> int:
@@ -153,7 +153,7 @@ def refuse(ctx: Context, times: int) -> list[int]:
 
 
 def test_refused_restore_is_repeated_in_an_empty_cache(tmp_path: Path) -> None:
-    """Check that a refusal for want of a hole is answered by an empty cache."""
+    """Check that after a refusal for lack of a hole, an empty cache is used."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     asked = refuse(ctx, 1)
@@ -166,7 +166,7 @@ def test_refused_restore_is_repeated_in_an_empty_cache(tmp_path: Path) -> None:
 
 
 def test_unrestorable_sequence_is_in_the_error(tmp_path: Path) -> None:
-    """Check the error, the ledgers, and that what it holds can be restored."""
+    """Check the error, the ledgers, and that the state in the error can be restored."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     load = ctx.native.state_load
@@ -182,7 +182,7 @@ def test_unrestorable_sequence_is_in_the_error(tmp_path: Path) -> None:
 
 
 def test_failed_save_keeps_the_states_saved_before(tmp_path: Path) -> None:
-    """Check that a save that fails in the second round loses nothing of the first."""
+    """Check that a failed save in the second round loses nothing of the first."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     refuse(ctx, times=1)
@@ -230,7 +230,7 @@ def interrupt(ctx: Context, at: set[int], *, after: bool) -> list[str]:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", [{1}, {2}, {3}, {4}, {5}, {1, 3}, {2, 3, 4}, {3, 7}])
-def test_an_interrupt_leaves_every_sequence_as_it_was(
+def test_interrupted_defragmentation_keeps_every_sequence(
     tmp_path: Path, at: set[int], after: bool
 ) -> None:
     """Check tokens and rows after a Ctrl-C in any call, and after several of them."""
@@ -252,8 +252,8 @@ def test_an_interrupt_leaves_every_sequence_as_it_was(
     ctx.decode([each.feed([7]) for each in sequences])
 
 
-def test_a_cache_that_cannot_be_emptied_is_handed_over_too(tmp_path: Path) -> None:
-    """Check that a clear that fails in the second round loses nothing of the first."""
+def test_failed_clear_keeps_the_sequences(tmp_path: Path) -> None:
+    """Check that a failed clear in the second round loses nothing of the first."""
     ctx = kit.context(tmp_path, STOCK)
     low, high = sparse(ctx)
     refuse(ctx, 1)

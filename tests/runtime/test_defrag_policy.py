@@ -1,4 +1,4 @@
-"""Policies defragment never, after a failure, at a threshold, or always."""
+"""Test the policies: never, after a failure, at a threshold, or always."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def sparse(folder: Path, native: dict[str, Any] = SCATTERED, **options: Any) -> 
 
 
 def steps(ctx: Context, sequence: Sequence, n: int) -> None:
-    """Decode some tokens."""
+    """Decode tokens."""
     for _ in range(n):
         ctx.step(sequence, 7)
 
 
 def test_wasted_and_moved_bytes_are_zero_in_a_compact_cache(tmp_path: Path) -> None:
-    """Check bytes read in vain and bytes to move, sparse and compact."""
+    """Check wasted bytes and bytes to move, sparse and compact."""
     ctx, _, _ = sparse(tmp_path)
     info = ctx.kv.snapshot().streams[0].info
     cell = (info.bytes_k + info.bytes_v) // 1024
@@ -63,7 +63,7 @@ def test_wasted_and_moved_bytes_are_zero_in_a_compact_cache(tmp_path: Path) -> N
 
 
 def test_never_is_the_default(tmp_path: Path) -> None:
-    """Check that a sparse cache stays as it is."""
+    """Check that a sparse cache is not changed."""
     ctx, live, seen = sparse(tmp_path)
     steps(ctx, live, 80)
     assert not seen
@@ -81,8 +81,8 @@ def test_always_moves_before_the_next_decode_and_not_again(tmp_path: Path) -> No
     assert len(seen) == 2
 
 
-def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Path) -> None:
-    """Check the decode at which it moves, for a dear move and a cheap one, and for no loss."""
+def test_threshold_policy_defragments_when_the_loss_exceeds_the_cost(tmp_path: Path) -> None:
+    """Check the decode at which it moves, for expensive and cheap moves, and without loss."""
     for price, when in ((25.6 * 10, 10), (0.1, 1), (1e9, None)):
         ctx, live, seen = sparse(
             tmp_path, defrag_policy="threshold", defrag_costs=DefragCosts(attend=1.0, move=price)
@@ -100,8 +100,8 @@ def test_the_threshold_waits_until_as_much_is_lost_as_a_move_costs(tmp_path: Pat
     assert not seen
 
 
-def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
-    """Check that the threshold looks again, and stops looking once nothing is lost."""
+def test_refilled_cache_is_not_defragmented(tmp_path: Path) -> None:
+    """Check that the threshold is checked again, and no more once nothing is wasted."""
     ctx, live, seen = sparse(
         tmp_path, defrag_policy="threshold", defrag_costs=DefragCosts(attend=1.0, move=25.6 * 100)
     )
@@ -117,7 +117,7 @@ def test_a_cache_that_is_filled_again_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["on_failure", "threshold", "always"])
 def test_on_failure_policy_defragments_after_no_slot(tmp_path: Path, policy: str) -> None:
-    """Check batches and single tokens where slots must be one hole."""
+    """Check batches and single tokens if slots must be contiguous."""
     ctx = kit.context(tmp_path, n_ctx=16, defrag_policy=policy)
     a, b, c = ctx.sequence(), ctx.sequence(), ctx.sequence()
     for i in range(8):
@@ -131,7 +131,7 @@ def test_on_failure_policy_defragments_after_no_slot(tmp_path: Path, policy: str
     assert caught.value.cause == "full"
 
 
-def test_a_failure_is_left_alone_by_never(tmp_path: Path) -> None:
+def test_never_policy_raises_the_failure(tmp_path: Path) -> None:
     """Check that the caller gets the error."""
     ctx = kit.context(tmp_path, n_ctx=16)
     a, b = ctx.sequence(), ctx.sequence()
@@ -143,8 +143,8 @@ def test_a_failure_is_left_alone_by_never(tmp_path: Path) -> None:
     assert caught.value.cause == "fragmented"
 
 
-def test_forks_in_the_way_are_tried_again_after_the_next_removal(tmp_path: Path) -> None:
-    """Check stock, where cells that are shared cannot be saved and restored."""
+def test_defragmentation_blocked_by_forks_is_retried_after_a_removal(tmp_path: Path) -> None:
+    """Check stock, where shared cells cannot be saved and restored."""
     stock = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
     ctx = kit.context(tmp_path, stock, n_ctx=1024, n_batch=512, defrag_policy="always")
     gone, live = ctx.sequence(), ctx.sequence()
@@ -166,7 +166,7 @@ def test_unknown_defrag_policy_is_refused(tmp_path: Path) -> None:
 
 
 def test_costs_can_be_measured(tmp_path: Path) -> None:
-    """Check that both constants come out as numbers."""
+    """Check that both constants are positive."""
     made = kit.model(tmp_path, **SCATTERED)
     costs = defrag_policy.measure_defrag_costs(made, cells=1024, rounds=2)
     assert costs.attend >= 0

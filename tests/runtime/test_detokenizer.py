@@ -1,4 +1,4 @@
-"""Test that pieces of bytes become text wherever they were cut."""
+"""Test that bytes become the same text however they are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHARACTER = st.characters(exclude_categories=["Cs"])
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    """Cut bytes at these places."""
+    """Split bytes at these places."""
     ends = sorted(place % (len(data) + 1) for place in places)
     return [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
 
@@ -34,14 +34,14 @@ def cesu(text: str) -> bytes:
 
 
 @given(st.text(CHARACTER), st.lists(st.integers(0, 1000)))
-def test_text_survives_every_cut(text: str, places: list[int]) -> None:
-    """Check that no cut changes the text."""
+def test_text_decodes_alike_at_every_split(text: str, places: list[int]) -> None:
+    """Check that no split changes the text."""
     assert joined(cut(text.encode(), places)) == text
 
 
 @given(st.text(CHARACTER), st.lists(st.integers(0, 1000)))
 def test_pairs_of_surrogates_become_their_character(text: str, places: list[int]) -> None:
-    """Check text that was written as UTF-16 surrogates, cut anywhere."""
+    """Check text that was written as UTF-16 surrogates, split anywhere."""
     assert joined(cut(cesu(text), places)) == text
 
 
@@ -57,13 +57,13 @@ def test_pairs_of_surrogates_become_their_character(text: str, places: list[int]
     ).map(b"".join),
     st.lists(st.integers(0, 1000)),
 )
-def test_invalid_bytes_read_alike_however_they_are_cut(data: bytes, places: list[int]) -> None:
-    """Check that cutting never changes the reading, and nothing raises."""
+def test_invalid_bytes_decode_alike_at_every_split(data: bytes, places: list[int]) -> None:
+    """Check that splitting does not change the result, and nothing raises."""
     assert joined(cut(data, places)) == joined([data]) == decode(data)
 
 
 def test_incomplete_characters_wait_for_their_last_byte() -> None:
-    """Check that a character waits for its last byte, and a half pair for its other half."""
+    """Check that a character waits for its last byte, and a lone surrogate for its pair."""
     stream = IncrementalDetokenizer()
     assert [stream.feed(bytes([b])) for b in "€".encode()] == ["", "", "€"]
     pair = cesu("😀")

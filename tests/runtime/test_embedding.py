@@ -1,4 +1,4 @@
-"""Check embeddings over a simulated library: batches, views, and contexts that have none."""
+"""Test embeddings with a simulated library: batches, views, and contexts without them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def context(folder: Path, pooling: str = "mean", **options: Any) -> Context:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_inputs_are_pooled(tmp_path: Path, pooling: str) -> None:
-    """The same for all at once, for one alone, and for text; in any number of batches."""
+    """Embeddings are equal for one input, several, and text; in any number of batches."""
     ctx = context(tmp_path, pooling)
     assert ctx.info.pooling is Pooling[pooling.upper()]
     inputs = [list(range(start, start + 10)) for start in range(5, 95, 10)]
@@ -48,7 +48,7 @@ def test_inputs_are_pooled(tmp_path: Path, pooling: str) -> None:
 
 
 def test_the_mean_is_that_of_the_tokens(tmp_path: Path) -> None:
-    """And normalized rows have length 1."""
+    """Normalized rows have length 1."""
     plain, pooled = context(tmp_path, "none"), context(tmp_path)
     sequence = plain.sequence()
     plain.decode(sequence.feed(range(5, 25), "last"))
@@ -136,13 +136,13 @@ def test_batches_that_cannot_be_pooled_are_refused(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
-    """With the name of the option."""
+    """The error has the name of the option."""
     with pytest.raises(error, match=reason):
         kit.context(tmp_path, **options)
 
 
 def test_rank_needs_a_classification_head(tmp_path: Path) -> None:
-    """Llama.cpp would assert, also if the model file names this pooling."""
+    """llama.cpp would assert, also if the model file names this pooling."""
     library = kit.library(capabilities=Capability((1 << 22) - 1))
     with pytest.raises(Unsupported, match="classification head"):
         library.load_model(write_gguf(tmp_path / "a.gguf")).context(

@@ -1,4 +1,4 @@
-"""Embeddings on real builds, compared with each other and with numpy."""
+"""Test embeddings on real builds, compared with each other and with numpy."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_pooled_embeddings_are_those_of_the_tokens(model: kv.Model, unified: boo
                         context.step(other, 5)  # releases through b5640 would assert
 
 
-def test_sizes_that_llama_cpp_does_not_survive(model: kv.Model) -> None:
-    """Means of sequences whose number does not divide a micro-batch: it is made smaller."""
+def test_micro_batch_is_reduced_for_mean_pooling(model: kv.Model) -> None:
+    """If the number of sequences does not divide a micro-batch, it is made smaller."""
     for n_ctx, n_ubatch, n_seq_max in ((512, 512, 6), (100, 512, 3), (64, 8, 6)):
         options: dict[str, Any] = {"n_ubatch": n_ubatch, "n_seq_max": n_seq_max}
         with model.context(n_ctx, embeddings=True, pooling="mean", **options) as ctx:
@@ -89,7 +89,7 @@ def test_sizes_that_llama_cpp_does_not_survive(model: kv.Model) -> None:
 
 
 def test_the_pooling_of_the_file_is_the_default(library: kv.OpenLibrary, tmp_path: Path) -> None:
-    """`ContextInfo` has what is in effect."""
+    """`ContextInfo` has the effective one."""
     path, _head = embedding_kit.encoder(tmp_path / "last.gguf", Pooling.LAST)
     with library.load_model(path) as model:
         assert model.context(64, embeddings=True).info.pooling is Pooling.LAST
@@ -116,7 +116,7 @@ def test_a_classification_head_ranks(library: kv.OpenLibrary, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_worker_returns_embeddings(library: kv.OpenLibrary) -> None:
-    """The same ones."""
+    """They are equal."""
     path = synthetic_models.model("bytes")
     options = {"embeddings": True, "pooling": "mean", "n_seq_max": 4}
     with kv.open(library.about.variant, isolated=True) as apart:

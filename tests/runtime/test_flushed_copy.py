@@ -1,4 +1,4 @@
-"""Test the copies of kept caches on files with the header of the patch mmap-kv."""
+"""Test copies of kept caches, with files that have the header of the patch mmap-kv."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_dirty_cache_returns_to_its_last_flush(file: Path, tmp_path: Path) -> 
 def test_a_copy_of_the_same_flush_is_not_written_again(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a flush costs a copy, not an opening after a close."""
+    """A flush costs a copy, an open after a close does not."""
     flushed_copy.write(file)
     monkeypatch.setattr(flushed_copy, "_copy_data", None)
     flushed_copy.write(file)
@@ -99,7 +99,7 @@ def test_other_copies_are_not_restored(file: Path, tmp_path: Path, case: str) ->
     elif case == "cut":
         os.truncate(copy, 300)
     else:
-        os.truncate(file, 100)  # the header of a file that was being made
+        os.truncate(file, 100)  # the header of a file that was being created
     before = contents(tmp_path)
     assert not flushed_copy.restore(file)
     assert contents(tmp_path) == before
@@ -128,7 +128,7 @@ def test_a_copy_that_fails_leaves_the_older_one(
     code: int,
     kind: type[Exception],
 ) -> None:
-    """A full disk at any step is typed, and the next flush copies again."""
+    """A full disk at any step is a typed error, and the next flush copies again."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -149,7 +149,7 @@ def test_a_copy_that_fails_leaves_the_older_one(
 def test_a_restoration_that_fails_can_be_repeated(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until everything is copied back, the file stays dirty."""
+    """Until everything is restored, the file stays dirty."""
     flushed_copy.write(file)
     whole = contents(tmp_path)
     put(file, 3, state=DIRTY)

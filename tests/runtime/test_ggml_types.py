@@ -1,4 +1,4 @@
-"""Test that number types are known by name and number, with the bytes of their rows."""
+"""Test that types of numbers are found by name and number, with the sizes of their rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyllamakv.runtime.ggml_types import CACHE_TYPES, TYPES, cache_type, number_
 
 
 def test_sizes_are_those_of_the_gguf_package() -> None:
-    """Check every type that gguf knows as well against its table."""
+    """Check every type that gguf has against its table."""
     theirs = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     # gguf still has the q8_1 of 2023, whose two factors had 4 bytes each; no file or cache uses it.
     compared = [kind for kind in TYPES if kind.number in theirs and kind.name != "q8_1"]
@@ -20,8 +20,8 @@ def test_sizes_are_those_of_the_gguf_package() -> None:
         assert gguf.GGMLQuantizationType(kind.number).name.lower() == kind.name
 
 
-def test_names_and_numbers_lead_to_the_same_type() -> None:
-    """Check both ways, and that case does not matter."""
+def test_type_is_found_by_name_and_number() -> None:
+    """Check both directions, and that case does not matter."""
     for name in CACHE_TYPES:
         kind = number_type(name)
         assert number_type(kind.number) is kind
@@ -38,7 +38,7 @@ def test_rows_of_quantized_types_need_whole_blocks() -> None:
 
 @pytest.mark.parametrize("wrong", ["f17", 9999, -1, ""])
 def test_unknown_types_are_refused_with_the_known_ones(wrong: str | int) -> None:
-    """Check that the message names what there is."""
+    """Check that the message lists the known types."""
     with pytest.raises(UsageError, match="q8_0"):
         number_type(wrong)
 

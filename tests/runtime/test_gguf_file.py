@@ -1,4 +1,4 @@
-"""Test that a wrong model file is named as what it is, before any C sees it."""
+"""Test that an invalid model file has a specific error, before C reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(folder: Path, data: bytes) -> Path:
     return path
 
 
-def test_a_whole_file_is_described(tmp_path: Path) -> None:
+def test_valid_file_has_architecture_and_counts(tmp_path: Path) -> None:
     """Check architecture, counts and values."""
     found = check_file(write(tmp_path, gguf_bytes()))
     assert (found.architecture, found.version, found.n_tensors) == ("llama", 3, 1)
@@ -70,11 +70,11 @@ NESTED = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
      (12, struct.pack("<d", math.inf)), (10, struct.pack("<Q", 64))],
 )  # fmt: skip
 @pytest.mark.regression(
-    "a GGUF whose alignment is none was taken, or a bare error of Python",
+    "a GGUF with an invalid alignment was accepted, or raised an untyped error",
     by="hostile input",
     of="Python",
 )
-def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> None:
+def test_invalid_alignment_is_refused(tmp_path: Path, kind: int, value: bytes) -> None:
     """If the start of the tensors is unknown, a truncated file cannot be detected."""
     data = gguf_bytes(more=("general.alignment", kind, value))
     for length in (len(data), len(data) - 512):
@@ -83,23 +83,23 @@ def test_an_alignment_that_is_none(tmp_path: Path, kind: int, value: bytes) -> N
 
 
 @pytest.mark.regression(
-    "arrays in arrays in a GGUF ended in a bare RecursionError",
+    "nested arrays in a GGUF raised RecursionError",
     by="hostile input",
     of="Python",
 )
 def test_arrays_in_arrays_are_refused(tmp_path: Path) -> None:
-    """As ggml does it: they could lie in each other without end."""
+    """They could be nested without a limit, and ggml refuses them as well."""
     with pytest.raises(ModelError, match="type 9"):
         check_file(write(tmp_path, gguf_bytes(more=("x", 9, NESTED))))
 
 
 @pytest.mark.regression(
-    "names of sources and paths that no file system can have were bare errors of Python",
+    "names of sources that are invalid as paths raised untyped errors",
     by="hostile input",
     of="Python",
 )
 def test_missing_gguf_file_is_named(tmp_path: Path) -> None:
-    """Check paths that lead to no file."""
+    """Check paths without a file."""
     with pytest.raises(ModelError, match="no model file"):
         check_file(tmp_path / "absent.gguf")
     for name in ("x\0", "x" * 300):
@@ -111,8 +111,8 @@ def test_missing_gguf_file_is_named(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
-def test_no_cut_is_taken_for_a_whole_file(tmp_path: Path, data: st.DataObject) -> None:
-    """Check every length below the whole."""
+def test_truncated_file_is_refused_at_every_length(tmp_path: Path, data: st.DataObject) -> None:
+    """Check every shorter length."""
     whole = gguf_bytes()
     length = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(ModelError):
@@ -121,8 +121,8 @@ def test_no_cut_is_taken_for_a_whole_file(tmp_path: Path, data: st.DataObject) -
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
-def test_damage_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
-    """Check single bytes that were overwritten."""
+def test_damaged_file_raises_only_model_error(tmp_path: Path, data: st.DataObject) -> None:
+    """Check single overwritten bytes."""
     damaged = bytearray(gguf_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""Ctrl-C during a change of the cache: the cells and the ledgers agree afterwards."""
+"""Test signals during a change of the cache: cells and ledgers agree afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def handler() -> Iterator[None]:
 
 
 def test_the_block_is_completed_before_the_interrupt_is_raised() -> None:
-    """Nested blocks, a decorated function, and an exception of the block itself."""
+    """Check nested blocks, a decorated function, and an exception of the block itself."""
     done = []
 
     @Uninterrupted()
@@ -46,8 +46,8 @@ def test_the_block_is_completed_before_the_interrupt_is_raised() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_several_interrupts_count_as_one() -> None:
-    """Whoever presses Ctrl-C again while a large page is written does not break the cache."""
+def test_of_several_signals_the_last_exception_is_raised() -> None:
+    """A second Ctrl-C while a large page is written does not damage the cache."""
     done = []
     with pytest.raises(KeyboardInterrupt), Uninterrupted():
         signal.raise_signal(signal.SIGINT)
@@ -97,14 +97,14 @@ CHANGES: dict[str, Callable[[Sequence, Sequence], object]] = {
 
 
 @pytest.mark.regression(
-    "Ctrl-C while cells were removed or shared left tokens in a sequence that had no cells, so "
-    "that later tokens were wrong",
+    "after a signal while cells were removed or shared, a sequence had tokens without cells, and "
+    "later tokens were wrong",
     by="hostile input",
     of="Python",
 )
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_interrupted_change_is_complete(tmp_path: Path, name: str) -> None:
-    """Ctrl-C when any call of C returns: cells and ledgers agree."""
+    """A signal when any call of C returns: cells and ledgers agree."""
     number = 1
     while True:
         context = kit.context(tmp_path)

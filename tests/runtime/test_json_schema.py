@@ -1,4 +1,4 @@
-"""JSON schemas: every sampled document meets its schema, and bad schemas are refused."""
+"""Test JSON schemas: every sampled document is valid, and invalid schemas are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def document(model: kv.Model, seed: int) -> str:
 
 
 def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
-    """Whatever the logits are, and characters of several bytes are whole."""
+    """They are for any logits, and characters of several bytes are complete."""
     model = kit.model(tmp_path)
     for seed in range(5):
         text = document(model, seed)
@@ -65,7 +65,7 @@ def test_random_documents_meet_the_schema(tmp_path: Path) -> None:
 
 
 def test_tokens_have_the_bytes_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tokenizer changes a text, the longest tokens are chosen, as long as any fits."""
+    """If the tokenizer changes a text, the longest tokens that match are chosen."""
     model = kit.model(tmp_path)
     plain = model.native.tokenize
     monkeypatch.setattr(model.native, "tokenize", lambda m, text, *o: plain(m, text.upper(), *o))
@@ -81,7 +81,7 @@ def test_tokens_have_the_bytes_of_the_text(tmp_path: Path, monkeypatch: pytest.M
 def test_a_model_of_sentencepiece_fills_a_schema(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokenizer adds a space before each text, and has all tokens nevertheless."""
+    """Its tokenizer adds a space before each text, but has all tokens."""
     monkeypatch.setattr(json_schema.Vocabulary, "_longest", None)
     with (
         kv.open(variant.folder) as library,
@@ -96,8 +96,8 @@ def test_a_model_of_sentencepiece_fills_a_schema(
 
 
 @pytest.mark.xfail(strict=True, reason="a defect of llguidance that docs/chat.md names")
-def test_an_exclusive_minimum_of_zero(tmp_path: Path) -> None:
-    """With a maximum below 1, the document 0 may not end."""
+def test_exclusive_minimum_of_zero_does_not_end_at_zero(tmp_path: Path) -> None:
+    """With a maximum below 1, the document 0 must not end."""
     model = kit.model(tmp_path)
     processor = SchemaProcessor(model, {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5})
     logits = np.zeros(model.info.n_vocab, dtype=np.float32)
@@ -106,7 +106,7 @@ def test_an_exclusive_minimum_of_zero(tmp_path: Path) -> None:
 
 
 def test_a_complete_document_ends(tmp_path: Path) -> None:
-    """Only an end token may follow; a new start forgets the old document."""
+    """Only an end token may follow; a new start discards the old document."""
     model = kit.model(tmp_path)
     processor = SchemaProcessor(model, json.dumps({"const": 5}))
     for tokens, allowed in (([], {56}), ([56], {2}), ([56, 2], {2}), ([], {56})):
@@ -117,7 +117,7 @@ def test_a_complete_document_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [[57], [57, 56]])
 def test_an_error_of_the_matcher_is_raised(tmp_path: Path, tokens: list[int]) -> None:
-    """Also by later calls: the matcher never recovers, and then allows only end tokens."""
+    """Later calls raise it too: the matcher never recovers, and then allows only end tokens."""
     model = kit.model(tmp_path)
     processor = SchemaProcessor(model, {"const": 5})
     logits = np.zeros(model.info.n_vocab, dtype=np.float32)
@@ -129,7 +129,7 @@ def test_an_error_of_the_matcher_is_raised(tmp_path: Path, tokens: list[int]) ->
     assert not logits.any()
 
 
-def test_a_matcher_that_exceeds_a_limit(tmp_path: Path) -> None:
+def test_matcher_beyond_its_limit_raises_an_error(tmp_path: Path) -> None:
     """The document is incomplete, so it must not end."""
     model = kit.model(tmp_path)
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -170,7 +170,7 @@ def test_an_unused_model_is_freed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_schemas_are_refused(tmp_path: Path, schema: Any, message: str) -> None:
-    """The reason is in the message, before any token is sampled; no sampler is created."""
+    """The message has the reason, before any token is sampled; no sampler is created."""
     model = kit.model(tmp_path)
     with pytest.raises(SchemaError, match=message):
         model.sampler(json_schema=schema)
@@ -202,7 +202,7 @@ BAD_PARTS = [
 
 
 @pytest.mark.parametrize(("schema", "path", "pattern", "message"), BAD_PARTS)
-def test_the_part_at_fault_is_named(
+def test_schema_error_names_path_and_pattern(
     tmp_path: Path, schema: dict[str, Any], path: str, pattern: str, message: str
 ) -> None:
     """With its JSON pointer and pattern, in the message and as fields."""
@@ -224,13 +224,13 @@ def test_the_part_at_fault_is_named(
         ("(?:a{100}){100}", 10_000), ("((a{1000}){1000}){1000}", 10**9), (r"[\]a]{3}(?<n>b){2}", 5),
     ],
 )  # fmt: skip
-def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
-    """Nested repetitions multiply; braces in classes and escapes are none."""
+def test_expanded_pattern_size_multiplies_repetitions(pattern: str, size: int) -> None:
+    """Nested repetitions multiply; braces in classes and escapes are not repetitions."""
     assert json_schema.expanded_size(pattern) == size
 
 
 def test_bounds_of_a_valid_schema_are_not_expanded(tmp_path: Path) -> None:
-    """The number of items and characters may be large, and data is no schema."""
+    """The number of items and characters may be large, and data is not a schema."""
     model = kit.model(tmp_path)
     for schema in (
         {"type": "array", "items": {"type": "null"}, "maxItems": 10**9},
@@ -249,7 +249,9 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
             kit.model(tmp_path).sampler(json_schema=wrong)
 
 
-def test_a_model_without_an_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_an_end_token_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A document could not end."""
     model = kit.model(tmp_path)
     monkeypatch.setattr(model.native, "token_is_eog", lambda model, token: False)
@@ -258,7 +260,9 @@ def test_a_model_without_an_end_token(tmp_path: Path, monkeypatch: pytest.Monkey
         model.sampler(json_schema={})
 
 
-def test_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ToolMissing, match=r"pip install 'pyllamakv\[json\]'"):

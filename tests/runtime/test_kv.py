@@ -1,4 +1,4 @@
-"""Test what is seen of the cache and what moves in it."""
+"""Test the statistics of a cache, and reports of moved cells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def scattered(ctx: Context) -> Sequence:
-    """Leave every other cell of 16 to one sequence."""
+    """Give every other cell of 16 to one sequence."""
     a, b = ctx.sequence(), ctx.sequence()
     for i in range(8):
         ctx.decode([a.feed([10 + i]), b.feed([5])])
@@ -42,7 +42,7 @@ def test_a_snapshot_shows_every_cell(tmp_path: Path) -> None:
 
 
 def test_a_defragmentation_is_reported_and_visible(tmp_path: Path) -> None:
-    """Check the report, the moves between two snapshots, and that rows and tokens stayed."""
+    """Check the report, the moves between two snapshots, and that rows and tokens are unchanged."""
     ctx = kit.context(tmp_path, n_ctx=16)
     a = scattered(ctx)
     before, rows = ctx.kv.snapshot(), ctx.kv.rows(1, a)
@@ -59,7 +59,7 @@ def test_a_defragmentation_is_reported_and_visible(tmp_path: Path) -> None:
 
 
 def test_defrag_report_without_native_counts_is_computed(tmp_path: Path) -> None:
-    """Check the report of a build without numbers of its own."""
+    """Check the report of a build without counts of its own."""
     ctx = kit.context(tmp_path, n_ctx=16)
     scattered(ctx)
     defrag = ctx.native.defrag
@@ -92,7 +92,7 @@ def test_missing_capabilities_are_named(tmp_path: Path) -> None:
 
 
 def test_a_memory_of_an_unknown_class_has_no_snapshot(tmp_path: Path) -> None:
-    """It is not taken for one without cells."""
+    """It is not reported as a memory without cells."""
     ctx = kit.context(tmp_path)
     for name, value in (("memory", MemoryType.OTHER), ("n_caches", 0)):
         object.__setattr__(ctx.info, name, value)
@@ -103,7 +103,7 @@ def test_a_memory_of_an_unknown_class_has_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_rows_need_cells_and_a_layer(tmp_path: Path) -> None:
-    """Check wrong layers, caches, sequences and empty ones."""
+    """Check wrong layers, caches and sequences, and empty sequences."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     with pytest.raises(UsageError, match="no cells"):
@@ -122,7 +122,7 @@ def test_rows_need_cells_and_a_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_rows_are_ordered_by_position(tmp_path: Path, flash_attn: bool) -> None:
-    """Check a sequence whose cells lie out of order, V by rows and by columns."""
+    """Check a sequence whose cells are out of order, V by rows and by columns."""
     ctx = kit.context(tmp_path, n_ctx=16, flash_attn=flash_attn)
     a = scattered(ctx)
     for token in (100, 101):

@@ -56,7 +56,7 @@ class Cells(RuleBasedStateMachine):
 
     @rule(seq=SEQUENCE, p0=BOUND, p1=BOUND, delta=st.integers(-10, 10))
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
-        """Shift a range where neither a shared cell nor another position is met."""
+        """Shift a range without shared cells and without a collision of positions."""
         low, high = p0 or 0, 10**9 if p1 is None else p1
         moving = [c.seqs for c in self.reference.cells if seq in c.seqs and low <= c.pos < high]
         others = set().union(*moving) - {seq}
@@ -90,7 +90,7 @@ TestCells.pytestmark = pytest.mark.slow
 @pytest.mark.slow
 @given(st.permutations(list(range(8))))
 def test_positions_may_come_in_any_order(order: list[int]) -> None:
-    """Check that entries are kept by position."""
+    """Check that entries are sorted by position."""
     ledger = Ledger()
     ledger.extend([100 + p for p in order], order, range(8))
     assert ledger.positions == list(range(8))
@@ -121,8 +121,8 @@ def test_division_keeps_order_and_negative_positions_go() -> None:
     assert (ledger.tokens, ledger.next) == ([], 0)
 
 
-def test_copies_that_share_nothing_have_no_marks() -> None:
-    """Check that a copy between streams is not taken for a fork."""
+def test_unshared_copy_has_no_shared_tokens() -> None:
+    """Check that a copy between streams does not count as a fork."""
     first, second = Ledger(), Ledger()
     first.extend([1], [0], [7])
     second.copy_from(first, None, None, share=False)
@@ -150,7 +150,7 @@ def test_first_moved_follows_shifts_removals_and_copies() -> None:
     assert ledger.first_moved == 1
     ledger.remove(3, None)
     assert ledger.first_moved is None
-    # A sibling that moved cells takes these along.
+    # A sibling that moved cells moves these as well.
     fork.follow({2, 3}, lambda p: p)
     assert fork.first_moved == 2
     fork.clear()

@@ -1,4 +1,4 @@
-"""Test that logits are read in place, and never once they are stale."""
+"""Test that logits are read in place, and never after they are stale."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_read_is_refused_after_a_later_decode(tmp_path: Path, read) -> Non
     )
 
 
-def test_a_failed_decode_makes_them_stale_too(tmp_path: Path) -> None:
+def test_failed_decode_makes_logits_stale(tmp_path: Path) -> None:
     """Check a decode that found no cells."""
     ctx = kit.context(tmp_path, n_ctx=8, n_batch=8)
     a = ctx.sequence()
@@ -93,7 +93,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
-    """A write into the memory of the library would change what the sampler in C reads."""
+    """A write into the memory of the library would change the logits that C samples from."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
     for view in (ctx.logits(), ctx.logits_all()):
@@ -104,7 +104,7 @@ def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
 
 
 def test_slices_of_logits_are_copies(tmp_path: Path) -> None:
-    """A slice is an array of its own, and a result that is a view of its array is read-only."""
+    """A slice is a new array, and a result that is a view of its array is read-only."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
     logits = ctx.logits()
@@ -133,7 +133,7 @@ ARRAY = [
 
 @pytest.mark.parametrize("read", ARRAY)
 def test_logits_behave_as_a_numpy_array(tmp_path: Path, read) -> None:
-    """One row and all rows, with the same values and types as an array of numpy."""
+    """One row and all rows have the same values and types as an array of numpy."""
     ctx = kit.context(tmp_path)
     ctx.decode(ctx.sequence().feed([1, 2, 3], logits="all"))
     for view in (ctx.logits(), ctx.logits_all()):
@@ -145,7 +145,7 @@ def test_logits_behave_as_a_numpy_array(tmp_path: Path, read) -> None:
 
 
 def test_places_without_logits_are_refused(tmp_path: Path) -> None:
-    """Check places of a batch that asked for some, and negative places."""
+    """Check indexes of a batch with some logits, and negative indexes."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     with pytest.raises(StaleLogits, match="no decode yet"):
@@ -166,7 +166,7 @@ def test_places_without_logits_are_refused(tmp_path: Path) -> None:
     assert "stale" not in repr(a.logits())
 
 
-def test_the_best_come_first(tmp_path: Path) -> None:
+def test_top_tokens_are_ordered_best_first(tmp_path: Path) -> None:
     """Check the order of `top`."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)

@@ -1,4 +1,4 @@
-"""Test that a context that cannot fit is refused before anything is allocated."""
+"""Test that a context that cannot fit is refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pretend a machine with 8 MiB available, no control groups, no limits."""
+    """Simulate a machine with 8 MiB available, no control groups and no limits."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "cgroup").mkdir()
     (tmp_path / "proc/meminfo").write_text(
@@ -47,7 +47,7 @@ def test_keys_and_values_are_counted_by_their_types() -> None:
     assert memory_estimate.context_bytes(unknown, ContextParams(n_ctx=4096)) == f16
 
 
-def test_the_machine_sets_a_bound(machine: Path) -> None:
+def test_available_memory_and_swap_limit_a_context(machine: Path) -> None:
     """Check available memory and swap, and the message's numbers."""
     assert memory_estimate.available_bytes() == 8 * MIB
     memory_estimate.check_memory(INFO, ContextParams(n_ctx=512))
@@ -60,7 +60,7 @@ def test_the_machine_sets_a_bound(machine: Path) -> None:
 def test_a_limit_on_address_space_sets_a_bound(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check RLIMIT_AS less what the process has mapped."""
+    """Check RLIMIT_AS minus the mapped bytes of the process."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (MIB, MIB))
     assert memory_estimate.available_bytes() == MIB - 16 * resource.getpagesize()
     (machine / "proc/self/statm").unlink()
@@ -79,7 +79,7 @@ def test_a_limit_on_address_space_sets_a_bound(
     ],
 )
 def test_control_groups_set_a_bound(machine: Path, line: str, folder: str, names: tuple) -> None:
-    """Check both versions, and that a group above counts."""
+    """Check both versions, and that parent groups count."""
     (machine / "proc/self/cgroup").write_text(f"1:name=systemd:/x\n{line}\n")
     group = machine / "cgroup" / folder
     group.mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_control_groups_set_a_bound(machine: Path, line: str, folder: str, names
     assert memory_estimate.available_bytes() == 8 * MIB
 
 
-def test_nothing_known_refuses_nothing(machine: Path) -> None:
+def test_unknown_memory_refuses_no_context(machine: Path) -> None:
     """Check a system that does not report its memory."""
     (machine / "proc/meminfo").unlink()
     assert memory_estimate.available_bytes() is None

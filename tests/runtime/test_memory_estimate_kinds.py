@@ -1,4 +1,4 @@
-"""Every kind of memory is exact or refuses, on the real library of the test release."""
+"""Test that every kind of memory is exact or refuses, on the test release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ["memory-swa", "memory-recurrent", "memory-mla", "sliding-window", "slid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name: str) -> None:
-    """The scenarios that the matrix runs on every release hold on this one."""
+    """The scenarios of the matrix pass on this release."""
     one = discovery.find(name)
     with ScenarioRunner() as bench:
         ends = {each.name: bench.run(patched.folder, one, each).outcome for each in one.settings}
@@ -38,7 +38,7 @@ def test_patched_holds_what_each_kind_of_memory_promises(patched: Variant, name:
 
 
 def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
-    """The hybrid model came later: that says nothing about a patch."""
+    """The hybrid model came later, which does not count against a patch."""
     one = discovery.find("memory-hybrid")
     with ScenarioRunner() as bench:
         outcome = bench.run(stock.folder, one, one.settings[0]).outcome
@@ -48,7 +48,7 @@ def test_an_unknown_architecture_is_skipped(stock: Variant) -> None:
 
 @pytest.fixture
 def recurrent(library: Any) -> Iterator[Any]:
-    """Give a context of a recurrent model."""
+    """Yield a context of a recurrent model."""
     with (
         library.load_model(synthetic_models.model("recurrent")) as model,
         model.context(n_ctx=64, n_batch=64, n_seq_max=4) as ctx,
@@ -56,8 +56,8 @@ def recurrent(library: Any) -> Iterator[Any]:
         yield ctx
 
 
-def test_a_recurrent_memory_says_what_it_is(recurrent: Any) -> None:
-    """It has states, no cells, and statistics of nothing."""
+def test_recurrent_memory_reports_states_and_no_cells(recurrent: Any) -> None:
+    """It has states, no cells, and empty statistics."""
     info = recurrent.info
     assert (info.memory, info.n_caches, info.can_remove_partly) == (MemoryType.RECURRENT, 0, False)
     assert not info.defrag
@@ -69,8 +69,8 @@ def test_a_recurrent_memory_says_what_it_is(recurrent: Any) -> None:
         recurrent.kv.defrag()
 
 
-def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
-    """Parts are refused with nothing changed; whole sequences are forked, saved and removed."""
+def test_partial_operations_on_a_recurrent_state_are_refused(recurrent: Any) -> None:
+    """Partial operations change nothing; whole sequences are forked, saved and removed."""
     one = recurrent.sequence()
     recurrent.decode(one.feed(range(20)))
     for cut in (lambda: one.trim(10), lambda: one.remove(4, 8), lambda: one.fork(10)):
@@ -86,7 +86,7 @@ def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
     recurrent.decode(fork.feed([5]))
     once = fork.logits().copy()
     one.remove()
-    # This release would begin with what was left there; it says so.
+    # This release would begin with the stale state; the error has the reason.
     with pytest.raises(Unsupported, match="clear the context"):
         recurrent.decode(one.feed([*range(20), 5]))
     recurrent.clear()
@@ -94,8 +94,8 @@ def test_a_state_is_whole_or_nothing(recurrent: Any) -> None:
     assert np.allclose(one.logits().copy(), once, atol=1e-4)
 
 
-def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
-    """Partial states cannot be rolled back: all are removed, and any sequence may begin again."""
+def test_aborted_recurrent_decode_removes_all_states(recurrent: Any) -> None:
+    """Partial states cannot be rolled back: all are removed, and any sequence may start again."""
     one, other = recurrent.sequence(), recurrent.sequence()
     recurrent.decode([one.feed(range(8)), other.feed(range(8))])
     recurrent.native.cancel_after(recurrent.handle, 1)
@@ -109,19 +109,19 @@ def test_an_aborted_decode_of_a_state_says_what_it_cost(recurrent: Any) -> None:
 
 @pytest.mark.parametrize("release", ["0.3.5", "0.3.8"])
 @pytest.mark.regression(
-    "recurrent models to 0.3.8 kept the rest of a cancelled decode for the next one, which could "
-    "end the process",
+    "recurrent models through 0.3.8 kept the rest of a cancelled decode for the next one, which "
+    "could end the process",
     by="random_operations",
     of="llama.cpp",
 )
 @pytest.mark.regression(
-    "recurrent models to 0.3.8 could swap the states of sequences when one began in the batch of "
-    "others",
+    "recurrent models through 0.3.8 could swap the states of sequences if one started in the "
+    "batch of others",
     by="random_operations",
     of="llama.cpp",
 )
-def test_states_of_the_older_releases_stay_apart(release: str) -> None:
-    """They mix up what begins beside others and die of what is broken off: neither happens."""
+def test_recurrent_states_of_old_releases_do_not_mix(release: str) -> None:
+    """They mix up sequences that start beside others, and abort after an aborted decode."""
     with (
         pyllamakv.open(built(f"{release}+patched").folder, isolated=True) as library,
         library.load_model(synthetic_models.model("recurrent")) as model,
@@ -141,7 +141,7 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
         assert np.allclose(two.logits().copy(), late.logits().copy(), atol=1e-5)
         for each in (one, two, late):
             each.remove()
-        # Without any state left it still begins where the last ones lay.
+        # Without any state left, it still starts at the place of the last ones.
         with pytest.raises(Unsupported, match="clear the context"):
             ctx.decode([one.feed(range(8)), two.feed(range(8))])
         ctx.clear()
@@ -150,12 +150,12 @@ def test_states_of_the_older_releases_stay_apart(release: str) -> None:
 
 
 @pytest.mark.regression(
-    "a recurrent sequence that began beside others, or after keep, took over their states on 0.3.9",
+    "a recurrent sequence that started beside others, or after keep, used their states on 0.3.9",
     by="random_operations",
     of="llama.cpp",
 )
 def test_states_that_begin_beside_others_or_after_keep_are_refused() -> None:
-    """The sequences stay as they are, and begin in a batch of their own or after a clear."""
+    """The sequences do not change, and start in a separate batch or after a clear."""
     with (
         pyllamakv.open(built("0.3.9+patched").folder) as library,
         library.load_model(synthetic_models.model("recurrent")) as model,
@@ -194,8 +194,8 @@ def test_rows_of_latent_attention(library: Any) -> None:
         assert (ctx.kv.rows(1, fork).k == rows.k).all()
 
 
-def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
-    """In this release windows are a mask: everything stays, and any cut is exact."""
+def test_masked_window_keeps_all_cells(library: Any) -> None:
+    """In this release windows are a mask: all cells stay, and any cut is exact."""
     with (
         library.load_model(synthetic_models.model("sliding")) as model,
         model.context(n_ctx=128, n_batch=128, n_seq_max=2) as ctx,
@@ -207,12 +207,12 @@ def test_a_window_without_a_cache_of_its_own(library: Any) -> None:
         ctx.decode(one.feed([7]))
         again = ctx.sequence()
         ctx.decode(again.feed([*(n % 60 for n in range(40)), 7]))
-        # The same row of the same logits: nothing of what was cut is left.
+        # The same row of the same logits: nothing remains of the removed tokens.
         assert np.allclose(one.ledger.tokens, again.ledger.tokens)
         assert ctx.kv.stats.used == 82
 
 
-def test_a_model_that_aborts_is_refused_before(library: Any, tmp_path: Path) -> None:
+def test_model_that_would_abort_is_refused(library: Any, tmp_path: Path) -> None:
     """A gemma2 of three layers ended the process in this release."""
     shape = architectures.Shape("odd", n_layer=3, architecture="gemma2", window=32)
     path = synthetic_models.generate(shape, tmp_path)

@@ -1,7 +1,7 @@
-"""Streams are read back from the context: what was asked for may not be what llama.cpp made.
+"""Test that streams are those of the context, which may differ from the requested ones.
 
-With LLAMA_SET_ROWS=0, 0.3.15 and 0.3.16 make a unified cache whatever was asked for. llama.cpp
-reads the variable when it makes a context, and workers set it.
+With LLAMA_SET_ROWS=0, 0.3.15 and 0.3.16 create a unified cache for any request. llama.cpp reads
+the variable when it creates a context, and workers set it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPECS = [
     for side in ("stock", "patched")
 ]
 
-#: Of the scale of logits: what another order of cells may change.
+#: Relative to the scale of logits: the effect of another order of cells.
 NOISE = 2e-2
 
 TOKENS = [(7 + i * i + i) % 60 for i in range(40)]
@@ -59,7 +59,7 @@ def model(library: kv.OpenLibrary) -> kv.Model:
 
 @pytest.fixture(params=[True, False], ids=["unified", "separate"])
 def asked(request: pytest.FixtureRequest, library: kv.OpenLibrary) -> dict[str, Any]:
-    """Return what a context of four sequences is asked for."""
+    """Return the requested options of a context of four sequences."""
     if not request.param and kv.Capability.KV_UNIFIED not in library.about.capabilities:
         pytest.skip("this release has no streams")
     return {"n_seq_max": 4, "kv_unified": request.param}
@@ -71,14 +71,14 @@ def context(model: kv.Model, asked: dict[str, Any], **options: Any) -> Any:
 
 
 def fresh(model: kv.Model, tokens: list[int]) -> np.ndarray:
-    """Return the logits after these tokens in a context of their own."""
+    """Return the logits after these tokens in a new context."""
     with model.context(256, n_batch=64) as ctx:
         ctx.prefill(ctx.sequence(), tokens)
         return ctx.logits().copy()
 
 
 def proves(model: kv.Model, sequence: Any, token: int = 5) -> None:
-    """Check the logits of one more token against those of a fresh evaluation."""
+    """Check the logits of one more token against those of a new context."""
     ctx = sequence.context
     ctx.decode(sequence.feed([token]))
     found, expected = ctx.logits().copy(), fresh(model, sequence.tokens)
@@ -111,7 +111,7 @@ def test_streams_are_those_of_the_cells(
 
 
 def test_slots_in_one_hole_are_of_one_stream(spec: str) -> None:
-    """The releases with both share the cells when the variable asks for contiguous slots."""
+    """Releases with both share the cells if the variable requests contiguous slots."""
     streams = {}
     for rows in ("0", "1"):
         with (
@@ -128,7 +128,7 @@ def test_slots_in_one_hole_are_of_one_stream(spec: str) -> None:
 def test_a_shift_after_a_fork_moves_no_other_sequence(
     model: kv.Model, asked: dict[str, Any]
 ) -> None:
-    """It is refused where the cells are shared, and exact where each sequence has its own."""
+    """It is refused if the cells are shared, and exact if each sequence has its own."""
     with context(model, asked) as ctx:
         one = ctx.sequence()
         ctx.decode(one.feed(TOKENS))
@@ -155,8 +155,10 @@ def test_a_shift_after_a_fork_moves_no_other_sequence(
         assert (one.pos_max, part.pos_max) == (40, 30)
 
 
-def test_a_full_slot_leaves_its_neighbour_alone(model: kv.Model, asked: dict[str, Any]) -> None:
-    """A neighbour that was forked keeps its tokens and its bytes when the other one shifts."""
+def test_shift_of_a_full_slot_keeps_the_forked_neighbour(
+    model: kv.Model, asked: dict[str, Any]
+) -> None:
+    """A forked neighbour keeps its tokens and bytes when the other one shifts."""
     with context(model, asked) as ctx:
         cache = SlotCache(ctx, keep=8, size=64)
         base = TOKENS + TOKENS[:22]
@@ -178,7 +180,9 @@ def test_a_full_slot_leaves_its_neighbour_alone(model: kv.Model, asked: dict[str
         assert (used < len(one.sequence) + len(neighbour.sequence)) == shared
 
 
-def test_slots_divide_what_there_is(model: kv.Model, asked: dict[str, Any]) -> None:
+def test_slot_size_is_that_of_a_stream_if_there_are_streams(
+    model: kv.Model, asked: dict[str, Any]
+) -> None:
     """The share of a sequence is that of its stream only where there are streams."""
     with context(model, asked) as ctx:
         streams = ctx.info.n_streams > 1
@@ -200,8 +204,10 @@ def test_slots_divide_what_there_is(model: kv.Model, asked: dict[str, Any]) -> N
             whole.check()
 
 
-def test_a_gap_is_closed_in_cells_of_ones_own(model: kv.Model, asked: dict[str, Any]) -> None:
-    """A copied prefix moves in streams at once, and in shared cells when it may be unshared."""
+def test_removal_of_a_copied_middle_shifts_only_own_cells(
+    model: kv.Model, asked: dict[str, Any]
+) -> None:
+    """A copied prefix shifts in streams directly, and in shared cells if it may be unshared."""
     with context(model, asked) as ctx, kv.ContextCache(ctx) as cache:
         cache.start_forward(TOKENS, range(40), [0] * 40)
         cache.copy_prefix(0, 1, 32)
@@ -220,7 +226,7 @@ def test_a_gap_is_closed_in_cells_of_ones_own(model: kv.Model, asked: dict[str, 
 
 
 def test_prefixes_are_shared_or_copied(model: kv.Model, asked: dict[str, Any]) -> None:
-    """A prefix cache gives the logits of fresh evaluations either way."""
+    """A prefix cache has the logits of a new context in both cases."""
     with context(model, asked) as ctx, kv.PrefixCache(ctx) as cache:
         for tail in ([1, 2, 3], [9, 8], [1, 2, 4]):
             tokens = [*TOKENS[:30], *tail]
@@ -235,7 +241,7 @@ def test_prefixes_are_shared_or_copied(model: kv.Model, asked: dict[str, Any]) -
 def test_a_state_moves_between_layouts_or_changes_nothing(
     model: kv.Model, asked: dict[str, Any]
 ) -> None:
-    """A save is restored where it fits, and refused with nothing changed where it does not."""
+    """A save is restored if it fits, and refused without a change otherwise."""
     with context(model, asked) as ctx, context(model, {"n_seq_max": 4}) as other:
         one, two = ctx.sequence(), other.sequence()
         ctx.decode(one.feed(TOKENS))

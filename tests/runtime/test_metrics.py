@@ -1,4 +1,4 @@
-"""What monitoring reads is exact, complete and in the form that it accepts."""
+"""Test that metrics are exact, complete and in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyllamakv.runtime.snapshot import CellMap, KVStats, Snapshot
 
 
 def stats() -> KVStats:
-    """Return the numbers of eight cells: two sequences that share one, and two holes."""
+    """Return the statistics of eight cells: two sequences that share one, and two holes."""
     pos = np.array([0, 1, -1, 2, -1, -1, 5, -1], dtype=np.int32)
     seqs = np.array([[1], [3], [0], [2], [0], [0], [1], [0]], dtype=np.uint64)
     return Snapshot((CellMap(pos, np.zeros(8, dtype=np.int32), seqs),)).stats
@@ -31,7 +31,7 @@ def stats() -> KVStats:
 
 @dataclass(frozen=True)
 class Told:
-    """Replace the numbers that a cache manager reports."""
+    """Replace the statistics of a cache manager."""
 
     COUNTERS: ClassVar[tuple[str, ...]] = ("hits",)
 
@@ -44,8 +44,8 @@ class Told:
         return asdict(self)
 
 
-def test_every_number_of_the_cells() -> None:
-    """Each gauge has the value that the statistics have, each sequence its sample."""
+def test_cell_statistics_have_a_gauge_each() -> None:
+    """Each gauge has the value of the statistics, each sequence its sample."""
     kinds, samples = parse(metrics.prometheus(stats()))
     values = {name: value for (name, labels), value in samples.items() if not labels}
     assert values == {
@@ -64,8 +64,8 @@ def test_every_number_of_the_cells() -> None:
     assert set(kinds.values()) == {"gauge"}
 
 
-def test_every_counter_of_the_library() -> None:
-    """No field of the counters is left out; times are seconds, and only they change their unit."""
+def test_library_counters_have_a_metric_each() -> None:
+    """No field of the counters is omitted; times are in seconds, the only changed unit."""
     fields = {name: number for number, name in enumerate(Counters.__slots__, start=2)}
     kinds, samples = parse(metrics.prometheus(counters=Counters(**fields)))
     assert len(samples) == len(fields)
@@ -77,7 +77,7 @@ def test_every_counter_of_the_library() -> None:
 
 
 def test_managers_share_a_metric_and_keep_their_names() -> None:
-    """Numbers of several managers stand under one metric; what counts up ends in _total."""
+    """Several managers have labels of one metric; counters end in _total."""
     kinds, samples = parse(metrics.prometheus(managers={"a": Told(), "b": Told(hits=9)}))
     assert samples["pyllamakv_cache_hits_total", (("manager", "b"),)] == 9
     assert samples["pyllamakv_cache_ratio", (("manager", "a"),)] == 0.5
@@ -98,50 +98,50 @@ LEVELS = {
 
 @pytest.mark.parametrize("found", [SlotStats, PrefixStats, BatcherStats, ContextCacheStats])
 def test_each_number_of_managers_is_a_counter_or_a_level(found: type) -> None:
-    """Each number is a counter or a level, so that a new one is not taken for the wrong kind."""
-    told = {each.name for each in fields(found)}
+    """A new number must be declared as one or the other."""
+    names = {each.name for each in fields(found)}
     assert not metrics.COUNTER_FIELDS & LEVELS
-    assert told <= metrics.COUNTER_FIELDS | LEVELS
+    assert names <= metrics.COUNTER_FIELDS | LEVELS
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True), st.text(), max_size=3))
-def test_labels_come_back_as_they_went_in(labels: dict[str, str]) -> None:
+def test_escaped_labels_are_parsed_unchanged(labels: dict[str, str]) -> None:
     """Quotes, backslashes, newlines and any other character survive."""
     if {"sequence", "manager"} & labels.keys():
         return
-    # str.splitlines cuts at more than newlines; a scraper reads lines that end with \n.
+    # str.splitlines splits at more than newlines; a scraper reads lines that end with \n.
     labels = {key: "".join(value.splitlines()) + "\n" for key, value in labels.items()}
     _, samples = parse(metrics.prometheus(stats(), labels=labels))
     assert all(dict(found).items() >= labels.items() for _, found in samples)
 
 
 @pytest.mark.parametrize("label", ["", "0a", "a-b", "__name__", "sequence", "manager", "é"])
-def test_labels_that_cannot_be_are_refused(label: str) -> None:
-    """Before anything is written, with what would do."""
+def test_invalid_labels_are_refused(label: str) -> None:
+    """They are before anything is written, with a valid example."""
     with pytest.raises(UsageError, match="cannot be a label"):
         metrics.prometheus(stats(), labels={label: "x"})
 
 
-def test_numbers_that_are_none() -> None:
-    """Infinities and NaN are spelled as Prometheus spells them."""
+def test_infinity_and_nan_are_written_as_in_prometheus() -> None:
+    """They are spelled like in Prometheus."""
     each = [math.nan, math.inf, -math.inf, 1.0, 3, 10**20, True]
     found = metrics.Metric("a", "gauge", "b", tuple(({"i": str(i)}, v) for i, v in enumerate(each)))
     lines = metrics.expose([found]).splitlines()[2:]
-    said = [line.split(" ")[1] for line in lines]
-    assert said == ["NaN", "+Inf", "-Inf", "1.0", "3", "1" + "0" * 20, "1"]
+    output = [line.split(" ")[1] for line in lines]
+    assert output == ["NaN", "+Inf", "-Inf", "1.0", "3", "1" + "0" * 20, "1"]
 
 
 def test_build_without_counters_exposes_no_metrics() -> None:
-    """A build without counters gives an empty exposition, not zeros."""
+    """The output is empty, without zeros."""
     assert metrics.prometheus() == metrics.text() == ""
     assert metrics.to_json() == {}
 
 
 def test_text_and_json_have_the_same_numbers() -> None:
-    """People and programs get the numbers that monitoring gets."""
-    said = metrics.text(stats(), Counters(slot_searches=7), {"slots": Told()})
-    assert "used           " in said or "used  " in said
-    assert "sequence 1" in said and "7, 0 without success" in said and "slots hits" in said
+    """Both formats have the numbers of the metrics."""
+    output = metrics.text(stats(), Counters(slot_searches=7), {"slots": Told()})
+    assert "used           " in output or "used  " in output
+    assert "sequence 1" in output and "7, 0 without success" in output and "slots hits" in output
     raw = metrics.to_json(stats(), Counters(slot_searches=7), {"slots": Told()})
     assert raw["kv"]["used"] == 4 and raw["kv"]["shared"] == 1
     assert raw["counters"]["slot_searches"] == 7
@@ -149,12 +149,12 @@ def test_text_and_json_have_the_same_numbers() -> None:
 
 
 def test_the_client_library_reads_it() -> None:
-    """Prometheus' own parser finds the same samples, where it is installed."""
+    """Prometheus' own parser finds the same samples, if it is installed."""
     parser = pytest.importorskip("prometheus_client.parser")
-    said = metrics.prometheus(stats(), Counters(), {"a": Told()}, labels={"model": 'a"b\\c\nd'})
-    families = list(parser.text_string_to_metric_families(said))
+    output = metrics.prometheus(stats(), Counters(), {"a": Told()}, labels={"model": 'a"b\\c\nd'})
+    families = list(parser.text_string_to_metric_families(output))
     found = [sample for family in families for sample in family.samples]
-    assert len(found) == len(parse(said)[1])
+    assert len(found) == len(parse(output)[1])
     assert all(sample.labels["model"] == 'a"b\\c\nd' for sample in found)
 
 

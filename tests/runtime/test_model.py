@@ -1,4 +1,4 @@
-"""Test a model's facts, its tokens, and what is refused."""
+"""Test a model's metadata, its tokens, and refused calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_facts_come_from_file_and_library(tmp_path: Path) -> None:
+def test_model_info_is_read_from_file_and_library(tmp_path: Path) -> None:
     """Check path and metadata."""
     model = kit.model(tmp_path)
     assert model.path == tmp_path / "tiny.gguf"
@@ -47,7 +47,7 @@ def test_text_becomes_tokens_and_back(tmp_path: Path) -> None:
 
 
 def test_tokens_out_of_range_are_refused(tmp_path: Path) -> None:
-    """Check everything that takes a token."""
+    """Check every call that takes a token."""
     model = kit.model(tmp_path)
     for token in (-1, 259):
         for attempt in (model.piece, model.is_eog, lambda t: model.detokenize([t])):
@@ -88,15 +88,15 @@ def test_files_are_checked_before_the_library_sees_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [-1, 2**31])
-def test_a_number_of_layers_that_is_none(tmp_path: Path, layers: int) -> None:
-    """-1 is every layer in later releases and none in earlier ones, so it is resolved here."""
+def test_negative_number_of_gpu_layers_is_refused(tmp_path: Path, layers: int) -> None:
+    """-1 means all layers in later releases and none in earlier ones, so it is resolved here."""
     path = write_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(UsageError, match=f"n_gpu_layers must be 0 or more, not {layers}"):
         kit.library().load_model(path, n_gpu_layers=layers)
 
 
 def test_a_closed_model_is_refused(tmp_path: Path) -> None:
-    """Check every use after the end."""
+    """Check every call after the end."""
     model = kit.model(tmp_path)
     assert repr(model) == "<Model tiny.gguf>"
     with model:
@@ -120,7 +120,7 @@ def test_a_closed_model_is_refused(tmp_path: Path) -> None:
 def test_creation_interrupted_after_its_call_of_c_frees_the_object(
     what: str, tmp_path: Path
 ) -> None:
-    """Ctrl-C in any later call, or before the first one, leaves nothing."""
+    """Ctrl-C in any later call, or before the first one, leaves no object."""
     file = adapter_kit.AdapterFile().write(tmp_path / "one.gguf")
     model = adapter_kit.simulated_model(tmp_path)
     adapter, native = model.load_adapter(file), model.native
@@ -145,7 +145,7 @@ def test_creation_interrupted_after_its_call_of_c_frees_the_object(
         made.close()
         break
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle.weakref, "finalize", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(owner.weakref, "finalize", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             makes[what]()
     assert set(used._objects) == before

@@ -1,4 +1,4 @@
-"""What outlives a `Model` object is refused by a model with other content."""
+"""Test that saved data of a `Model` is refused by a model with other content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = [1 + i % 50 for i in range(40)]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the name of each file whose digest is asked for."""
+    """Return a list that gets the name of each file whose digest is requested."""
     found: list[str] = []
     real = content_digest.compute
 
@@ -52,7 +52,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(path: Path) -> kv.Model:
-    """Load a file in a simulated library of its own."""
+    """Load a file in a separate simulated library."""
     return kit.library().load_model(path)
 
 
@@ -113,7 +113,7 @@ def test_a_change_anywhere_is_another_model(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_file_is_not_its_content(tmp_path: Path) -> None:
-    """A copy of the model accepts what the model saved."""
+    """A copy of the model accepts the data of the model."""
     path = write_gguf(tmp_path / "m1.gguf")
     copy = Path(shutil.copy(path, tmp_path / "other.gguf"))
     m1, m2 = load(path), load(copy)
@@ -126,7 +126,7 @@ def test_the_name_of_a_file_is_not_its_content(tmp_path: Path) -> None:
         assert prefix_kit.serve(cache, [*TOKENS, 7]) == len(TOKENS)
 
 
-def test_no_digest_within_a_model(tmp_path: Path, computed: list[str]) -> None:
+def test_operations_within_a_model_compute_no_digest(tmp_path: Path, computed: list[str]) -> None:
     """Loads, decodes, forks, paging, and restores of the same object read no file."""
     model = adapter_kit.simulated_model(tmp_path)
     one = model.load_adapter(AdapterFile().write(tmp_path / "one.gguf"))
@@ -148,7 +148,7 @@ def test_no_digest_within_a_model(tmp_path: Path, computed: list[str]) -> None:
     assert len(computed) == 2
 
 
-def test_a_state_of_one_object_is_unverified_elsewhere(tmp_path: Path) -> None:
+def test_state_without_a_digest_is_refused_by_another_model(tmp_path: Path) -> None:
     """Its digest is unknown: refused, or accepted by name."""
     path = write_gguf(tmp_path / "m.gguf")
     m1, m2 = load(path), load(path)
@@ -164,7 +164,7 @@ def test_a_state_of_one_object_is_unverified_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["replaced", "in place", "removed"])
-def test_a_file_that_changed_after_the_load(
+def test_file_changed_after_the_load_has_no_digest(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The digest would be of another content, so it is unknown; within the object, all works."""
@@ -206,7 +206,7 @@ def test_a_file_that_changed_after_the_load(
         assert prefix_kit.serve(cache, [*TOKENS, 7]) == len(TOKENS)
 
 
-def test_a_digest_stays_known(tmp_path: Path) -> None:
+def test_computed_digest_is_kept_after_a_file_change(tmp_path: Path) -> None:
     """A model that was verified once keeps its identity when a new version replaces its file."""
     path = write_gguf(tmp_path / "m.gguf")
     model = load(path)
@@ -216,7 +216,7 @@ def test_a_digest_stays_known(tmp_path: Path) -> None:
     assert model.digest() == before
 
 
-def test_adapters_are_content(tmp_path: Path) -> None:
+def test_state_depends_on_the_content_of_adapters(tmp_path: Path) -> None:
     """A state fits equal adapters of any name, and no adapter with a changed byte."""
     base = adapter_kit.base(tmp_path)
     m1, m2 = load(base), load(base)
@@ -265,7 +265,9 @@ def library(build: Variant) -> Iterator[kv.OpenLibrary]:
 
 
 @pytest.mark.native
-def test_kept_files_are_of_one_content(library: kv.OpenLibrary, tmp_path: Path) -> None:
+def test_kept_file_of_another_model_content_is_refused(
+    library: kv.OpenLibrary, tmp_path: Path
+) -> None:
     """A file is refused after a change of any tensor, and fits a copy with another name."""
     path = Path(shutil.copy(synthetic_models.tiny(), tmp_path / "m1.gguf"))
     file = tmp_path / "cache"
@@ -288,7 +290,9 @@ def test_kept_files_are_of_one_content(library: kv.OpenLibrary, tmp_path: Path) 
 
 
 @pytest.mark.native
-def test_kept_files_of_unverified_models(library: kv.OpenLibrary, tmp_path: Path) -> None:
+def test_kept_file_of_an_unverified_model_is_refused(
+    library: kv.OpenLibrary, tmp_path: Path
+) -> None:
     """The file of the model changed after its load: refused, or accepted by name."""
     path = Path(shutil.copy(synthetic_models.tiny(), tmp_path / "m.gguf"))
     file = tmp_path / "cache"
@@ -310,7 +314,7 @@ def test_kept_files_of_unverified_models(library: kv.OpenLibrary, tmp_path: Path
 
 
 @pytest.mark.native
-def test_a_state_of_other_weights(library: kv.OpenLibrary, tmp_path: Path) -> None:
+def test_state_of_other_weights_is_refused(library: kv.OpenLibrary, tmp_path: Path) -> None:
     """The logits would differ; the sequence keeps its tokens and its logits."""
     path = Path(shutil.copy(synthetic_models.model("deep"), tmp_path / "m1.gguf"))
     at = dict(regions(path))["blk.30.attn_v.weight"]
@@ -334,8 +338,10 @@ def test_a_state_of_other_weights(library: kv.OpenLibrary, tmp_path: Path) -> No
 
 @pytest.mark.native
 @pytest.mark.parametrize("linked", [False, True])
-def test_split_models(library: kv.OpenLibrary, tmp_path: Path, linked: bool) -> None:
-    """Each of the files counts, also behind links, as model hubs store them."""
+def test_digest_of_a_split_model_covers_all_files(
+    library: kv.OpenLibrary, tmp_path: Path, linked: bool
+) -> None:
+    """Each of the files counts, also with links, as model hubs store them."""
     source = split(Path(synthetic_models.model("grouped")), tmp_path / "source")
     m1 = library.load_model(source[0])
     assert [each.path for each in m1.file.records] == source

@@ -1,4 +1,4 @@
-"""Test that a context's options are refused with a reason, before C sees them."""
+"""Test that invalid options of a context are refused with a reason, before C gets them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    """Check each option's refusal."""
+    """Check the refusal of each option."""
     with pytest.raises(UsageError, match=message):
         kit.model(tmp_path).context(**options)
 
@@ -66,7 +66,7 @@ def test_missing_context_capabilities_raise_unsupported(tmp_path: Path) -> None:
 
 
 def test_too_large_contexts_allocate_nothing(tmp_path: Path) -> None:
-    """Check that the library is not even asked."""
+    """Check that the library is not called."""
     model = kit.model(tmp_path)
     with pytest.raises(NotEnoughMemory):
         model.context(n_ctx=2**31 - 1, type_k="f32", type_v="f32")
@@ -80,7 +80,7 @@ def test_a_refusal_of_the_library_leaves_the_model_usable(tmp_path: Path) -> Non
     assert model.context(n_ctx=16).info.n_ctx == 16
 
 
-def test_numbers_arrive_as_given(tmp_path: Path) -> None:
+def test_context_parameters_keep_the_given_numbers(tmp_path: Path) -> None:
     """Check defaults that depend on others."""
     params = kit.model(tmp_path).context(n_ctx=64, n_batch=16, n_threads=3, type_k="q8_0").params
     assert (params.n_ubatch, params.n_threads_batch, params.type_k) == (16, 3, 8)
@@ -96,7 +96,7 @@ def test_numbers_arrive_as_given(tmp_path: Path) -> None:
         (False, False, "5", 5),
     ],
 )
-def test_the_default_number_of_threads(
+def test_default_threads_are_the_usable_cpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     threads: bool,
@@ -104,7 +104,7 @@ def test_the_default_number_of_threads(
     named: str,
     expected: int,
 ) -> None:
-    """All usable CPUs, or 1 where contexts in one process share a counter; the variable wins."""
+    """All usable CPUs, or 1 if contexts in one process share a counter; the variable overrides."""
     monkeypatch.setattr(model_module, "usable_cpus", lambda: 3)
     monkeypatch.setenv("PYLLAMAKV_THREADS", named)
     capabilities = ALL | Capability.THREADS if threads else ALL
@@ -122,7 +122,7 @@ def test_the_default_number_of_threads(
 def test_a_wrong_variable_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    """With its limits; a number in the call does not need it."""
+    """The error has the limits; a number in the call needs no variable."""
     monkeypatch.setenv("PYLLAMAKV_THREADS", named)
     model = kit.model(tmp_path)
     with pytest.raises(UsageError, match="PYLLAMAKV_THREADS must be a number from 1 to 512"):
@@ -133,12 +133,12 @@ def test_a_wrong_variable_is_named(
 def test_the_default_threads_follow_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are chosen again at most four times a second, by each way to decode."""
+    """They are chosen again at most four times a second, by each kind of decode."""
     now, free = [0.0], [2]
     monkeypatch.delenv("PYLLAMAKV_THREADS", raising=False)
     monkeypatch.setattr(model_module, "usable_cpus", lambda: 3)
-    monkeypatch.setattr(context_module, "monotonic", lambda: now[0])
-    monkeypatch.setattr(context_module, "free_cpus", lambda most: min(most, free[0]))
+    monkeypatch.setattr(decoder_module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(decoder_module, "free_cpus", lambda most: min(most, free[0]))
     library = kit.library(capabilities=ALL | Capability.THREADS)
     model = library.load_model(write_gguf(tmp_path / "tiny.gguf"))
     context = model.context(64, n_seq_max=2)

@@ -1,4 +1,4 @@
-"""Test that memory runs out when a cache is made, or never."""
+"""Test that memory runs out when a cache is created, or never."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {"max_sequences": 2, "capacity": 2048, "max_batch": 1024, "n_ubatch": 51
 
 
 def work(cache: kv.ContextCache) -> None:
-    """Do what a cache is made for: fill it, all logits wanted, shift, defragment, go on."""
+    """Use all memory of a cache: fill it, request all logits, shift, defragment, continue."""
     for sequence in (0, 1):
         for at in range(0, 2048, 1024):
             places = list(range(at, at + 1024))
@@ -42,7 +42,7 @@ def work(cache: kv.ContextCache) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
-    """Around the least address space that will do, a cache is refused, or does all its work."""
+    """Around the smallest sufficient address space, a cache is refused, or works completely."""
     with kv.open(built(spec).folder, isolated=True) as library:
         model = library.load_model(synthetic_models.model("bytes"))
         pid = library.native.pid  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def test_memory_runs_out_at_the_start_or_never(spec: str, flash: bool) -> None:
 def test_context_that_was_created_can_decode_to_its_limit(
     monkeypatch: pytest.MonkeyPatch, flash: bool
 ) -> None:
-    """Also where address space is not asked for first: whatever creation lets pass is enough."""
+    """Without a check of the address space, too, the created context is sufficient."""
     monkeypatch.setattr(memory_estimate, "GRAPHS", -(1 << 40))
     made = []
     for room in range(2, 44, 4):
@@ -95,7 +95,7 @@ def _limit(pid: int, room: int) -> None:
 
 
 def test_a_context_is_left_empty(tmp_path: Path) -> None:
-    """Nothing of what was tried remains: tokens, cells, a pending shift, a cancel."""
+    """No tokens, cells, pending shift or cancel of the check remain."""
     ctx = runtime_kit.context(tmp_path)
     reservation.reserve(ctx, fill_cache=True)
     assert ctx.kv.stats.used == 0
@@ -113,8 +113,8 @@ def test_a_rehearsal_fills_every_cell(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ctx.native.calls == [f"decode {n}" for n in (1, 32, 32, 32, 32, 8)]
 
 
-def test_work_space_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without flash attention it grows with the cells; what is not there is an error."""
+def test_missing_work_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flash attention it grows with the cells; missing memory is an error."""
     plain = runtime_kit.context(tmp_path)
     assert reservation.work_bytes(plain) == 2 * 64 * 8 * plain.model.info.n_head
     flash = runtime_kit.context(tmp_path, flash_attn=True)
@@ -126,7 +126,7 @@ def test_work_space_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert caught.value.available == reservation.SLACK
 
 
-def test_a_limit_that_would_end_the_process(
+def test_address_space_limit_is_checked_before_creation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some releases abort when they find no address space for their graphs."""
@@ -146,7 +146,7 @@ def test_a_limit_that_would_end_the_process(
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
 @pytest.mark.parametrize("mib", [200, 400, 560])
-def test_a_context_beyond_the_limit_of_a_process(mib: int) -> None:
+def test_context_beyond_the_address_space_limit_is_refused(mib: int) -> None:
     """A worker with too little address space refuses the context, and does not abort."""
     with kv.open(built("0.3.9+patched").folder, isolated=True) as library:
         model = library.load_model(synthetic_models.model("deep"))

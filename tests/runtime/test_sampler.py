@@ -1,4 +1,4 @@
-"""Test the choice of tokens from logits, in numpy and over the library."""
+"""Test sampling of tokens from logits, in numpy and in the library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30)
 
 @given(LOGITS, st.integers(0, 100))
 def test_no_temperature_is_greedy(values: list[float], seed: int) -> None:
-    """Check the best token, whatever the seed."""
+    """Check the best token, with any seed."""
     logits = np.array(values, dtype=np.float32)
     assert NumpySampler(SamplerParams(seed=seed)).sample_logits(logits.copy()) == logits.argmax()
 
@@ -61,7 +61,7 @@ def test_excluded_tokens_are_never_chosen(
 
 
 def test_chances_follow_the_logits() -> None:
-    """Check shares of many draws, with and without a low temperature."""
+    """Check shares of many samples, with and without a low temperature."""
     logits = np.log(np.array([0.7, 0.2, 0.1], dtype=np.float32))
     sampler = NumpySampler(SamplerParams(seed=3, temperature=1.0))
     counts = np.bincount([sampler.sample_logits(logits.copy()) for _ in range(4000)], minlength=3)
@@ -71,7 +71,7 @@ def test_chances_follow_the_logits() -> None:
 
 
 def test_repetition_is_punished(tmp_path: Path) -> None:
-    """Check that a token just chosen gives way, on both sides of zero."""
+    """Check that a sampled token becomes less likely, for positive and negative logits."""
     sampler = NumpySampler(SamplerParams(penalty_last_n=4, penalty_repeat=4.0))
     sampler._last = [0]
     assert sampler.sample_logits(np.array([2.0, 1.0], dtype=np.float32)) == 1
@@ -105,7 +105,7 @@ def test_impossible_parameters_are_refused(tmp_path: Path, options: dict) -> Non
 
 
 def test_unknown_options_are_named(tmp_path: Path) -> None:
-    """With a similar option, or with all."""
+    """The error has a similar option, or all."""
     model = kit.model(tmp_path)
     for name, hint in (
         ("temprature", "did you mean temperature"),
@@ -144,7 +144,7 @@ def test_build_without_samplers_raises_unsupported(tmp_path: Path) -> None:
 
 
 def test_a_missing_sampler_names_its_capability(tmp_path: Path) -> None:
-    """In C by the build's capabilities; numpy has none of them."""
+    """In C by the build's capabilities; numpy needs none."""
     model = kit.model(tmp_path)
     there = ALL | Capability.SAMPLER_CHAIN
     for options, name in (
@@ -171,7 +171,7 @@ def test_a_missing_sampler_names_its_capability(tmp_path: Path) -> None:
 
 
 def test_parameters_know_what_they_change() -> None:
-    """Greedy choices are shared by sequences; samplers with a history are not."""
+    """Sequences can share greedy choices, but not samplers with a history."""
     assert SamplerParams().is_greedy
     assert SamplerParams(top_k=5, min_p=0.1, dry_base=2.0).is_greedy
     assert SamplerParams(penalty_repeat=2.0, penalty_last_n=0).is_greedy
@@ -191,7 +191,7 @@ def test_parameters_know_what_they_change() -> None:
         assert not SamplerParams(**options).is_greedy
 
 
-def test_log_probabilities(tmp_path: Path) -> None:
+def test_log_probabilities_are_those_of_the_logits(tmp_path: Path) -> None:
     """They are those of the model: the chosen token's, and the most likely ones', best first."""
     logits = np.array([1.0, 3.0, -np.inf, 3.0, 2.0], dtype=np.float32)
     found = token_logprobs(logits, 4, 3)
@@ -215,7 +215,7 @@ def test_log_probabilities(tmp_path: Path) -> None:
 
 
 def test_processors_change_the_logits(tmp_path: Path) -> None:
-    """In order, a copy of the logits, with the tokens so far; log-probabilities do not change."""
+    """They get a copy of the logits and the tokens so far; log-probabilities do not change."""
     ctx = kit.context(tmp_path)
     a, seen = ctx.sequence(), []
 
@@ -250,7 +250,7 @@ def test_processors_change_the_logits(tmp_path: Path) -> None:
 
 
 def test_bad_processors_are_named(tmp_path: Path) -> None:
-    """One that is none, one that raises, one that excludes everything or writes no number."""
+    """Not callable, raising, excluding all tokens, or writing NaN."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.step(a, 5)
@@ -272,7 +272,7 @@ def test_bad_processors_are_named(tmp_path: Path) -> None:
 
 
 def test_a_processor_that_returns_scores_is_refused(tmp_path: Path) -> None:
-    """Those of other libraries return the scores; without the error, they would have no effect."""
+    """Those of other libraries return the scores, which would have no effect here."""
     ctx = kit.context(tmp_path)
     ctx.step(ctx.sequence(), 5)
     with (
@@ -284,7 +284,7 @@ def test_a_processor_that_returns_scores_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "5", 5.0, -1, 10**6])
 def test_a_sampler_that_returns_no_token_is_named(tmp_path: Path, wrong: object) -> None:
-    """In a generation of a context and of a batcher; the sequence keeps its tokens."""
+    """Check a context and a batcher; the sequence keeps its tokens."""
 
     class Wrong:
         def sample(self, context: kv.Context, index: int = -1) -> Any:
@@ -306,13 +306,13 @@ def test_a_sampler_that_returns_no_token_is_named(tmp_path: Path, wrong: object)
 
 
 def test_a_grammar_with_a_schema_is_refused(tmp_path: Path) -> None:
-    """Both restrict the text; together they may allow none."""
+    """Both restrict the text; together they may allow no token."""
     with pytest.raises(UsageError, match="grammar and json_schema both"):
         kit.model(tmp_path).sampler(grammar='root ::= "a"', json_schema={"type": "object"})
 
 
 def test_a_seed_repeats_and_no_seed_is_random(tmp_path: Path) -> None:
-    """The seed that a sampler drew is in its parameters, for a repetition."""
+    """A random seed is in the parameters of the sampler, for a repetition."""
     options = {"temperature": 1.0}
     first, second = (kv.NumpySampler(kv.SamplerParams(**options)) for _ in range(2))
     again = kv.NumpySampler(first.params)

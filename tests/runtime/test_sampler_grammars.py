@@ -1,4 +1,4 @@
-"""Any grammar: a sampler or a typed error, within time and memory, never the end of the process."""
+"""Test that any grammar gives a sampler or a typed error, within time and memory."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ GRAMMARS = st.one_of(
 
 
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.16", "b11549"])
-def test_any_grammar_is_used_or_refused(release: str) -> None:
-    """In a worker with limited memory, which a signal or an endless loop would end."""
+def test_random_grammars_are_used_or_refused(release: str) -> None:
+    """A signal or an endless loop would end the worker, whose memory is limited."""
     with (
         kv.open(built(f"{release}+patched").folder, isolated=True, timeout=60) as library,
         library.load_model(synthetic_models.model("bytes")) as model,

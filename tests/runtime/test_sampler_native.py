@@ -1,4 +1,4 @@
-"""The samplers of llama.cpp, each by its effect on known logits, in the releases that have them."""
+"""Test the samplers of llama.cpp by their effect on known logits, in several releases."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def drawn(model: kv.Model, logits: NDArray[np.float32], n: int = 300, **options:
 
 
 def test_releases_have_the_samplers(model: kv.Model) -> None:
-    """By capability; what is missing is refused with its name, in Python and in C."""
+    """A missing capability is refused with its name, in Python and in C."""
     about = model.native.about
     missing = RELEASES[about.variant.partition("-")[0]]
     assert about.capabilities & EVERY == EVERY & ~missing
@@ -78,7 +78,7 @@ def test_releases_have_the_samplers(model: kv.Model) -> None:
 
 
 def test_a_seed_repeats_the_draws(model: kv.Model) -> None:
-    """Up to the largest; without one, each sampler draws its own."""
+    """Up to the largest seed; without one, each sampler has a random one."""
     even = np.zeros(model.info.n_vocab, dtype=np.float32)
     for seed, same in ((0, True), (2**32 - 2, True), (None, False)):
         assert (drawn(model, even, 20, seed=seed) == drawn(model, even, 20, seed=seed)) == same
@@ -114,7 +114,7 @@ def test_a_sampler_keeps_its_tokens(
 
 
 def test_chances_are_those_of_the_logits(model: kv.Model) -> None:
-    """And with mirostat at a large target; one seed gives one series."""
+    """Mirostat at a large target does not change them either; a seed has one result."""
     logits = row(model, FOUR)
     counts = np.bincount(drawn(model, logits, 2000), minlength=50)
     assert np.abs(counts[[10, 20, 30, 40]] / 2000 - [0.5, 0.3, 0.15, 0.05]).max() < 0.05
@@ -124,7 +124,7 @@ def test_chances_are_those_of_the_logits(model: kv.Model) -> None:
 
 
 def test_samplers_run_in_the_given_order(model: kv.Model) -> None:
-    """A high temperature before top_p flattens the chances that it adds up."""
+    """A high temperature before top_p flattens the probabilities that it adds up."""
     logits = row(model, FOUR)
     first = {"samplers": ["temperature", "top_p"], "temperature": 20.0, "top_p": 0.7}
     last = {**first, "samplers": ["top_p", "temperature"]}
@@ -138,7 +138,7 @@ def test_samplers_run_in_the_given_order(model: kv.Model) -> None:
 
 
 def test_dynamic_temperature_depends_on_the_entropy(model: kv.Model) -> None:
-    """A certain distribution gets the lowest temperature, an even one the highest."""
+    """A certain distribution has the lowest temperature, a uniform one the highest."""
     options = {"temperature": 1.0, "dynatemp_range": 1.0}
     sure = row(model, {10: 0.9, 20: 0.1})
     assert set(drawn(model, sure, **options)) == {10}
@@ -148,7 +148,7 @@ def test_dynamic_temperature_depends_on_the_entropy(model: kv.Model) -> None:
 
 
 def test_penalties_count_what_was_accepted(model: kv.Model) -> None:
-    """Once for presence, per occurrence for frequency, by a factor for repetition."""
+    """Presence counts once, frequency per occurrence, and repetition is a factor."""
     logits = np.zeros(model.info.n_vocab, dtype=np.float32)
     logits[[10, 20, 30]] = 4.0, 3.0, 2.5
     history = [10, 10, 10, 20]
@@ -207,7 +207,7 @@ def test_adaptive_p_prefers_its_target(model: kv.Model) -> None:
 
 
 def test_a_grammar_restricts_the_text(model: kv.Model) -> None:
-    """To what it derives, then to an end token; reset begins it again."""
+    """To its language, then to an end token; reset restarts it."""
     logits = np.zeros(model.info.n_vocab, dtype=np.float32)
     options = {"temperature": 1.0, "grammar": 'root ::= [a-c]{2} ("x" | "é")'}
     for seed in range(3):
@@ -237,7 +237,7 @@ GRAMMARS = [
     ('a ::= "a"', 0, 0, "no rule 'root'"),
     ("", 0, 0, "no rule 'root'"),
     ('root ::= root "a"', 1, 1, "left recursion"),
-    # llama.cpp overlooks that `a` is empty, and never ends.
+    # llama.cpp misses that `a` is empty, and never ends.
     ('root ::= a root "x" | "y"\na ::= b\nb ::= | "z"', 1, 1, "left recursion"),
     ('root ::= "b" ("a"?)*', 1, 1, "left recursion"),
     ('root ::= "a"{2,1}', 1, 13, "minimum of {2,1} is larger"),
@@ -264,13 +264,13 @@ GRAMMARS = [
 def test_bad_grammars_have_a_place(
     model: kv.Model, text: str, line: int, column: int, message: str
 ) -> None:
-    """Line and column in the error, and no output on stderr."""
+    """Line and column are in the error, and there is no output on stderr."""
     with pytest.raises(GrammarError, match=re.escape(message)) as caught:
         model.sampler(grammar=text)
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
-def test_grammars_at_the_limits(model: kv.Model) -> None:
+def test_deep_grammars_are_accepted(model: kv.Model) -> None:
     """Nested groups, optional elements and chains of rules do not exhaust the stack or memory."""
     for text in (
         "root ::= " + "(" * 256 + '"a"' + ")" * 256,
@@ -288,8 +288,8 @@ def test_grammars_at_the_limits(model: kv.Model) -> None:
             assert model.native.sample_logits(handle, logits) >= 0
 
 
-def test_nothing_allowed_is_an_error(model: kv.Model) -> None:
-    """Without a change of the sampler; llama.cpp would abort on some of these."""
+def test_sampling_without_an_allowed_token_is_refused(model: kv.Model) -> None:
+    """The sampler does not change; llama.cpp would abort on some of these."""
     logits = np.zeros(model.info.n_vocab, dtype=np.float32)
     bias = {i: -math.inf for i in range(model.info.n_vocab) if model.piece(i).startswith(b"a")}
     with (
@@ -317,7 +317,7 @@ def test_nothing_allowed_is_an_error(model: kv.Model) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True], ids=["here", "worker"])
 def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
-    """In this process and in a worker: the same text from a grammar, and the same errors."""
+    """Here and in a worker: the same text of a grammar, and the same errors."""
     with (
         kv.open(patched.folder, isolated=isolated) as library,
         library.load_model(synthetic_models.model("bytes")) as model,

@@ -1,4 +1,4 @@
-"""Test what can be done to one sequence, and what is refused."""
+"""Test the operations of a sequence, and their refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_fork_shares_cells_and_continues_separately(tmp_path: Path) -> None:
 
 
 def test_a_fork_needs_a_free_sequence(tmp_path: Path) -> None:
-    """Check that all in use is an error that leaves nothing behind."""
+    """Check that no free sequence is an error without a change."""
     a = filled(tmp_path)
     for _ in range(3):
         a.fork(2)
@@ -61,7 +61,7 @@ def test_a_fork_needs_a_free_sequence(tmp_path: Path) -> None:
 
 
 def test_streams_are_copied_whole_and_cut(tmp_path: Path) -> None:
-    """Check the order of calls where sequences have streams of their own."""
+    """Check the order of calls if sequences have separate streams."""
     ctx = kit.model(
         tmp_path, capabilities=ALL | Capability.STREAMS | Capability.KV_UNIFIED
     ).context(n_ctx=64, n_seq_max=2, kv_unified=False)
@@ -78,8 +78,8 @@ def test_streams_are_copied_whole_and_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_streams", [1, -1])
-def test_streams_that_were_not_made_are_not_relied_on(tmp_path: Path, n_streams: int) -> None:
-    """Where a request for streams was not granted, or nothing shows it, a fork shares its cells."""
+def test_fork_shares_cells_without_granted_streams(tmp_path: Path, n_streams: int) -> None:
+    """If streams were not granted, or cannot be detected, a fork shares its cells."""
     able = ALL | Capability.STREAMS | Capability.KV_UNIFIED
     made = kit.model(tmp_path, capabilities=able, unifies=True)
     tell = made.native.context_info
@@ -99,8 +99,8 @@ def test_streams_that_were_not_made_are_not_relied_on(tmp_path: Path, n_streams:
     assert ctx.kv.stats.used == 10
 
 
-def test_a_state_may_be_shared_where_cells_are_not(tmp_path: Path) -> None:
-    """A shift would move a fork's state and none of its cells: nothing allows that."""
+def test_hybrid_fork_with_a_shared_state_is_not_shifted(tmp_path: Path) -> None:
+    """A shift would move a fork's state and none of its cells: there is no permission for it."""
     able = ALL | Capability.STREAMS | Capability.KV_UNIFIED
     made = kit.model(tmp_path, capabilities=able)
     tell = made.native.context_info
@@ -126,7 +126,7 @@ def test_trimming_keeps_the_first_tokens(tmp_path: Path) -> None:
         a.trim(-1)
 
 
-def test_removal_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+def test_removal_keeps_the_positions_of_other_tokens(tmp_path: Path) -> None:
     """Check ranges with open ends, and that a shift closes the gap."""
     a = filled(tmp_path)
     assert a.remove(4, 8) == 4
@@ -155,7 +155,7 @@ def test_wrong_ranges_are_refused(tmp_path: Path, p0: int, p1: int) -> None:
 
 
 def test_positions_beyond_the_limit_end_ranges_and_refuse_shifts(tmp_path: Path) -> None:
-    """A number that no position can have ends a range like the last one, and no shift."""
+    """Beyond the limit, the end of a range is clamped, and a shift is refused."""
     a = filled(tmp_path)
     end = 2**30
     for delta in (end - 9, end, -end, 2**40, -(2**40)):
@@ -171,7 +171,7 @@ def test_positions_beyond_the_limit_end_ranges_and_refuse_shifts(tmp_path: Path)
 
 
 def test_a_memory_without_single_tokens_refuses_parts(tmp_path: Path) -> None:
-    """Check that nothing changed, and that the whole can go."""
+    """Check that nothing changed, and that the whole sequence can be removed."""
     a = filled(tmp_path, partial=False)
     with pytest.raises(PartialRemovalRefused, match="nothing"):
         a.remove(4, 8)
@@ -180,7 +180,7 @@ def test_a_memory_without_single_tokens_refuses_parts(tmp_path: Path) -> None:
     assert a.remove() == 10
 
 
-def test_shared_cells_are_not_shifted_behind_a_back(tmp_path: Path) -> None:
+def test_shift_of_shared_cells_requires_permission(tmp_path: Path) -> None:
     """Check shift and divide of a fork, with and without permission."""
     a = filled(tmp_path)
     b = a.fork(6)
@@ -203,7 +203,7 @@ def test_shared_cells_are_not_shifted_behind_a_back(tmp_path: Path) -> None:
 
 
 def test_a_restored_copy_has_cells_of_its_own(tmp_path: Path) -> None:
-    """Check the way out that the message names."""
+    """Check the alternative in the message."""
     a = filled(tmp_path)
     b = a.fork()
     b.restore(b.save())
@@ -211,7 +211,7 @@ def test_a_restored_copy_has_cells_of_its_own(tmp_path: Path) -> None:
     assert (a.pos_min, b.pos_min) == (0, 3)
 
 
-def test_positions_must_not_meet(tmp_path: Path) -> None:
+def test_shift_onto_existing_positions_is_refused(tmp_path: Path) -> None:
     """Check a shift onto tokens that stay, and below zero."""
     a = filled(tmp_path)
     for p0, p1, delta in ((5, None, -1), (0, 3, 2), (None, None, -1)):
@@ -220,7 +220,7 @@ def test_positions_must_not_meet(tmp_path: Path) -> None:
     assert a.pos_max == 9
 
 
-def test_division_rounds_down(tmp_path: Path) -> None:
+def test_divided_positions_are_rounded_down(tmp_path: Path) -> None:
     """Check positions, and wrong divisors."""
     a = filled(tmp_path, 6)
     a.divide(2, None, 2)
@@ -239,7 +239,7 @@ def test_shift_of_a_memory_without_shifts_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "q8_0"])
 def test_a_type_that_cannot_shift_is_named(tmp_path: Path, kind: str) -> None:
-    """Some releases rotate no keys of these types; another type of K helps."""
+    """Some releases rotate no keys of these types; another type of K works."""
     ctx = kit.context(tmp_path, {"can_shift": False}, type_k=kind)
     a = ctx.sequence()
     ctx.step(a, 5)
@@ -273,8 +273,8 @@ def test_closed_sequence_frees_its_cells_and_refuses_use(tmp_path: Path) -> None
     assert (again.id, len(again)) == (0, 0)
 
 
-def test_closing_after_the_worker_died_is_quiet(tmp_path: Path) -> None:
-    """Check that leaving a `with` block does not hide why it was left."""
+def test_close_after_the_worker_ended_raises_nothing(tmp_path: Path) -> None:
+    """Check that the end of a `with` block does not hide the exception in it."""
     a = filled(tmp_path)
 
     def dead(*args: object) -> bool:
@@ -297,8 +297,8 @@ def test_only_text_and_tokens_are_fed(tmp_path: Path, wrong: object) -> None:
             a.feed(wrong)
 
 
-def test_one_token_can_be_fed_by_itself(tmp_path: Path) -> None:
-    """Check a number, and the names that a sequence goes by."""
+def test_a_sequence_is_named_by_number_and_length(tmp_path: Path) -> None:
+    """Check the text of a sequence, also without tokens."""
     a = filled(tmp_path)
     a.context.decode(a.feed(7))
     assert a.tokens[-1] == 7
@@ -306,8 +306,8 @@ def test_one_token_can_be_fed_by_itself(tmp_path: Path) -> None:
     assert a
 
 
-def test_a_copy_replaces_what_another_sequence_holds(tmp_path) -> None:
-    """The cells are shared, the other's own tokens are gone, a copy to itself changes nothing."""
+def test_copy_replaces_the_tokens_of_another_sequence(tmp_path) -> None:
+    """The cells are shared, the other's own tokens removed, a copy to itself changes nothing."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     ctx.decode([a.feed([1, 2, 3, 4]), b.feed([9, 9])])

@@ -30,14 +30,14 @@ STATES = {"compressed": 2, "pooled": 1, "pooled-latent": 1, "hybrid-sliding": 2}
 INDEXED = {"indexed": 1, "blocks": 1, "indexed-sliding": 2}
 #: Largest difference of logits that equal tokens may have in another batch.
 EXACT = 0.02
-#: So many that rows of 128 tokens are visible, and a window has moved on.
+#: So many tokens that rows of 128 tokens are visible, and a window has moved on.
 TOKENS = [(7 * i * i + 3 * i) % 64 for i in range(150)]
 MORE = [5, 6, 7, 8, 9, 10]
 
 
 @pytest.fixture(scope="module", params=SPECS)
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Open a build in a worker: an abort is an error there."""
+    """Open a build in a worker, where an abort is an error."""
     with kv.open(built(request.param).folder, isolated=True) as opened:
         yield opened
 
@@ -58,7 +58,7 @@ def context(model: Model) -> Iterator[Context]:
 
 
 def create(model: Any, **options: Any) -> Context:
-    """Create a context of a model, with streams where cells of others change what is selected."""
+    """Create a context of a model, with streams if cells of others change the selection."""
     if model.name == "pooled" and model.native.about.variant.startswith("0.3.36"):
         options |= {"kv_unified": False, "n_ctx": 1024}
     options = {"n_ctx": 256, "n_batch": 256, "n_ubatch": 32, "n_seq_max": 4} | options
@@ -67,7 +67,7 @@ def create(model: Any, **options: Any) -> Context:
 
 
 def fresh(model: Model, tokens: list[int]) -> NDArray[np.float32]:
-    """Return the logits after tokens that a new context evaluates."""
+    """Return the logits after tokens in a new context."""
     with create(model) as ctx:
         return after(ctx.sequence(), tokens)
 
@@ -80,11 +80,11 @@ def after(sequence: Any, tokens: list[int]) -> NDArray[np.float32]:
 
 
 def equal(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
-    """Return whether the logits differ by rounding alone."""
+    """Return whether the logits differ only by rounding."""
     return float(np.abs(one - other).max()) <= EXACT
 
 
-def test_a_class_is_reported_as_what_it_is(context: Context, model: Any) -> None:
+def test_memory_class_is_reported_with_its_caches(context: Context, model: Any) -> None:
     """The kind of memory, its caches, and a snapshot with every token."""
     states, streams = model.name in STATES, context.info.n_streams
     assert context.info.memory is (MemoryType.HYBRID if states else MemoryType.OTHER)
@@ -129,7 +129,7 @@ def test_repeated_copies_end_no_process(context: Context) -> None:
 
 
 def test_a_saved_sequence_continues(context: Context, model: Model) -> None:
-    """In another sequence, and after its own was removed; a damaged state changes nothing."""
+    """It does in another sequence, and after its own was removed; damage is refused."""
     source, other = context.sequence(), context.sequence()
     after(source, TOKENS)
     saved = source.save()
@@ -147,7 +147,7 @@ def test_a_saved_sequence_continues(context: Context, model: Model) -> None:
 
 
 def test_a_part_is_removed_or_refused(context: Context, model: Any) -> None:
-    """What is left continues as a new context would."""
+    """The remaining tokens continue as in a new context."""
     sequence = context.sequence()
     after(sequence, TOKENS)
     kept = TOKENS
@@ -161,7 +161,7 @@ def test_a_part_is_removed_or_refused(context: Context, model: Any) -> None:
 
 
 def test_a_shift_is_exact_or_refused(context: Context, model: Any) -> None:
-    """Only distances matter, so that the logits do not change."""
+    """Only distances matter, so the logits do not change."""
     sequence = context.sequence()
     after(sequence, TOKENS)
     if not context.info.can_shift:
@@ -173,8 +173,8 @@ def test_a_shift_is_exact_or_refused(context: Context, model: Any) -> None:
     assert equal(after(sequence, MORE), fresh(model, TOKENS + MORE))
 
 
-def test_a_cancelled_decode_leaves_nothing(context: Context, model: Model) -> None:
-    """Sequences that cannot go back are emptied."""
+def test_cancelled_decode_leaves_no_tokens(context: Context, model: Model) -> None:
+    """Sequences that cannot roll back are emptied."""
     sequence = context.sequence()
     after(sequence, TOKENS[:100])
     context.native.cancel_after(context.handle, 40)
@@ -186,8 +186,8 @@ def test_a_cancelled_decode_leaves_nothing(context: Context, model: Model) -> No
     assert equal(after(sequence, rest), fresh(model, TOKENS))
 
 
-def test_cells_move_or_stay(context: Context, model: Any) -> None:
-    """A defragmentation is exact; the library's own is refused where cells are not all there is."""
+def test_defragmentation_is_exact_or_refused(context: Context, model: Any) -> None:
+    """The library's own one is refused if the memory has more than cells."""
     gone, sequence = context.sequence(), context.sequence()
     after(gone, TOKENS[:60])
     after(sequence, TOKENS[:90])

@@ -1,4 +1,4 @@
-"""Test statistics against counting cell by cell, and what fits."""
+"""Test statistics of cells, and the check for free slots, against loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyllamakv.runtime.snapshot import Snapshot
 
 
 def holes_of(cells: list) -> list[tuple[int, int]]:
-    """Find the holes one cell after the other."""
+    """Find the holes cell by cell."""
     found: list[list[int]] = []
     for i, cell in enumerate(cells):
         if cell is not None:
@@ -81,7 +81,7 @@ def test_counts_hold_for_more_cells_than_a_byte_counts() -> None:
     assert {i: int(n) for i, n in enumerate(counts) if n} == {0: 3001, 63: 3001, 64: 3001}
 
 
-def test_streams_add_up_and_a_window_beside_them_does_not() -> None:
+def test_snapshot_statistics_sum_streams_without_the_window() -> None:
     """Check two streams of a full cache with a sliding-window cache."""
     full = [
         cell_map([(0, {0}), None, None], stream=0),
@@ -97,9 +97,9 @@ def test_streams_add_up_and_a_window_beside_them_does_not() -> None:
 
 
 def test_statistics_go_into_json() -> None:
-    """Check the plain form."""
-    told = Snapshot((cell_map([None, (3, {2}), None]),)).stats.to_json()
-    assert told["free"] == 2
-    assert told["fragmentation"] == 0.5
-    assert told["per_sequence"] == {"2": 1}
-    assert told["holes"] == 2
+    """Check the plain data."""
+    numbers = Snapshot((cell_map([None, (3, {2}), None]),)).stats.to_json()
+    assert numbers["free"] == 2
+    assert numbers["fragmentation"] == 0.5
+    assert numbers["per_sequence"] == {"2": 1}
+    assert numbers["holes"] == 2

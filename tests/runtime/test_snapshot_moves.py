@@ -15,12 +15,12 @@ from pyllamakv.runtime.snapshot import Moves, Snapshot, find_moves
 
 
 def key(cell: tuple | None) -> tuple | None:
-    """Return what distinguishes a used cell from another."""
+    """Return the properties that identify a used cell."""
     return None if cell is None else (cell[0], frozenset(cell[1]))
 
 
 @given(CELLS, st.randoms(use_true_random=False))
-def test_a_shuffle_is_found_whole(cells: list, random) -> None:
+def test_moves_of_a_permutation_are_all_found(cells: list, random) -> None:
     """Check that after any permutation every move leads to an equal cell, and none is missed."""
     order = list(range(len(cells)))
     random.shuffle(order)
@@ -40,7 +40,7 @@ def test_a_shuffle_is_found_whole(cells: list, random) -> None:
 @pytest.mark.slow
 @given(CELLS, CELLS)
 def test_cells_without_a_counterpart_are_counted(old: list, new: list) -> None:
-    """Check vanished and appeared against counting kinds of cells."""
+    """Check vanished and new cells against counts."""
     size = max(len(old), len(new))
     old, new = old + [None] * (size - len(old)), new + [None] * (size - len(new))
     moves = Snapshot((cell_map(old),)).moves_to(Snapshot((cell_map(new),)))
@@ -60,8 +60,8 @@ def test_runs_count_copies_of_neighbours() -> None:
     assert str(moves) == "3 cells moved in 2 runs"
 
 
-def test_cells_that_are_alike_stay_where_they_are() -> None:
-    """Check that equal cells are not taken for moved ones."""
+def test_equal_cells_are_not_reported_as_moved() -> None:
+    """Check that equal cells are not reported as moved."""
     cells = [(0, {0}), (0, {0}), None]
     moved = [(0, {0}), None, (0, {0})]
     moves = Snapshot((cell_map(cells),)).moves_to(Snapshot((cell_map(moved),)))
@@ -84,7 +84,7 @@ def test_snapshots_of_other_shape_are_refused() -> None:
         Snapshot((cell_map([None]),)).moves_to(Snapshot((cell_map([None, None]),)))
 
 
-def test_no_moves_are_no_moves() -> None:
+def test_empty_snapshots_have_no_moves() -> None:
     """Check the empty cases."""
     empty = np.empty(0, dtype=np.int32), np.empty((0, 1), dtype=np.uint64)
     moves = find_moves(*empty, *empty)

@@ -1,4 +1,4 @@
-"""Every plan by every mover on real builds: the same K and V, the same cells, bounded extras."""
+"""Test every plan and mover on real builds: equal K, V and cells, limited scratch memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model(patched: Variant, wide: Path) -> kv.Model:
 
 
 def scatter(ctx: kv.Context) -> kv.Sequence:
-    """Give two sequences tokens in a random turn, remove the second, and return the first."""
+    """Decode two interleaved sequences at random, remove the second, and return the first."""
     rng = np.random.default_rng(3)
     ends = [0, 0]
     for _ in range(3):
@@ -71,7 +71,7 @@ def rows(ctx: kv.Context, sequence: kv.Sequence) -> list[kv.KVRows]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mover_moves_the_same(model: kv.Model, kind: str) -> None:
-    """No byte of K or V changes, and all movers of a plan end with the same cells."""
+    """No byte of K or V changes, and all movers of a plan have the same final cells."""
     results: dict[str, set[bytes]] = {}
     for plan, mover in itertools.product(PLANS, MOVERS):
         with model.context(
@@ -100,7 +100,7 @@ def test_every_mover_moves_the_same(model: kv.Model, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordered_is_exact(model: kv.Model, kind: str) -> None:
-    """After a plan that keeps the order, logits equal those of a fresh cache to the last bit."""
+    """After a plan that keeps the order, logits equal those of a new cache to the last bit."""
     found = []
     for plan in PLANS:
         with (
@@ -117,7 +117,7 @@ def test_ordered_is_exact(model: kv.Model, kind: str) -> None:
 
 
 def test_plan_fewest_moves_less(model: kv.Model) -> None:
-    """The default plan moves fewer cells than the ordered one, and both report what they needed."""
+    """The default plan moves fewer cells, and both report their scratch memory."""
     moved = {}
     for plan in PLANS:
         with model.context(512, 256, 256, 2, flash_attn=False, defrag_plan=plan) as ctx:
@@ -156,7 +156,7 @@ def test_a_context_moves_cells_by_its_own_plan(model: kv.Model) -> None:
 
 @pytest.mark.slow
 def test_threads_move_the_same(model: kv.Model) -> None:
-    """Two threads leave what one leaves, in a cache that is large enough for both."""
+    """Two threads have the same result as one, in a cache that is large enough for both."""
     found = set()
     for threads in (1, 2, 5):
         with model.context(
@@ -180,7 +180,7 @@ def test_threads_move_the_same(model: kv.Model) -> None:
     ],
 )
 def test_options_are_checked(model: kv.Model, options: dict[str, Any], word: str) -> None:
-    """A plan, a mover and a number of threads that do not exist are named."""
+    """An invalid plan, mover or number of threads is named."""
     with pytest.raises(kv.UsageError, match=word):
         model.context(64, **options)
 

@@ -1,4 +1,4 @@
-"""Test that sequences are saved and restored whole, or not at all."""
+"""Test that sequences are saved and restored completely, or not at all."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def interleaved(ctx: Context, n: int) -> tuple[Sequence, Sequence]:
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_a_restored_sequence_is_the_same(tmp_path: Path, flash_attn: bool) -> None:
-    """Check tokens, gaps in positions, rows, and what is generated from there."""
+def test_restored_sequence_equals_the_saved_one(tmp_path: Path, flash_attn: bool) -> None:
+    """Check tokens, gaps in positions, rows, and text that is generated afterwards."""
     ctx = kit.context(tmp_path, flash_attn=flash_attn)
     a = filled(ctx, 10)
     a.remove(2, 4)
@@ -54,7 +54,7 @@ def test_a_restored_sequence_is_the_same(tmp_path: Path, flash_attn: bool) -> No
     assert "".join(ctx.generate(a, 5)) == "".join(ctx.generate(b, 5))
 
 
-def test_a_save_goes_into_another_context(tmp_path: Path) -> None:
+def test_saved_sequence_loads_in_another_context(tmp_path: Path) -> None:
     """Check a second context, and an empty sequence."""
     saved = filled(kit.context(tmp_path), 6).save()
     ctx = kit.context(tmp_path, n_ctx=128)
@@ -113,7 +113,7 @@ def test_refused_state_restores_the_previous_content(tmp_path: Path) -> None:
 
 
 def test_sequence_restored_after_a_refusal_has_own_cells(tmp_path: Path) -> None:
-    """A sequence that was forked has cells of its own after a refusal, and may be shifted."""
+    """A forked sequence has its own cells after a refusal, and may be shifted."""
     ctx = kit.context(tmp_path)
     saved, a = filled(ctx, 5).save(), filled(ctx, 7, 80)
     a.fork()
@@ -128,8 +128,8 @@ def test_sequence_restored_after_a_refusal_has_own_cells(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("held", [0, 4])
-def test_an_interrupted_restore_leaves_no_unknown_token(tmp_path: Path, held: int) -> None:
-    """Ctrl-C comes when C is back: what the sequence held is put back."""
+def test_interrupted_restore_is_rolled_back(tmp_path: Path, held: int) -> None:
+    """Ctrl-C after the C call: the previous tokens of the sequence are restored."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
     ctx.prefill(a, [3] * 9)
@@ -151,8 +151,8 @@ def test_an_interrupted_restore_leaves_no_unknown_token(tmp_path: Path, held: in
     assert b.tokens == a.tokens
 
 
-def test_without_a_large_hole_or_a_defragmentation_nothing_is_tried(tmp_path: Path) -> None:
-    """Check that a restore which must fail is refused before the library empties the sequence."""
+def test_unrestorable_state_is_refused_before_the_library_call(tmp_path: Path) -> None:
+    """Check that a restore that must fail is refused before the library empties the sequence."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.DEFRAG}, n_ctx=32)
     saved = filled(kit.context(tmp_path, n_ctx=64), 16).save()
     a, b = interleaved(ctx, 16)
@@ -181,7 +181,7 @@ def test_sequence_lost_by_a_refused_state_is_reported_as_empty(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fails", [None, "refused", "misplaced", "interrupted"])
-def test_parts_are_loaded_together_or_not_at_all(tmp_path: Path, fails: str | None) -> None:
+def test_state_parts_are_loaded_completely_or_not_at_all(tmp_path: Path, fails: str | None) -> None:
     """Load three parts of a sequence through another one; the last may fail."""
     ctx = kit.context(tmp_path)
     a = filled(ctx, 9)
@@ -213,7 +213,7 @@ def test_parts_are_loaded_together_or_not_at_all(tmp_path: Path, fails: str | No
 
 @pytest.mark.parametrize("wrong", [b"", b"short", b"PLKSEQ1\n" + bytes(20), bytes(100)])
 def test_other_bytes_are_refused(tmp_path: Path, wrong: bytes) -> None:
-    """Check things that are no save."""
+    """Check data that is not a save."""
     a = filled(kit.context(tmp_path), 3)
     with pytest.raises(StateError):
         a.restore(wrong)
@@ -237,7 +237,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, data: st.DataObject) -> N
 
 
 def test_a_damaged_head_with_a_right_checksum_is_refused() -> None:
-    """Check saves that were made by hand."""
+    """Check saves with changed headers and right checksums."""
     for body in (b"not json", b"{}", b'{"fits": {}, "tokens": 9}', b'{"fits": 1, "tokens": 0}'):
         head = struct.pack("<8sII", b"PLKSEQ1\n", len(body), zlib.crc32(body))
         with pytest.raises(StateError, match="cannot be read"):

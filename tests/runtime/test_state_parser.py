@@ -1,4 +1,4 @@
-"""Test that rows are read from the states of every layout, and from nothing else."""
+"""Test that rows are read from the states of every layout, and that others are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = [layout.name for layout in state_parser.LAYOUTS]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("cells", [1, 7])
-def test_rows_come_out_as_they_went_in(layout: str, trans: bool, cells: int) -> None:
+def test_parsed_rows_equal_the_written_rows(layout: str, trans: bool, cells: int) -> None:
     """Check every layout, V by rows and by columns."""
     k, v, pos = rows(cells, 64), rows(cells, 32, 1), list(range(3, 3 + cells))
     found = parse(state(layout, [section(layout, pos, k, v, trans=trans)]))
@@ -93,9 +93,9 @@ def check_hybrid(layout: str, n: int) -> None:
 
 @given(st.integers(0, 400), st.binary(max_size=3))
 def test_a_cut_or_longer_state_is_refused(length: int, more: bytes) -> None:
-    """Check that every byte has to be explained.
+    """Check that no bytes may be missing or left over.
 
-    The positions are none that could be counts: two streams without cells are a state of 12 bytes.
+    No position may be read as a count: two streams without cells are a state of 12 bytes.
     """
     whole = state("plain", [section("plain", [7, 8], rows(2, 64), rows(2, 64, 1), trans=False)])
     data = whole[: length % len(whole)] + more
@@ -105,7 +105,7 @@ def test_a_cut_or_longer_state_is_refused(length: int, more: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+def test_random_bytes_raise_only_state_error(data: bytes) -> None:
     """Check that random bytes raise nothing but StateError."""
     with contextlib.suppress(StateError):
         parse(data)

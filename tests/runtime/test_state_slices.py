@@ -1,4 +1,4 @@
-"""Test that cells are cut out of states and joined again, byte for byte."""
+"""Test that parts of states are selected and joined, byte for byte."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def made(layout: str, pos: list[int], *, trans: bool) -> bytes:
-    """Return a state whose rows follow from the positions."""
+    """Return a state whose rows depend on the positions."""
     k, v = rows(64, 64), rows(64, 32, 1)
     return state(layout, [section(layout, pos, k[:, pos], v[:, pos], trans=trans)])
 
 
 @pytest.mark.parametrize("layout", [each.name for each in LAYOUTS])
 @pytest.mark.parametrize("trans", [False, True])
-def test_parts_join_to_the_whole(layout: str, trans: bool) -> None:
-    """Cut states of every layout, and join the parts: the bytes are those of the whole."""
+def test_joined_parts_equal_the_whole_state(layout: str, trans: bool) -> None:
+    """States of every layout are split and joined: the bytes are equal."""
     whole = made(layout, list(range(10)), trans=trans)
     found = state_slices.read(whole)
     assert found.layout == layout
@@ -45,7 +45,7 @@ def test_parts_join_to_the_whole(layout: str, trans: bool) -> None:
 
 @pytest.mark.parametrize("trans", [False, True])
 def test_a_layer_without_values_is_joined(trans: bool) -> None:
-    """Join states of a model in which a layer has no heads, and so no K and no V."""
+    """In a layer without heads there is no K and no V."""
     k, v = rows(64, 0), rows(64, 0, 1)
 
     def part(pos: list[int]) -> bytes:
@@ -56,15 +56,15 @@ def test_a_layer_without_values_is_joined(trans: bool) -> None:
     assert found.cut(slice(0, 1)).to_bytes() == part([0])
 
 
-def test_cells_are_put_in_order() -> None:
-    """Select cells by index: a state is written in the order of cells, not of positions."""
+def test_selected_cells_are_written_in_order() -> None:
+    """A state is written in the order of cells, not of positions."""
     found = state_slices.read(made("streams", [5, 2, 9, 0], trans=True))
     ordered = found.cut(np.argsort(found.positions))
     assert ordered.to_bytes() == made("streams", [0, 2, 5, 9], trans=True)
 
 
 def test_other_sequences_and_streams_are_joined() -> None:
-    """Join what was saved from another sequence, in another stream."""
+    """Parts of another sequence in another stream are joined."""
     head = struct.pack("<IIII", MAGIC, 3, 2, 0)
     other = struct.pack("<III", MAGIC, 1, 2)
     body = made("streams", [0, 1, 2], trans=False)[4:]
@@ -78,7 +78,7 @@ def test_other_sequences_and_streams_are_joined() -> None:
 
 
 def test_states_of_other_memories_are_refused() -> None:
-    """Refuse two caches, cells in two streams, and bytes that are no state."""
+    """They are two caches, cells in two streams, and bytes that are not a state."""
     one = section("streams", [0, 1], rows(2, 64), rows(2, 64), trans=False)
     for bad in (
         state("streams", [one]) * 2,
@@ -93,7 +93,7 @@ def test_states_of_other_memories_are_refused() -> None:
 
 
 def test_parts_of_other_shapes_are_not_joined() -> None:
-    """Refuse parts with other layers, types or layout of V."""
+    """They have other layers, types or layout of V."""
     narrow = section("plain", [0], rows(1, 32), rows(1, 32), trans=False)
     wide = made("plain", [1], trans=False)
     for other in (narrow, made("plain", [1], trans=True), made("streams", [1], trans=False)):
@@ -109,7 +109,7 @@ def test_parts_of_other_shapes_are_not_joined() -> None:
 def test_a_library_reads_joined_parts(
     variant: Variant, tiny_model: Path, options: dict[str, bool]
 ) -> None:
-    """Restore joined parts of a scattered sequence: its rows are those of the whole."""
+    """Joined parts of a scattered sequence are restored: its rows are those of the whole."""
     with (
         kv.open(variant.folder) as library,
         library.load_model(tiny_model) as model,

@@ -1,4 +1,4 @@
-"""Stop strings in text that comes in pieces."""
+"""Test stop strings in text that arrives in parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyllamakv.runtime.stop_strings import StopStrings, check_stop_strings
 
 
 def through(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """Feed pieces, and return all that came out, and the stop string."""
+    """Feed parts, and return all output and the stop string."""
     stops, out = StopStrings(stop), ""
     for piece in pieces:
         out += stops.feed(piece)
@@ -21,7 +21,7 @@ def through(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def test_text_ends_before_the_stop_string() -> None:
-    """Within a piece, and across pieces; what only looked like one comes out."""
+    """Check stop strings within a part and across parts, and texts that only begin like one."""
     assert through(["one two three"], ("two",)) == ("one ", "two")
     assert through(["one t", "w", "o three"], ("two",)) == ("one ", "two")
     assert through(["one t", "wi", "ce"], ("two",)) == ("one twice", None)
@@ -29,8 +29,8 @@ def test_text_ends_before_the_stop_string() -> None:
     assert through(["x", "###"], ("##", "x#")) == ("", "x#")
 
 
-def test_nothing_that_may_be_a_stop_string_comes_out() -> None:
-    """The end that begins one waits."""
+def test_possible_start_of_a_stop_string_is_withheld() -> None:
+    """A suffix that begins a stop string is withheld."""
     stops = StopStrings(("</s>", "\n\n"))
     assert stops.feed("a</") == "a"
     assert stops.feed("b\n") == "</b"
@@ -52,8 +52,10 @@ letters = st.text("ab", max_size=12)
 
 
 @given(letters, st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
-def test_pieces_make_no_difference(text: str, stop: list[str], data: st.DataObject) -> None:
-    """Compare with a search letter by letter in the whole text, wherever pieces are cut."""
+def test_stop_string_is_found_across_pieces(
+    text: str, stop: list[str], data: st.DataObject
+) -> None:
+    """Compare with a search in the whole text, for any parts."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     edges = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007

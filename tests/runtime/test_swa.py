@@ -1,4 +1,4 @@
-"""Test that a sequence never goes back to where its window has lost a part."""
+"""Test that a sequence is never cut to where its window lost a part."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def ctx(tmp_path, monkeypatch) -> Any:
 
 
 def test_cut_requires_the_window_of_the_next_token(ctx) -> None:
-    """A window of 8 shows seven positions before the next one."""
+    """A window of 8 includes seven positions before the next one."""
     assert swa.first_missing_position(ctx, 0, list(range(30))) is None
     assert swa.first_missing_position(ctx, 0, list(range(19))) is None
     assert swa.first_missing_position(ctx, 0, list(range(18))) == 11
     assert swa.first_missing_position(ctx, 0, []) is None
-    # A gap that the sequence itself has is none of the window's.
+    # A gap of the sequence itself is not one of its window.
     assert swa.first_missing_position(ctx, 0, [*range(9), *range(12, 18)]) is None
 
 
 def test_memory_without_a_window_reads_no_cells(ctx, monkeypatch) -> None:
-    """Most memories have none, and a cut costs them nothing."""
+    """Most memories have no window, and a cut does not read their cells."""
     ctx.info = replace(ctx.info, n_swa=0)
     monkeypatch.setattr(KV, "try_snapshot", lambda _: pytest.fail("the cells were read"))
     assert swa.first_missing_position(ctx, 0, list(range(3))) is None
@@ -75,7 +75,7 @@ def test_a_cut_behind_the_window_is_refused(ctx) -> None:
 
 
 def test_sequences_of_one_token_need_equal_windows(ctx, monkeypatch) -> None:
-    """Only a token of several sequences asks for it, and nothing was decoded when it is refused."""
+    """Only a token of several sequences needs them, and a refusal decodes nothing."""
     ctx.info = replace(ctx.info, n_caches=2)
     other = ctx.sequence()
     other.ledger.extend(range(30), range(30), range(40, 70))
@@ -90,13 +90,13 @@ def test_sequences_of_one_token_need_equal_windows(ctx, monkeypatch) -> None:
     begins[1] = 12
     ctx.decode(Batch.of([6], [31], [0, 1], counts=[2]))
     assert len(ctx.ledgers[0]) == len(other) == 32
-    # Where there is but one cache, the library is not even asked.
+    # With only one cache, the library is not called.
     ctx.info, begins[1] = replace(ctx.info, n_caches=1), 20
     ctx.decode(Batch.of([7], [32], [0, 1], counts=[2]))
 
 
-def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
-    """The error names the sequences; the others keep what they have."""
+def test_failed_decode_empties_sequences_that_cannot_be_rolled_back(ctx, monkeypatch) -> None:
+    """The error names the sequences; the others keep their tokens."""
     other = ctx.sequence()
     other.ledger.extend(range(4), range(4), range(40, 44))
     lost = sliding({0: list(range(26, 30)), 1: list(range(4))})
@@ -109,8 +109,8 @@ def test_a_failed_decode_empties_what_cannot_go_back(ctx, monkeypatch) -> None:
     assert "sequences 0 were emptied" in str(error)
 
 
-def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
-    """A memory of states refuses to forget the last tokens of an aborted decode."""
+def test_state_without_rollback_is_cleared(tmp_path, monkeypatch) -> None:
+    """A memory of states refuses to remove the last tokens of an aborted decode."""
     context = runtime_kit.context(tmp_path)
     context.sequence().ledger.extend(range(4), range(4), range(4))
     removed: list[tuple[int, int]] = []
@@ -127,13 +127,13 @@ def test_a_state_that_cannot_go_back_is_emptied(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.regression(
-    "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
-    "part in it",
+    "after a cancelled decode in a recurrent memory, sequences outside of the batch had wrong "
+    "states",
     by="random_operations",
     of="Python",
 )
 def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatch) -> None:
-    """States of others move while it computes: all sequences go, and the error names them."""
+    """States of others change during the computation: all are emptied, and the error names them."""
     context = runtime_kit.context(tmp_path)
     context.info = replace(context.info, memory=MemoryType.RECURRENT)
     one, other = context.sequence(), context.sequence()
@@ -155,18 +155,18 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
 
 
 @pytest.mark.regression(
-    "a decode that found a sliding-window cache full of what sequences share was told another "
-    "cause than that it is full",
+    "a decode without a slot in a sliding-window cache full of shared cells reported another "
+    "cause than a full cache",
     by="random_operations",
     of="Python",
 )
 def test_shared_cells_before_the_window_are_not_reused(ctx, monkeypatch) -> None:
-    """What one sequence has behind its window may go; without room the cause is that it is full."""
+    """Unshared cells before the window may be reused; otherwise the cause is a full cache."""
     own, shared = sliding({0: list(range(12, 30))}), sliding({0: list(range(12, 30)), 1: [40]})
     shared.streams[0].seqs[:6] |= np.uint64(1 << 1)
     free = np.array([-1, -1], dtype=np.int32)
     more = CellMap(free, free * 0, np.zeros((2, 1), dtype=np.uint64), own.streams[0].info)
-    # The next token is at 30 and sees 23 to 29: eleven lie behind, six of which are shared.
+    # The next token is at 30 and uses 23 to 29: eleven are before, six of which are shared.
     assert [swa.reusable_cells(each, WINDOW) for each in (*own.streams, more)] == [11, 2]
     assert swa.reusable_cells(shared.streams[0], WINDOW) == 5
     base = CellMap(np.full(40, -1, np.int32), np.zeros(40, np.int32), np.zeros((40, 1), np.uint64))

@@ -1,4 +1,4 @@
-"""The process for chat templates: its limits, its end, and that it starts again."""
+"""Test the process for chat templates: limits, end and restart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = (
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
-    """Return a process with little CPU time."""
+    """Return a process with a short limit of CPU time."""
     made = TemplateProcess(cpu_seconds=0.2, address_space=1 << 28)
     yield made
     made.close()
@@ -35,7 +35,7 @@ def process() -> Iterator[TemplateProcess]:
 
 @pytest.mark.slow
 def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
-    """Nested loops end by the CPU time that they use; the next render starts a new process."""
+    """Nested loops end at the limit of CPU time; the next render starts a new process."""
     assert process.render("{{ a }}", {"a": [1]}) == "[1]"
     with pytest.raises(ChatTemplateError, match=r"did not end within 0\.2 seconds of CPU time"):
         process.render(ENDLESS, {})
@@ -43,8 +43,8 @@ def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_ignores_the_signal() -> None:
-    """Processes inherit an ignored or blocked signal; the limit works nevertheless."""
+def test_time_limit_works_with_a_blocked_signal() -> None:
+    """Processes inherit an ignored or blocked signal; the limit works anyway."""
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     process = TemplateProcess(cpu_seconds=0.2)
@@ -59,12 +59,12 @@ def test_a_program_that_ignores_the_signal() -> None:
 
 @pytest.mark.slow
 def test_one_long_operation_is_ended(process: TemplateProcess) -> None:
-    """No bytecode runs meanwhile, so no counter of loops could end it."""
+    """No bytecode runs meanwhile, so a counter of loops could not end it."""
     with pytest.raises(ChatTemplateError, match="did not end"):
         process.render("{{ (7 ** 40000000) > 1 }}", {})
 
 
-def test_memory_is_limited(process: TemplateProcess) -> None:
+def test_template_memory_is_limited(process: TemplateProcess) -> None:
     """A template cannot use more than the address space allows; the process survives."""
     with pytest.raises(ChatTemplateError, match="too much memory"):
         process.render("{{ 'a' * 10 ** 10 }}", {})
@@ -72,15 +72,15 @@ def test_memory_is_limited(process: TemplateProcess) -> None:
 
 
 def test_an_error_names_the_line(process: TemplateProcess) -> None:
-    """As a field and in the message."""
+    """It does as a field and in the message."""
     with pytest.raises(ChatTemplateError, match=r"no \(line 2 of the template\)") as caught:
         process.render("\n{{ raise_exception('no') }}", {})
     assert caught.value.line == 2
 
 
 @pytest.mark.slow
-def test_a_process_that_died(process: TemplateProcess) -> None:
-    """What killed it is in the message, and the next render works."""
+def test_killed_template_process_is_replaced(process: TemplateProcess) -> None:
+    """The message has the cause, and the next render works."""
     process.render("a", {})
     assert process._child is not None
     process._child.kill()
@@ -90,8 +90,8 @@ def test_a_process_that_died(process: TemplateProcess) -> None:
     assert process.render("a", {}) == "a"
 
 
-def test_values_nested_too_deeply(process: TemplateProcess) -> None:
-    """Near the limit of recursion, here or in the process, the error has its type."""
+def test_deeply_nested_values_raise_a_typed_error(process: TemplateProcess) -> None:
+    """Near the limit of recursion, here or in the process, the error is typed."""
     value: list[Any] = []
     for depth in range(1, 1100):
         value = [value]
@@ -105,14 +105,14 @@ def test_values_nested_too_deeply(process: TemplateProcess) -> None:
 def test_truncated_answer_of_the_template_process_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that is killed while it writes its answer is a process that died."""
+    """A process that is killed while it writes its response is reported as dead."""
     monkeypatch.setattr(template_process, "PROGRAM", ("-c", "print('{', end='')"))
     with pytest.raises(WorkerDied, match="status 0"):
         TemplateProcess().render("a", {})
 
 
 def test_threads_get_their_own_answers() -> None:
-    """Requests of several threads are answered one after the other, by one process."""
+    """Requests of several threads are processed one after another, by one process."""
     process = template_process.shared()
     assert template_process.shared() is process
     with ThreadPoolExecutor(4) as pool:
@@ -145,7 +145,7 @@ def test_a_fork_starts_its_own_process() -> None:
 
 
 def test_missing_python_interpreter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that cannot start Python is told why."""
+    """The error has the reason for a program that cannot start Python."""
     monkeypatch.setattr(sys, "executable", os.devnull)
     with pytest.raises(WorkerDied, match="cannot start"):
         TemplateProcess().render("a", {})

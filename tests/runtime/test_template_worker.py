@@ -1,4 +1,4 @@
-"""The program that renders templates: its environment, and the lines of its errors."""
+"""Test the program that renders templates: its environment, and the lines of errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyllamakv.runtime import template_worker
 
 
 def answer(template: str, **variables: Any) -> dict[str, Any]:
-    """Return the answer to a request."""
+    """Return the response to a request."""
     return template_worker.answer(json.dumps({"template": template, "variables": variables}))
 
 
@@ -29,12 +29,12 @@ def answer(template: str, **variables: Any) -> dict[str, Any]:
     ],
 )
 def test_templates_are_rendered(template: str, text: str) -> None:
-    """Filters, loop controls, tags and white space are as in transformers."""
+    """Filters, loop controls, tags and white space work like in transformers."""
     assert answer(template) == {"text": text}
 
 
-def test_the_date() -> None:
-    """A template may write the date."""
+def test_template_can_format_the_date() -> None:
+    """A template may print the date."""
     assert answer("{{ strftime_now('%Y') }}")["text"] in map(
         str, range(2020, datetime.now().year + 2)
     )
@@ -56,7 +56,7 @@ def test_the_date() -> None:
     ],
 )
 def test_errors_have_a_line(template: str, message: str, line: int) -> None:
-    """An error is an answer, with the innermost line of the template."""
+    """An error has the innermost line of the template."""
     found = answer(template, messages=[])
     assert message in found["error"]
     assert found["line"] == line
@@ -74,13 +74,13 @@ def test_memory_error_of_a_template_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert "too much memory" in answer("x")["error"]
 
 
-def test_values_nested_too_deeply() -> None:
-    """The process answers, although it cannot read the request."""
+def test_deeply_nested_request_is_answered_with_an_error() -> None:
+    """The process responds, although it cannot parse the request."""
     assert "nested too deeply" in template_worker.answer("[" * 100000)["error"]
 
 
 def test_few_templates_are_kept() -> None:
-    """A process that renders many templates needs no more memory than for the last ones."""
+    """Memory is limited to the last templates."""
     for i in range(40):
         assert answer(f"{{{{ {i} }}}}") == {"text": str(i)}
     assert template_worker.compiled.cache_info().currsize < 40
