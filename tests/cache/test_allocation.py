@@ -1,4 +1,7 @@
-"""Test who leaves a prefix cache and who stays: use, leases, pins, the budget."""
+"""Test evictions from a prefix cache: use, leases, pins, the budget.
+
+Names in parentheses are those of ollama's tests.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> PrefixCache:
-    """Make a cache of 4 sequences and 128 cells."""
+    """Create a cache of 4 sequences and 128 cells."""
     return make(tmp_path)
 
 
-# Who goes...
-def test_the_least_recently_used_branch_goes_first(tmp_path: Path) -> None:
-    """Run out of sequences (LRUOnlyUpdatesUsedNodes): what a new prompt only passes by stays old.
+# Evictions...
+def test_least_recently_used_branch_is_evicted_first(tmp_path: Path) -> None:
+    """Run out of sequences (LRUOnlyUpdatesUsedNodes): unused nodes below a match stay old.
 
-    An earlier ollama made everything below a match as young as the match.
+    An earlier ollama marked all nodes below a match as used.
     """
     cache = make(tmp_path, n_seq_max=3)
     a, b = [*SYSTEM, 1, 1], [*SYSTEM, 2, 2]
     serve(cache, a)
     serve(cache, b)
     serve(cache, [*SYSTEM, 3, 3])
-    serve(cache, [*SYSTEM, 4, 4])  # a goes: its beginning was used by all, its own tokens were not
+    serve(cache, [*SYSTEM, 4, 4])  # a is evicted: its own tokens were not used
     assert serve(cache, [*b, 5]) == 22
     assert serve(cache, [*a, 5]) == 20
     assert cache.stats().evictions == 2
@@ -57,7 +60,7 @@ def test_active_conversations_are_never_evicted(tmp_path: Path) -> None:
 
 
 def test_a_branch_that_a_lease_continues_is_not_dropped(tmp_path: Path) -> None:
-    """Its own sequence stays beside the one of the lease, until that is released."""
+    """Its own sequence stays beside that of the lease, until the lease is released."""
     cache = make(tmp_path)
     serve(cache, SYSTEM)
     cache.pin("system", SYSTEM)
@@ -71,7 +74,7 @@ def test_a_branch_that_a_lease_continues_is_not_dropped(tmp_path: Path) -> None:
 
 
 def test_the_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
-    """Another branch is, although it was used later."""
+    """Another branch is evicted, although it was used later."""
     cache = make(tmp_path, entries=2, paging="memory")
     serve(cache, SYSTEM)
     cache.pin("system", SYSTEM)
@@ -83,8 +86,8 @@ def test_the_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
-    """Need the cells of one's own old tail, and of others."""
+def test_prompt_evicts_its_old_tail_when_cells_run_out(tmp_path: Path) -> None:
+    """The prompt needs the cells of its own old tail, and of others."""
     cache = make(tmp_path, n_ctx=64)
     serve(cache, [5] * 60)
     assert serve(cache, [*([5] * 10), *([6] * 50)]) == 10
@@ -94,7 +97,7 @@ def test_cells_run_out_before_sequences(tmp_path: Path) -> None:
 
 
 def test_all_sequences_leased_is_an_error(tmp_path: Path) -> None:
-    """Lease them all: ollama's multi-user choice took a slot that was not there."""
+    """Lease all sequences: ollama's multi-user choice used a slot that did not exist."""
     cache = make(tmp_path, n_seq_max=2)
     serve(cache, [1, 2, 3])
     leases = [cache.acquire([1, 2, 3, 4]), cache.acquire([9])]
@@ -109,11 +112,11 @@ def test_all_sequences_leased_is_an_error(tmp_path: Path) -> None:
     cache.check()
 
 
-def test_a_prompt_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
-    """Ask for more than the leases leave."""
+def test_prompt_without_free_cells_leaves_the_cache_unchanged(tmp_path: Path) -> None:
+    """Request more cells than the leases leave free."""
     cache = make(tmp_path, n_ctx=64)
     serve(cache, [3] * 20)
-    with cache.acquire([1] * 40) as lease:  # promised, not decoded
+    with cache.acquire([1] * 40) as lease:  # reserved, not decoded
         before = prefix_kit.leaves(cache)
         with pytest.raises(KVCacheFull):
             cache.acquire([3] * 30 + [2])
@@ -124,7 +127,7 @@ def test_a_prompt_that_finds_no_room_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_eviction_keeps_sequences_outside_the_cache(tmp_path: Path) -> None:
-    """Use a sequence beside the cache."""
+    """Use a sequence outside of the cache."""
     context = kit.context(tmp_path, n_ctx=64, n_seq_max=3)
     mine = context.sequence()
     context.prefill(mine, [4] * 30)
@@ -158,7 +161,7 @@ def test_a_pinned_beginning_outlives_its_branches(tmp_path: Path) -> None:
 
 
 def test_pins_require_cached_tokens_and_known_names(cache: PrefixCache) -> None:
-    """Pin what is not cached, pin twice under one name, and let go of no pin."""
+    """Pin uncached tokens, pin twice under one name, and release an unknown pin."""
     serve(cache, SYSTEM)
     with pytest.raises(UsageError, match="20 of 21"):
         cache.pin("a", [*SYSTEM, 1])
@@ -188,8 +191,8 @@ def test_pinned_sequences_are_not_taken(tmp_path: Path) -> None:
 
 
 # The budget...
-def test_the_budget_bounds_what_is_kept(tmp_path: Path) -> None:
-    """Serve more than fits: ollama's trie grew without limit."""
+def test_budget_limits_the_stored_branches(tmp_path: Path) -> None:
+    """Serve more prompts than fit: ollama's trie grew without limit."""
     cache = make(tmp_path, n_seq_max=4)
     cache.budget = cache.branches.bytes_of(50)
     for number in range(8):
@@ -206,7 +209,7 @@ def test_the_budget_bounds_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_budget_below_one_entry_is_refused(tmp_path: Path) -> None:
-    """Ask for less than a token, and for a prompt that is larger than the budget."""
+    """Request less than a token, and a prompt that is larger than the budget."""
     with pytest.raises(BudgetTooSmall) as caught:
         make(tmp_path, budget=10, paging=tmp_path / "pages")
     assert list((tmp_path / "pages").iterdir()) == []

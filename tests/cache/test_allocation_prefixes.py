@@ -46,7 +46,7 @@ def test_a_lost_prefix_is_decoded_again(passed: Context) -> None:
 
 
 @pytest.mark.regression(
-    "a prompt failed where a cache of full size had lost the window of its prefix",
+    "a prompt failed if a window cache of full size had lost the window of its prefix",
     by="random_operations",
     of="Python",
 )
@@ -63,7 +63,7 @@ def test_a_lease_at_the_end_of_a_prefix_is_forked(passed: Context) -> None:
 
 
 @pytest.mark.regression(
-    "a prompt failed where a cache of full size had lost the window of its prefix",
+    "a prompt failed if a window cache of full size had lost the window of its prefix",
     by="random_operations",
     of="Python",
 )
@@ -107,7 +107,7 @@ def test_a_page_with_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a prompt failed where a cache of full size had lost the window of its prefix",
+    "a prompt failed if a window cache of full size had lost the window of its prefix",
     by="random_operations",
     of="Python",
 )

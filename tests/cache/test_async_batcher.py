@@ -1,4 +1,4 @@
-"""Generate from tasks of an event loop: together, cancelled, failing and closed."""
+"""Test generations from tasks of an event loop: concurrent, cancelled, failing and closed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(ctx: Context, main: Callable[[AsyncBatcher], Awaitable[Any]], **options:
 
 
 async def ended(front: AsyncBatcher, name: str, n: int) -> None:
-    """Let the batcher step until this number of generations have ended in a way."""
+    """Let the batcher step until this number of generations have ended with a reason."""
     for _ in range(5000):
         if getattr(await front.stats(), name) == n:
             return
@@ -51,7 +51,7 @@ async def ended(front: AsyncBatcher, name: str, n: int) -> None:
 
 
 def test_clients_share_batches(tmp_path: Path, ctx: Context) -> None:
-    """Each gets the text that it gets alone, in parts, while others generate."""
+    """Each gets the same text as alone, in parts, while others generate."""
 
     async def client(front: AsyncBatcher, prompt: str) -> str:
         generation = await front.submit(prompt, 12)
@@ -72,10 +72,10 @@ def test_clients_share_batches(tmp_path: Path, ctx: Context) -> None:
 
 
 def test_stop_strings_and_samplers_are_those_of_the_batcher(ctx: Context) -> None:
-    """All options of `Batcher.submit`, also for chats."""
+    """They are all options of `Batcher.submit`, also for chats."""
 
     async def main(front: AsyncBatcher) -> None:
-        one = await front.submit("Hi", stop="lo", sampler=said(b"hello"))
+        one = await front.submit("Hi", stop="lo", sampler=scripted(b"hello"))
         assert await one.result() == "hel"
         assert one.finish_reason == "stop"
         assert "AsyncGeneration" in repr(one)
@@ -85,7 +85,7 @@ def test_stop_strings_and_samplers_are_those_of_the_batcher(ctx: Context) -> Non
 
 @pytest.mark.parametrize("how", ["task", "break", "cancel", "submit"])
 def test_a_cancelled_task_frees_its_sequence(ctx: Context, how: str) -> None:
-    """Whether the task ends while it waits, or leaves the iteration; others continue."""
+    """It does if the task is cancelled while it waits or iterates; others continue."""
     parts: list[str] = []
 
     async def reads(generation: AsyncGeneration, started: asyncio.Event) -> None:
@@ -132,7 +132,7 @@ def test_a_cancelled_task_frees_its_sequence(ctx: Context, how: str) -> None:
 
 
 def test_errors_reach_the_task_that_waits(ctx: Context) -> None:
-    """Of its own generation; the others are not affected."""
+    """They are those of its own generation; the others are not affected."""
 
     class Failing:
         def sample(self, context: Context, index: int = -1) -> int:
@@ -157,10 +157,10 @@ def test_errors_reach_the_task_that_waits(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerDied("gone"), RuntimeError("unexpected")], ids=repr)
-def test_an_error_of_all_ends_all(
+def test_failed_step_ends_every_waiting_task(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Each task gets it, instead of waiting for ever; the next generation is not affected."""
+    """Each task gets the error instead of waiting; the next generation is not affected."""
 
     async def main(front: AsyncBatcher) -> None:
         with monkeypatch.context() as patch:
@@ -177,8 +177,8 @@ def test_an_error_of_all_ends_all(
     run(ctx, main)
 
 
-def test_closing_cancels_what_runs(ctx: Context) -> None:
-    """Also generations that wait for a slot; a later call is refused."""
+def test_closing_cancels_running_and_waiting_generations(ctx: Context) -> None:
+    """Generations that wait for a slot are cancelled as well; later calls are refused."""
 
     async def main() -> None:
         front = AsyncBatcher(PrefixCache(ctx))
@@ -201,7 +201,7 @@ def test_closing_cancels_what_runs(ctx: Context) -> None:
 
 
 def test_the_loop_runs_during_a_decode(ctx: Context) -> None:
-    """A cancel ends a decode that runs; meanwhile the context is Busy for other threads."""
+    """A cancel ends a running decode; meanwhile the context is Busy for other threads."""
     native: Any = ctx.native
 
     async def main(front: AsyncBatcher) -> None:
@@ -226,7 +226,7 @@ def test_the_loop_runs_during_a_decode(ctx: Context) -> None:
 
 
 def test_closing_ends_the_decode_that_runs(ctx: Context) -> None:
-    """It does not wait for its end."""
+    """It is not waited for."""
     native: Any = ctx.native
 
     async def main() -> None:

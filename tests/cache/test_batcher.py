@@ -1,4 +1,4 @@
-"""Several prompts at once, over a simulated library whose logits show every lost token."""
+"""Test several prompts at once, with a simulated library whose logits show a lost token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ MANAGERS = {
 
 @pytest.mark.parametrize("n_batch", [32, 7, 3])
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batch: int) -> None:
+def test_batched_prompts_get_the_same_text_as_alone(
+    tmp_path: Path, ctx: Context, manager: str, n_batch: int
+) -> None:
     """With more prompts than slots, each prompt gets the same text as alone."""
     cache = MANAGERS[manager](ctx)
     with Batcher(cache, n_batch=n_batch) as batcher:
@@ -53,8 +55,8 @@ def test_together_is_as_alone(tmp_path: Path, ctx: Context, manager: str, n_batc
     assert batcher.stats().generated_tokens == sum(lengths)
 
 
-def test_without_a_sampler_in_c(tmp_path: Path) -> None:
-    """The greedy choice is the same in Python."""
+def test_greedy_generation_works_without_a_native_sampler(tmp_path: Path) -> None:
+    """The greedy choice in Python is the same."""
     without = {"capabilities": ALL & ~Capability.SAMPLER}
     ctx = kit.context(tmp_path, without, n_ctx=256)
     with Batcher(SlotCache(ctx)) as batcher:
@@ -63,11 +65,11 @@ def test_without_a_sampler_in_c(tmp_path: Path) -> None:
         assert [each.text for each in going] == [alone(tmp_path, p, 5) for p in PROMPTS[:3]]
 
 
-def test_text_streams_and_others_go_on_meanwhile(ctx: Context) -> None:
-    """Iterating drives all; a second iteration begins with the text from its beginning."""
+def test_iterating_one_generation_advances_the_others(ctx: Context) -> None:
+    """Iterating one advances all; a second iteration starts with the beginning of the text."""
     batcher = Batcher(SlotCache(ctx))
-    one = batcher.submit("Hi", sampler=said(b"one two"))
-    other = batcher.submit("Ho", sampler=said(b"three four"))
+    one = batcher.submit("Hi", sampler=scripted(b"one two"))
+    other = batcher.submit("Ho", sampler=scripted(b"three four"))
     pieces = list(one)
     assert pieces == list("one two")
     assert one.usage == Usage(3, 0, 7)
@@ -92,22 +94,22 @@ def test_text_streams_and_others_go_on_meanwhile(ctx: Context) -> None:
 def test_text_ends_before_stop_strings(
     ctx: Context, data: bytes, stop: Any, text: str, reason: str
 ) -> None:
-    """Stop strings cut by tokens, characters cut by tokens, and both."""
+    """Stop strings and characters split across tokens are both handled."""
     batcher = Batcher(SlotCache(ctx))
-    one = batcher.submit("Hi", stop=stop, sampler=said(data))
+    one = batcher.submit("Hi", stop=stop, sampler=scripted(data))
     pieces = list(one)
     assert ("".join(pieces), one.finish_reason) == (text, reason)
     assert "\ufffd" not in "".join(pieces[:-1])
 
 
-def test_half_a_stop_string_comes_out_at_the_end(ctx: Context) -> None:
-    """Bytes that were held back are returned as text after the last token."""
-    one = Batcher(SlotCache(ctx)).submit("Hi", 5, "two", said(b"abctwo"))
+def test_withheld_stop_prefix_is_returned_at_the_end(ctx: Context) -> None:
+    """Withheld bytes are returned as text after the last token."""
+    one = Batcher(SlotCache(ctx)).submit("Hi", 5, "two", scripted(b"abctwo"))
     assert (one.result(), one.finish_reason, len(one.tokens)) == ("abctw", "length", 5)
 
 
 def test_end_token_stops_only_if_configured(ctx: Context) -> None:
-    """The end-of-generation token stops, or counts as one that says nothing."""
+    """The end-of-generation token stops, or counts as a token without text."""
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]), stop_at_end=False)
     other = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 72, 73]))
@@ -117,14 +119,14 @@ def test_end_token_stops_only_if_configured(ctx: Context) -> None:
 
 
 def test_the_text_of_a_token_is_kept_whether_ends_stop_or_not(ctx: Context) -> None:
-    """End-of-generation tokens are looked up each time, for generations that they stop."""
+    """They are looked up each time, for generations that they stop."""
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", 4, sampler=Fixed([70, 2, 71, 70]), stop_at_end=False)
     assert (one.result(), batcher.known) == ("CDC", {70: "C", 71: "D"})
 
 
-def test_no_tokens_wanted_leaves_the_prompt_in_the_cache(ctx: Context) -> None:
-    """A prompt may be decoded for those that come later."""
+def test_request_of_no_tokens_caches_its_prompt(ctx: Context) -> None:
+    """A prompt may be decoded for later ones."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
     one, other = batcher.submit("x" * 60, 0), batcher.submit("Hi", 3)
@@ -149,8 +151,8 @@ def test_a_prompt_without_text_may_end_with_a_batch_of_one_token(
             assert each.text == alone(tmp_path, letter, 90)
 
 
-def test_bad_requests_are_refused(ctx: Context) -> None:
-    """Nothing is submitted then."""
+def test_invalid_requests_are_refused_without_submission(ctx: Context) -> None:
+    """An invalid request submits nothing."""
     batcher = Batcher(SlotCache(ctx))
     for prompt, options in (
         ([], {}),
@@ -169,8 +171,8 @@ def test_bad_requests_are_refused(ctx: Context) -> None:
     assert not batcher.step()
 
 
-def test_samplers_of_their_own(tmp_path: Path, ctx: Context) -> None:
-    """A sampler per generation; greedy parameters are the shared one."""
+def test_generations_have_separate_samplers(tmp_path: Path, ctx: Context) -> None:
+    """There is a sampler per generation; greedy parameters share one."""
     batcher = Batcher(SlotCache(ctx))
     warm = batcher.submit("Hi", 4, sampler=SamplerParams(temperature=0.8, seed=3))
     cold = batcher.submit("Hi", 4, sampler=SamplerParams())
@@ -206,7 +208,7 @@ def test_sampler_with_history_serves_one_generation(tmp_path: Path) -> None:
 
 
 def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
-    """Pieces of a prompt end between groups, also beside others."""
+    """Pieces of a prompt end between groups, also beside other prompts."""
     batcher = Batcher(SlotCache(ctx), n_batch=8)
     one = batcher.submit("a", 12, sampler=Fixed([70] * 20))
     batcher.step()
@@ -217,13 +219,13 @@ def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
         if not other.done:
             lengths.append(len(other.ledger))
     assert other.done
-    # The group of eight needs a batch of its own: it goes first once it has waited long enough.
+    # The group of eight needs a separate batch: it is decoded first after it has waited.
     assert {0, 6, 14} >= {n for n in lengths if n <= 14}
     assert one.done or len(one.tokens) > 8
 
 
 def test_stop_strings_need_text(ctx: Context) -> None:
-    """A model without vocabulary gives tokens, and no text."""
+    """A model without a vocabulary gives tokens, and no text."""
     import dataclasses
 
     ctx.model.info = dataclasses.replace(ctx.model.info, has_vocab=False)
@@ -235,7 +237,7 @@ def test_stop_strings_need_text(ctx: Context) -> None:
     assert (one.text, len(one.tokens)) == ("", 3)
 
 
-def test_messages_of_a_chat(tmp_path: Path) -> None:
+def test_chat_messages_are_rendered_with_the_template(tmp_path: Path) -> None:
     """They are rendered with the model's template, and tokenized without a first token."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ tools }}"
     ctx = kit.context(tmp_path, {"meta": {"tokenizer.chat_template": template}}, n_ctx=256)

@@ -1,4 +1,4 @@
-"""Several prompts at once, cancelled, interrupted and closed at any moment."""
+"""Test several prompts at once that are cancelled, interrupted and closed at any time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ctx(tmp_path: Path) -> Context:
     return kit.context(tmp_path, n_ctx=256)
 
 
-def test_cancel_between_steps(ctx: Context) -> None:
+def test_cancel_between_steps_frees_only_its_slot(ctx: Context) -> None:
     """A cancelled request keeps its text and frees its slot; the others continue."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
@@ -43,7 +43,7 @@ def test_cancel_between_steps(ctx: Context) -> None:
         one.result()
     assert caught.value.text == one.text != ""
     one.cancel()
-    # The tokens that were decoded are there for who asks again.
+    # The decoded tokens are reused by the next request.
     again = batcher.submit([*one.prompt, *one.tokens, 70], 1)
     again.result()
     assert again.cached == len(one.prompt) + 4
@@ -58,8 +58,8 @@ def in_thread(call: Any) -> threading.Thread:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_cancel_inside_a_decode(ctx: Context, whole: bool) -> None:
-    """From another thread: a generation's cancel ends it alone, the context's all of them."""
+def test_cancel_during_a_decode_ends_its_generations(ctx: Context, whole: bool) -> None:
+    """From another thread: a generation's cancel ends only it, the context's all of them."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
     one, other = batcher.submit("x" * 60, 5), batcher.submit("Ho", 5)
@@ -74,7 +74,7 @@ def test_cancel_inside_a_decode(ctx: Context, whole: bool) -> None:
     thread.join(120)
     assert not thread.is_alive()
     assert one.finish_reason == "cancelled"
-    # What was decoded before is kept, what was being decoded is not.
+    # Tokens decoded before are kept, those of the cancelled decode are not.
     assert before == len(cache._slots[0].tokens) == 32
     assert other.finish_reason == ("cancelled" if whole else "length")
     cache.check()
@@ -91,7 +91,7 @@ def test_a_cancel_before_is_none_of_ours(ctx: Context) -> None:
     assert len(batcher.submit("Hi", 3).result()) == 3
 
 
-def test_the_end_of_the_context_ends_all(ctx: Context) -> None:
+def test_closed_context_fails_every_request(ctx: Context) -> None:
     """A request that cannot continue has the reason in its result."""
     batcher = Batcher(SlotCache(ctx))
     one = batcher.submit("Hi", 5)
@@ -103,7 +103,7 @@ def test_the_end_of_the_context_ends_all(ctx: Context) -> None:
 
 
 def test_close_cancels_generations_and_keeps_the_manager(ctx: Context) -> None:
-    """The manager and what it holds stay."""
+    """The manager and its cached tokens remain."""
     cache = SlotCache(ctx)
     with Batcher(cache) as batcher:
         one = batcher.submit("Hi", 5)
@@ -115,7 +115,7 @@ def test_close_cancels_generations_and_keeps_the_manager(ctx: Context) -> None:
 
 
 def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ctx: Context) -> None:
-    """Whoever catches it goes on, and gets what each prompt gives alone."""
+    """After the exception, the loop continues, and each prompt gets the same text as alone."""
     batcher = Batcher(SlotCache(ctx))
     one, other = batcher.submit("Hi", 8), batcher.submit("Hello", 8)
     real = ctx.native.sample_all
@@ -136,7 +136,7 @@ def test_an_interrupt_between_decode_and_choice_loses_nothing(tmp_path: Path, ct
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_an_exception_during_a_release_ends_one_generation_only(ctx: Context, n: int) -> None:
-    """What has ended is struck out with the next step, and its sequence is not touched again."""
+    """The next step removes the ended one, and does not access its sequence again."""
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
     one, other = batcher.submit("Hi", n), batcher.submit("Hello", 8)
@@ -164,8 +164,8 @@ def test_an_exception_during_a_release_ends_one_generation_only(ctx: Context, n:
 
 
 @pytest.mark.parametrize("when", [1, 4])
-def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
-    """Whenever it comes, the next step ends it."""
+def test_cancel_during_sampling_ends_the_next_step(ctx: Context, when: int) -> None:
+    """The next step ends it at any time."""
     batcher = Batcher(SlotCache(ctx))
 
     class Leaving(Fixed):
@@ -181,7 +181,7 @@ def test_a_cancel_while_a_token_is_chosen(ctx: Context, when: int) -> None:
     assert other.finish_reason == "length"
 
 
-def test_a_cancel_while_waiting(ctx: Context) -> None:
+def test_cancelled_waiting_request_ends_at_the_next_step(ctx: Context) -> None:
     """A cancelled request without a slot ends at the next step; the running one is unaffected."""
     batcher = Batcher(SlotCache(ctx, 1))
     one, waiting = batcher.submit("Hi", 12), batcher.submit("Ho", 12)

@@ -1,4 +1,4 @@
-"""Test generations that are parked and resumed, over a simulated library that shows lost tokens."""
+"""Test parked and resumed generations, with a simulated library that shows lost tokens."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def submit(batcher: Batcher, n: int) -> list[tuple[Generation, str, int]]:
 def test_all_requests_that_fit_alone_complete(
     tmp_path: Path, name: str, n: int, n_batch: int
 ) -> None:
-    """Their cells are 2, 4 and 8 times those of the cache; text is as alone."""
+    """They need 2, 4 and 8 times the cells of the cache; texts are the same as alone."""
     cache = (MANAGERS | RECURRENT)[name](tmp_path)
     with Batcher(cache, n_batch=n_batch) as batcher:
         going = submit(batcher, n)
@@ -112,7 +112,7 @@ def test_all_requests_that_fit_alone_complete(
 
 
 def settled(cache: Any) -> None:
-    """Check that nothing is left of parked generations."""
+    """Check that nothing remains of parked generations."""
     if isinstance(cache, PrefixCache):
         assert not any(node.parked for node in cache.branches.tree.walk())
         assert cache.branches._parking.count == 0
@@ -120,7 +120,7 @@ def settled(cache: Any) -> None:
 
 @pytest.mark.parametrize("name", MANAGERS)
 def test_resumed_generation_keeps_its_cells(tmp_path: Path, name: str) -> None:
-    """A resumed generation continues with its cells, so that its tokens cannot differ."""
+    """It continues with its cells, so its tokens cannot differ."""
     cache = MANAGERS[name](tmp_path)
     with Batcher(cache) as batcher:
         going = [batcher.submit(letter * 30, 24) for letter in "abcdef"]
@@ -132,12 +132,12 @@ def test_resumed_generation_keeps_its_cells(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MANAGERS)
 def test_sampler_and_stop_strings_continue(tmp_path: Path, name: str) -> None:
-    """A stop string and a character may begin before the generation is parked, and end after."""
+    """A stop string and a character may begin before a generation is parked, and end after."""
     text = ("gr\u00fcn \U0001f600 end" * 5).encode()
     cache = MANAGERS[name](tmp_path)
     with Batcher(cache) as batcher:
         going = [
-            batcher.submit("x" * 20, 60, "\U0001f600 endgr\u00fcn \U0001f600 endg", said(text))
+            batcher.submit("x" * 20, 60, "\U0001f600 endgr\u00fcn \U0001f600 endg", scripted(text))
             for _ in range(6)
         ]
         batcher.run()
@@ -161,8 +161,8 @@ def test_a_parked_generation_may_be_cancelled(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_a_batcher_may_be_closed_while_some_are_parked(tmp_path: Path, name: str) -> None:
-    """The cache serves others afterwards."""
+def test_closed_batcher_frees_parked_generations(tmp_path: Path, name: str) -> None:
+    """The cache then serves other requests."""
     cache = MANAGERS[name](tmp_path)
     with Batcher(cache) as batcher:
         submit(batcher, 6)
@@ -174,8 +174,8 @@ def test_a_batcher_may_be_closed_while_some_are_parked(tmp_path: Path, name: str
     cache.check()
 
 
-def test_a_generation_without_end_does_not_make_others_wait(tmp_path: Path) -> None:
-    """After ``max_wait`` steps, it is parked for one that waits, and continues in its turn."""
+def test_endless_generation_is_parked_after_max_wait(tmp_path: Path) -> None:
+    """After ``max_wait`` steps it is parked for a waiting one, and resumed in its turn."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
     with Batcher(cache, max_wait=10) as batcher:
         endless = batcher.submit("Once", None, stop_at_end=False)
@@ -191,7 +191,7 @@ def test_a_generation_without_end_does_not_make_others_wait(tmp_path: Path) -> N
 
 
 def test_a_run_that_decodes_lost_tokens_again_is_not_interrupted(tmp_path: Path) -> None:
-    """Each turn adds a token, also if nothing is kept and a prompt takes many steps."""
+    """Each turn adds a token, even if nothing is kept and a prompt takes many steps."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
 
     def failing(*_: object) -> bytes:
@@ -207,8 +207,8 @@ def test_a_run_that_decodes_lost_tokens_again_is_not_interrupted(tmp_path: Path)
     cache.check()
 
 
-def test_without_a_bound_others_wait(tmp_path: Path) -> None:
-    """Nothing is parked for a prompt that waits for a slot."""
+def test_nothing_is_parked_without_max_wait(tmp_path: Path) -> None:
+    """Without it, no generation is parked for a prompt that waits for a slot."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1)
     with Batcher(cache, max_wait=None) as batcher:
         endless = batcher.submit("Once", None, stop_at_end=False)
@@ -221,8 +221,8 @@ def test_without_a_bound_others_wait(tmp_path: Path) -> None:
             Batcher(cache, max_wait=wrong)  # type: ignore[arg-type]
 
 
-def test_a_shifted_slot_is_resumed_as_it_was(tmp_path: Path) -> None:
-    """Its tokens were evaluated after others that are gone, so only its cells can continue."""
+def test_shifted_slot_is_resumed_with_its_cells(tmp_path: Path) -> None:
+    """Its tokens were evaluated after discarded ones, so only its cells can continue."""
     cache = SlotCache(context(tmp_path, n_seq_max=2), n_slots=1, size=40, keep=4)
     with Batcher(cache, max_wait=10) as batcher:
         going = [batcher.submit(prompt, 100, stop_at_end=False) for prompt in ("Once", "Hi", "Ho")]
@@ -238,7 +238,7 @@ def test_a_shifted_slot_is_resumed_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["prefixes", "states", "slots", "slots with states"])
 def test_parked_generation_without_a_state_is_evaluated_again(tmp_path: Path, name: str) -> None:
-    """A library that saves no states, or fails to: the same text, later."""
+    """If the library saves no states, or fails, the text is the same, but later."""
     for capabilities in (ALL & ~Capability.STATES, ALL):
         cache = MANAGERS[name](tmp_path)
         native = cache.context.native
@@ -259,7 +259,7 @@ def test_parked_generation_without_a_state_is_evaluated_again(tmp_path: Path, na
 def test_an_interruption_while_a_generation_is_parked_loses_nothing(
     tmp_path: Path, name: str
 ) -> None:
-    """Ctrl-C in any save or restore: the loop continues, and text is as alone."""
+    """Ctrl-C in any save or restore: the loop continues, and texts are the same as alone."""
     cache = MANAGERS[name](tmp_path)
     native, calls = cache.context.native, itertools.count(1)
     for method in ("state_save", "state_load"):
@@ -288,7 +288,7 @@ def test_an_interruption_while_a_generation_is_parked_loses_nothing(
 
 @pytest.mark.parametrize("name", ["slots", "states"])
 def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
-    """Ctrl-C in the save of a generation that is parked, or of a state that is kept."""
+    """Ctrl-C in the save of a parked generation, or of a kept state."""
     for number in (1, 2, 3):
         cache = MANAGERS[name](tmp_path)
         native = cache.context.native
@@ -315,7 +315,7 @@ def test_an_interrupted_park_leaves_no_lease(tmp_path: Path, name: str) -> None:
 
 
 def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
-    """A branch that has no lease cannot be paged out: the step continues with the others."""
+    """A branch without a lease cannot be paged out: the step continues with the others."""
     cache = MANAGERS["prefixes in files"](tmp_path)
 
     def full(*_: object) -> None:
@@ -340,7 +340,7 @@ def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MANAGERS)
 def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
-    """Sequence and cells are free for others, and the tokens continue where they were."""
+    """Sequence and cells are free for others, and the tokens continue afterwards."""
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
     ctx = cache.context
     tokens = [*range(10, 70)]
@@ -367,7 +367,7 @@ def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", MANAGERS)
 def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) -> None:
-    """The cells, or the sequences, are those of others; they are not changed."""
+    """If cells or sequences are in use, nothing of the others changes."""
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
     ctx = cache.context
     lease = cache.acquire([4] * 60)
@@ -395,7 +395,7 @@ def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("name", MANAGERS)
 def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
-    """Its slot may be that of another prompt, and its branch may be gone."""
+    """Its slot may belong to another prompt, and its branch may be removed."""
     cache = MANAGERS[name](tmp_path)
     lease = cache.acquire([4] * 20)
     cache.context.prefill(lease.sequence, lease.rest)
@@ -411,8 +411,8 @@ def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["states", "slots with states"])
-def test_states_are_due_after_a_park_as_before(tmp_path: Path, name: str) -> None:
-    """A named position, and the interval in text that is parked more often than that."""
+def test_checkpoints_are_due_after_parking_as_before(tmp_path: Path, name: str) -> None:
+    """Check a named position, and the interval if text is parked more often than that."""
     cache = MANAGERS[name](tmp_path)
     ctx, prompt = cache.context, [*range(10, 40)]
     lease = cache.acquire(prompt, checkpoints=[25])
@@ -432,7 +432,7 @@ def test_states_are_due_after_a_park_as_before(tmp_path: Path, name: str) -> Non
 
 
 def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> None:
-    """Its pages need two sequences: it waits for them, so that nothing is evaluated again."""
+    """If two sequences are needed, it waits for them, so that nothing is evaluated again."""
     cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
     ctx, head = cache.context, [*range(10, 30)]
     first = cache.acquire([*head, *([5] * 20)])
@@ -470,8 +470,8 @@ def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefixes", "states"])
-def test_the_beginning_of_parked_branches_is_freed_with_them(tmp_path: Path, name: str) -> None:
-    """Without paging, the rest of a parked branch waits outside of the cache, then its prefix."""
+def test_prefix_of_parked_branches_is_freed_with_them(tmp_path: Path, name: str) -> None:
+    """Without paging, the rest of a parked branch is stored, and then its prefix."""
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
     head = [*range(10, 50)]
     first = cache.acquire([*head, 50])
@@ -519,7 +519,7 @@ def test_branch_point_of_parked_leases_frees_its_cells(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", [name for name in MANAGERS if "slots" not in name])
 def test_branch_point_frees_its_sequence_for_a_waiting_prompt(tmp_path: Path, name: str) -> None:
-    """All sequences may be leased, although prompts in progress have a state in common."""
+    """All sequences may be leased, although running prompts share a state."""
     cache = MANAGERS[name](tmp_path)
     head = [*range(10, 30)]
     with cache.acquire([*head, 50, 51], checkpoints=[20]) as lease:
@@ -534,7 +534,7 @@ def test_branch_point_frees_its_sequence_for_a_waiting_prompt(tmp_path: Path, na
 
 
 def test_a_prefix_of_a_parked_branch_that_cannot_be_saved_stays(tmp_path: Path) -> None:
-    """The page of a parked branch is of no use without it, so the other prompt is refused."""
+    """The page of a parked branch cannot be used without it, so the other prompt is refused."""
     cache = MANAGERS["prefixes"](tmp_path)
     head = [*range(10, 50)]
     first = cache.acquire([*head, 50])
@@ -648,7 +648,7 @@ def test_the_budget_is_exceeded_until_a_leased_prompt_starts(tmp_path: Path) -> 
 def test_a_generation_that_cannot_start_is_tried_again_once(
     tmp_path: Path, make: Any, removals: int
 ) -> None:
-    """A sequence of another owner is removed before its first decodes."""
+    """A foreign sequence is removed before its first decodes."""
     ctx = context(tmp_path, MemoryType.RECURRENT)
     with make(ctx) as cache, Batcher(cache) as batcher:
         batcher.submit([9] * 20, 1).result()

@@ -85,7 +85,7 @@ def test_an_overcommitted_cache_completes_all(model: kv.Model, make: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [kv.PrefixCache, kv.SlotCache], ids=["prefixes", "slots"])
 def test_generations_sharing_a_window_complete(model: kv.Model, make: Any) -> None:
-    """A prefix longer than a sliding-window cache is forked by four generations at once."""
+    """Four generations fork a prefix longer than a sliding-window cache at the same time."""
     system = [1 + (7 * i) % 60 for i in range(300)]
     prompts = [[*system, number, 5] for number in range(1, 6)]
     with model.context(n_ctx=2048, n_batch=64, n_ubatch=32, n_seq_max=SEQUENCES) as ctx:
@@ -111,7 +111,7 @@ def test_generations_sharing_a_window_complete(model: kv.Model, make: Any) -> No
 )
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.8+patched"])
 def test_recurrent_prompts_start_beside_others_on_early_releases(spec: str) -> None:
-    """Through 0.3.9, a sequence must start in a batch of its own, or its state is wrong."""
+    """Through 0.3.9, a sequence must start in a separate batch, or its state is wrong."""
     prompts = [
         [3 + (first * i) % 50 for i in range(n)] for first, n in enumerate((16, 16, 8, 5, 12))
     ]
@@ -164,7 +164,7 @@ def test_more_recurrent_prompts_than_sequences_complete_on_early_releases(
 
 
 def test_a_recurrent_slot_is_not_emptied_for_a_prompt_that_cannot_start() -> None:
-    """It is refused with nothing changed while another one is in use, and served afterwards."""
+    """It is refused without a change while another one is in use, and served afterwards."""
     with (
         kv.open(built("0.3.9+patched").folder) as library,
         library.load_model(synthetic_models.model("recurrent")) as model,

@@ -1,4 +1,4 @@
-"""Who of several prompts waits, who finds room, and who fails alone."""
+"""Test which of several prompts wait, are admitted, or fail alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ctx(tmp_path: Path) -> Context:
 
 
 def test_a_prompt_that_can_never_fit_is_refused_at_once(ctx: Context) -> None:
-    """The longest sequence of the manager is the limit."""
+    """The limit is the longest sequence of the manager."""
     with PrefixCache(ctx) as cache:
         batcher = Batcher(cache)
         with pytest.raises(PromptTooLong, match="has 257 tokens, and a sequence at most 256"):
@@ -62,12 +62,10 @@ def test_failed_request_keeps_the_text_of_others(tmp_path: Path, ctx: Context) -
 
 
 @pytest.mark.parametrize("failure", [1, -3, NativeError("it threw", code=-1)])
-def test_a_decode_that_fails_is_tried_one_by_one(
-    tmp_path: Path, ctx: Context, failure: Any
-) -> None:
-    """The second of three fails alone as well; the others do not notice.
+def test_failed_batch_is_decoded_one_by_one(tmp_path: Path, ctx: Context, failure: Any) -> None:
+    """The second of three fails alone as well; the others are not affected.
 
-    One that finds no cells is decoded later.
+    One that finds no free cells is decoded later.
     """
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
@@ -78,7 +76,7 @@ def test_a_decode_that_fails_is_tried_one_by_one(
     real = ctx.native.decode
 
     def decode(*args: Any) -> int:
-        # A zero in the list stands for a decode that is done.
+        # A zero in the list is a successful decode.
         if ctx.native.fail_next and ctx.native.fail_next[0] == 0:
             rest, ctx.native.fail_next = ctx.native.fail_next[1:], []
             try:
@@ -100,8 +98,8 @@ def test_a_decode_that_fails_is_tried_one_by_one(
     cache.check()
 
 
-def test_waiting_for_a_slot(ctx: Context) -> None:
-    """Who finds none waits for another to end; alone it fails."""
+def test_prompt_without_a_slot_waits_for_another_to_end(ctx: Context) -> None:
+    """Without a slot, a prompt waits for another one to end; alone it fails."""
     cache = SlotCache(ctx, 1)
     batcher = Batcher(cache)
     lease = cache.acquire([1])
@@ -134,7 +132,7 @@ def test_a_prompt_waits_for_cells(tmp_path: Path) -> None:
     batcher.run()
     assert (one.finish_reason, other.finish_reason) == ("length", "length")
     assert other.text == alone(tmp_path, "y" * 40, 6)
-    # Parked once, and not resumed before there can be room.
+    # Parked once, and not resumed before cells may be free.
     assert asked == [False, False, True]
     cache.check()
 
@@ -165,10 +163,10 @@ def test_a_prompt_without_cells_evicts_old_histories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
-def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
-    """A slot is filled many times over; others are not disturbed by what is decoded again.
+def test_long_generations_shift_without_affecting_others(tmp_path: Path, native: dict) -> None:
+    """A slot is filled many times; tokens that are decoded again do not affect others.
 
-    Ollama filled the batch with the wrong tokens when it had to decode again.
+    Ollama put wrong tokens into the batch when it decoded tokens again.
     """
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, keep=4)
@@ -179,15 +177,15 @@ def test_long_generations_shift(tmp_path: Path, native: dict) -> None:
     assert (long.finish_reason, len(long.tokens)) == ("length", 60)
     assert short.text == alone(tmp_path, "Hi", 12, **native)
     assert (cache.stats().reprocessed > 0) is bool(native)
-    # The head of the prompt, and the newest that was decoded: nothing between the two is mixed up.
+    # The head of the prompt, and the newest decoded tokens are in order.
     held = cache._slots[0].tokens
-    said = [*long.prompt, *long.tokens][:-1]
-    assert held[:5] == said[:5]
-    assert held[5:] == said[5 - len(held) :]
+    expected = [*long.prompt, *long.tokens][:-1]
+    assert held[:5] == expected[:5]
+    assert held[5:] == expected[5 - len(held) :]
 
 
 def test_running_generations_get_tokens_during_a_long_prompt(ctx: Context) -> None:
-    """Who is being continued gets a token in each step, while prompts share the rest."""
+    """Running generations get a token in each step, while prompts share the rest."""
     batcher = Batcher(SlotCache(ctx), n_batch=8)
     one = batcher.submit("H", 30, sampler=Fixed([70] * 40))
     batcher.step()
@@ -203,8 +201,8 @@ def test_running_generations_get_tokens_during_a_long_prompt(ctx: Context) -> No
     assert all(each.done for each in long)
 
 
-def test_prompts_do_not_starve(ctx: Context) -> None:
-    """When those that are continued fill every batch, prompts come in after some steps."""
+def test_waiting_prompts_are_decoded_beside_full_batches(ctx: Context) -> None:
+    """If running generations fill every batch, prompts are decoded after some steps."""
     batcher = Batcher(SlotCache(ctx), n_batch=2)
     going = [batcher.submit("H", 60, sampler=Fixed([70] * 60)) for _ in range(2)]
     for _ in range(4):
@@ -217,11 +215,11 @@ def test_prompts_do_not_starve(ctx: Context) -> None:
 
 
 def test_fragmented_cells_are_moved_together(tmp_path: Path) -> None:
-    """A library that does not heal itself is helped once, by a defragmentation."""
+    """If the library does not defragment, the batcher does it once."""
     ctx = kit.context(tmp_path, n_ctx=64)
     cache = SlotCache(ctx)
     batcher = Batcher(cache)
-    # One token of each in turn: no two free cells lie together afterwards.
+    # One token of each, interleaved: no two free cells are adjacent afterwards.
     leases = [cache.acquire([60 + n]) for n in range(4)]
     for token in range(16):
         for each in leases:

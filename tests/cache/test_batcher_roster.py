@@ -1,4 +1,4 @@
-"""Who waits, who is active and who was served: the books of a batcher."""
+"""Test the state of a batcher's requests: waiting, active and served ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batcher(tmp_path: Path) -> Batcher:
 
 
 def stubborn(one: Generation) -> None:
-    """Let the release of a lease fail, after it has been given back."""
+    """Make the release of a lease fail after it has been released."""
     assert one.lease is not None
     release = one.lease.release
 
@@ -52,7 +52,7 @@ def test_failed_release_still_ends_all_requests(batcher: Batcher, which: tuple[i
 
 
 def test_a_failed_release_removes_the_generation(batcher: Batcher) -> None:
-    """One that is cancelled ends alone, and the others go on."""
+    """Only the cancelled one ends, and the others continue."""
     one, other = batcher.submit([5] * 3, 4), batcher.submit([6] * 3, 4)
     batcher.step()
     stubborn(one)
@@ -68,12 +68,12 @@ def test_a_failed_release_removes_the_generation(batcher: Batcher) -> None:
 
 @pytest.mark.parametrize("n_batch", [4, 2])
 def test_service_order_covers_every_request(tmp_path: Path, n_batch: int) -> None:
-    """Whether they take turns, or all are continued in one batch after the other."""
+    """It does with turns, and if all continue in one batch after another."""
     with Batcher(SlotCache(kit.context(tmp_path, n_ctx=256)), n_batch=n_batch) as batcher:
         some = [batcher.submit([number], stop_at_end=False) for number in (5, 6, 7)]
         for _ in range(20):
             batcher.step()
-        batcher.submit([8])  # ends what was done without a look at anybody
+        batcher.submit([8])  # ends requests without sampling
         last = batcher.stats().decodes
         assert last == 20
         assert all(last - 1 <= one.last_step <= last for one in some)

@@ -1,4 +1,7 @@
-"""Test the ring of checkpoints against a plain list, and the cases that earlier rings had."""
+"""Test the ring of checkpoints against a plain list, with the cases of ollama's tests.
+
+The names in docstrings are those of ollama's tests.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ def ring(*positions: int, size: int = 24, interval: int = 1, budget: int = 1 << 
     return made
 
 
-def test_the_best_is_the_last_before_the_target() -> None:
-    """PrepareRestore: of 5, 9 and 15 the target 12 goes back to 9, to go on at 10."""
+def test_best_checkpoint_is_the_last_before_the_target() -> None:
+    """PrepareRestore: of 5, 9 and 15, target 12 returns to 9, to continue at 10."""
     best = ring(5, 9, 15).best(12)
     assert best is not None
     assert best.pos + 1 == 10
@@ -28,7 +31,7 @@ def test_the_best_is_the_last_before_the_target() -> None:
 
 
 def test_full_ring_overwrites_the_oldest_checkpoint() -> None:
-    """BestIndex: of three places the first checkpoint gives way to the fourth."""
+    """BestIndex: of three entries, the fourth checkpoint replaces the first."""
     kept = ring(1, 2, 3, 4, size=3)
     assert kept.positions == [2, 3, 4]
     assert kept.best(2) is None
@@ -44,7 +47,7 @@ def test_ring_keeps_the_latest_checkpoints_after_many_rounds() -> None:
 
 
 def test_empty_ring_returns_no_checkpoint() -> None:
-    """EmptyBuffer: it answers, and pruning it does no harm."""
+    """EmptyBuffer: it returns None, and can be pruned."""
     kept = ring()
     kept.prune(-1)
     assert kept.best(100) is None
@@ -53,7 +56,7 @@ def test_empty_ring_returns_no_checkpoint() -> None:
 
 
 def test_checkpoints_after_a_position_are_pruned() -> None:
-    """PruneAfter and PruneAfterAll: a sequence that went back has no later past."""
+    """PruneAfter and PruneAfterAll: a sequence that went back has no later checkpoints."""
     kept = ring(5, 9, 15)
     kept.prune(9)
     assert (kept.positions, kept.bytes) == ([5, 9], 20)
@@ -63,7 +66,7 @@ def test_checkpoints_after_a_position_are_pruned() -> None:
 
 
 def test_checkpoint_without_bytes_is_skipped() -> None:
-    """RejectsIncomplete and AcceptsComplete: without its bytes a checkpoint is none."""
+    """RejectsIncomplete and AcceptsComplete: a checkpoint without bytes is ignored."""
     kept = ring(5)
     kept.put(Checkpoint(9, b""))
     assert not Checkpoint(9, b"").complete
@@ -77,9 +80,8 @@ def test_checkpoint_without_bytes_is_skipped() -> None:
 def test_removal_drops_later_checkpoints() -> None:
     """ShiftRange: of 1, 4, 7, 10 a removal of 2..6 leaves 1.
 
-    The ring that this one is measured by kept 7 and 10 and moved them to 3 and 6; but a state of
-    after 7 remembers what was removed, so that who resumed there did not get what a fresh
-    context gives.
+    Ollama's ring kept 7 and 10 as 3 and 6. But a state after 7 contains the removed tokens, so that
+    a sequence resumed there differs from a new context.
     """
     kept = ring(1, 4, 7, 10)
     kept.prune(2 - 1)
@@ -87,7 +89,7 @@ def test_removal_drops_later_checkpoints() -> None:
 
 
 def test_checkpoints_are_due_at_the_interval() -> None:
-    """None before position 16, then one every 1664 positions, and again after going back."""
+    """None before position 16, then one every 1664 positions, and again after a rollback."""
     kept = Ring()
     assert (kept.due, kept.schedule.size, kept.schedule.interval) == (16, 24, 1664)
     kept.put(Checkpoint(20, b"x"))
@@ -101,7 +103,7 @@ def test_checkpoints_are_due_at_the_interval() -> None:
 
 
 def test_checkpoints_stay_within_the_byte_budget() -> None:
-    """The oldest go first, and one that is larger than everything is not kept."""
+    """The oldest are removed first, and one that exceeds the budget is not kept."""
     kept = ring(1, 2, 3, 4, budget=25)
     assert (kept.positions, kept.bytes) == ([3, 4], 20)
     kept.put(Checkpoint(5, b"x" * 26))
@@ -110,15 +112,15 @@ def test_checkpoints_stay_within_the_byte_budget() -> None:
 
 
 def test_a_copy_has_the_checkpoints_of_its_prefix() -> None:
-    """Whoever copies 10 positions has no past behind them."""
+    """A copy of 10 positions has no checkpoints beyond them."""
     copied = ring(1, 2, 3)
     copied.copy_from(ring(5, 9, 10, 15), 10)
     assert copied.positions == [5, 9]
 
 
 @pytest.mark.parametrize("wrong", [{"size": -1}, {"interval": 0}, {"first": -1}, {"budget": -1}])
-def test_a_schedule_that_cannot_be(wrong: dict[str, int]) -> None:
-    """Numbers that mean nothing are refused."""
+def test_invalid_checkpoint_schedule_is_refused(wrong: dict[str, int]) -> None:
+    """Invalid numbers are refused."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         CheckpointSchedule(**wrong)
 
@@ -137,7 +139,7 @@ def test_a_schedule_that_cannot_be(wrong: dict[str, int]) -> None:
 def test_ring_agrees_with_a_list_of_checkpoints(
     steps: list[tuple[str, int, int]], size: int, budget: int
 ) -> None:
-    """Whatever is put and pruned, positions, bytes and the best are those of a plain list."""
+    """For any operations, positions, bytes and the best one are those of a plain list."""
     kept, plain = Ring(CheckpointSchedule(size, 3, 2, budget)), []
     for what, pos, length in steps:
         if what == "put":

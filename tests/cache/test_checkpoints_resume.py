@@ -1,4 +1,4 @@
-"""Test where a sequence can be taken up again, against brute force on every kind of memory."""
+"""Test where a sequence can be resumed, by brute force on every kind of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: More than the noise of flash attention, whose blocks begin elsewhere (0.09 of 15), and far less
 #: than what a lost part of a window does (7 and more).
 CLOSE = 0.5
-#: Long enough for a sliding-window cache of 256 cells to have given most of them away.
+#: Long enough for a sliding-window cache of 256 cells to have reused most of them.
 LENGTH = 700
 
 CASES = [
@@ -46,7 +46,7 @@ CASES = [
 
 
 def window() -> str:
-    """Return the model of a narrow window, whose loss shows in the logits."""
+    """Return the model of a narrow window, whose loss is visible in the logits."""
     from pyllamakv.home import home
 
     shape = architectures.Shape("narrow", n_layer=26, architecture="gemma2", window=8)
@@ -59,7 +59,7 @@ def window() -> str:
 def test_can_resume_agrees_with_a_fresh_context(
     spec: str, name: str, options: dict[str, Any]
 ) -> None:
-    """Brute force: go back by force, go on, compare with a fresh context."""
+    """Brute force: roll back, continue, and compare with a new context."""
     tokens = some(LENGTH)
     path = window() if name == "sliding" else synthetic_models.model(name)
     with kv.open(built(spec).folder) as library, library.load_model(path) as model:
@@ -95,7 +95,7 @@ def every_row(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
 
 
 def content_after(cache: ContextCache, position: int, tokens: list[int], rows: np.ndarray) -> bool:
-    """Roll back without the cache's knowledge, continue, and return whether all is right."""
+    """Roll back without the cache's knowledge, continue, and return whether logits are right."""
     lane, context = cache.sequences[0], cache.context
     if 0 < position < len(tokens):
         if not context.native.seq_rm(context.handle, 0, position, -1):
@@ -127,7 +127,7 @@ def content_after(cache: ContextCache, position: int, tokens: list[int], rows: n
     ids=lambda each: "-".join(each),
 )
 def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, ContextCache]]:
-    """Give a cache whose memory cannot go back, with a checkpoint every 120 positions at least."""
+    """Return a cache whose memory cannot roll back, with a checkpoint every 120 positions."""
     spec, name = request.param
     with kv.open(built(spec).folder) as library:
         model = library.load_model(window() if name == "sliding" else synthetic_models.model(name))
@@ -146,7 +146,7 @@ def forgetful(request: pytest.FixtureRequest) -> Iterator[tuple[kv.Model, Contex
 def test_restored_checkpoint_continues_as_a_fresh_context(
     forgetful: tuple[kv.Model, ContextCache],
 ) -> None:
-    """What follows a restored checkpoint is what a fresh context gives, and so again."""
+    """Later logits are those of a new context, and so after a second restore."""
     model, cache = forgetful
     tokens = some(LENGTH)
     forward(cache, 0, tokens)
@@ -169,7 +169,7 @@ def test_restored_checkpoint_continues_as_a_fresh_context(
 
 @pytest.mark.native
 def test_copy_of_a_state_restores_a_checkpoint(forgetful: tuple[kv.Model, ContextCache]) -> None:
-    """A prefix that the memory cannot copy is restored into the target, which replaces its own."""
+    """If the memory cannot copy a prefix, it is restored into the target."""
     model, cache = forgetful
     tokens = some(LENGTH)
     forward(cache, 0, tokens)
@@ -188,7 +188,7 @@ def test_copy_of_a_state_restores_a_checkpoint(forgetful: tuple[kv.Model, Contex
 
 
 @pytest.mark.native
-def test_after_an_aborted_pass_a_checkpoint_is_left(
+def test_aborted_pass_leaves_a_usable_checkpoint(
     forgetful: tuple[kv.Model, ContextCache],
 ) -> None:
     """A partial state cannot be rolled back; its sequence can be decoded again."""
@@ -208,12 +208,12 @@ def test_after_an_aborted_pass_a_checkpoint_is_left(
     cache.check()
 
 
-def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_path: Path) -> None:
-    """A state of other tokens must never come back as the beginning of what is there now."""
+def test_checkpoints_are_dropped_when_new_tokens_replace_a_sequence(tmp_path: Path) -> None:
+    """A state of other tokens must not be used for the present ones."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True
     forward(cache, 0, range(20))
-    cache.sequences[0].remove()  # as an aborted pass does
+    cache.sequences[0].remove()  # like an aborted pass
     assert cache.prepare_restore(0, 20) == 20
     forward(cache, 0, range(30, 60))
     assert not cache.can_resume(0, 20)
@@ -223,7 +223,7 @@ def test_checkpoints_of_an_emptied_sequence_go_when_others_take_its_place(tmp_pa
 
 
 def test_empty_removal_keeps_all_checkpoints(tmp_path: Path) -> None:
-    """An empty range is no reason to drop the checkpoints behind it, nor to go back to one."""
+    """An empty range neither drops later checkpoints nor restores one."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True
     forward(cache, 0, range(20))
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_decoding_continues_without_state_support(tmp_path: Path) -> None:
-    """Checkpoints are a help, and no reason to fail."""
+    """Without checkpoints, decoding still works."""
     cache = simulated(tmp_path, {"partial": False})
     cache.rewinder.saves = True
 

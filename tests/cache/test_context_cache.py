@@ -1,4 +1,4 @@
-"""Test the cache over a context against a simulated library: creation, passes, refusals, room."""
+"""Test a cache in a context of a simulated library: creation, passes, refusals, free cells."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def cache(tmp_path: Path) -> ContextCache:
 
 
 def test_context_cache_implements_the_cache_protocol(cache: ContextCache) -> None:
-    """The implementation has what the interface promises."""
+    """The implementation has all methods of the interface."""
     one: kv.Cache = cache
     assert (one.max_sequences, one.capacity, one.max_batch) == (4, 64, 32)
     assert [one.length(i) for i in range(4)] == [0, 0, 0, 0]
     assert "4 sequences of 64 tokens" in repr(cache)
 
 
-def test_init_asks_for_all_sequences_together(tmp_path: Path) -> None:
-    """Its size is sequences times capacity, and every sequence may have its share and no more."""
+def test_init_creates_one_context_for_all_sequences(tmp_path: Path) -> None:
+    """Its size is sequences times capacity, and no sequence may exceed its share."""
     model = runtime_kit.model(tmp_path)
     with kv.ContextCache.init(
         model, dtype=("f16", "f16"), max_sequences=3, capacity=16, max_batch=8
@@ -66,13 +66,13 @@ def test_init_asks_for_all_sequences_together(tmp_path: Path) -> None:
         {"capacity": 8, "max_batch": 9},
     ],
 )
-def test_sizes_that_cannot_be(tmp_path: Path, wrong: dict[str, int]) -> None:
-    """A batch larger than a sequence, and numbers that are none, are refused at creation."""
+def test_invalid_cache_sizes_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    """A batch larger than a sequence, and invalid numbers, are refused at creation."""
     with pytest.raises(UsageError):
         kv.ContextCache.init(runtime_kit.model(tmp_path), **wrong)
 
 
-def test_a_context_in_use_is_not_taken_over(tmp_path: Path) -> None:
+def test_context_with_open_sequences_is_refused(tmp_path: Path) -> None:
     """Tokens and sequences of other users are kept."""
     ctx = runtime_kit.context(tmp_path)
     mine = ctx.sequence(2)
@@ -84,11 +84,11 @@ def test_a_context_in_use_is_not_taken_over(tmp_path: Path) -> None:
     assert mine.tokens == [1, 2]
     mine.close()
     kv.ContextCache(ctx).close()
-    kv.ContextCache(ctx).close()  # gave everything back
+    kv.ContextCache(ctx).close()  # everything was freed
 
 
 def test_too_little_memory_is_an_error_at_creation(tmp_path: Path) -> None:
-    """What a batch needs is asked for before there is a cache; nothing stays allocated."""
+    """The memory of a batch is allocated at creation; after an error, none stays allocated."""
     ctx = runtime_kit.context(tmp_path)
     ctx.native.fail_next = [0, -3]
     with pytest.raises(kv.NotEnoughMemory, match="lower n_ctx, n_batch or n_ubatch"):
@@ -102,7 +102,7 @@ def test_too_little_memory_is_an_error_at_creation(tmp_path: Path) -> None:
 
 
 def test_single_token_pass_equals_the_general_pass(cache: ContextCache) -> None:
-    """The cheap way of single tokens leaves what the general one leaves."""
+    """The faster pass of single tokens has the same result as the general one."""
     for place, token in enumerate([3, 5, 7]):
         cache.start_forward([token], [place], [0])
         cache.start_forward([token], [place], [1], [True])
@@ -128,8 +128,8 @@ def test_single_token_pass_equals_the_general_pass(cache: ContextCache) -> None:
         ([1 << 20], [0], [0]),
     ],
 )
-def test_a_batch_that_cannot_be_right(cache: ContextCache, work: tuple) -> None:
-    """Gaps, foreign sequences and wrong lengths are refused with nothing changed."""
+def test_invalid_batch_changes_nothing(cache: ContextCache, work: tuple) -> None:
+    """Gaps, foreign sequences and wrong lengths are refused without a change."""
     before = picture(cache)
     with pytest.raises(UsageError):
         cache.start_forward(*work)
@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_right(cache: ContextCache, work: tuple) -> None:
 def test_full_cache_error_has_counts_and_logs_cells(
     cache: ContextCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error has numbers, the debug log the places of cells, and nothing has changed."""
+    """The error has numbers, the debug log the map of cells, and nothing has changed."""
     forward(cache, 0, [1] * 40)
     forward(cache, 1, [2] * 20)
     before = picture(cache)
@@ -158,7 +158,7 @@ def test_full_cache_error_has_counts_and_logs_cells(
 
 
 def fragmented(cache: ContextCache) -> None:
-    """Leave 32 free cells, no two of them together."""
+    """Leave 32 free cells, no two of them adjacent."""
     for place in range(32):
         cache.start_forward([1, 2], [place, place], [0, 1])
     cache.remove(1, 0)
@@ -186,7 +186,7 @@ def test_full_cache_without_defragmentation_reports_the_largest_hole(tmp_path: P
 
 
 def test_a_useless_defragmentation_is_tried_once_and_reported(cache: ContextCache) -> None:
-    """It is tried once, not for ever."""
+    """It is not repeated."""
     fragmented(cache)
     cache.context.native.fail_next = [1, 1]
     with pytest.raises(KVCacheFull, match="did not help") as caught:
@@ -197,7 +197,7 @@ def test_a_useless_defragmentation_is_tried_once_and_reported(cache: ContextCach
 
 
 def test_cancelled_pass_keeps_all_tokens(cache: ContextCache) -> None:
-    """Every sequence keeps its tokens, and the pass may be run again."""
+    """Every sequence keeps its tokens, and the pass may be repeated."""
     forward(cache, 0, [1] * 5)
     before = picture(cache)
     cache.context.native.cancel_after(cache.context.handle, 1)
@@ -209,7 +209,7 @@ def test_cancelled_pass_keeps_all_tokens(cache: ContextCache) -> None:
     cache.check()
 
 
-def test_questions_that_make_no_sense(cache: ContextCache) -> None:
+def test_negative_positions_and_backward_ranges_are_refused(cache: ContextCache) -> None:
     """Negative positions and backward ranges are refused."""
     for call in (
         lambda: cache.can_resume(0, -1),
@@ -224,14 +224,14 @@ def test_questions_that_make_no_sense(cache: ContextCache) -> None:
             call()
 
 
-def test_full_attention_resumes_anywhere(cache: ContextCache) -> None:
-    """From the start to its end, and not behind it."""
+def test_full_attention_resumes_at_any_position(cache: ContextCache) -> None:
+    """It does from the start to its end, and not beyond."""
     forward(cache, 0, range(5))
     assert [cache.can_resume(0, p) for p in range(7)] == [True] * 6 + [False]
     assert [cache.prepare_restore(0, p) for p in (0, 3, 5, 9)] == [0, 3, 5, 5]
 
 
-def test_a_checker_that_sees_what_is_wrong(cache: ContextCache) -> None:
+def test_check_finds_lost_tokens_and_unowned_cells(cache: ContextCache) -> None:
     """A token that the library lost, and a cell without an owner, are found."""
     forward(cache, 0, range(5))
     cache.check()
@@ -246,8 +246,8 @@ def test_a_checker_that_sees_what_is_wrong(cache: ContextCache) -> None:
         cache.check()
 
 
-def test_closing_twice(tmp_path: Path) -> None:
-    """The second time does nothing, also after the context is gone."""
+def test_second_close_does_nothing(tmp_path: Path) -> None:
+    """The second close has no effect after the context was freed, either."""
     cache = simulated(tmp_path)
     forward(cache, 0, [1])
     cache.context.close()
@@ -270,10 +270,10 @@ STEPS = st.lists(
 @pytest.mark.slow
 @given(STEPS, st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=120)
-def test_any_schedule_agrees_with_plain_lists(
+def test_random_schedules_agree_with_plain_lists(
     steps: list[tuple[str, int, int, int]], partial: bool, can_shift: bool, heals: bool
 ) -> None:
-    """Tokens are those of plain lists; what is refused has changed nothing at all."""
+    """Tokens are those of plain lists; a refused operation has changed nothing."""
     with tempfile.TemporaryDirectory() as folder:
         native = {"partial": partial, "can_shift": can_shift, "heals": heals}
         cache = simulated(Path(folder), native)

@@ -1,4 +1,7 @@
-"""Test copies and removals of a cache over a context: shared cells, gaps, memories of states."""
+"""Test copies and removals of a cache: shared cells, gaps, memories of states.
+
+The names in docstrings are those of ollama's tests.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ def cache(tmp_path: Path) -> ContextCache:
     return simulated(tmp_path)
 
 
-def test_a_copy_replaces_what_was_there(cache: ContextCache) -> None:
-    """The target's own tokens go, and the cells are shared."""
+def test_copy_replaces_the_tokens_of_the_target(cache: ContextCache) -> None:
+    """The target's own tokens are removed, and the cells are shared."""
     forward(cache, 0, [1, 2, 3, 4])
     forward(cache, 1, [9] * 9)
     assert cache.copy_prefix(0, 1, 2) == 2
@@ -34,7 +37,7 @@ def test_a_copy_replaces_what_was_there(cache: ContextCache) -> None:
 
 
 def test_a_copy_to_itself_changes_nothing(cache: ContextCache) -> None:
-    """An earlier cache wiped the sequence before it copied what was no longer there."""
+    """An earlier cache cleared the sequence before the copy."""
     forward(cache, 0, [1, 2, 3, 4])
     before = picture(cache)
     assert cache.copy_prefix(0, 0, 2) == 2
@@ -43,7 +46,7 @@ def test_a_copy_to_itself_changes_nothing(cache: ContextCache) -> None:
 
 
 def test_copy_of_length_zero_clears_and_of_excess_copies_all(cache: ContextCache) -> None:
-    """Length 0 wipes the target, a length beyond the source copies it all."""
+    """Length 0 clears the target, a length beyond the source copies all of it."""
     forward(cache, 0, [1, 2, 3])
     forward(cache, 1, [9])
     assert cache.copy_prefix(0, 1, 99) == 3
@@ -58,8 +61,8 @@ def test_copy_of_length_zero_clears_and_of_excess_copies_all(cache: ContextCache
         cache.copy_prefix(0, 4, 1)
 
 
-def test_a_memory_of_states_copies_the_whole_or_nothing(tmp_path: Path) -> None:
-    """The refusal comes before the target is wiped."""
+def test_recurrent_memory_refuses_partial_copies(tmp_path: Path) -> None:
+    """The refusal precedes any change of the target."""
     cache = simulated(tmp_path, {"partial": False})
     forward(cache, 0, [1, 2, 3])
     forward(cache, 1, [9])
@@ -72,7 +75,7 @@ def test_a_memory_of_states_copies_the_whole_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> None:
-    """TestRemove/RemoveEnd: tokens behind are gone, the next ones take their place."""
+    """TestRemove/RemoveEnd: later tokens are removed, and the next ones replace them."""
     forward(cache, 0, [1, 2, 3, 4, 5])
     cache.remove(0, 3)
     assert cache.sequences[0].tokens == [1, 2, 3]
@@ -84,8 +87,8 @@ def test_a_removed_end_leaves_a_hole_that_is_used_again(cache: ContextCache) -> 
     assert cache.length(0) == 5
 
 
-def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
-    """TestRemove/RemoveMiddle: later positions move down, and the cache rotates their keys."""
+def test_removed_middle_shifts_later_positions(cache: ContextCache) -> None:
+    """TestRemove/RemoveMiddle: later positions are shifted, and the cache rotates their keys."""
     forward(cache, 0, [1, 2, 3, 4, 5, 6])
     cache.remove(0, 1, 3)
     assert (cache.sequences[0].tokens, cache.sequences[0].positions) == ([1, 4, 5, 6], [0, 1, 2, 3])
@@ -97,10 +100,10 @@ def test_a_removed_middle_closes_up(cache: ContextCache) -> None:
     cache.check()
 
 
-def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> None:
-    """An earlier cache had moved some cells when it met the first shared one.
+def test_shared_cell_is_refused_before_any_shift(cache: ContextCache) -> None:
+    """An earlier cache had shifted some cells before it reached the first shared one.
 
-    And a shift of a fork silently moved its sibling along in every release with one cache for all.
+    In releases with one cache for all, a shift of a fork also shifted its sibling.
     """
     forward(cache, 0, range(10))
     cache.copy_prefix(0, 1, 8)
@@ -109,14 +112,14 @@ def test_a_shared_cell_is_found_before_anything_moves(cache: ContextCache) -> No
         cache.remove(0, 2, 4)
     assert caught.value.sequences == (1,)
     assert picture(cache) == before
-    cache.remove(0, 7, 8)  # only position 8 and 9 move, which nobody shares
+    cache.remove(0, 7, 8)  # only positions 8 and 9 move, which are not shared
     assert cache.sequences[0].tokens == [0, 1, 2, 3, 4, 5, 6, 8, 9]
     assert cache.sequences[1].tokens == list(range(8))
     cache.check()
 
 
 def test_shift_with_own_cells_keeps_the_sibling(cache: ContextCache) -> None:
-    """The sibling stays as it was, byte for byte."""
+    """The sibling's bytes are unchanged."""
     forward(cache, 0, range(10))
     cache.copy_prefix(0, 1, 8)
     rows = cache.context.kv.rows(0, cache.sequences[1])
@@ -131,7 +134,7 @@ def test_shift_with_own_cells_keeps_the_sibling(cache: ContextCache) -> None:
 
 
 def test_shift_without_free_cells_is_refused_before_changes(cache: ContextCache) -> None:
-    """That is found before anything is done."""
+    """It is before anything is done."""
     forward(cache, 0, [1] * 30)
     cache.copy_prefix(0, 1, 30)
     forward(cache, 2, [2] * 20)
@@ -156,7 +159,7 @@ def test_a_memory_that_cannot_shift_refuses_the_middle(tmp_path: Path) -> None:
     assert cache.length(0) == 0
 
 
-def test_a_memory_of_states_refuses_parts(tmp_path: Path) -> None:
+def test_recurrent_memory_refuses_partial_removal(tmp_path: Path) -> None:
     """A removal at the end or in the middle returns the position to continue at."""
     cache = simulated(tmp_path, {"partial": False})
     forward(cache, 0, range(10))

@@ -1,6 +1,7 @@
-"""Test the cache over real libraries: what it holds is what a fresh context gives.
+"""Test the cache on real libraries: its logits are those of a new context.
 
-With flash attention on and off, in contiguous cells, scattered ones, and a stream per sequence.
+Flash attention is on and off; cells are contiguous, scattered, or in a stream per sequence. The
+names in docstrings are those of ollama's tests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.native
 
-#: The releases, how sequences share cells there, and flash attention: V by rows and by columns.
+#: The releases, how sequences share cells, and flash attention: V by rows and by columns.
 SETTINGS = [
     pytest.param((spec, unified, flash), id=f"{spec}-{'one' if unified else 'streams'}-{flash}")
     for spec, unified in (
@@ -36,7 +37,7 @@ CLOSE = 0.02
 
 
 class Bench(NamedTuple):
-    """Hold a model, a way to make caches of it, and the settings that content depends on."""
+    """A model, a function that creates caches, and the settings of the case."""
 
     model: kv.Model
     options: dict[str, Any]
@@ -48,7 +49,7 @@ class Bench(NamedTuple):
         return kv.ContextCache.init(self.model, kv_unified=self.unified, **wanted, **self.options)
 
     def check(self, cache: kv.ContextCache, sequence: int, tokens: list[int]) -> None:
-        """Check that a sequence has these tokens, and goes on as a fresh context does."""
+        """Check that a sequence has these tokens, and continues like a new context."""
         cache.check()
         lane = cache.sequences[sequence]
         assert lane.tokens == tokens
@@ -69,8 +70,8 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         yield Bench(model, {"flash_attn": flash, "n_ubatch": 16}, unified)
 
 
-def test_store(bench: Bench) -> None:
-    """TestStore: each token of a batch sees those before it, and the next batch all of them."""
+def test_stored_tokens_see_all_earlier_tokens(bench: Bench) -> None:
+    """TestStore: each token of a batch attends to earlier ones, and so does the next batch."""
     tokens = some(10)
     with bench.cache() as cache:
         cache.start_forward(tokens[:4], range(4), [0] * 4, [True] * 4)
@@ -82,8 +83,8 @@ def test_store(bench: Bench) -> None:
         bench.check(cache, 0, tokens)
 
 
-def test_sequences(bench: Bench) -> None:
-    """TestSequences: two that are interleaved in a batch do not see each other."""
+def test_interleaved_sequences_do_not_see_each_other(bench: Bench) -> None:
+    """TestSequences: two sequences that are interleaved in a batch are independent."""
     a, b = some(8, 1), some(8, 2)
     with bench.cache() as cache:
         for at in (0, 4):
@@ -96,7 +97,7 @@ def test_sequences(bench: Bench) -> None:
         bench.check(cache, 1, b)
 
 
-def test_remove_end(bench: Bench) -> None:
+def test_cells_of_a_removed_end_are_used_again(bench: Bench) -> None:
     """TestRemove/RemoveEnd: the hole is used again."""
     tokens = some(12)
     with bench.cache() as cache:
@@ -107,8 +108,8 @@ def test_remove_end(bench: Bench) -> None:
         assert cache.context.kv.stats.used == 10
 
 
-def test_remove_middle(bench: Bench) -> None:
-    """TestRemove/RemoveMiddle: keys behind are turned as if they had been there from the start.
+def test_removed_middle_rotates_later_keys(bench: Bench) -> None:
+    """TestRemove/RemoveMiddle: later keys are rotated to their new positions.
 
     The model has one layer, so that K and V depend on token and position alone.
     """
@@ -134,8 +135,8 @@ def _f16(rows: np.ndarray) -> np.ndarray:
     return rows.view(np.float16).astype(np.float32)
 
 
-def test_defrag(bench: Bench) -> None:
-    """TestDefrag: full, with two holes, and a batch that fits into neither of them.
+def test_defragmentation_frees_cells_for_a_batch(bench: Bench) -> None:
+    """TestDefrag: a full cache with two holes, and a batch that fits into neither.
 
     An earlier defragmentation gave half of the moved cells wrong positions.
     """
@@ -155,7 +156,7 @@ def test_defrag(bench: Bench) -> None:
         bench.check(cache, 0, (rest + more)[:31])
 
 
-def test_copy(bench: Bench) -> None:
+def test_copied_prefix_excludes_the_target_history(bench: Bench) -> None:
     """TestCopy: what follows sees the prefix and nothing of the target's own past."""
     tokens, old = some(12), some(9, 2)
     with bench.cache() as cache:
@@ -179,9 +180,9 @@ def test_copy(bench: Bench) -> None:
 
 
 def test_a_fork_is_shifted_and_its_sibling_is_not(bench: Bench) -> None:
-    """A shift of shared cells moved the sibling along: positions 19 to 15, logits off by 2.9.
+    """A shift of shared cells would shift the sibling: positions 19 to 15, logits off by 2.9.
 
-    With a stream for each sequence nothing is shared, and nothing refused.
+    With a stream for each sequence, no cells are shared, and no shift is refused.
     """
     tokens = some(20)
     with bench.cache() as cache:
@@ -197,7 +198,7 @@ def test_a_fork_is_shifted_and_its_sibling_is_not(bench: Bench) -> None:
         bench.check(cache, 0, tokens[:4] + tokens[8:])
 
 
-def test_can_resume(bench: Bench) -> None:
+def test_context_resumes_at_any_position(bench: Bench) -> None:
     """TestCanResume without a window: anywhere, and what follows is as in a fresh context."""
     tokens = some(24)
     with bench.cache() as cache:
@@ -211,8 +212,8 @@ def test_can_resume(bench: Bench) -> None:
         assert not cache.can_resume(0, 25)
 
 
-def test_scattered_cells_and_a_full_cache(bench: Bench) -> None:
-    """Exactly as many tokens as cells are free fit, wherever these lie; one more fails."""
+def test_batch_fills_all_scattered_cells_and_one_more_fails(bench: Bench) -> None:
+    """Exactly as many tokens as free cells fit, wherever these are; one more fails."""
     with bench.cache(capacity=64, max_batch=64) as cache:
         if not bench.unified:
             pytest.skip("sequences have cells of their own, which nobody else fragments")
@@ -236,8 +237,8 @@ def test_scattered_cells_and_a_full_cache(bench: Bench) -> None:
         bench.check(cache, 0, [place % 60 for place in range(60)])
 
 
-def test_after_every_error_the_whole_can_be_removed(bench: Bench) -> None:
-    """Whatever was refused, removing a sequence gives its cells back."""
+def test_whole_sequence_is_removed_after_every_error(bench: Bench) -> None:
+    """After any refusal, removing a sequence frees its cells."""
     with bench.cache() as cache:
         forward(cache, 0, some(20))
         forward(cache, 1, some(9, 2))
@@ -263,8 +264,8 @@ def test_after_every_error_the_whole_can_be_removed(bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", ["recurrent", "hybrid", "sliding", "latent", "indexed"])
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
-def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
-    """Also where a memory keeps states or windows, after an aborted pass, many times over."""
+def test_whole_sequence_is_removed_after_an_aborted_pass(spec: str, name: str) -> None:
+    """It is in memories with states or windows, after many aborted passes."""
     with kv.open(built(spec).folder, isolated=True) as library:
         try:
             model = library.load_model(synthetic_models.model(name))
@@ -288,7 +289,7 @@ def test_the_whole_can_always_be_removed(spec: str, name: str) -> None:
 
 
 def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
-    """Load a model whose every other layer sees so many positions."""
+    """Load a model in which every other layer has a window of this size."""
     from pyllamakv.home import home
 
     shape = architectures.Shape(f"window{window}", n_layer=26, architecture="gemma2", window=window)
@@ -296,7 +297,7 @@ def windowed(library: kv.OpenLibrary, window: int) -> kv.Model:
 
 
 @pytest.mark.parametrize("flash", [False, True])
-def test_windows_of_all_sequences_slide(flash: bool) -> None:
+def test_cells_outside_every_window_are_reused(flash: bool) -> None:
     """TestSWA, TestSWASeparateBatches, TestSWAMem: cells outside of every window are reused.
 
     Two sequences alternate; each pass frees the cells that the other left outside its window. An
@@ -324,10 +325,10 @@ def test_windows_of_all_sequences_slide(flash: bool) -> None:
 
 
 def test_a_window_of_four_resumes_where_its_cells_are() -> None:
-    """TestCanResume and TestCanResumeSWAMem, window 4: refused if a part of the window is gone.
+    """TestCanResume and TestCanResumeSWAMem, window 4: refused if the window is incomplete.
 
-    Cells stay until others need them, so that the answer depends on the cells that exist and not on
-    a formula: a rollback beyond the window is possible until the cells are reused.
+    Cells remain until they are reused, so the result depends on the existing cells and not on a
+    formula: a rollback beyond the window is possible until then.
     """
     with kv.open(built("0.3.36+patched").folder) as library:
         model = windowed(library, 4)

@@ -1,4 +1,4 @@
-"""Each policy on a tree, compared with its definition, and in a cache, where leases stay."""
+"""Test each policy against its definition, on a tree and in a cache with leases."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def first(tree: RadixTree) -> list[int]:
     return key
 
 
-def test_frequency_counts_unless_a_node_was_not_used_for_long() -> None:
-    """A prompt that was used three times stays; LRU evicts it before newer ones."""
+def test_a_frequent_prompt_stays_with_the_adaptive_policy_alone() -> None:
+    """LRU evicts a prompt that was used three times before newer ones."""
     found = {}
     for name in POLICIES:
-        tree = RadixTree(policy=policy(name))
+        tree = RadixTree(policy=make_policy(name))
         for _ in range(3):
             add(tree, [1, 1])
         add(tree, [2, 2])
@@ -216,7 +216,7 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
-def test_traffic_keeps_leases_pins_and_parents(
+def test_random_traffic_evicts_no_leases_pins_or_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: EvictionPolicyName
 ) -> None:
     """Random operations with evictions; each is compared with all candidates by brute force."""
@@ -256,8 +256,8 @@ def test_traffic_keeps_leases_pins_and_parents(
     assert runs[0] == runs[1]
 
 
-def test_a_frequent_prompt_survives_a_scan(tmp_path: Path) -> None:
-    """Prompts that come once evict a prompt that comes often with LRU only."""
+def test_frequent_prompt_is_not_evicted_by_a_scan(tmp_path: Path) -> None:
+    """Prompts used once evict a frequent prompt only with LRU."""
     found = {}
     for name in POLICIES:
         folder = tmp_path / name

@@ -31,12 +31,12 @@ def pair(folder: Path, second: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def both(caches: kv.LockstepCache) -> list[Any]:
-    """Return all that a refusal must leave alone, of every cache."""
+    """Return the state of every cache, which a refusal must not change."""
     return [picture(each) for each in caches.caches]
 
 
 def test_lockstep_caches_apply_every_operation_to_both(tmp_path: Path) -> None:
-    """The smaller of the two caches limits the sizes; every operation reaches both."""
+    """The smaller of the two caches limits the sizes; every operation is made on both."""
     caches: kv.Cache = pair(tmp_path, n_ctx=48, n_batch=16, n_seq_max=3)
     assert (caches.capacity, caches.max_batch, caches.max_sequences) == (48, 16, 3)
     forward(caches, 0, range(30))
@@ -56,7 +56,7 @@ def test_lockstep_caches_apply_every_operation_to_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, -3])
 def test_failure_in_the_second_cache_undoes_the_first(tmp_path: Path, code: int) -> None:
-    """Draft and target never have different tokens, whatever went wrong."""
+    """Draft and target never have different tokens after any error."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
     forward(caches, 1, range(5))
@@ -70,7 +70,7 @@ def test_failure_in_the_second_cache_undoes_the_first(tmp_path: Path, code: int)
 
 
 def test_full_second_cache_undoes_the_first(tmp_path: Path) -> None:
-    """The first has twice the cells; what it took is given back."""
+    """The first one has twice the cells; the cells it used are freed."""
     caches = pair(tmp_path, n_ctx=32)
     forward(caches, 0, range(20))
     before = both(caches)
@@ -80,13 +80,13 @@ def test_full_second_cache_undoes_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
-    "part in it",
+    "after a cancelled decode in a recurrent memory, sequences outside of the batch had wrong "
+    "states",
     by="random_operations",
     of="Python",
 )
 def test_a_cache_without_rewind_is_last_or_saved(tmp_path: Path) -> None:
-    """A memory of states is taken back by a save, and needs none when it is the last."""
+    """A memory of states is rolled back by a save, and needs none if it is the last."""
     first, second = simulated(tmp_path), simulated(tmp_path)
     for each in (first, second):
         object.__setattr__(each.context.info, "memory", kv.MemoryType.RECURRENT)
@@ -110,7 +110,7 @@ def test_a_cache_without_rewind_is_last_or_saved(tmp_path: Path) -> None:
         caches.start_forward([1, 2], [11, 0], [0, 1])
     assert both(caches) == before
     caches.check()
-    # An abort of states takes all of them, in every cache.
+    # An abort removes all states, in every cache.
     second.context.native.fail_next = [2]
     with pytest.raises(Cancelled):
         caches.start_forward([1], [0], [1])
@@ -141,8 +141,8 @@ def test_tokens_lost_by_one_cache_are_removed_from_all(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupt_leaves_them_in_step(tmp_path: Path, which: int) -> None:
-    """Ctrl-C comes when a cache has decoded: it goes back with those before it."""
+def test_interrupt_rolls_back_all_caches(tmp_path: Path, which: int) -> None:
+    """Ctrl-C after the decode of a cache: it is rolled back with those before it."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
     before = both(caches)
@@ -159,8 +159,8 @@ def test_an_interrupt_leaves_them_in_step(tmp_path: Path, which: int) -> None:
     assert both(caches) == before
 
 
-def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
-    """What the second cannot do, the first has not begun."""
+def test_refused_operations_change_no_cache(tmp_path: Path) -> None:
+    """If the second cannot perform an operation, the first has not started it."""
     caches = pair(tmp_path, {"partial": False})
     forward(caches, 0, range(10))
     before = both(caches)
@@ -185,7 +185,7 @@ def test_checks_come_before_any_copy_or_removal(tmp_path: Path) -> None:
 def test_interrupt_between_caches_keeps_them_equal(
     tmp_path: Path, name: str, which: int, after: bool
 ) -> None:
-    """Ctrl-C between two caches, or between two steps of one: none has what another lacks."""
+    """Ctrl-C between two caches, or between two steps of one: they stay equal."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
     forward(caches, 1, [1, 2, 3])
@@ -217,8 +217,8 @@ def test_interrupt_between_caches_keeps_them_equal(
     caches.check()
 
 
-def test_an_error_behind_the_first_cache_leaves_them_in_step(tmp_path: Path) -> None:
-    """Although all were asked before, and the library refuses only then."""
+def test_error_of_a_later_cache_rolls_back_all(tmp_path: Path) -> None:
+    """All were checked before, but the library refuses only then."""
     caches = pair(tmp_path)
     forward(caches, 0, range(10))
     native = caches.caches[1].context.native
@@ -245,7 +245,7 @@ def test_shared_cell_in_one_cache_stops_the_shift_in_all(tmp_path: Path) -> None
 
 
 def test_invalid_caches_and_batches_are_refused(tmp_path: Path) -> None:
-    """No caches, one twice, foreign numbers, batches that the smaller one cannot take."""
+    """They are: no caches, one twice, unknown numbers, batches too large for one."""
     one = simulated(tmp_path)
     for wrong in ([], [one, one]):
         with pytest.raises(UsageError):
@@ -272,8 +272,8 @@ def test_invalid_caches_and_batches_are_refused(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.36+patched"])
 @pytest.mark.parametrize("name", ["tiny", "recurrent", "sliding"])
-def test_a_real_draft_and_target(spec: str, name: str) -> None:
-    """The target has no room or is cancelled: the draft goes on as if nothing had happened."""
+def test_failed_target_rolls_back_the_draft(spec: str, name: str) -> None:
+    """If the target has no cells or is cancelled, the draft is unchanged."""
     tokens, sizes = some(60), {"max_sequences": 2, "max_batch": 64, "n_ubatch": 32}
     with kv.open(built(spec).folder) as library:
         draft, target = (

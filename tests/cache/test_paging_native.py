@@ -1,4 +1,7 @@
-"""Test branches of a prefix cache that are paged out and in, and pages that are lost."""
+"""Test branches of a prefix cache that are paged out and in, and lost pages.
+
+Names in parentheses are those of ollama's tests; hashes are commits of ollama.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> PrefixCache:
-    """Make a cache of 4 sequences and 128 cells."""
+    """Create a cache of 4 sequences and 128 cells."""
     return make(tmp_path)
 
 
@@ -46,7 +49,7 @@ def test_branches_are_paged_out_and_in(tmp_path: Path, where: str) -> None:
 def test_page_contains_only_the_tail(tmp_path: Path) -> None:
     """Page a tail out: its bytes are those of the tail (PagedOutBytesUpdatesOnMaterialize).
 
-    A snapshot of ollama kept the whole buffer alive that it was a part of.
+    A snapshot of ollama kept a reference to its whole buffer.
     """
     cache = make(tmp_path, paging="memory", n_ctx=256)
     serve(cache, [1] * 100 + [2] * 5)
@@ -56,7 +59,7 @@ def test_page_contains_only_the_tail(tmp_path: Path) -> None:
     stats = cache.stats()
     assert (used(cache), stats.resident, stats.paged) == (105, 1, 1)
     assert stats.paged_bytes < cache.branches.bytes_of(20)
-    cache.page_out([1] * 100 + [3] * 5)  # the last one takes the beginning along
+    cache.page_out([1] * 100 + [3] * 5)  # the last one includes the beginning
     cache.check()
     stats = cache.stats()
     assert (used(cache), stats.resident_bytes, stats.paged) == (0, 0, 2)
@@ -69,7 +72,7 @@ def test_page_contains_only_the_tail(tmp_path: Path) -> None:
 
 
 def test_a_divided_page_serves_both_parts(tmp_path: Path) -> None:
-    """Go on from inside of a branch that is paged out (SplitPreservesData).
+    """Continue from inside of a branch that is paged out (SplitPreservesData).
 
     Ollama's snapshot had to span exactly its node, or 46 of 47 thousand tokens were decoded
     again (b315b3ee9, 81f9a394e).
@@ -88,9 +91,9 @@ def test_a_divided_page_serves_both_parts(tmp_path: Path) -> None:
 
 
 def test_page_is_unchanged_by_reuse_of_its_cells(tmp_path: Path) -> None:
-    """Use a branch's cells for something else after it was paged out: the page does not change.
+    """Reuse a branch's cells after it was paged out: the page does not change.
 
-    A snapshot that was made lazily was overwritten, and gave one user another one's tokens
+    A lazy snapshot of ollama was overwritten, so that a user got tokens of another one
     (144893850).
     """
     cache = make(tmp_path, n_ctx=64, n_seq_max=2, paging="memory")
@@ -108,7 +111,7 @@ def test_page_is_unchanged_by_reuse_of_its_cells(tmp_path: Path) -> None:
 
 
 def test_the_budget_counts_pages(tmp_path: Path) -> None:
-    """Page out under a budget: the oldest branch goes, resident or not."""
+    """The oldest branch is evicted, resident or not."""
     cache = make(tmp_path, n_seq_max=2, paging="memory")
     cache.budget = cache.branches.bytes_of(60)
     for number in range(8):
@@ -120,7 +123,7 @@ def test_the_budget_counts_pages(tmp_path: Path) -> None:
 
 
 def test_pinned_branches_may_be_paged_out(tmp_path: Path) -> None:
-    """Pin two branches where there is one sequence."""
+    """Pin two branches with one sequence."""
     cache = make(tmp_path, n_seq_max=1, paging="memory")
     for number in (1, 2):
         serve(cache, [number] * 10)
@@ -138,7 +141,7 @@ def test_pinned_branches_may_be_paged_out(tmp_path: Path) -> None:
 
 
 def fill_disk(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no file be written any more."""
+    """Make all writes of files fail."""
 
     def replace(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
@@ -147,7 +150,7 @@ def fill_disk(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page out by hand and under pressure on a full disk: a typed error, the cache as it was."""
+    """Page out explicitly and on demand on a full disk: a typed error, without a change."""
     cache = make(tmp_path, n_seq_max=2, paging=tmp_path / "pages")
     serve(cache, [*SYSTEM, 1])
     serve(cache, [*SYSTEM, 2])
@@ -159,7 +162,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         cache.check()
         assert prefix_kit.leaves(cache) == before
         assert not len(cells.moves_to(cache.context.kv.snapshot()))
-    assert cache.evict()  # the fix that the error names
+    assert cache.evict()  # the remedy of the error
     assert serve(cache, [*SYSTEM, 3]) == 20
     monkeypatch.undo()
     assert serve(cache, [*SYSTEM, 4]) == 20
@@ -167,7 +170,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("damage", ["gone", "truncated", "foreign"])
 def test_a_damaged_page_is_an_error_and_a_miss(tmp_path: Path, damage: str) -> None:
-    """Read a page that is no more: by hand a typed error, for a prompt as if it never was."""
+    """An explicit read of a missing page is a typed error; for a prompt it is a miss."""
     cache = make(tmp_path, paging=tmp_path / "pages")
     serve(cache, [*SYSTEM, 1])
     cache.page_out([*SYSTEM, 1])
@@ -191,7 +194,7 @@ def test_a_damaged_page_is_an_error_and_a_miss(tmp_path: Path, damage: str) -> N
 
 
 def test_a_page_of_other_tokens_is_not_used(tmp_path: Path) -> None:
-    """Swap what two pages hold: tokens are compared, not believed."""
+    """Two pages are exchanged: their tokens are compared."""
     cache = make(tmp_path, paging="memory")
     pages = []
     for number in (1, 2):
@@ -206,14 +209,14 @@ def test_a_page_of_other_tokens_is_not_used(tmp_path: Path) -> None:
 
 
 def test_page_out_of_leased_or_missing_branches_is_refused(tmp_path: Path) -> None:
-    """Page out what is not there, what is leased, and without a place for pages."""
+    """They are refused for a missing branch, a leased one, and without a tier."""
     cache = make(tmp_path, paging="memory")
     serve(cache, SYSTEM)
     with pytest.raises(UsageError, match="no branch"):
         cache.page_out(SYSTEM[:5])
     with cache.acquire([*SYSTEM, 1]), pytest.raises(UsageError, match="leased"):
         cache.page_out(SYSTEM)
-    cache.page_in(SYSTEM)  # it is in
+    cache.page_in(SYSTEM)  # resident
     cache.page_out(SYSTEM)
     cache.page_out(SYSTEM)  # it is out
     other = make(tmp_path)
@@ -223,7 +226,7 @@ def test_page_out_of_leased_or_missing_branches_is_refused(tmp_path: Path) -> No
 
 
 def test_scattered_cells_are_gathered_for_a_page(tmp_path: Path) -> None:
-    """Page in where no two of the free cells lie together (llama.cpp #9201, #17527)."""
+    """Page in if no two free cells are adjacent (llama.cpp #9201, #17527)."""
     cache = make(tmp_path, n_ctx=64, n_seq_max=4, paging="memory")
     serve(cache, [1] * 30)
     cache.page_out([1] * 30)

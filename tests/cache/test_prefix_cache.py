@@ -1,4 +1,7 @@
-"""Test the prefix cache over a simulated library: what is cached, cancelled, refused and kept."""
+"""Test the prefix cache with a simulated library: hits, cancels, refusals and invariants.
+
+Names in parentheses are those of ollama's tests; hashes are commits of ollama.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> PrefixCache:
-    """Make a cache of 4 sequences and 128 cells."""
+    """Create a cache of 4 sequences and 128 cells."""
     return make(tmp_path)
 
 
 @contextmanager
 def cancelled(cache: PrefixCache, number: int) -> Iterator[None]:
-    """Cancel a decode, counted from now, before it does anything."""
+    """Cancel a decode, counted from now, before it starts."""
     native, calls = cache.context.native, itertools.count(1)
     real = native.decode
 
@@ -68,9 +71,9 @@ def test_the_single_entry_keeps_the_longest_beginning(
 
 @pytest.mark.parametrize("entries", [1, None])
 def test_an_exact_repeat_leaves_one_token_to_decode(tmp_path: Path, entries: int | None) -> None:
-    """Repeat a prompt (ExactMatchSeedBehavior): no logits come from decoding nothing.
+    """Repeat a prompt (ExactMatchSeedBehavior): logits need at least one decoded token.
 
-    The single entry of 5c73c4e2e panicked on a full hit, until dd5eb6337 held a token back.
+    Ollama's single entry (5c73c4e2e) panicked on a full hit, until dd5eb6337 kept a token.
     """
     cache = make(tmp_path, entries=entries)
     assert serve(cache, [1, 2, 3, 4]) == 0
@@ -85,7 +88,7 @@ def test_an_exact_repeat_leaves_one_token_to_decode(tmp_path: Path, entries: int
 
 
 def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
-    """Ask for nothing: ollama took a slice of minus one token, and panicked."""
+    """An empty prompt: ollama sliced minus one token, and panicked."""
     serve(cache, [1, 2])
     for wrong in ([], [259], [-1], [1] * 129):
         with pytest.raises(UsageError):
@@ -94,8 +97,8 @@ def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
     assert used(cache) == 2
 
 
-def test_two_conversations_do_not_thrash(cache: PrefixCache) -> None:
-    """Alternate between two chats, at which ollama's single entry began anew each time."""
+def test_alternating_conversations_keep_their_prefixes(cache: PrefixCache) -> None:
+    """Alternate between two chats, for which ollama's single entry restarted each time."""
     a, b = [*SYSTEM, 1], [*SYSTEM, 2]
     assert serve(cache, a, [3]) == 0
     assert serve(cache, b, [4]) == 20
@@ -107,7 +110,7 @@ def test_two_conversations_do_not_thrash(cache: PrefixCache) -> None:
 
 # The tree...
 def test_branches_share_the_cells_of_their_beginning(cache: PrefixCache) -> None:
-    """Make two branches and reuse both (BranchCreationAndReuse): no cell is there twice."""
+    """Create two branches and reuse both (BranchCreationAndReuse): their cells are shared."""
     assert serve(cache, [*SYSTEM, 1, 2, 3]) == 0
     assert serve(cache, [*SYSTEM, 4, 5]) == 20
     assert used(cache) == 20 + 3 + 2
@@ -125,10 +128,10 @@ def test_a_part_of_a_run_is_reused(cache: PrefixCache) -> None:
     assert used(cache) == 21
 
 
-def test_a_conversation_goes_on(cache: PrefixCache) -> None:
-    """Take turns (ConversationResumption, ScenarioConversationTurns): only new tokens are decoded.
+def test_conversation_decodes_only_new_tokens(cache: PrefixCache) -> None:
+    """Continue a chat (ConversationResumption, ScenarioConversationTurns).
 
-    Nothing grows but the conversation: the trie of 44bdd9a2e kept a whole cache of every turn.
+    Only new tokens are stored: ollama's trie (44bdd9a2e) kept a whole cache of every turn.
     """
     chat: list[int] = []
     for turn in range(8):
@@ -139,7 +142,7 @@ def test_a_conversation_goes_on(cache: PrefixCache) -> None:
 
 
 def test_equal_prompts_decoded_together_share_cells_afterwards(cache: PrefixCache) -> None:
-    """Lease the same prompt twice before it is decoded: in the end its cells are there once."""
+    """Lease the same prompt twice before it is decoded: afterwards its cells are shared."""
     one, two = cache.acquire([*SYSTEM, 1]), cache.acquire([*SYSTEM, 2])
     one.prefill()
     two.prefill()
@@ -155,7 +158,7 @@ def test_equal_prompts_decoded_together_share_cells_afterwards(cache: PrefixCach
 
 
 def test_a_lease_is_a_source_for_others(cache: PrefixCache) -> None:
-    """Fork what is in use, as far as it is decoded."""
+    """Fork a leased prompt, as far as it is decoded."""
     with cache.acquire([*SYSTEM, 1]) as one:
         one.prefill()
         with cache.acquire([*SYSTEM, 2]) as two:
@@ -166,8 +169,8 @@ def test_a_lease_is_a_source_for_others(cache: PrefixCache) -> None:
     cache.check()
 
 
-def test_groups_are_not_entered(cache: PrefixCache) -> None:
-    """End the cached beginning before a group of tokens that it would divide."""
+def test_cached_prefix_ends_before_a_token_group(cache: PrefixCache) -> None:
+    """The cached prefix ends before a group of tokens that it would split."""
     serve(cache, SYSTEM)
     for groups, cached in (([(15, 20)], 15), ([(15, 19)], 19), ([(18, 21), (12, 18)], 18)):
         with cache.acquire([*SYSTEM[:19], 1, 2], groups=groups) as lease:
@@ -181,7 +184,7 @@ def test_groups_are_not_entered(cache: PrefixCache) -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_shifted_tokens_are_not_reused_as_a_prefix(cache: PrefixCache, saved: bool) -> None:
-    """Remove tokens in the middle of a leased sequence: what is left is not reused."""
+    """Remove tokens in the middle of a leased sequence: the rest is not reused."""
     with cache.acquire(SYSTEM) as lease:
         lease.prefill()
         lease.sequence.remove(2, 6)
@@ -193,7 +196,7 @@ def test_shifted_tokens_are_not_reused_as_a_prefix(cache: PrefixCache, saved: bo
 
 
 def test_trimmed_lease_keeps_its_remaining_prefix(cache: PrefixCache) -> None:
-    """Go back in a leased sequence and go on otherwise."""
+    """Roll back a leased sequence and continue differently."""
     serve(cache, SYSTEM)
     with cache.acquire([*SYSTEM, 1]) as lease:
         lease.prefill()
@@ -211,7 +214,7 @@ def test_trimmed_lease_keeps_its_remaining_prefix(cache: PrefixCache) -> None:
 def test_a_cancelled_prompt_keeps_its_progress(tmp_path: Path) -> None:
     """Cancel twice (ScenarioCancelledPrefills, PrefillSnapshotsKeptOnCancel): 18, 36, done.
 
-    Ollama threw away what a cancelled prompt had decoded, so that retries never got anywhere
+    Ollama discarded the decoded tokens of a cancelled prompt, so that retries made no progress
     (ollama #17839).
     """
     cache = make(tmp_path, n_batch=18)
@@ -244,8 +247,8 @@ def test_cancelled_prompts_that_part_keep_both(tmp_path: Path) -> None:
 
 
 # Lifetime and all at once...
-def test_a_closed_cache_leaves_nothing(cache: PrefixCache) -> None:
-    """Close with a lease open, and use neither any more."""
+def test_closed_cache_frees_all_cells_and_sequences(cache: PrefixCache) -> None:
+    """Close with a lease open; cache and lease are then closed."""
     serve(cache, SYSTEM)
     lease = cache.acquire([1, 2])
     with cache:
@@ -260,15 +263,15 @@ def test_a_closed_cache_leaves_nothing(cache: PrefixCache) -> None:
     assert len(cache.context.vacant) == 4
 
 
-def test_wrong_options_are_refused(tmp_path: Path) -> None:
-    """Ask for no sequences, and for more than there are."""
+def test_invalid_number_of_sequences_is_refused(tmp_path: Path) -> None:
+    """Request no sequences, and more than there are."""
     for entries in (0, 5):
         with pytest.raises(UsageError, match="1 to 4"):
             make(tmp_path, entries=entries)
 
 
 def test_a_change_of_adapters_drops_all_branches(tmp_path: Path) -> None:
-    """Also pages; not while anything is leased, parked or pinned, and not with a store."""
+    """Pages are dropped too; it is refused while anything is leased, parked, pinned or stored."""
     context, adapter = adapter_kit.simulated(tmp_path)
     prompt = list(range(10, 40))
     with PrefixCache(context, paging="memory") as cache:
@@ -320,7 +323,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_random_traffic_keeps_every_invariant(
     tmp_path: Path, options: dict[str, Any], seed: int
 ) -> None:
-    """Do everything at random, checking the tree, the pages and the cells after each operation."""
+    """Random operations; tree, pages and cells are checked after each."""
     n_ctx = 128 if seed % 2 else 256
     context = kit.context(tmp_path, n_ctx=n_ctx, n_seq_max=4 + seed)
     traffic = prefix_kit.Traffic(context, seed, **options)

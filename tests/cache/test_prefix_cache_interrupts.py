@@ -1,4 +1,4 @@
-"""Ctrl-C in any call of the library by a cache manager: nothing is lost, and no token is wrong."""
+"""Test Ctrl-C in any call of the library by a cache manager: no token is lost or wrong."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def park(cache: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "Ctrl-C while a prefix cache paged a branch out left a branch without its prefix, whose later "
-    "tokens were wrong, or a sequence that no prompt could use",
+    "Ctrl-C during a page-out left a branch without its prefix, whose later tokens were wrong, or"
+    " an unusable sequence",
     by="hostile input",
     of="Python",
 )
 @pytest.mark.parametrize("act", [acquire, park])
 @pytest.mark.parametrize("memory", [attention, recurrent])
 @pytest.mark.parametrize("name", MANAGERS)
-def test_an_interrupted_manager_is_unchanged_or_complete(
+def test_interrupted_call_is_undone_or_completed(
     tmp_path: Path, name: str, memory: Callable[[Path], Context], act: Callable[[Any], None]
 ) -> None:
-    """Interrupt each call; afterwards, every prompt has the logits of a fresh decode."""
+    """After each interrupted call, every prompt has the logits of a new decode."""
     prompts = [[*each, 8] for each in (*CHATS, LATE, [*CHATS[1], 9])]
     with memory(tmp_path) as context, PrefixCache(context) as alone:
         fresh = []
@@ -128,7 +128,7 @@ def test_an_interrupted_manager_is_unchanged_or_complete(
 
 
 @pytest.mark.regression(
-    "Ctrl-C while a prefix cache was closed kept the lock of its store",
+    "after Ctrl-C during the close of a prefix cache, the lock of its store was still held",
     by="hostile input",
     of="Python",
 )

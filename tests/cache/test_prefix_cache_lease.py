@@ -1,4 +1,4 @@
-"""Test what a lease of a prefix cache promises to who drives it, whichever manager it is."""
+"""Test the guarantees of a lease of a prefix cache, for each manager."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cached", [0, 40])
 def test_the_last_free_cells_are_granted_at_once(tmp_path: Path, cached: int) -> None:
-    """Near the end of the cache, a lease gets what is free, and no branch is evicted for more."""
+    """Near the end of the cache, a lease gets the free cells; no branch is evicted for more."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
     if cached:
         serve(cache, [9] * cached)
@@ -61,7 +61,7 @@ def test_the_last_free_cells_are_granted_at_once(tmp_path: Path, cached: int) ->
 def test_cells_are_not_read_while_a_lease_certainly_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count tokens that only one lease has once, and those that two leases decoded twice."""
+    """Tokens of one lease count once, and those that two leases decoded twice."""
     native = {"capabilities": ALL | Capability.DEFRAG_OPTIONS}
     cache = PrefixCache(kit.context(tmp_path, native, n_ctx=256))
     with cache.acquire([4] * 180) as one:
@@ -82,7 +82,7 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
 
 
 def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) -> None:
-    """Take what another lease never asked for, and nothing that it did."""
+    """Take cells that another lease never used, and none that it did."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
     one = cache.acquire([1, 2, 3])
     one.prefill()
@@ -100,10 +100,10 @@ def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) ->
 
 
 def test_reserved_cells_are_not_granted_twice(tmp_path: Path) -> None:
-    """Grant room to two leases, and refuse what only one of them could have."""
+    """Grant cells to two leases, and refuse those that only one could have."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=64))
     one, two = cache.acquire([1] * 20), cache.acquire([2] * 20)
-    one.make_room(40)  # 20 of the prompt, and as many more; counted from what is decoded
+    one.make_room(40)  # 20 of the prompt, and as many more, counted from the decoded ones
     with pytest.raises(KVCacheFull):
         two.make_room(30)
     one.prefill()
@@ -117,7 +117,7 @@ def test_reserved_cells_are_not_granted_twice(tmp_path: Path) -> None:
 
 
 def test_a_lease_has_a_state(tmp_path: Path) -> None:
-    """Release once, and see it."""
+    """A lease can be released once; its state is readable."""
     cache = PrefixCache(kit.context(tmp_path))
     lease = cache.acquire([1, 2, 3])
     assert (lease.rest, lease.cached, lease.released) == ([1, 2, 3], 0, False)
@@ -130,7 +130,7 @@ def test_a_lease_has_a_state(tmp_path: Path) -> None:
 
 
 def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -> None:
-    """A memory that cannot go back is empty after an abort: then all of the prompt is decoded."""
+    """If the memory cannot roll back, an abort empties it; the whole prompt is decoded again."""
     cache = PrefixCache(kit.context(tmp_path))
     serve(cache, [3, 4, 5, 6])
     with cache.acquire([3, 4, 5, 6, 7, 8]) as lease:
@@ -142,7 +142,7 @@ def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -
 
 
 def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
-    """Each finds a hole when it is acquired; when its turn comes there are only pieces of it."""
+    """Each finds a hole when it is acquired; at its decode, the hole is fragmented."""
     native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
     ctx = kit.context(tmp_path, native, n_ctx=64, n_seq_max=8, n_batch=16, n_ubatch=16)
     for at in range(3):
@@ -160,7 +160,7 @@ def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
 
 
 def test_branch_with_an_unsaved_state_keeps_its_sequence(tmp_path: Path) -> None:
-    """The size of a state is only counted with; no sequence goes missing for want of it."""
+    """Only the size of a state is estimated; no sequence is lost if it cannot be saved."""
     ctx = kit.context(tmp_path, {"capabilities": ALL & ~Capability.STATES, "partial": False})
     object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
     cache = PrefixCache(ctx)
@@ -174,7 +174,7 @@ def test_branch_with_an_unsaved_state_keeps_its_sequence(tmp_path: Path) -> None
 
 
 def recurrent(folder: Path, **options: Any) -> PrefixCache:
-    """Return a cache whose memory cannot go back."""
+    """Return a cache whose memory cannot roll back."""
     ctx = kit.context(folder, {"partial": False}, n_ctx=256)
     object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
     return PrefixCache(ctx, **options)
@@ -185,7 +185,7 @@ def recurrent(folder: Path, **options: Any) -> PrefixCache:
 def test_a_state_that_cannot_be_kept_fails_no_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paging: str | None, error: Exception
 ) -> None:
-    """It is decoded all the same, and the cache has no half of it."""
+    """It is decoded anyway, and the cache has no partial state."""
     cache = recurrent(tmp_path, paging=paging)
     leases = [cache.acquire([each] * 4) for each in (5, 6, 7)] if paging else []
     with cache.acquire([1, 2, 3, 4]) as lease:
@@ -206,7 +206,7 @@ def test_a_state_that_cannot_be_kept_fails_no_prompt(
 
 
 def test_a_checkpoint_evicts_no_other_state(tmp_path: Path) -> None:
-    """A long prompt keeps states on its way while sequences are vacant, and evicts no other."""
+    """A long prompt saves states while sequences are vacant, and evicts no other."""
     cache = recurrent(tmp_path, checkpoints=CheckpointSchedule(interval=4, first=0))
     for number in (5, 6):
         with cache.acquire([number]) as lease:
@@ -217,7 +217,7 @@ def test_a_checkpoint_evicts_no_other_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "two threads in one prefix cache left a tree that failed with AttributeError from then on",
+    "two threads in one prefix cache damaged its tree, which then raised AttributeError",
     by="hostile input",
     of="Python",
 )
@@ -269,7 +269,7 @@ def test_a_second_thread_is_refused_during_an_operation(tmp_path: Path) -> None:
         assert prefix_kit.serve(cache, [*prompt, 4]) == 20
 
 
-def test_a_prompt_that_is_refused_at_last_leaves_no_lease(
+def test_late_refusal_of_a_prompt_leaves_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sequence was found before; the prefix stays cached."""

@@ -1,4 +1,4 @@
-"""Test the prefix cache over real builds: what follows a hit is what follows a fresh decode."""
+"""Test the prefix cache on real builds: logits after a hit are those of a new decode."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.native
 
 SYSTEM = [1 + (7 * i) % 60 for i in range(90)]
-#: A release whose memory is of streams, windows and states, tested where it is built.
+#: A release with memories of streams, windows and states, tested where it is built.
 LATE = "0.3.36+patched"
 
 
 class Oracle:
-    """Decode tokens in a context of their own."""
+    """Decode tokens in a new context."""
 
     def __init__(self, model: kv.Model, **options: Any) -> None:
         self.context = model.context(n_ctx=512, n_batch=512, **options)
         self.worst = 0.0
 
     def __call__(self, lease: PrefixLease) -> None:
-        """Compare the logits of a lease's last token with those of a fresh decode."""
+        """Compare the logits of a lease's last token with those of a new decode."""
         mine = lease.sequence.logits().copy()
         self.context.clear()
         with self.context.sequence() as fresh:
@@ -69,7 +69,7 @@ def late() -> Iterator[kv.OpenLibrary]:
 def test_logits_after_a_hit_are_those_of_a_fresh_decode(
     model: kv.Model, kind: str, flash_attn: bool, tmp_path: Path
 ) -> None:
-    """Hit a branch in the cache, in memory and in a file (DataSurvivesSnapshotRestore)."""
+    """The branch is in the cache, in memory and in a file (DataSurvivesSnapshotRestore)."""
     paging = {"resident": None, "memory": "memory", "folder": tmp_path}[kind]
     look = Oracle(model, flash_attn=flash_attn)
     with model.context(
@@ -97,8 +97,10 @@ def test_logits_after_a_hit_are_those_of_a_fresh_decode(
 
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("paging", [None, "memory"])
-def test_random_traffic_is_exact(model: kv.Model, flash_attn: bool, paging: str | None) -> None:
-    """Do everything at random, and compare every prompt with a fresh decode."""
+def test_random_traffic_has_the_logits_of_a_fresh_decode(
+    model: kv.Model, flash_attn: bool, paging: str | None
+) -> None:
+    """Random operations; every prompt is compared with a new decode."""
     look = Oracle(model, flash_attn=flash_attn)
     with model.context(
         n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=5, flash_attn=flash_attn
@@ -111,7 +113,7 @@ def test_random_traffic_is_exact(model: kv.Model, flash_attn: bool, paging: str 
 
 
 def test_two_chats_share_a_thousand_cells(patched: Variant, tiny_model: Path) -> None:
-    """Use 1,000 cells and the tails for two chats with 1,000 tokens in common."""
+    """Two chats with 1,000 common tokens use 1,000 cells and those of their tails."""
     with kv.open(patched.folder) as library:
         model = library.load_model(tiny_model)
         with model.context(n_ctx=2048, n_batch=512, n_seq_max=4) as ctx:
@@ -127,8 +129,8 @@ def test_two_chats_share_a_thousand_cells(patched: Variant, tiny_model: Path) ->
             assert ctx.kv.stats.shared == 1000
 
 
-def test_a_cancelled_prompt_goes_on_where_it_was(patched: Variant, tiny_model: Path) -> None:
-    """Cancel inside of a micro-batch: whole pieces stay, and the end is exact."""
+def test_cancelled_prompt_continues_exactly(patched: Variant, tiny_model: Path) -> None:
+    """Cancel inside of a micro-batch: whole pieces stay, and the result is exact."""
     with kv.open(patched.folder) as library, library.load_model(tiny_model) as model:
         look = Oracle(model)
         with model.context(n_ctx=256, n_batch=32, n_ubatch=16, n_seq_max=3) as ctx:
@@ -155,7 +157,7 @@ def test_a_cancelled_prompt_goes_on_where_it_was(patched: Variant, tiny_model: P
                 look(lease)
 
 
-def test_scattered_cells_take_a_page_in(stock: Variant, tiny_model: Path) -> None:
+def test_page_is_restored_into_scattered_cells(stock: Variant, tiny_model: Path) -> None:
     """Load a state if no two free cells are adjacent, on a release that requires one hole.
 
     Through 0.3.16, such a state was not restored (llama.cpp #9201, #17527).
@@ -178,7 +180,7 @@ def test_scattered_cells_take_a_page_in(stock: Variant, tiny_model: Path) -> Non
 
 
 def test_pages_of_another_cache_type_are_refused(patched: Variant, tiny_model: Path) -> None:
-    """Give a cache the page of one with other types: typed, and the cache goes on."""
+    """A page of a cache with other types is a typed error, and the cache continues."""
     with kv.open(patched.folder) as library, library.load_model(tiny_model) as model:
         pages = []
         caches = []
@@ -208,7 +210,7 @@ KINDS = ["tiny", "sliding", "recurrent", "hybrid"]
 def test_random_traffic_is_exact_in_every_memory(
     late: kv.OpenLibrary, name: str, paging: str | None, unified: bool
 ) -> None:
-    """Do everything at random with streams, windows and states."""
+    """Random operations with streams, windows and states."""
     with late.load_model(synthetic_models.model(name)) as model:
         look = Oracle(model)
         n_ctx = 512 if unified else 1024
@@ -222,10 +224,10 @@ def test_random_traffic_is_exact_in_every_memory(
 
 
 @pytest.mark.parametrize("entries", [1, 6])
-def test_a_state_that_cannot_go_back_is_begun_anew(late: kv.OpenLibrary, entries: int) -> None:
+def test_changed_recurrent_prompt_is_decoded_again(late: kv.OpenLibrary, entries: int) -> None:
     """Repeat and change prompts of a recurrent model.
 
-    The single entry of 5c73c4e2e ignored that its trim was refused: tokens and state disagreed.
+    Ollama's single entry (5c73c4e2e) ignored a refused trim, so that tokens and state disagreed.
     """
     with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
@@ -239,10 +241,10 @@ def test_a_state_that_cannot_go_back_is_begun_anew(late: kv.OpenLibrary, entries
                 cache.check()
 
 
-def test_a_state_that_cannot_go_back_is_begun_anew_in_early_releases(
+def test_state_without_rollback_is_cleared_on_early_releases(
     patched: Variant,
 ) -> None:
-    """Change prompts of a recurrent model where the whole context has to be cleared for it."""
+    """For a changed recurrent prompt, the whole context has to be cleared."""
     with kv.open(patched.folder) as library:
         model = library.load_model(synthetic_models.model("recurrent"))
         look = Oracle(model)
@@ -255,11 +257,11 @@ def test_a_state_that_cannot_go_back_is_begun_anew_in_early_releases(
                 cache.check()
 
 
-def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
-    """Branch off a recurrent prompt (RestoreExactOffset): its states are where they were asked for.
+def test_recurrent_states_are_stored_at_branch_points(late: kv.OpenLibrary) -> None:
+    """Branch off a recurrent prompt (RestoreExactOffset): states are at the requested positions.
 
-    States are kept before the last token, so that a repeat is a hit (4f5999fd3), at the place where
-    a prompt parts from others, and where it is pinned; none beyond the prompt
+    States are saved before the last token, so that a repeat is a hit (ollama 4f5999fd3), where a
+    prompt diverges from others, and where it is pinned; none beyond the prompt
     (SnapshotBeyondPrefillSkipped).
     """
     with late.load_model(synthetic_models.model("recurrent")) as model:
@@ -270,7 +272,7 @@ def test_states_are_kept_where_prompts_part(late: kv.OpenLibrary) -> None:
             for prompt in (
                 [*SYSTEM, 1, 2],
                 [*SYSTEM, 1, 2],  # the same: all but a token
-                [*SYSTEM, 3, 4],  # parts after 90 tokens, of which there is no state yet
+                [*SYSTEM, 3, 4],  # diverges after 90 tokens, where there is no state yet
                 [*SYSTEM, 5, 6],  # and now there is
             ):
                 with cache.acquire(prompt) as lease:
@@ -333,15 +335,15 @@ def test_recurrent_prompts_start_after_evictions_on_early_releases() -> None:
 
 
 @pytest.mark.regression(
-    "a decode that was cancelled over recurrent states left wrong ones to sequences that had no "
-    "part in it",
+    "after a cancelled decode in a recurrent memory, sequences outside of the batch had wrong "
+    "states",
     by="random_operations",
     of="Python",
 )
 def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
     late: kv.OpenLibrary,
 ) -> None:
-    """Cancel where a memory cannot go back: what was broken off has moved the others' states."""
+    """If a memory cannot roll back, an aborted decode has changed the states of others."""
     with late.load_model(synthetic_models.model("recurrent")) as model:
         look = Oracle(model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=8) as ctx:
@@ -372,8 +374,8 @@ def test_a_cancelled_recurrent_prompt_leaves_no_state_that_may_be_wrong(
             assert serve(cache, [*SYSTEM, *([2] * 80), 3]) == len(SYSTEM) + 80
 
 
-def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
-    """Go back to where a sliding window has passed (RestoreOutsideWindow): decode again instead.
+def test_prompt_before_the_window_is_decoded_again(late: kv.OpenLibrary) -> None:
+    """Return to before a sliding window (RestoreOutsideWindow): tokens are decoded again.
 
     A rotating cache of ollama dropped entries that it still needed.
     """
@@ -394,13 +396,13 @@ def test_a_window_is_never_left_behind(late: kv.OpenLibrary) -> None:
 def test_generation_after_a_cache_hit_has_the_same_text(
     patched: Variant, trained_model: Path
 ) -> None:
-    """Go on with a trained model from a fork, from a page, and from nothing."""
+    """A trained model continues from a fork, from a page, and from nothing."""
     with kv.open(patched.folder) as library:
         model = library.load_model(trained_model)
         with model.context(n_ctx=512, n_batch=64, n_seq_max=3) as ctx:
             cache = PrefixCache(ctx, paging="memory")
             prompt = model.tokenize("Once upon a time, there was a little girl")
-            said = []
+            texts = []
             for _ in range(3):
                 with cache.acquire(prompt) as lease:
                     lease.prefill()
@@ -408,6 +410,6 @@ def test_generation_after_a_cache_hit_has_the_same_text(
                     said.append("".join(ctx.generate(lease.sequence, max_tokens=20)))
                     tokens = lease.sequence.tokens
                 cache.check()
-                if len(said) == 2:
+                if len(texts) == 2:
                     cache.page_out(tokens)
-            assert said[0] == said[1] == said[2] != ""
+            assert texts[0] == texts[1] == texts[2] != ""

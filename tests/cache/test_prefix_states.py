@@ -1,4 +1,4 @@
-"""Test where states are due, which of them are evicted, and what managers do without one."""
+"""Test where states are due, which ones are evicted, and managers without states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def stops(points: StatePoints, end: int, n: int = 1 << 20) -> list[int]:
 
 
 def test_states_are_due_at_intervals_branches_and_named_positions() -> None:
-    """The last but one token of the prompt has one, and text that follows at the interval."""
+    """The second last token of the prompt has one, and later text at the interval."""
     points = StatePoints(OFTEN, 40, 0, branches=(21, 40, 55), named=(0, 5, 40))
     assert stops(points, 40) == [5, 16, 21, 32, 39]
     assert not points.due(55)
@@ -69,15 +69,15 @@ def test_no_state_is_due_in_the_cached_part_or_before_the_first() -> None:
     assert points.due(32)
 
 
-def test_no_state_is_inside_of_a_group() -> None:
-    """A prompt could not continue there: its group would be divided."""
+def test_states_are_not_stored_inside_token_groups() -> None:
+    """A prompt could not continue there, because its group would be split."""
     points = StatePoints(
         OFTEN, 40, 0, branches=[21], named=[6], groups=[(4, 8), (20, 24), (36, 40)]
     )
     assert stops(points, 40) == [4, 16, 20, 32, 36]
 
 
-def test_a_position_may_be_added_while_it_is_ahead() -> None:
+def test_state_position_ahead_can_be_added() -> None:
     """Another prompt that diverges there was submitted in the meantime."""
     points = StatePoints(CheckpointSchedule(interval=100, first=1), 40, 0)
     points.add(25, 10)
@@ -133,7 +133,7 @@ def test_every_batch_size_reaches_every_position(
     assert {each for each in branches if cached < each < prompt} <= set(found)
 
 
-# What is kept...
+# Kept states...
 
 
 def store(*keys: tuple[int, int], size: int = 100, budget: int = 1 << 20) -> StateStore:
@@ -191,7 +191,7 @@ def test_a_state_that_is_used_stays() -> None:
     kept.put(tokens_to_key([3] * 10), b"x" * 10)
     assert kept.best(tokens_to_key([1] * 11))[0] == 10
     assert kept.best(tokens_to_key([2] * 11))[0] == 0
-    for _ in range(50):  # short ones that are used outlive a long one that is not
+    for _ in range(50):  # short states in use outlive a long unused one
         kept.best(tokens_to_key([1] * 11))
     kept.put(tokens_to_key([4] * 100), b"x" * 100)
     for _ in range(50):
@@ -224,7 +224,7 @@ def test_a_store_keeps_its_limits(puts: list[tuple[int, int]]) -> None:
 
 
 def managers() -> list[Any]:
-    """Return how each manager is made over a memory that cannot return to a position."""
+    """Return the constructor of each manager for a memory that cannot roll back."""
     return [
         pytest.param(lambda ctx, **more: PrefixCache(ctx, **more), id="PrefixCache"),
         pytest.param(lambda ctx, **more: SlotCache(ctx, **more), id="SlotCache"),
@@ -241,7 +241,7 @@ def prompts(n: int, common: int, tail: int = 6) -> list[list[int]]:
 def test_a_shared_prefix_is_reused_from_its_second_occurrence_after_the_first(
     tmp_path: Path, make: Any
 ) -> None:
-    """The second prompt shows the branch point, whatever generated text follows."""
+    """The second prompt shows the branch point, for any generated text."""
     ctx = recurrent(tmp_path)
     with make(ctx) as cache, Batcher(cache) as batcher:
         found = []
@@ -255,7 +255,7 @@ def test_a_shared_prefix_is_reused_from_its_second_occurrence_after_the_first(
 
 @pytest.mark.parametrize("make", managers())
 def test_a_prompt_in_progress_shows_a_branch_point(tmp_path: Path, make: Any) -> None:
-    """Two prompts that are submitted together are evaluated; the third finds their prefix."""
+    """Two prompts that do not wait are both evaluated; the third finds their prefix."""
     ctx = recurrent(tmp_path)
     with make(ctx) as cache, Batcher(cache) as batcher:
         both = [batcher.submit(each, 3) for each in prompts(2, 100)]
@@ -281,7 +281,7 @@ def test_a_prompt_that_diverges_in_a_group_of_another_delays_no_step(
 
 @pytest.mark.parametrize("make", managers())
 def test_a_named_position_is_reused_the_first_time(tmp_path: Path, make: Any) -> None:
-    """The caller knows where its system prompt ends."""
+    """The caller names the end of its system prompt."""
     ctx = recurrent(tmp_path)
     first, second = prompts(2, 100)
     with make(ctx) as cache, Batcher(cache) as batcher:
@@ -305,10 +305,10 @@ def test_text_has_states_at_the_interval(tmp_path: Path, options: dict[str, Any]
     with PrefixCache(ctx, checkpoints=OFTEN, **options) as cache, Batcher(cache) as batcher:
         one = batcher.submit([5] * 8, 300)
         batcher.run()
-        said = [*one.prompt, *one.tokens]
-        other = batcher.submit([*said[:200], 99], 1)
+        known = [*one.prompt, *one.tokens]
+        other = batcher.submit([*known[:200], 99], 1)
         batcher.run()
-        # States of text are kept when cells are reserved, which is for several tokens at once.
+        # States of text are saved when cells are reserved, which is for several tokens at once.
         assert other.cached is not None
         assert 200 - 16 - LOOKAHEAD_TOKENS <= other.cached < 200
         cache.check()
@@ -330,15 +330,15 @@ def test_text_of_a_slot_has_states_at_the_interval(tmp_path: Path) -> None:
 def test_a_budget_below_one_state_keeps_none(tmp_path: Path, make: Any) -> None:
     """Prompts are decoded again; nothing fails, and no token is wrong."""
     ctx = recurrent(tmp_path)
-    said = []
+    known = []
     for schedule in (None, CheckpointSchedule(budget=10), CheckpointSchedule(size=0)):
         with make(ctx, checkpoints=schedule) as cache, Batcher(cache) as batcher:
             going = [batcher.submit(each, 8) for each in prompts(6, 100)]
             batcher.run()
-            said.append([one.tokens for one in going])
+            known.append([one.tokens for one in going])
             cache.check()
         ctx.clear()
-    assert said[0] == said[1] == said[2]
+    assert known[0] == known[1] == known[2]
 
 
 def test_pages_of_states_stay_within_the_schedule(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_branch_with_a_sequence_and_a_page_is_paged_once(tmp_path: Path) -> No
 
 
 def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
-    """A chat continues after its last text although another one had its slot."""
+    """A chat continues after its last text although another one used its slot."""
     cache = SlotCache(recurrent(tmp_path), n_slots=1)
     chat = [*range(10, 40)]
     with cache.acquire(chat) as lease:
@@ -394,7 +394,7 @@ def test_an_evicted_history_leaves_its_state(tmp_path: Path) -> None:
 
 
 def test_a_history_that_is_evicted_for_cells_leaves_its_state(tmp_path: Path) -> None:
-    """Slots share cells: the text of an answer is reused, although another needed its cells."""
+    """Slots share cells: the text of an answer is reused, although its cells were freed."""
     cache = SlotCache(recurrent(tmp_path, n_ctx=100, n_seq_max=4), size=100)
     prompt = [*range(10, 70)]
     with cache.acquire(prompt) as lease:
@@ -437,7 +437,7 @@ def test_a_budget_below_one_prompt_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_that_cannot_be_restored_is_decoded_again(tmp_path: Path) -> None:
-    """The slot's tokens are those of the prompt all the same."""
+    """The slot's tokens are still those of the prompt."""
     ctx = recurrent(tmp_path)
     cache = SlotCache(ctx, n_slots=2)
     first, second, third = prompts(3, 60)
@@ -472,7 +472,7 @@ def test_a_state_that_cannot_be_saved_fails_no_prompt(
 
 
 def test_a_state_that_a_prompt_continues_is_kept(tmp_path: Path) -> None:
-    """If no sequence is vacant, the prompt takes the only one; its state goes to a page."""
+    """If no sequence is vacant, the prompt takes the only one; its state becomes a page."""
     cache = PrefixCache(recurrent(tmp_path), entries=1)
     chat = [*range(10, 40)]
     prefix_kit.serve(cache, chat, [5] * 20)
@@ -480,7 +480,7 @@ def test_a_state_that_a_prompt_continues_is_kept(tmp_path: Path) -> None:
         assert prefix_kit.serve(cache, [*chat, *([5] * 20), 60 + number, 7], [9] * 10) == 50
 
 
-def test_a_lease_is_forked_where_it_is(tmp_path: Path) -> None:
+def test_recurrent_lease_is_forked_at_its_position(tmp_path: Path) -> None:
     """A longer branch cannot be cut to the length of the lease, so the lease is the source."""
     ctx = recurrent(tmp_path)
     cache = PrefixCache(ctx)
@@ -501,7 +501,7 @@ def test_a_lease_is_forked_where_it_is(tmp_path: Path) -> None:
     of="Python",
 )
 @pytest.mark.parametrize("budget", [0, 10])
-def test_a_budget_below_a_state_costs_time_only(tmp_path: Path, budget: int) -> None:
+def test_budget_below_a_state_drops_branches(tmp_path: Path, budget: int) -> None:
     """Branches are dropped instead of paged out; a pinned one stays, and refuses the prompt."""
     cache = PrefixCache(
         recurrent(tmp_path, n_seq_max=1),
@@ -520,7 +520,7 @@ def test_a_budget_below_a_state_costs_time_only(tmp_path: Path, budget: int) -> 
 
 
 def test_an_interruption_while_a_state_is_saved_changes_nothing(tmp_path: Path) -> None:
-    """Ctrl-C ends a save: the branches before it are there, and the prompt can be repeated."""
+    """Ctrl-C ends a save: earlier branches remain, and the prompt can be repeated."""
     ctx = recurrent(tmp_path)
     cache = PrefixCache(ctx, checkpoints=OFTEN, entries=1)
     prefix_kit.serve(cache, [3] * 40)
@@ -540,7 +540,7 @@ def test_an_interruption_while_a_state_is_saved_changes_nothing(tmp_path: Path) 
 
 
 def test_a_cancel_while_a_state_is_saved_ends_the_prefill(tmp_path: Path) -> None:
-    """Between two batches of a prefill, a cancel is not lost."""
+    """A cancel between two batches of a prefill is not lost."""
     ctx = recurrent(tmp_path)
     cache = PrefixCache(ctx, checkpoints=OFTEN)
     others = [cache.acquire([each]) for each in (5, 6, 7)]  # no sequence is left for a state
@@ -563,15 +563,15 @@ def test_a_cancel_while_a_state_is_saved_ends_the_prefill(tmp_path: Path) -> Non
     cache.check()
 
 
-def test_a_schedule_is_checked(tmp_path: Path) -> None:
-    """Something else is a usage error."""
+def test_schedule_of_another_type_is_refused(tmp_path: Path) -> None:
+    """It is a usage error."""
     assert checked_schedule(None).interval == 512
     for make in (PrefixCache, SlotCache):
         with pytest.raises(TypeError):
             make(kit.context(tmp_path), checkpoints=3)  # type: ignore[operator]
 
 
-def test_attention_needs_no_states(tmp_path: Path) -> None:
+def test_attention_memory_stores_no_states(tmp_path: Path) -> None:
     """Every position of a cache of cells is a prefix already; nothing is saved."""
     ctx = kit.context(tmp_path, n_ctx=512)
     ctx.native.state_save = None

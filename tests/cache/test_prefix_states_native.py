@@ -1,4 +1,4 @@
-"""Test reuse in each type of memory over real builds, compared with fresh decodes."""
+"""Test reuse in each type of memory on real builds, compared with new decodes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def text(n: int) -> list[int]:
 def branch(base: list[int], length: int, number: int) -> list[int]:
     """Return a prompt that has this number of tokens in common with the text, and a tail."""
     tail = [1 + (11 * length + 17 * number + 5 * j) % 60 for j in range(4)]
-    tail[0] = 1 + (base[length] + number) % 60  # another token than the text's
+    tail[0] = 1 + (base[length] + number) % 60  # another token than that of the text
     return [*base[:length], *tail]
 
 
 class Fresh:
-    """Decode tokens in a context of their own."""
+    """Decode tokens in a new context."""
 
     def __init__(self, model: kv.Model) -> None:
         self.context = model.context(n_ctx=512, n_batch=512)
@@ -115,7 +115,7 @@ def decode(lease: Any) -> np.ndarray:
 
 
 def test_a_batcher_reuses_as_much_as_with_attention(model: kv.Model, manager: Any) -> None:
-    """Turns of two chats with one system prompt: only the second chat's first turn is evaluated."""
+    """Of two chats with one system prompt, only the first turn of the second is evaluated."""
     system = text(120)
     with context(model) as ctx, manager(ctx) as cache, kv.Batcher(cache) as batcher:
         reused = []

@@ -1,4 +1,4 @@
-"""Test the files of a prefix store: what is found again, and every kind of bad input."""
+"""Test the files of a prefix store: search, and each kind of invalid file."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_pages_are_found_by_tokens(store: PrefixStore) -> None:
 def test_a_page_has_its_name_when_it_is_complete(
     store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it is on the disk, it has another name, which the next scan removes."""
+    """Until then it has another name, which the next scan removes."""
     seen: list[set[str]] = []
     fsync = os.fsync
 
@@ -109,7 +109,7 @@ def test_states_end_where_a_prefix_does(store: PrefixStore) -> None:
 
 
 def test_reopened_store_has_the_same_pages_and_order(store: PrefixStore, folder: Path) -> None:
-    """Open the directory again: same pages, and the order of use is kept."""
+    """The pages and the order of use are kept."""
     one, two, three = fill(store)
     store.touch([one, two])
     store.close()
@@ -131,8 +131,8 @@ def test_reopened_store_has_the_same_pages_and_order(store: PrefixStore, folder:
         again.close()
 
 
-def test_the_pages_used_longest_ago_go_first(folder: Path) -> None:
-    """Keep to the budget; a page that others follow stays as long as they do."""
+def test_least_recently_used_pages_are_removed_first(folder: Path) -> None:
+    """A page that others follow is not removed before them."""
     store = PrefixStore(folder, IDENTITY)
     one, two, _ = fill(store)
     other = store.add("cells", None, 0, tokens_to_key([7, 8]), b"x" * 30)
@@ -141,7 +141,7 @@ def test_the_pages_used_longest_ago_go_first(folder: Path) -> None:
     assert set(store.pages) == {one.name, two.name, other.name}
     store.set_budget(store.size - 1)
     assert set(store.pages) == {one.name, two.name}
-    # Too large together with what it follows: nothing is removed.
+    # Too large together with the pages before it: nothing is removed.
     with pytest.raises(errors.BudgetTooSmall) as caught:
         store.add("cells", two, 10, tokens_to_key([2]), b"z" * store.size)
     assert caught.value.needed > caught.value.budget == store.budget
@@ -194,7 +194,7 @@ def test_second_writer_of_a_store_is_refused(store: PrefixStore, folder: Path) -
 def test_another_identity_is_refused(
     store: PrefixStore, folder: Path, other: dict[str, str], differs: list[str]
 ) -> None:
-    """The error names what differs, with both values."""
+    """The error names the difference, with both values."""
     fill(store)
     store.close()
     before = files(folder)
@@ -205,7 +205,7 @@ def test_another_identity_is_refused(
 
 
 def test_another_format_is_refused(store: PrefixStore, folder: Path) -> None:
-    """A later version, and a directory or file of something else, stay as they are."""
+    """A later version, and a foreign directory or file, are not changed."""
     store.close()
     path = folder / "store.json"
     about = json.loads(path.read_text())
@@ -260,7 +260,7 @@ def test_every_changed_byte_is_noticed(store: PrefixStore, folder: Path) -> None
 def test_unusable_files_are_removed_when_a_store_is_opened(
     store: PrefixStore, folder: Path
 ) -> None:
-    """Remove what was not completed, what was renamed or truncated, and what lost its parent."""
+    """Incomplete, renamed, truncated and orphaned files are removed."""
     one, two, three = fill(store)
     alone = store.add("state", None, 0, A, b"state")
     store.close()
@@ -308,7 +308,7 @@ def test_pages_that_are_evicted_during_a_scan_are_no_damage(
 
 
 def test_a_missing_page_is_damage(store: PrefixStore) -> None:
-    """Discard a page that cannot be read, with all that follow it."""
+    """A page that cannot be read is discarded, with all that follow it."""
     one, two, _ = fill(store)
     store.path(two).unlink()
     with pytest.raises(errors.PrefixStoreDamaged, match="missing") as caught:
@@ -321,7 +321,7 @@ def test_a_missing_page_is_damage(store: PrefixStore) -> None:
 
 
 def test_pages_of_another_store_are_not_read(store: PrefixStore, folder: Path) -> None:
-    """Copy a page from a store of another model: it is unusable."""
+    """A page copied from a store of another model is unusable."""
     other = PrefixStore(folder.parent / "other", {**IDENTITY, "model": "n"})
     page = other.add("cells", None, 0, A, b"other")
     other.close()
@@ -329,8 +329,10 @@ def test_pages_of_another_store_are_not_read(store: PrefixStore, folder: Path) -
     assert "another store" in str(next(iter(scan(folder).unusable.values())))
 
 
-def test_prune(store: PrefixStore, folder: Path) -> None:
-    """Remove damaged pages and those beyond a budget; nothing without need."""
+def test_prune_removes_damaged_pages_and_those_beyond_the_budget(
+    store: PrefixStore, folder: Path
+) -> None:
+    """Only damaged pages and those beyond a budget are removed."""
     _, two, three = fill(store)
     store.close()
     assert prefix_store.prune(folder) == prefix_store.PruneResult(0, 3, store.size)
@@ -384,8 +386,10 @@ def test_failed_writes_leave_nothing(
     assert store.find(A, 10).length == 10
 
 
-def test_a_directory_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse a directory that cannot be written, listed or locked, with a remedy."""
+def test_store_directory_without_permission_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that cannot be written, listed or locked is refused with a remedy."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -403,7 +407,7 @@ def test_a_directory_without_permission(folder: Path, monkeypatch: pytest.Monkey
 
 
 def refuse_pages(patch: pytest.MonkeyPatch, code: int) -> None:
-    """Let the opening of pages fail."""
+    """Make the opening of pages fail."""
     real = os.open
 
     def fail(path: Any, *arguments: Any, **options: Any) -> int:
@@ -415,8 +419,8 @@ def refuse_pages(patch: pytest.MonkeyPatch, code: int) -> None:
 
 
 @pytest.mark.regression(
-    "a prefix store deleted its pages when they could not be opened for a moment, for example with "
-    "too many open files",
+    "a prefix store deleted pages that could temporarily not be opened, for example with too many"
+    " open files",
     by="hostile input",
     of="Python",
 )
@@ -447,8 +451,7 @@ def test_pages_that_cannot_be_opened_now_are_kept(
 
 
 @pytest.mark.regression(
-    "a directory that only had files *.part was taken for an unfinished store, and they were "
-    "deleted",
+    "a directory with only *.part files was treated as an unfinished store, and they were deleted",
     by="hostile input",
     of="Python",
 )
@@ -466,12 +469,11 @@ def test_unfinished_files_of_others_are_not_removed(folder: Path) -> None:
 
 
 @pytest.mark.regression(
-    "a store whose store.json was a link to a missing file got another identity, and lost its "
-    "pages",
+    "a store whose store.json was a dangling link got another identity, and lost its pages",
     by="hostile input",
     of="Python",
 )
-def test_a_link_to_a_missing_identity(store: PrefixStore, folder: Path) -> None:
+def test_dangling_identity_link_is_refused(store: PrefixStore, folder: Path) -> None:
     """The file may be on a disk that is not mounted."""
     fill(store)
     store.close()
@@ -493,7 +495,7 @@ def test_a_link_to_a_missing_identity(store: PrefixStore, folder: Path) -> None:
     by="hostile input",
     of="Python",
 )
-def test_something_else_in_the_place_of_a_page(
+def test_directory_in_place_of_a_page_is_unusable(
     store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """It is unusable, and an error if it cannot be removed."""
@@ -531,7 +533,7 @@ def test_something_else_in_the_place_of_a_page(
     by="hostile input",
     of="Python",
 )
-def test_a_forked_process_is_no_writer(store: PrefixStore, folder: Path) -> None:
+def test_forked_process_cannot_write_to_the_store(store: PrefixStore, folder: Path) -> None:
     """It is refused, and the lock of the parent stays when it closes the store."""
     fill(store)
     store.check_owned()

@@ -1,4 +1,4 @@
-"""Kill processes that use a prefix store, and let its writes fail, at each change of a file."""
+"""Test faults in processes with a prefix store: kills and failed writes at each change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", ["kill", "eio", "full"])
 def test_flushed_prefixes_survive_a_fault_at_each_change(kind: str) -> None:
-    """Everything flushed before the fault is reused after it, and no logits are wrong."""
+    """Everything flushed before the fault is reused afterwards, and no logits are wrong."""
     steps = [("cache_kit:StoreSimulatedPrefixes", [])]
     (record,) = preloaded_process.run_injections(
         steps, [kind], seconds=600, seed=1, tick=lambda _: None

@@ -1,4 +1,7 @@
-"""Test the prefix tree against sets of prefixes, and its invariants."""
+"""Test the prefix tree against sets of prefixes, and its invariants.
+
+Names in parentheses are those of ollama's tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 class Sheet(CountedPage):
-    """Stand for a page."""
+    """A fake page."""
 
     def __init__(self, start: int, end: int) -> None:
         super().__init__()
@@ -32,54 +35,52 @@ def entered(tree: RadixTree, tokens: list[int]) -> Node:
 
 
 def parted(tree: RadixTree, node: Node) -> None:
-    """Take away what a node keeps."""
+    """Remove the pages of a node."""
     tree.detach(node)
     tree.prune(node)
     tree.merge(node)
 
 
 @given(WORDS, WORDS, st.integers(0, 3))
-def test_the_common_beginning_is_counted_as_one_by_one(
-    a: list[int], b: list[int], before: int
-) -> None:
-    """Count tokens that agree, wherever the second key begins."""
+def test_common_prefix_length_agrees_with_counting(a: list[int], b: list[int], before: int) -> None:
+    """Tokens are compared one by one, at any start of the second key."""
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     expected = min(len(a), len(b)) if expected is None else expected
     assert common(tokens_to_key(a), tokens_to_key([7] * before + b), 4 * before) == expected
 
 
-def test_tokens_survive_packing() -> None:
-    """Pack the largest token there can be, and none."""
+def test_tokens_survive_conversion_to_a_key() -> None:
+    """The largest token and no token are packed."""
     tokens = [0, 1, 255, 256, 65536, 2**31 - 1]
     assert key_to_tokens(tokens_to_key(tokens)) == tokens
     assert tokens_to_key([]) == b""
 
 
-def test_find_best_match_in_an_empty_tree() -> None:
-    """Match nothing (FindBestMatch, empty)."""
+def test_empty_tree_matches_nothing() -> None:
+    """FindBestMatch, empty."""
     tree = RadixTree()
     assert tree.match(tokens_to_key([1, 2])) == (tree.root, 0)
     assert tree.match(b"") == (tree.root, 0)
 
 
-def test_find_best_match_at_the_end_of_a_node() -> None:
-    """Match whole nodes, and go on below them (FindBestMatch, full edge)."""
+def test_match_ends_at_the_end_of_a_node() -> None:
+    """Whole nodes match, and nodes below them (FindBestMatch, full edge)."""
     tree = RadixTree()
     node = entered(tree, [1, 2, 3])
     assert tree.match(tokens_to_key([1, 2, 3])) == (node, 3)
     assert tree.match(tokens_to_key([1, 2, 3, 4])) == (node, 3)
 
 
-def test_find_best_match_inside_of_a_node() -> None:
-    """Match a part of a run (FindBestMatch, partial edge): 46 of 47 thousand tokens count."""
+def test_match_ends_inside_a_node() -> None:
+    """A part of a run matches (FindBestMatch, partial edge): 46 of 47 thousand tokens."""
     tree = RadixTree()
     long = list(range(47_000))
     node = entered(tree, long)
     assert tree.match(tokens_to_key([*long[:46_000], 5])) == (node, 46_000)
 
 
-def test_a_split_and_a_merge_give_the_node_back() -> None:
-    """Divide a node and join it again (Split/Merge round trip): key, entry and counts stay."""
+def test_split_and_merged_node_is_unchanged() -> None:
+    """Split/Merge round trip: key, entry and counts are unchanged."""
     tree = RadixTree()
     node = entered(tree, [1, 2, 3, 4, 5])
     key = node.key
@@ -95,7 +96,7 @@ def test_a_split_and_a_merge_give_the_node_back() -> None:
 
 
 def test_repeated_branching_keeps_every_branch() -> None:
-    """Branch off at each length of one sequence (RepeatedBranching)."""
+    """Branch at each length of one sequence (RepeatedBranching)."""
     tree = RadixTree()
     trunk = list(range(10, 30))
     nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
@@ -104,8 +105,8 @@ def test_repeated_branching_keeps_every_branch() -> None:
         assert tree.match(tokens_to_key([*trunk[:i], 1, 2, 3])) == (node, i + 2)
 
 
-def test_removing_a_node_joins_what_is_left() -> None:
-    """Remove one of two branches (RemoveNode): their parent and the other become one."""
+def test_removed_branch_merges_its_parent_and_sibling() -> None:
+    """Remove one of two branches (RemoveNode): their parent and the other are merged."""
     tree = RadixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     assert tree.nodes == 3
@@ -116,8 +117,8 @@ def test_removing_a_node_joins_what_is_left() -> None:
     assert (tree.nodes, tree.tokens, tree.held_tokens) == (0, 0, 0)
 
 
-def test_a_pin_resists_the_merge() -> None:
-    """Keep a pinned node apart from its only child (UserSnapshotResistsAutoMerge)."""
+def test_pinned_node_is_not_merged() -> None:
+    """A pinned node is not merged with its only child (UserSnapshotResistsAutoMerge)."""
     tree = RadixTree()
     pinned = tree.insert(tokens_to_key([1, 2]))
     pinned.pins.add("system")
@@ -128,8 +129,8 @@ def test_a_pin_resists_the_merge() -> None:
     assert tree.match(tokens_to_key([1, 2])) == (pinned, 2)
 
 
-def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
-    """Order leaves that are used at the same time, and at different ones."""
+def test_eviction_order_is_age_then_depth_then_size() -> None:
+    """Leaves have equal and different times of use."""
     tree = RadixTree()
     for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
         entered(tree, tokens)
@@ -139,12 +140,12 @@ def test_the_oldest_goes_first_then_the_deepest_then_the_largest() -> None:
         order.append(key_to_tokens(node.key))
         parted(tree, node)
     assert order[-1] == [1]
-    assert order[0] == [6, 6, 6]  # three deep, and all of it goes
+    assert order[0] == [6, 6, 6]  # three levels, and all are evicted
     assert sorted(order[1:3]) == [[3, 4, 4], [3, 4, 5]]
 
 
-def test_an_eviction_looks_at_few_nodes() -> None:
-    """Neither at those that are evicted later, nor at former places of those that were used."""
+def test_eviction_visits_few_nodes() -> None:
+    """Neither nodes that are evicted later, nor former places of used ones, are visited."""
     tree = RadixTree()
     draw = Random(1)
     nodes = [entered(tree, [number, *range(draw.randint(1, 9))]) for number in range(1000)]
@@ -164,7 +165,7 @@ def test_an_eviction_looks_at_few_nodes() -> None:
         evicted.append(found)
         parted(tree, found)
     assert evicted == [node for node in order if not node.pins]
-    # Two for a node: it and the next one, which may be equal. The pinned one is seen each time.
+    # Two per node: it and the next one, which may be equal. The pinned one is seen each time.
     assert looks < 3.5 * len(nodes)
     tree.check()
 
@@ -213,10 +214,10 @@ def test_equal_nodes_are_evicted_in_the_order_of_the_tree() -> None:
     assert sorted(order) == [[1, 2], [1, 3], [1, 6], [4, 5]]
 
 
-def test_only_what_is_used_is_touched() -> None:
-    """Use a beginning only (LRUOnlyUpdatesUsedNodes): what goes on below it is as old as before.
+def test_match_updates_only_the_used_nodes() -> None:
+    """Use only a prefix (LRUOnlyUpdatesUsedNodes): nodes below it keep their age.
 
-    Ollama touched whatever hung below the match, so that leaves never aged.
+    Ollama updated all nodes below the match, so that leaves never aged.
     """
     tree = RadixTree()
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
@@ -229,7 +230,7 @@ def test_only_what_is_used_is_touched() -> None:
 
 
 def test_a_divided_page_is_counted_at_both_nodes() -> None:
-    """Split a node with a page: both may use it, until neither needs it (SplitPreservesData)."""
+    """Both nodes may use it, until neither needs it (SplitPreservesData)."""
     tree = RadixTree()
     node = tree.insert(tokens_to_key([1, 2, 3, 4]))
     page = Sheet(0, 4)
@@ -247,7 +248,7 @@ def test_a_divided_page_is_counted_at_both_nodes() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Compare a tree with the set of all prefixes of what was put into it."""
+    """Compare a tree with the set of all prefixes of inserted keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,26 +257,26 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tokens=WORDS)
     def keep(self, tokens: list[int]) -> None:
-        """Let a sequence stay."""
+        """Add a sequence."""
         self.kept[tuple(tokens)] = entered(self.tree, tokens)
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
     def part(self, data: st.DataObject) -> None:
-        """Part with one."""
+        """Remove a sequence."""
         tokens = data.draw(st.sampled_from(sorted(self.kept)))
         parted(self.tree, self.kept.pop(tokens))
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
-        """Use one."""
+        """Use a sequence."""
         tokens = data.draw(st.sampled_from(sorted(self.kept)))
         self.tree.touch(self.kept[tokens])
 
     @rule(tokens=WORDS)
     def look(self, tokens: list[int]) -> None:
-        """Find the longest beginning that any sequence has."""
+        """Find the longest common prefix with any sequence."""
         known = {each[:i] for each in self.kept for i in range(len(each) + 1)} | {()}
         expected = max(i for i in range(len(tokens) + 1) if tuple(tokens[:i]) in known)
         node, length = self.tree.match(tokens_to_key(tokens))
@@ -285,7 +286,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        """Check the tree, and that nothing was lost."""
+        """Check the tree, and that no sequence was lost."""
         self.tree.check()
         for tokens, node in self.kept.items():
             assert (tuple(key_to_tokens(node.key)), node.entry) == (tokens, tokens)
@@ -298,8 +299,8 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 TestMachine.pytestmark = pytest.mark.slow
 
 
-def test_a_whole_page_is_used_alone() -> None:
-    """The states above it were of no use; the runs above a partial page were."""
+def test_whole_page_use_does_not_touch_its_parents() -> None:
+    """States above it were not used; runs above a partial page were."""
     for whole in (True, False):
         tree = RadixTree(whole_pages=whole)
         upper = tree.insert(tokens_to_key([1, 2]))

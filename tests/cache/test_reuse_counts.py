@@ -1,4 +1,4 @@
-"""Test that the numbers of the managers agree with what a batcher did."""
+"""Test that the counts of the managers agree with those of a batcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_hits_are_counted_by_depth() -> None:
 
 @pytest.mark.parametrize("memory", [MemoryType.ATTENTION, MemoryType.HYBRID])
 @pytest.mark.parametrize("name", MANAGERS)
-def test_numbers_agree_with_the_batcher(tmp_path: Path, name: str, memory: MemoryType) -> None:
+def test_reuse_counts_agree_with_the_batcher(tmp_path: Path, name: str, memory: MemoryType) -> None:
     """Prompts, reuse, evaluation, parks and resumes, during and after the run."""
     ctx = kit.context(tmp_path, {"partial": memory is MemoryType.ATTENTION}, n_ctx=96)
     object.__setattr__(ctx.info, "memory", memory)
@@ -85,8 +85,8 @@ def test_prometheus_has_depths_and_tiers_as_labels(tmp_path: Path) -> None:
     for _ in range(2):
         with cache.acquire([5] * 30) as lease:
             lease.prefill()
-    told: dict[str, Any] = {"prefix": cache.stats(), "batcher": Batcher(cache).stats()}
-    kinds, samples = parse(metrics.prometheus(managers=told))
+    numbers: dict[str, Any] = {"prefix": cache.stats(), "batcher": Batcher(cache).stats()}
+    kinds, samples = parse(metrics.prometheus(managers=numbers))
     labels = (("depth", "64"), ("manager", "prefix"))
     by_label = {(name, tuple(sorted(each))): value for (name, each), value in samples.items()}
     assert by_label["pyllamakv_cache_hits_by_depth_total", labels] == 1
@@ -97,15 +97,15 @@ def test_prometheus_has_depths_and_tiers_as_labels(tmp_path: Path) -> None:
     for name in ("evaluated_tokens", "evicted_tokens", "paged_out_tokens", "parks", "resumes"):
         assert kinds[f"pyllamakv_cache_{name}_total"] == "counter"
     assert kinds["pyllamakv_cache_parked"] == "gauge"
-    assert metrics.to_json(managers=told)["managers"]["prefix"]["hits_by_depth"]["64"] == 1
-    assert "prefix hits by depth 64" in metrics.text(managers=told)
+    assert metrics.to_json(managers=numbers)["managers"]["prefix"]["hits_by_depth"]["64"] == 1
+    assert "prefix hits by depth 64" in metrics.text(managers=numbers)
 
 
 @pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
 def test_tokens_that_a_shift_discarded_count_as_evaluated(
     tmp_path: Path, native: dict[str, Any]
 ) -> None:
-    """A slot is filled many times over, in place or by evaluating its end again."""
+    """A slot is filled many times, in place or by evaluating its end again."""
     cache = SlotCache(kit.context(tmp_path, native), n_slots=2, size=32, keep=4)
     with Batcher(cache) as batcher:
         going = [batcher.submit(text, 60, stop_at_end=False) for text in ("Once", "Hi")]

@@ -1,4 +1,4 @@
-"""Slots and their leases, over a simulated library whose logits show every lost or moved token."""
+"""Test slots and their leases, with a simulated library whose logits show lost tokens."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def ctx(tmp_path: Path) -> Context:
     ],
     ids=["extended", "repeated", "new", "shorter", "empty"],
 )
-def test_load(ctx: Context, policy: Any, kept: list, prompt: list, cached: int) -> None:
-    """What is known of a prompt is kept, and at least one token is left to evaluate."""
+def test_loaded_prompt_leaves_one_token_to_evaluate(
+    ctx: Context, policy: Any, kept: list, prompt: list, cached: int
+) -> None:
+    """The known part of a prompt is kept, and at least one token is evaluated."""
     cache = SlotCache(ctx, 1, policy)
     if kept:
         fill(cache, kept)
@@ -65,8 +67,8 @@ def test_load(ctx: Context, policy: Any, kept: list, prompt: list, cached: int) 
 
 
 @pytest.mark.parametrize("policy", ["longest", "best"])
-def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
-    """Ollama's "best" died of a nil pointer here; nothing changes, and release helps."""
+def test_acquire_fails_if_all_slots_are_in_use(ctx: Context, policy: Any) -> None:
+    """Ollama's "best" dereferenced nil here; nothing changes, and a release helps."""
     cache = SlotCache(ctx, 2, policy)
     leases = [cache.acquire([1, 2]), cache.acquire([1, 3])]
     with pytest.raises(NoSlotAvailable) as caught:
@@ -80,7 +82,7 @@ def test_all_in_use_is_an_error(ctx: Context, policy: Any) -> None:
 
 
 def test_bad_prompts_are_refused(ctx: Context) -> None:
-    """An empty prompt panicked in ollama; too long, and what are no tokens."""
+    """Empty (a panic in ollama), too long, and invalid tokens."""
     cache = SlotCache(ctx)
     for wrong in ([], range(17), ["a"], [1.5], [[1]]):
         with pytest.raises(UsageError):
@@ -94,10 +96,10 @@ def test_bad_prompts_are_refused(ctx: Context) -> None:
 @pytest.mark.parametrize(
     ("n_streams", "n", "size"), [(1, 4, 16), (1, 2, 32), (4, 2, 16), (-1, 2, 16), (0, 2, 32)]
 )
-def test_slots_have_their_part_of_what_was_made(
+def test_slots_divide_the_cells_of_the_context(
     tmp_path: Path, n_streams: int, n: int, size: int
 ) -> None:
-    """Cells are divided as the context says, whatever was asked for; at worst once per sequence."""
+    """The context decides how cells are divided; the limit is that of a sequence."""
     made = kit.model(tmp_path).context(n_ctx=64, n_batch=32, n_seq_max=4)
     made.native.context_info = lambda _: replace(made.info, n_streams=n_streams)
     ctx = Context(made.model, made.handle, made.params)
@@ -105,8 +107,8 @@ def test_slots_have_their_part_of_what_was_made(
         assert (cache.size, cache.overcommits) == (size, ctx.partitions == 1 and n < 4)
 
 
-def test_bad_options_are_refused(ctx: Context) -> None:
-    """Slots that there are not, sizes that do not fit, an unknown policy."""
+def test_invalid_slot_cache_options_are_refused(ctx: Context) -> None:
+    """Unknown slots, sizes that do not fit, an unknown policy."""
     for options in ({"n_slots": 0}, {"n_slots": 5}, {"size": 65}, {"size": 1}, {"policy": "x"}):
         with pytest.raises(UsageError):
             SlotCache(ctx, **options)
@@ -117,7 +119,7 @@ def test_bad_options_are_refused(ctx: Context) -> None:
     assert SlotCache(ctx).size == 16
 
 
-def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> None:
+def test_best_policy_forks_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> None:
     """A shared prefix is stored once, and both sequences continue as if alone."""
     cache = SlotCache(ctx)
     first = cache.acquire([1, 2, 3, 4, 5])
@@ -133,7 +135,7 @@ def test_best_forks_also_from_a_slot_in_use(tmp_path: Path, ctx: Context) -> Non
     cache.check()
 
 
-def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
+def test_no_history_is_evicted_while_a_slot_is_empty(ctx: Context) -> None:
     """With two alternating conversations, ollama's "longest" evicts the first one."""
     cache = SlotCache(ctx, policy="longest")
     one, other = [1, 5, 6, 7, 8], [1, 9, 9, 9, 9]
@@ -143,7 +145,7 @@ def test_histories_survive_while_a_slot_is_empty(ctx: Context) -> None:
     assert cache.stats().evictions == 0
 
 
-def test_the_history_that_was_used_longest_ago_goes(ctx: Context) -> None:
+def test_least_recently_used_history_is_evicted(ctx: Context) -> None:
     """A slot's age counts from its release."""
     cache = SlotCache(ctx, 2)
     fill(cache, [1, 1])
@@ -155,7 +157,7 @@ def test_the_history_that_was_used_longest_ago_goes(ctx: Context) -> None:
 
 
 def test_tokens_are_recorded_after_their_decode(ctx: Context) -> None:
-    """A decode that fails leaves the slot as it was; ollama recorded tokens first (#7767)."""
+    """A failed decode does not change the slot; ollama recorded tokens first (#7767)."""
     cache = SlotCache(ctx, 1)
     lease = cache.acquire(range(40, 60))
     ctx.native.fail_next = [1]
@@ -168,12 +170,12 @@ def test_tokens_are_recorded_after_their_decode(ctx: Context) -> None:
         ctx.decode([lease.sequence.feed(range(44, 48))])
     lease.release()
     ctx.native.fail_next = []
-    # What the failing library claims to have decoded is in the ledger, no more.
+    # The ledger has only the tokens that the failing library reports as decoded.
     assert cache.acquire(range(40, 60)).cached == 4
 
 
-def test_a_cancelled_prompt_goes_on_where_it_was(ctx: Context) -> None:
-    """What was decoded stays usable: for the same lease, and for the next one."""
+def test_cancelled_prompt_keeps_its_decoded_tokens(ctx: Context) -> None:
+    """Decoded tokens stay usable, for the same lease and for the next one."""
     cache = SlotCache(ctx, 1)
     prompt = list(range(3, 53))
     lease = cache.acquire(prompt)
@@ -204,7 +206,7 @@ def test_slots_lend_each_other_cells(ctx: Context) -> None:
     with pytest.raises(KVCacheFull) as caught:
         second.make_room(40)
     assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 50, 40)
-    # Nothing went for a room that could not be made.
+    # Nothing was evicted for cells that could not be freed.
     assert [len(slot.tokens) for slot in cache._slots] == [0, 20, 30, 0]
     second.make_room(30)
     assert [len(slot.tokens) for slot in cache._slots] == [0, 0, 30, 0]
@@ -212,7 +214,7 @@ def test_slots_lend_each_other_cells(ctx: Context) -> None:
     cache.check()
 
 
-def test_shared_cells_count_once(ctx: Context) -> None:
+def test_shared_cells_are_counted_once(ctx: Context) -> None:
     """Four conversations of 40 with 32 tokens in common fit into 64 cells."""
     cache = SlotCache(ctx, 4, size=60)
     leases = []
@@ -225,7 +227,7 @@ def test_shared_cells_count_once(ctx: Context) -> None:
 
 
 def test_lease_with_a_closed_or_gapped_sequence_is_not_reused(ctx: Context) -> None:
-    """A closed sequence is replaced, one with a gap is emptied: neither is a prefix of anything."""
+    """A closed sequence is replaced, one with a gap is emptied: neither is a prefix."""
     cache = SlotCache(ctx, 2)
     with cache.acquire([1, 2, 3, 4]) as lease:
         lease.decode()
@@ -238,8 +240,8 @@ def test_lease_with_a_closed_or_gapped_sequence_is_not_reused(ctx: Context) -> N
     cache.check()
 
 
-def test_check_finds_what_is_wrong(ctx: Context) -> None:
-    """A token behind the ledger's back is a ghost, and a lost one is as well."""
+def test_check_finds_lost_and_unowned_tokens(ctx: Context) -> None:
+    """A token outside of the ledger is a ghost, and a lost one is reported as well."""
     cache = SlotCache(ctx, 2)
     fill(cache, [1, 2, 3])
     cache.check()
@@ -248,7 +250,9 @@ def test_check_finds_what_is_wrong(ctx: Context) -> None:
         cache.check()
 
 
-def test_stats_and_dump(ctx: Context, caplog: pytest.LogCaptureFixture) -> None:
+def test_slot_statistics_and_dump_show_every_slot(
+    ctx: Context, caplog: pytest.LogCaptureFixture
+) -> None:
     """Check the numbers, the drawing and the log."""
     caplog.set_level(logging.DEBUG, "pyllamakv.cache")
     cache = SlotCache(ctx, 2)
@@ -270,8 +274,8 @@ def test_stats_and_dump(ctx: Context, caplog: pytest.LogCaptureFixture) -> None:
     assert "sequence 0" in repr(lease)
 
 
-def test_close_gives_the_sequences_back(ctx: Context) -> None:
-    """Leases of a closed cache release quietly, and no prompt gets in any more."""
+def test_close_releases_all_sequences(ctx: Context) -> None:
+    """Leases of a closed cache release without an error, and no prompt is accepted."""
     with SlotCache(ctx, 4) as cache:
         lease = cache.acquire([1, 2])
         lease.decode()
@@ -288,7 +292,7 @@ def released(lease: SlotLease) -> bool:
 
 
 def test_lease_is_released_after_an_exception(ctx: Context) -> None:
-    """Leaving the block gives the slot back, also by an exception."""
+    """An exception that leaves the block releases the slot."""
     cache = SlotCache(ctx, 1)
     with pytest.raises(ZeroDivisionError), cache.acquire([1]) as lease:
         raise ZeroDivisionError
@@ -297,7 +301,7 @@ def test_lease_is_released_after_an_exception(ctx: Context) -> None:
 
 
 def expected_row(tokens: list[int]) -> np.ndarray:
-    """Return the logits that the simulated library gives for a sequence of these tokens."""
+    """Return the logits of the simulated library for a sequence of these tokens."""
     total = sum(token * (pos + 7) for pos, token in enumerate(tokens))
     row = np.zeros(259, dtype=np.float32)
     row[3 + (32 + total % 90)] = 5.0
@@ -309,7 +313,7 @@ def expected_row(tokens: list[int]) -> np.ndarray:
 def test_scattered_cells_are_moved_together(
     ctx: Context, heals: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build without the patch defragments once; one that cannot reports the free cells."""
+    """An unpatched build defragments once; one that cannot reports the free cells."""
 
     def refuse(self: KV, **_: Any) -> None:
         raise Unsupported("no defragmentation here", "DEFRAG")
@@ -350,7 +354,7 @@ def test_random_traffic_keeps_logits_and_cells(
     policy: Any,
     lends: bool,
 ) -> None:
-    """Whatever comes: logits are those of the sequence's own tokens, and no cell is lost."""
+    """Logits are those of the sequence's own tokens, and no cell is lost."""
     ctx = kit.context(tmp_path_factory.getbasetemp(), {"heals": True, **native}, n_ctx=48)
     cache = SlotCache(ctx, 3, policy, keep=data.draw(st.integers(0, 3)), size=16 + 8 * lends)
     leases: list[SlotLease] = []
@@ -385,7 +389,7 @@ def test_random_traffic_keeps_logits_and_cells(
         try:
             lease.decode(more)
         except KVCacheFull:
-            # Cells that others have, or a prompt that kept its whole slot.
+            # Cells of others, or a prompt that kept its whole slot.
             assert lends or lease.keep + len(more or ()) > cache.size
             cache.check()
             continue
@@ -405,7 +409,7 @@ def test_random_traffic_keeps_logits_and_cells(
 
 
 def test_a_change_of_adapters_empties_the_slots(tmp_path: Path) -> None:
-    """And drops states; not while a slot is leased or parked."""
+    """States are dropped too; it is refused while a slot is leased or parked."""
     context, adapter = adapter_kit.simulated(tmp_path)
     prompt = list(range(10, 40))
     cache = SlotCache(context)
@@ -430,7 +434,7 @@ def test_a_change_of_adapters_empties_the_slots(tmp_path: Path) -> None:
     context.set_adapters({})
 
 
-def test_tokens_after_a_shift_are_no_prefix(tmp_path: Path) -> None:
+def test_tokens_after_a_shift_are_not_reused(tmp_path: Path) -> None:
     """They were evaluated after tokens that were discarded since."""
     cache = SlotCache(kit.context(tmp_path), 1, size=16, keep=4)
     with cache.acquire(list(range(10, 24))) as lease:

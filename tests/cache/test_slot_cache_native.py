@@ -1,4 +1,4 @@
-"""Slots and batching over real builds: what is reused, shifted and batched is as if alone."""
+"""Test slots and batching on real builds: reuse, shifts and batches equal single runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.native
 
-#: What differs between the orders in which the same sums are added up.
+#: Largest difference between orders of the same floating-point sums.
 NOISE = 0.02
 
 
@@ -42,7 +42,7 @@ def model(library: kv.OpenLibrary) -> kv.Model:
 
 @pytest.fixture(params=["plain", "flash", "quantized", "streams"])
 def options(request: pytest.FixtureRequest, library: kv.OpenLibrary) -> dict[str, Any]:
-    """Return how the cache is laid out."""
+    """Return the layout of the cache."""
     found: dict[str, dict[str, Any]] = {
         "plain": {},
         "flash": {"flash_attn": True},
@@ -55,20 +55,20 @@ def options(request: pytest.FixtureRequest, library: kv.OpenLibrary) -> dict[str
 
 
 def fresh(model: kv.Model, tokens: list[int], options: dict[str, Any]) -> np.ndarray:
-    """Return the logits after these tokens in a context of their own."""
+    """Return the logits after these tokens in a new context."""
     with model.context(n_ctx=512, n_batch=512, **options) as ctx:
         ctx.prefill(ctx.sequence(), tokens)
         return ctx.logits().copy()
 
 
 def close(a: np.ndarray, b: np.ndarray, kind: str = "f16") -> bool:
-    """Return whether logits are the same but for noise."""
+    """Return whether logits are equal up to noise."""
     far = float(np.abs(a - b).max())
     return far <= (NOISE if kind == "f16" else 8 * NOISE) * float(np.abs(b).max())
 
 
 def prompt(seed: int, n: int) -> list[int]:
-    """Return tokens that look like nothing else."""
+    """Return random-looking tokens."""
     return [(seed * 7 + i * i + i) % 60 for i in range(n)]
 
 
@@ -76,7 +76,7 @@ def prompt(seed: int, n: int) -> list[int]:
 def test_reused_prompts_give_the_same_logits(
     model: kv.Model, options: dict[str, Any], policy: Any
 ) -> None:
-    """Extended, repeated, forked, shorter, new and evicted prompts, against fresh contexts."""
+    """Extended, repeated, forked, shorter, new and evicted prompts equal new contexts."""
     kind = options.get("type_k", "f16")
     with model.context(n_ctx=512, n_batch=64, n_seq_max=3, **options) as ctx:
         cache = SlotCache(ctx, policy=policy)
@@ -93,9 +93,7 @@ def test_reused_prompts_give_the_same_logits(
         assert cache.stats().reused_tokens > 200
 
 
-def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
-    model: kv.Model, options: dict[str, Any]
-) -> None:
+def test_slot_shift_leaves_its_siblings_unchanged(model: kv.Model, options: dict[str, Any]) -> None:
     """Shift in place if the cells are not shared, else decode again: the sibling is unchanged.
 
     Ollama also moves the sibling's positions: its logits differ by half of their scale.
@@ -123,7 +121,7 @@ def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
             assert close(ctx.logits().copy(), fresh(model, tokens, options), kind)
         one.decode([5])
         assert close(ctx.logits().copy(), fresh(model, [*base, 5], options), kind)
-        # Now alone: it can be done in place, and is what the runtime makes of the same steps.
+        # Now alone: it can be shifted in place, and equals the runtime's result of the same steps.
         other.release()
         with cache.acquire([9, 9]) as lease:
             lease.decode()
@@ -151,10 +149,10 @@ def test_a_shift_is_that_of_the_runtime_and_leaves_siblings_alone(
 
 
 @pytest.mark.parametrize("states", [True, False])
-def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary, states: bool) -> None:
-    """A state cannot be cut: what extends it goes on, anything else needs a saved state.
+def test_recurrent_slot_reuses_only_whole_states(library: kv.OpenLibrary, states: bool) -> None:
+    """A state cannot be cut: an extension continues, other prompts need a saved state.
 
-    Ollama's single entry ignored that the trim was refused; tokens and state disagreed.
+    Ollama's single entry ignored a refused trim; tokens and state disagreed.
     """
     again = 39 if states else 0
     with (
@@ -176,8 +174,8 @@ def test_a_recurrent_memory_keeps_wholes(library: kv.OpenLibrary, states: bool) 
                 assert close(got, alone.logits().copy(), "q8_0")
 
 
-def test_a_sliding_window_goes_back_only_as_far_as_it_sees(library: kv.OpenLibrary) -> None:
-    """A prefix whose window has lost a part is decoded again, and logits are those of a start."""
+def test_prefix_outside_the_window_is_decoded_again(library: kv.OpenLibrary) -> None:
+    """A prefix with a partial window is decoded again; logits are those of a new context."""
     with (
         library.load_model(synthetic_models.model("sliding")) as model,
         model.context(n_ctx=512, n_batch=64, n_ubatch=64, n_seq_max=2) as ctx,
@@ -195,7 +193,7 @@ def test_a_sliding_window_goes_back_only_as_far_as_it_sees(library: kv.OpenLibra
 
 
 def greedy(model: kv.Model, tokens: list[int], n: int, options: dict[str, Any]) -> list[int]:
-    """Return the likeliest continuation in a context of its own, one token at a time."""
+    """Return the most likely continuation in a new context, one token at a time."""
     with model.context(n_ctx=512, n_batch=512, **options) as ctx:
         sequence = ctx.sequence()
         ctx.prefill(sequence, tokens)
@@ -207,10 +205,14 @@ def greedy(model: kv.Model, tokens: list[int], n: int, options: dict[str, Any]) 
 
 
 def same_or_tied(
-    model: kv.Model, tokens: list[int], said: list[int], alone: list[int], options: dict[str, Any]
+    model: kv.Model,
+    tokens: list[int],
+    batched: list[int],
+    alone: list[int],
+    options: dict[str, Any],
 ) -> bool:
-    """Return whether two continuations are equal, or part where two tokens are equally likely."""
-    for n, (a, b) in enumerate(zip_longest(said, alone, fillvalue=-1)):
+    """Return whether two continuations are equal, or diverge at equally likely tokens."""
+    for n, (a, b) in enumerate(zip_longest(batched, alone, fillvalue=-1)):
         if a != b:
             if -1 in (a, b):
                 return model.is_eog(max(a, b))
@@ -220,7 +222,9 @@ def same_or_tied(
 
 
 @pytest.mark.parametrize("manager", ["longest", "best", "prefixes"])
-def test_batched_is_as_alone(model: kv.Model, options: dict[str, Any], manager: str) -> None:
+def test_batched_prompts_generate_the_same_tokens_as_alone(
+    model: kv.Model, options: dict[str, Any], manager: str
+) -> None:
     """Ten prompts of all lengths, some with a common beginning, in three slots."""
     prompts = [prompt(n, 5 + 13 * n) for n in range(7)]
     prompts += [[*prompts[6], *prompt(9, 9)], [*prompts[6][:40], *prompt(8, 9)], prompts[6]]
@@ -242,10 +246,10 @@ TEXTS = ["Once upon a time", "The little dog", "Tom and Lily went to the park", 
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_batched_stories_are_as_alone(
+def test_batched_stories_are_the_same_as_alone(
     library: kv.OpenLibrary, trained_model: Path, flash_attn: bool
 ) -> None:
-    """With the trained model, every text is the same, whatever else is in the batch."""
+    """With the trained model, every text is the same in any batch."""
     options = {"flash_attn": flash_attn}
     with library.load_model(trained_model) as model:
         with model.context(n_ctx=1024, n_batch=16, n_seq_max=4, **options) as ctx:
@@ -260,8 +264,8 @@ def test_batched_stories_are_as_alone(
             assert each.text == model.detokenize(each.tokens)
 
 
-def test_a_cancel_inside_a_batch_keeps_what_was_decoded(model: kv.Model) -> None:
-    """An abort between the graph's nodes takes back one batch; the prompt goes on behind it."""
+def test_cancel_during_a_batch_keeps_the_decoded_tokens(model: kv.Model) -> None:
+    """An abort between the graph's nodes rolls back one batch; the prompt continues after it."""
     with model.context(n_ctx=1024, n_batch=64, n_ubatch=16, n_seq_max=2) as ctx:
         cache = SlotCache(ctx)
         with Batcher(cache) as batcher:

@@ -1,4 +1,4 @@
-"""How many tokens are discarded when a sequence is full, and that groups stay whole."""
+"""Test how many tokens are discarded when a sequence is full; groups are not split."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from pyllamakv.errors import UsageError
         (10, 2, 10, 4),
     ],
 )
-def test_shift_discard(size: int, keep: int, length: int, discard: int) -> None:
-    """Check the numbers of ollama's tests."""
+def test_shift_discard_equals_that_of_ollama(
+    size: int, keep: int, length: int, discard: int
+) -> None:
+    """The numbers are those of ollama's tests."""
     assert shift_discard(size, keep, length) == discard
 
 
@@ -42,19 +44,19 @@ def test_shift_discard(size: int, keep: int, length: int, discard: int) -> None:
 def test_a_group_is_discarded_as_a_whole(
     size: int, keep: int, length: int, together: list[tuple[int, int]], discard: int
 ) -> None:
-    """A group in the middle, near the start, and one after the other."""
+    """Check groups in the middle, near the start, and adjacent ones."""
     assert shift_discard(size, keep, length, together) == discard
 
 
 def test_shift_discards_the_requested_number_after_the_head() -> None:
-    """More than half goes when more room is asked for, and never from the head."""
+    """More than half is discarded if more is requested, and never the head."""
     assert shift_discard(10, 2, 10, wanted=7) == 7
     assert shift_discard(10, 2, 6, wanted=7) == 3
     assert shift_discard(10, 9, 4, wanted=7) == 0
 
 
-def test_the_head_is_whole_and_leaves_room() -> None:
-    """Keep grows to the end of a group, or shrinks where that is everything."""
+def test_kept_head_contains_whole_groups_and_leaves_room() -> None:
+    """The head is extended to the end of a group, or reduced if that is everything."""
     assert head(10, 4) == 4
     assert head(10, 99) == 9
     assert head(10, -1) == 0
@@ -63,14 +65,14 @@ def test_the_head_is_whole_and_leaves_room() -> None:
 
 
 def test_a_long_prompt_is_cut_behind_its_head() -> None:
-    """The head and the newest tokens stay; a group at the cut goes as a whole."""
+    """The head and the newest tokens are kept; a group at the cut is discarded as a whole."""
     assert truncate(range(12), 3, 8) == ([0, 1, 2, 7, 8, 9, 10, 11], ())
     assert truncate(range(5), 3, 8) == ([0, 1, 2, 3, 4], ())
     assert truncate(range(12), 3, 8, [(6, 9)]) == ([0, 1, 2, 9, 10, 11], ())
     assert truncate(range(12), 3, 8, [(1, 4), (9, 11)]) == (
         [0, 1, 2, 3, 8, 9, 10, 11], ((1, 4), (5, 7)),
     )  # fmt: skip
-    # The first that stays counts, also when it is everything that fits.
+    # The first kept token counts, also if all tokens fit.
     assert truncate(range(12), 99, 8) == ([0, 1, 2, 3, 4, 5, 6, 11], ())
 
 
@@ -81,8 +83,8 @@ def test_prompt_without_a_fitting_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[(3, 3)], [(4, 2)], [(-1, 2)], [(5, 11)], [(0, 4), (3, 6)]])
-def test_wrong_groups_are_refused(wrong: list[tuple[int, int]]) -> None:
-    """Empty, backwards, outside, overlapping."""
+def test_invalid_token_groups_are_refused(wrong: list[tuple[int, int]]) -> None:
+    """Empty, reversed, out of range, overlapping."""
     with pytest.raises(UsageError):
         token_groups.checked(wrong, 10, 10)
     with pytest.raises(UsageError, match="at most 3"):
@@ -101,8 +103,8 @@ def cases(draw: st.DrawFn) -> tuple[int, int, int, tuple[token_groups.Group, ...
 
 
 @given(cases(), st.integers(0, 5))
-def test_discards_against_brute_force(case: tuple, wanted: int) -> None:
-    """The fewest tokens behind the head that free what is asked for and split no group."""
+def test_shift_discard_agrees_with_brute_force(case: tuple, wanted: int) -> None:
+    """The fewest tokens after the head are discarded that free enough and split no group."""
     size, keep, length, found = case
     keep = min(head(size, keep, found), length)
     wanted = min(wanted, size - keep)
@@ -116,7 +118,7 @@ def test_discards_against_brute_force(case: tuple, wanted: int) -> None:
 
 @given(cases())
 def test_truncated_prompts_fit_and_keep_their_groups(case: tuple) -> None:
-    """The result is a head and a tail of the prompt, and the groups name the same tokens."""
+    """The result is a head and a tail of the prompt, and the groups have the same tokens."""
     size, keep, length, found = case
     try:
         tokens, together = truncate(range(length), keep, size, found)

@@ -1,4 +1,4 @@
-"""What a slot does when it is full: shift, keep its head, decode again, keep groups whole."""
+"""Test full slots: shift, kept head, repeated evaluation, whole groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ctx(tmp_path: Path) -> Context:
 
 
 def test_shift_keeps_the_head_and_the_newest(ctx: Context) -> None:
-    """Ten tokens in ten places, two kept: four go, six are left; the next one has position 6."""
+    """Of ten tokens, two are kept, four discarded, six left; the next one has position 6."""
     cache = SlotCache(ctx, 4, keep=2, size=10)
     lease = cache.acquire(range(20, 30))
     lease.decode()
@@ -39,7 +39,7 @@ def test_shift_keeps_the_head_and_the_newest(ctx: Context) -> None:
 
 
 def test_a_head_that_fills_the_slot_leaves_one_place(ctx: Context) -> None:
-    """Keeping all tokens of the context is an error in ollama; here one place is left."""
+    """Keeping all tokens of the context is an error in ollama; here one token is left."""
     cache = SlotCache(ctx, 4, keep=99, size=10)
     lease = cache.acquire(range(20, 30))
     lease.decode()
@@ -52,7 +52,7 @@ def test_a_head_that_fills_the_slot_leaves_one_place(ctx: Context) -> None:
 
 
 def test_keep_counts_from_the_models_first_token(ctx: Context) -> None:
-    """Negative means the whole prompt; the first token is always kept beside the others."""
+    """A negative number keeps the whole prompt; the first token is always kept."""
     cache = SlotCache(ctx, 4, keep=2, size=10)
     for tokens, keep, kept in (
         ([1, 5, 6, 7], None, 3),
@@ -67,7 +67,7 @@ def test_keep_counts_from_the_models_first_token(ctx: Context) -> None:
 
 @pytest.mark.parametrize("native", [{"can_shift": False}, {"partial": False}])
 def test_memory_without_shifts_decodes_the_kept_tokens_again(tmp_path: Path, native: dict) -> None:
-    """The error has the tokens that follow the head; decoding them is as good as a fresh start."""
+    """The error has the tokens after the head; decoding them equals a new start."""
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, 4, keep=2, size=10)
     lease = cache.acquire(range(20, 30))
@@ -84,8 +84,8 @@ def test_memory_without_shifts_decodes_the_kept_tokens_again(tmp_path: Path, nat
 
 
 @pytest.mark.parametrize("native", [{}, {"can_shift": False}, {"partial": False}])
-def test_decode_shifts_and_decodes_again_by_itself(tmp_path: Path, native: dict) -> None:
-    """Fifty tokens go through ten places, whatever the memory can do."""
+def test_decode_shifts_a_full_slot_automatically(tmp_path: Path, native: dict) -> None:
+    """Fifty tokens are decoded in ten cells, whatever the memory supports."""
     ctx = kit.context(tmp_path, native)
     cache = SlotCache(ctx, 4, keep=2, size=10)
     lease = cache.acquire([20, 21])
@@ -103,8 +103,8 @@ def test_decode_shifts_and_decodes_again_by_itself(tmp_path: Path, native: dict)
 
 
 @pytest.mark.parametrize("native", [{"can_shift": False}, {"partial": False}])
-def test_a_shift_that_was_cut_off_is_finished(tmp_path: Path, native: dict) -> None:
-    """What was taken out and not decoded again yet is not forgotten when that is cancelled."""
+def test_interrupted_shift_is_completed_later(tmp_path: Path, native: dict) -> None:
+    """Discarded tokens that were not decoded again are kept for later if that is cancelled."""
     ctx = kit.context(tmp_path, native, n_batch=2, n_ubatch=2)
     cache = SlotCache(ctx, 4, keep=2, size=10)
     for by_hand in (False, True):
@@ -133,7 +133,7 @@ def test_a_shift_that_was_cut_off_is_finished(tmp_path: Path, native: dict) -> N
 
 
 def test_a_prompt_whose_sequence_was_emptied_begins_again(tmp_path: Path, ctx: Context) -> None:
-    """A memory that cannot go back is empty after an abort: then all of the prompt is decoded."""
+    """If the memory cannot roll back, an abort empties it; the whole prompt is decoded again."""
     cache = SlotCache(ctx, 1)
     fill(cache, range(20, 30))
     lease = cache.acquire(range(20, 34))
@@ -145,9 +145,9 @@ def test_a_prompt_whose_sequence_was_emptied_begins_again(tmp_path: Path, ctx: C
 
 
 def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
-    """Shifting a fork moves the sibling's positions too: ollama does not check.
+    """Shifting a fork would shift the sibling's positions too, which ollama does not check.
 
-    Known as wrong logits and lost positions of the sibling in every unified release.
+    In every unified release the sibling has wrong logits and lost positions afterwards.
     """
     cache = SlotCache(ctx, 4, keep=2, size=10)
     one = cache.acquire(range(20, 30))
@@ -160,7 +160,7 @@ def test_a_shared_tail_is_not_shifted(tmp_path: Path, ctx: Context) -> None:
     assert ctx.kv.snapshot().stats.per_sequence[one.sequence.id].cells == before.cells
     assert one.sequence.tokens == list(range(20, 30))
     other.release()
-    # The other is gone from these cells: now it can be done in place.
+    # The other sequence has no tokens in these cells: now they can be shifted in place.
     one.make_room(1)
     assert one.sequence.tokens == [20, 21, 26, 27, 28, 29]
     again = cache.acquire([20, 21, 26, 27, 28, 29, 5])
@@ -190,7 +190,7 @@ def test_shifted_tokens_are_not_reused_as_a_prefix(ctx: Context) -> None:
 def test_tokens_shifted_by_the_lease_holder_are_not_reused(
     tmp_path: Path, ctx: Context, saved: bool
 ) -> None:
-    """A lease's sequence belongs to its holder: shifted by hand, it is as if we had done it."""
+    """The holder of a lease may shift its sequence: the result is the same."""
     cache = SlotCache(ctx, 1)
     with cache.acquire(range(20, 30)) as lease:
         lease.decode()
@@ -205,26 +205,26 @@ def test_tokens_shifted_by_the_lease_holder_are_not_reused(
 
 
 def test_groups_are_neither_split_nor_half_reused(ctx: Context) -> None:
-    """A group is discarded whole, decoded in one batch, and found again only as a whole."""
+    """A group is discarded, decoded in one batch, and reused only as a whole."""
     cache = SlotCache(ctx, 2, keep=2, size=32)
     prompt = list(range(20, 50))
     lease = cache.acquire(prompt, groups=[(10, 20), (22, 30)])
     lease.decode()
     lease.decode([7, 8, 9])
-    # Half of what is not kept would end inside the first group.
+    # Half of the tokens that are not kept would end inside the first group.
     assert lease.sequence.tokens == [20, 21, *range(40, 50), 7, 8, 9]
     lease.release()
     with cache.acquire(prompt) as lease:
         lease.decode()
-    # All of it is there, but its last group must be evaluated as a whole.
+    # All of it is cached, but its last group must be evaluated as a whole.
     with cache.acquire(prompt, groups=[(22, 30)]) as lease:
         assert lease.cached == 22
     with cache.acquire([*prompt[:25], 3], groups=[(22, 26)]) as lease:
         assert lease.cached == 22
 
 
-def test_pieces_end_between_groups(tmp_path: Path) -> None:
-    """A prompt longer than a batch is cut where no group is."""
+def test_long_prompt_is_split_between_token_groups(tmp_path: Path) -> None:
+    """A prompt longer than a batch is split between groups."""
     ctx = kit.context(tmp_path, n_batch=8)
     cache = SlotCache(ctx, 2)
     lease = cache.acquire(range(20, 40), groups=[(6, 12), (13, 20)])

@@ -1,4 +1,4 @@
-"""The choice of a slot: the known cases, the known faults, and brute force."""
+"""Test the choice of a slot: known cases, known defects, and brute force."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chosen(slots: list[Slot], prompt: list[int], policy: Policy) -> SlotChoice |
         ([], [], 0),
         ([1, 2, 3], [4, 5], 0),
         ([1, 2, 9], [1, 2, 3], 2),
-        # Pictures stand among the tokens as anything hashable: their digests, say.
+        # Images are hashable items among the tokens, such as their digests.
         (["a", "b"], ["a", "b"], 2),
         (["a"], ["a", "b"], 1),
         ([1, "a", 2], [1, "a", 3], 2),
@@ -41,13 +41,13 @@ def chosen(slots: list[Slot], prompt: list[int], policy: Policy) -> SlotChoice |
         (["a"], [1], 0),
     ],
 )
-def test_count_common(a: list, b: list, common: int) -> None:
-    """Equal, prefix, empty, different and mixed items, as ollama's fourteen cases."""
+def test_count_common_agrees_with_the_cases_of_ollama(a: list, b: list, common: int) -> None:
+    """Equal, prefix, empty, different and mixed items, as in ollama's fourteen cases."""
     assert count_common(a, b) == common
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_count_common_is_what_brute_force_counts(head: list, a: list, b: list) -> None:
+def test_count_common_agrees_with_brute_force(head: list, a: list, b: list) -> None:
     """Compare with a count item by item."""
     one, other = head + a, head + b
     n = 0
@@ -60,17 +60,17 @@ def test_count_common_is_what_brute_force_counts(head: list, a: list, b: list) -
 TABLE = {
     "empty": ([([], False, 0), ([], False, 0)], [1], (0, 0), (0, 0)),
     "extend": ([([1], False, 9), ([1, 2], False, 8)], [1, 2], (1, 2), (1, 2)),
-    # Ollama's "longest" throws slot 0's history away here, while slot 1 is empty.
+    # Ollama's "longest" evicts slot 0's history here, while slot 1 is empty.
     "new": ([([1, 2], False, 9), ([], False, 0)], [2], (1, 0), (1, 0)),
     "fork": ([([1, 2], False, 9), ([], False, 0)], [1], (0, 1), (1, 1)),
-    # Ollama's "longest" throws away the first; ours what was used longest ago.
+    # Ollama's "longest" evicts the first one; this policy the least recently used one.
     "evict": ([([1, 2], False, 9), ([1, 2, 3], False, 8)], [2, 3], (1, 0), (1, 0)),
     "in use": ([([1, 2], True, 9), ([1], False, 8)], [1, 2], (1, 1), (1, 2)),
 }
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_known_cases(case: str) -> None:
+def test_slot_choice_agrees_with_the_cases_of_ollama(case: str) -> None:
     """Check the six cases of ollama's tests for both policies."""
     slots, prompt, longest, best = TABLE[case]
     for policy, expected in (("longest", longest), ("best", best)):
@@ -80,30 +80,30 @@ def test_known_cases(case: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["longest", "best"])
-def test_all_in_use_is_no_choice(policy: Policy) -> None:
+def test_no_slot_is_chosen_if_all_are_in_use(policy: Policy) -> None:
     """In ollama, "best" dereferenced a nil pointer when all slots were in use."""
     assert chosen([([1], True, 1), ([], True, 2)], [1, 2], policy) is None
 
 
-def test_a_first_token_in_common_is_no_conversation() -> None:
-    """Every prompt begins with the model's first token: that is no reason to lose a history.
+def test_common_first_token_alone_does_not_select_a_slot() -> None:
+    """Every prompt begins with the model's first token, which must not evict a history.
 
-    Ollama's "longest" takes slot 0 for it, and throws 4 tokens away while slot 1 is empty.
+    Ollama's "longest" selects slot 0 for it, and evicts 4 tokens while slot 1 is empty.
     """
     slots: list[Slot] = [([1, 5, 6, 7, 8], False, 9), ([], False, 0)]
     assert chosen(slots, [1, 9, 9], "longest") == SlotChoice(1, 1, 0)
     assert chosen(slots, [1, 9, 9], "best") == SlotChoice(1, 1, 0)
 
 
-def test_a_short_history_does_not_hide_a_long_one() -> None:
-    """What a slot lacks is copied from the one that has it."""
+def test_longer_common_prefix_is_chosen_over_a_short_history() -> None:
+    """The missing part is copied from the slot that has it."""
     slots: list[Slot] = [([1, 2, 3, 9, 9, 9, 9, 9], False, 9), ([1], False, 1)]
     assert chosen(slots, [1, 2, 3, 4], "longest") == SlotChoice(1, 3, 0)
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
 
 def test_best_fit_prefers_a_slot_whose_content_starts_the_prompt() -> None:
-    """A slot whose content starts the prompt is evicted before the least recently used one."""
+    """It is evicted before the least recently used one."""
     slots: list[Slot] = [([1, 2, 3], True, 3), ([1, 2], False, 2), ([7, 8], False, 1)]
     assert chosen(slots, [1, 2, 3, 4], "best") == SlotChoice(1, 3, 0)
 
@@ -116,7 +116,7 @@ def test_equal_prefixes_select_the_slot_with_the_shortest_history() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    """The message names those that there are."""
+    """The error lists the known ones."""
     with pytest.raises(UsageError, match="longest, best"):
         checked("shortest")
 
@@ -141,7 +141,7 @@ def test_slot_choice_agrees_with_brute_force(
     lost = len(slots[found.slot][0]) - common[found.slot]
     assert found.evicts == (lost > 0)
     if policy == "best":
-        # As much is reused as anyone has, and no history goes while an empty slot is there.
+        # The maximum is reused, and no history is evicted while a slot is empty.
         assert found.common == max(common)
         assert not lost or all(len(slots[n][0]) > common[n] for n in free)
         if lost:

@@ -1,4 +1,4 @@
-"""Test a prefix cache with a store over a simulated library: restarts, evictions, bad input."""
+"""Test a prefix cache with a store: restarts, evictions, invalid files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = [10 + i % 40 for i in range(600)]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., PrefixCache]:
-    """Return a function that makes a cache with the store, in a new context."""
+    """Return a function that creates a cache with the store, in a new context."""
 
     def started(**options: Any) -> PrefixCache:
         return make(tmp_path, **{"n_ctx": 2048, "store": tmp_path / "store", **options})
@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Callable[..., PrefixCache]:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make states that cannot be cut."""
+    """Create states that cannot be cut."""
 
     def refuse(data: bytes) -> None:
         raise errors.StateError("not one attention cache")
@@ -46,20 +46,20 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kill(cache: PrefixCache) -> None:
-    """End the use of a store as a killed process does: nothing more is written."""
+    """End the use of a store like a killed process: nothing more is written."""
     assert cache.stored is not None
     cache.stored.store.close()
 
 
 def full_disk(*_: Any) -> None:
-    """Fail as a write on a full disk does."""
+    """Fail like a write on a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_flushed_tokens_outlive_the_process(
+def test_flushed_tokens_are_reused_after_a_restart(
     start: Callable[..., PrefixCache], tmp_path: Path
 ) -> None:
-    """Reuse everything that was flushed, and nothing that was not."""
+    """Exactly the flushed tokens are reused."""
     cache = start()
     serve(cache, [*LONG, 1, 2])
     serve(cache, [*LONG, 3])
@@ -90,7 +90,7 @@ def test_flushed_tokens_outlive_the_process(
     assert stats.stored_pages == 4
 
 
-def test_close_flushes(start: Callable[..., PrefixCache]) -> None:
+def test_close_flushes_all_branches(start: Callable[..., PrefixCache]) -> None:
     """Leave a ``with`` block, also with an open lease."""
     with start() as cache:
         lease = cache.acquire([*SYSTEM, 1])
@@ -103,8 +103,8 @@ def test_close_flushes(start: Callable[..., PrefixCache]) -> None:
 
 
 @pytest.mark.regression(
-    "a prefix cache that was closed while another thread used the context lost what was not "
-    "flushed, and kept the lock of its store",
+    "a prefix cache closed while another thread used the context lost unflushed tokens, and kept "
+    "the lock of its store",
     by="hostile input",
     of="Python",
 )
@@ -134,7 +134,7 @@ def test_a_cache_is_not_closed_while_another_thread_uses_the_context(
 
 
 def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) -> None:
-    """Serve more chats than there are sequences and cells."""
+    """Serve more chats than sequences and cells."""
     cache = start(n_ctx=128, n_seq_max=2)
     chats = [[*SYSTEM, *[number] * 30] for number in range(6)]
     for chat in chats:
@@ -146,7 +146,7 @@ def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) ->
     assert stats.loaded_tokens > 0
     assert (stats.misses, stats.damaged) == (1, 0)
     kill(cache)
-    cache = start(n_ctx=128, n_seq_max=1)  # another shape of the context, the same of the cells
+    cache = start(n_ctx=128, n_seq_max=1)  # another shape of the context, the same one of the cells
     for chat in chats[:4]:  # the last two were not evicted
         assert serve(cache, [*chat, 2]) == len(chat)
 
@@ -154,7 +154,7 @@ def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) ->
 def test_longer_stored_prefix_replaces_the_resident_one(
     start: Callable[..., PrefixCache],
 ) -> None:
-    """With one sequence, a resident part of the prefix is no obstacle."""
+    """With one sequence, a resident part of the prefix does not prevent it."""
     cache = start(n_ctx=128, n_seq_max=1)
     serve(cache, [*SYSTEM, *[1] * 30])
     serve(cache, [*SYSTEM, 2])
@@ -164,7 +164,7 @@ def test_longer_stored_prefix_replaces_the_resident_one(
 def test_a_prefix_without_room_is_not_loaded(
     start: Callable[..., PrefixCache], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Leases use the cells: the prompt is refused as without a store, and the cache unchanged."""
+    """Leases use the cells: the prompt is refused as without a store, without a change."""
     with start() as cache:
         serve(cache, LONG)
     cache = start(n_ctx=128)
@@ -178,7 +178,7 @@ def test_a_prefix_without_room_is_not_loaded(
 
 
 def test_a_grown_branch_rewrites_one_page(start: Callable[..., PrefixCache]) -> None:
-    """A page that is not full is replaced by a longer one; full ones are not written again."""
+    """A page that is not full is replaced by a longer one; full ones are not rewritten."""
     cache = start()
     chat = list(LONG[:300])
     for turn in range(4):
@@ -198,7 +198,7 @@ def test_a_grown_branch_rewrites_one_page(start: Callable[..., PrefixCache]) -> 
 def test_cells_are_stored_in_the_order_of_positions(
     start: Callable[..., PrefixCache],
 ) -> None:
-    """The end of a branch is in cells before its beginning."""
+    """The end of a branch has lower cells than its beginning."""
     cache = start(n_ctx=64)
     with cache.context.sequence() as other:
         cache.context.prefill(other, [1] * 20)
@@ -223,7 +223,7 @@ def test_cells_are_stored_in_the_order_of_positions(
         assert (sequence.logits() == mine).all()
 
 
-def test_groups_are_not_split(start: Callable[..., PrefixCache]) -> None:
+def test_stored_prefix_ends_before_a_token_group(start: Callable[..., PrefixCache]) -> None:
     """A stored prefix does not end inside of a group."""
     with start() as cache:
         serve(cache, LONG[:50])
@@ -233,8 +233,10 @@ def test_groups_are_not_split(start: Callable[..., PrefixCache]) -> None:
     assert cache.stats().loaded_tokens == 40
 
 
-def test_whole_states(start: Callable[..., PrefixCache], whole: None) -> None:
-    """Store states that cannot be cut; a longer one replaces those that it contains."""
+def test_longer_stored_state_replaces_those_it_contains(
+    start: Callable[..., PrefixCache], whole: None
+) -> None:
+    """States cannot be cut; a longer one replaces those that it contains."""
     cache = start()
     serve(cache, [*SYSTEM, 1, 2])
     assert cache.flush() == 22
@@ -252,14 +254,14 @@ def test_whole_states(start: Callable[..., PrefixCache], whole: None) -> None:
     assert serve(cache, [*SYSTEM, 4, 5]) == 21
 
 
-# Bad input...
+# Invalid files...
 
 
 @pytest.mark.parametrize("damage", ["header", "truncated", "missing"])
 def test_pages_that_are_removed_when_a_store_is_opened_are_counted(
     start: Callable[..., PrefixCache], damage: str
 ) -> None:
-    """A page and the one that follows it; a missing one is not counted."""
+    """Check a page and the one that follows it; a missing one is not counted."""
     with start() as cache:
         serve(cache, LONG)
         cache.flush()
@@ -311,7 +313,7 @@ def test_a_damaged_page_ends_the_prefix_before_it(
 def test_a_damaged_last_page_leaves_no_cells(
     start: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch, n_seq_max: int
 ) -> None:
-    """The pages before it were restored already, or with one sequence, joined."""
+    """The pages before it were already restored or, with one sequence, joined."""
     with start() as cache:
         serve(cache, LONG)
     cache = start(n_seq_max=n_seq_max)
@@ -339,7 +341,7 @@ def test_a_damaged_last_page_leaves_no_cells(
 def test_pages_are_loaded_with_and_without_a_second_sequence(
     start: Callable[..., PrefixCache], tmp_path: Path, n_seq_max: int
 ) -> None:
-    """A second sequence is used for a moment, also beyond ``entries``; the result is the same."""
+    """A second sequence is used temporarily, also beyond ``entries``; the result is the same."""
     with start() as cache:
         serve(cache, LONG)
     cache = start(n_seq_max=n_seq_max, entries=1)
@@ -356,7 +358,7 @@ def test_pages_are_loaded_with_and_without_a_second_sequence(
 
 
 def test_pages_are_read_in_order_and_few_ahead() -> None:
-    """An error comes when its item is due; without threads, items are read one by one."""
+    """An error is raised at its item; without threads, items are read one by one."""
     begun: list[int] = []
 
     def read(item: int) -> int:
@@ -367,11 +369,11 @@ def test_pages_are_read_in_order_and_few_ahead() -> None:
 
     found = []
     with pytest.raises(ValueError, match="5"):
-        for each in stored_branches.read_ahead(read, range(9)):
+        for each in directory_tier.read_ahead(read, range(9)):
             found.append(each)
-            assert len(begun) <= len(found) + stored_branches.READERS
+            assert len(begun) <= len(found) + directory_tier.READERS
     assert found == [0, -1, -2, -3, -4]
-    assert list(stored_branches.read_ahead(read, [])) == []
+    assert list(directory_tier.read_ahead(read, [])) == []
 
 
 def test_pages_are_read_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,14 +383,14 @@ def test_pages_are_read_without_threads(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert list(stored_branches.read_ahead(lambda item: -item, range(6))) == [0, -1, -2, -3, -4, -5]
+    assert list(directory_tier.read_ahead(lambda item: -item, range(6))) == [0, -1, -2, -3, -4, -5]
 
 
 @pytest.mark.parametrize("content", [b"", b"no state of cells"])
-def test_a_page_with_another_content_is_damaged(
+def test_page_with_other_content_is_not_restored(
     start: Callable[..., PrefixCache], content: bytes
 ) -> None:
-    """A page with right checksums, written by something else, is not restored."""
+    """A page with right checksums, written by another program, is not restored."""
     with start() as cache:
         serve(cache, SYSTEM)
     cache = start()
@@ -403,10 +405,10 @@ def test_a_page_with_another_content_is_damaged(
     assert serve(start(), [*SYSTEM, 1, 2]) == 21
 
 
-def test_a_state_that_the_library_refuses(
+def test_refused_stored_state_is_decoded_and_logged(
     start: Callable[..., PrefixCache], whole: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The prompt is decoded, and the reason logged."""
+    """The prompt is decoded, and the reason is logged."""
     with start() as cache:
         serve(cache, SYSTEM)
     cache = start()
@@ -418,12 +420,12 @@ def test_a_state_that_the_library_refuses(
     assert "a stored prefix of 20 tokens is not used" in caplog.text
 
 
-def test_a_full_disk(
+def test_full_disk_fails_the_flush_and_keeps_evictions(
     start: Callable[..., PrefixCache],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """`flush` raises, evictions go on, and everything is stored once there is room."""
+    """`flush` raises, evictions continue, and everything is stored once there is space."""
     cache = start(n_seq_max=2)
     serve(cache, [*SYSTEM, 1])
     with monkeypatch.context() as patch:
@@ -470,7 +472,7 @@ def test_pages_that_cannot_be_opened_now_are_kept(
 
 
 @pytest.mark.regression(
-    "one page that could not be written kept a prefix cache from storing the other branches",
+    "one page that could not be written prevented a prefix cache from storing the other branches",
     by="hostile input",
     of="Python",
 )
@@ -512,8 +514,8 @@ def test_a_forked_process_decodes_and_stores_nothing(
     assert sorted(cache.stored.store.folder.iterdir()) == before
 
 
-def test_a_budget_below_a_prompt(start: Callable[..., PrefixCache]) -> None:
-    """A prompt beyond the budget is refused; the others use it in turn."""
+def test_prompt_beyond_the_budget_is_refused(start: Callable[..., PrefixCache]) -> None:
+    """The other prompts use the budget alternately."""
     with start() as cache:
         size = cache.branches.bytes_of(100)
     cache = start(budget=size)
@@ -523,7 +525,7 @@ def test_a_budget_below_a_prompt(start: Callable[..., PrefixCache]) -> None:
         serve(cache, [number] * 60)
         cache.flush()
         assert cache.stats().stored_bytes <= size
-    # The bytes of a page's head can exceed the budget that K and V just fit.
+    # The bytes of a page's header can exceed the budget that K and V just fit.
     serve(cache, LONG[:100])
     with pytest.raises(errors.BudgetTooSmall, match="increase the budget"):
         cache.flush()
@@ -533,8 +535,10 @@ def test_a_budget_below_a_prompt(start: Callable[..., PrefixCache]) -> None:
     assert serve(start(budget=size), [4] * 61) == 60
 
 
-def test_two_writers_and_other_stores(start: Callable[..., PrefixCache], tmp_path: Path) -> None:
-    """Refuse a second cache, another shape of the cells, and two places for evicted branches."""
+def test_second_writer_and_other_cell_shape_are_refused(
+    start: Callable[..., PrefixCache], tmp_path: Path
+) -> None:
+    """A second cache and another shape of the cells are refused."""
     cache = start()
     serve(cache, SYSTEM)
     with pytest.raises(errors.PrefixStoreBusy):
@@ -555,11 +559,11 @@ def test_two_writers_and_other_stores(start: Callable[..., PrefixCache], tmp_pat
     assert serve(start(), [*SYSTEM, 1]) == 20
 
 
-def test_the_identity_names_what_pages_depend_on(tmp_path: Path) -> None:
-    """Model, build, memory, types and layout; not sizes."""
-    found = stored_branches.identity(prefix_kit.kit.context(tmp_path))
+def test_store_identity_excludes_context_sizes(tmp_path: Path) -> None:
+    """Model, build, memory, types and layout are part of it; sizes are not."""
+    found = directory_tier.identity(prefix_kit.kit.context(tmp_path))
     assert {"model", "build", "memory", "streams", "window", "type_k", "v_transposed"} <= set(found)
-    assert found == stored_branches.identity(
+    assert found == directory_tier.identity(
         prefix_kit.kit.context(tmp_path, n_ctx=128, n_seq_max=2, n_batch=16)
     )
     assert all(type(value) is str for value in found.values())
@@ -568,10 +572,10 @@ def test_the_identity_names_what_pages_depend_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["pages", "states"])
-def test_random_traffic_over_restarts(
+def test_random_traffic_is_correct_after_restarts(
     start: Callable[..., PrefixCache], kind: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    """Do everything at random with a small cache, and start again after a kill or a close."""
+    """Random operations with a small cache, with restarts after a kill or a close."""
     if kind == "states":
         request.getfixturevalue("whole")
     past = [[3, 4, 5]]

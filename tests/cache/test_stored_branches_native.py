@@ -1,4 +1,4 @@
-"""Test stored prefixes over real builds: logits after a restart, in every kind of memory."""
+"""Test stored prefixes on real builds: logits after a restart, in every kind of memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def next_logits(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarra
 def test_logits_after_a_restart_equal_those_before(
     variant: Variant, tiny_model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Decode one token after a stored prefix: bit-equal to the token after the decoded one."""
+    """A token after a stored prefix has the same bits as one after the decoded prefix."""
     with kv.open(variant.folder) as library, library.load_model(tiny_model) as model:
         with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
             for chat in CHATS:
@@ -88,10 +88,10 @@ def test_logits_after_a_restart_equal_those_before(
 
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("name", ["tiny", "sliding", "recurrent", "hybrid", "latent"])
-def test_every_memory_survives_a_restart(
+def test_stored_prefixes_of_every_memory_are_reused(
     late: kv.OpenLibrary, name: str, unified: bool, tmp_path: Path
 ) -> None:
-    """Reuse all tokens of finished prompts, with logits of a fresh decode."""
+    """All tokens of finished prompts are reused, with logits of a new decode."""
     options = {"kv_unified": unified, "n_ctx": 4096}
     with late.load_model(synthetic_models.model(name)) as model:
         with context(model, **options) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
@@ -111,7 +111,7 @@ def test_every_memory_survives_a_restart(
 
 
 @pytest.mark.regression(
-    "a prefix store was not asked for a prefix whose window a longer branch had lost",
+    "a prefix store was not searched for a prefix whose window a longer branch had lost",
     by="random_operations",
     of="Python",
 )
@@ -139,7 +139,7 @@ def test_a_branch_without_its_window_does_not_hide_a_stored_prefix(
 
 
 def test_a_stored_state_inside_a_group_is_not_used(late: kv.OpenLibrary, tmp_path: Path) -> None:
-    """Continue after the longest stored state that splits no group."""
+    """The prompt continues after the longest stored state that splits no group."""
     short, long = SYSTEM[:20], SYSTEM[:45]
     with late.load_model(synthetic_models.model("recurrent")) as model:
         with context(model) as ctx, PrefixCache(ctx, store=tmp_path / "store") as cache:
@@ -156,7 +156,7 @@ def test_a_stored_state_inside_a_group_is_not_used(late: kv.OpenLibrary, tmp_pat
 def test_states_are_stored_without_a_sequence_for_them(
     late: kv.OpenLibrary, name: str, tmp_path: Path
 ) -> None:
-    """With one sequence, the states in front of the last token and at a branch are on disk."""
+    """With one sequence, the states before the last token and at a branch are on disk."""
     with (
         late.load_model(synthetic_models.model(name)) as model,
         context(model, n_seq_max=1) as ctx,
@@ -179,7 +179,7 @@ def test_states_are_stored_without_a_sequence_for_them(
 def test_random_traffic_over_restarts_is_exact(
     late: kv.OpenLibrary, name: str, tmp_path: Path
 ) -> None:
-    """Do everything at random with few cells and a small store, and compare every prompt."""
+    """Random operations with few cells and a small store; every prompt is compared."""
     with late.load_model(synthetic_models.model(name)) as model:
         oracle = model.context(n_ctx=512, n_batch=512)
 
@@ -208,7 +208,7 @@ def test_random_traffic_over_restarts_is_exact(
 def test_a_scattered_cache_is_stored_and_loaded(
     stock: Variant, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Store cells that are not adjacent, and load them where no two free cells are.
+    """Store cells that are not adjacent, and load them if no two free cells are adjacent.
 
     Through 0.3.16, a state is restored into one hole.
     """
@@ -235,7 +235,7 @@ def test_a_scattered_cache_is_stored_and_loaded(
 def test_other_models_builds_and_types_are_refused(
     variant: Variant, tiny_model: Path, tmp_path: Path, late: kv.OpenLibrary
 ) -> None:
-    """The error names what differs; the store is used again afterwards."""
+    """The error names the difference; the store is used again afterwards."""
     store = tmp_path / "store"
     with kv.open(variant.folder) as library, library.load_model(tiny_model) as model:
         with context(model) as ctx, PrefixCache(ctx, store=store) as cache:
