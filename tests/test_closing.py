@@ -1,4 +1,4 @@
-"""The end of a `with` block closes the object, also after an exception."""
+"""Test that the end of a `with` block closes the object, also after an exception."""
 
 from __future__ import annotations
 

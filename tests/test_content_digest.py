@@ -1,4 +1,4 @@
-"""The digest of files: every byte counts, known results are valid or ignored, Ctrl-C ends it."""
+"""Test digests of files: all bytes count, stored results are validated, Ctrl-C ends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a data directory, in which results are kept at once."""
+    """Give every test a data directory, in which results are stored immediately."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(content_digest, "SETTLED_NS", -(1 << 62))
     return tmp_path / "home"
@@ -66,10 +66,10 @@ def expected(content: bytes, chunk: int) -> str:
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
 @pytest.mark.parametrize("cpus", [1, 3])
-def test_the_definition(
+def test_digest_is_independent_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, cpus: int
 ) -> None:
-    """The result does not depend on threads; every byte and the size count."""
+    """The result does not depend on threads, but on every byte and the size."""
     monkeypatch.setattr(content_digest, "CHUNK", 100)
     monkeypatch.setattr(content_digest, "_PIECE", 7)
     monkeypatch.setattr(content_digest, "usable_cpus", lambda: cpus)
@@ -85,7 +85,9 @@ def test_the_definition(
         assert digest(path) == expected(bytes(changed), 100) != expected(content, 100)
 
 
-def test_threads_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_computed_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The calling thread computes then."""
     monkeypatch.setattr(content_digest, "CHUNK", 100)
     monkeypatch.setattr(content_digest, "usable_cpus", lambda: 4)
@@ -99,8 +101,8 @@ def test_threads_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.Monk
     assert digest(path) == expected(path.read_bytes(), 100)
 
 
-def test_several_files(tmp_path: Path) -> None:
-    """The order and each file count, and a split model is not its first file."""
+def test_digest_depends_on_order_and_content_of_files(tmp_path: Path) -> None:
+    """It depends on each file and their order; a split model is not its first file."""
     one, two = tmp_path / "1", tmp_path / "2"
     one.write_bytes(b"one")
     two.write_bytes(b"two")
@@ -115,7 +117,7 @@ def test_several_files(tmp_path: Path) -> None:
 
 
 def test_a_known_digest_is_not_computed_again(tmp_path: Path, home: Path, reads: list[int]) -> None:
-    """Another size, time of modification or time of change is another content."""
+    """Another size, modification time or change time is other content."""
     path = tmp_path / "file"
     path.write_bytes(b"first")
     first = digest(path)
@@ -174,10 +176,10 @@ def test_a_damaged_entry_is_ignored(
 
 
 @pytest.mark.parametrize("obstacle", ["file", "directory", "full"])
-def test_a_data_directory_that_cannot_be_written(
+def test_unwritable_data_directory_stores_no_digest(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    """It costs time, and leaves nothing unfinished."""
+    """Only time is lost, and no partial file remains."""
     path = tmp_path / "file"
     path.write_bytes(b"content")
     if obstacle == "file":
@@ -200,8 +202,8 @@ def test_a_data_directory_that_cannot_be_written(
         assert all(each.is_dir() for each in entries(home))
 
 
-def test_a_file_that_changed_since_it_was_recorded(tmp_path: Path) -> None:
-    """In place, replaced, removed, or no regular file: the reason is in the error."""
+def test_file_changed_since_its_record_is_refused(tmp_path: Path) -> None:
+    """The error has the reason: changed, replaced, removed, or not a regular file."""
     path = tmp_path / "file"
     for change, why in (
         (lambda: path.write_bytes(b"longer than before"), r"size 7 → 18"),
@@ -218,8 +220,10 @@ def test_a_file_that_changed_since_it_was_recorded(tmp_path: Path) -> None:
         digest(tmp_path)
 
 
-def test_a_change_during_the_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is of neither content, and not used."""
+def test_file_changed_during_the_digest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result belongs to neither content, and is not used."""
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     recorded = content_digest.record(path)
@@ -234,7 +238,7 @@ def test_a_change_during_the_computation(tmp_path: Path, monkeypatch: pytest.Mon
         content_digest.compute([recorded])
 
 
-def test_progress(
+def test_digest_progress_is_reported_or_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A function gets all reports; without one, the log has a line for a long computation."""
@@ -254,7 +258,7 @@ def test_progress(
 
 
 def test_processes_share_results(tmp_path: Path, home: Path) -> None:
-    """Several compute and write at once: each has the right digest, and one entry is left."""
+    """Concurrent processes each have the right digest, and one entry remains."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(3 << 20))
     code = (
@@ -277,7 +281,7 @@ def test_processes_share_results(tmp_path: Path, home: Path) -> None:
 def test_ctrl_c_ends_the_computation(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, cpus: int
 ) -> None:
-    """Within a piece, in the calling thread and in others; nothing is kept, no thread is left."""
+    """It does within a chunk, in any thread; no result is stored, and no thread remains."""
     monkeypatch.setattr(content_digest, "CHUNK", 1 << 20)
     monkeypatch.setattr(content_digest, "_PIECE", 1 << 10)
     monkeypatch.setattr(content_digest, "usable_cpus", lambda: cpus)
@@ -296,7 +300,7 @@ def test_ctrl_c_ends_the_computation(
     monkeypatch.setattr(os, "pread", slow)
     with pytest.raises(KeyboardInterrupt):
         digest(path)
-    # The whole file has 65,536 pieces.
+    # The whole file has 65,536 chunks.
     assert len(pieces) < 1000
     assert not [each for each in threading.enumerate() if each.name.startswith("digest")]
     assert not (home / "digests").exists()

@@ -1,4 +1,4 @@
-"""Check the number of CPUs that a process may use."""
+"""Test the number of CPUs that a process may use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def test_the_smallest_quota_counts(
     tmp_path: Path, limits: dict[str, str], expected: int | None
 ) -> None:
-    """Of the group of the process and those above it."""
+    """The cgroup of the process and its parents are read."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "c").mkdir()
     for group, text in limits.items():
@@ -44,7 +44,7 @@ def test_the_smallest_quota_counts(
 
 
 def test_affinity_and_quota_limit_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is always one."""
+    """There is always at least one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
     for limit, expected in ((None, 3), (2, 2), (8, 3), (0, 3)):
         monkeypatch.setattr(cpus, "quota", lambda *_, limit=limit: limit)
@@ -52,7 +52,7 @@ def test_affinity_and_quota_limit_the_cpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cpus_of_others_are_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that asks runs as well; without the file, none is taken."""
+    """The calling thread runs as well; without the file, all are free."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(cpus, "_LOAD", tmp_path / "loadavg")
     for text, most, expected in (

@@ -1,6 +1,6 @@
-"""Files that earlier code wrote are still read: their content, not only their head.
+"""Test that files of earlier versions are still read, including their content.
 
-They have no digest of the model, so that the caller must accept them by name. A kept cache is the
+They have no digest of the model, so the caller must accept them by name. A kept cache is the
 exception: its former format is refused.
 """
 
@@ -38,13 +38,13 @@ def expected(model, number: int) -> np.ndarray:
 
 
 def test_every_kind_of_file_is_kept() -> None:
-    """A kind that is added is added here as well."""
+    """A new kind must be added here."""
     names = {path.name for path in formats.FOLDER.iterdir()}
     assert names == {"lock.toml", "trace.jsonl", "sequence.save", "cache.kv", "prefix-store"}
 
 
 def test_the_lock_is_read() -> None:
-    """All twenty releases, each with what pins it."""
+    """It has all twenty releases with their pins."""
     releases = lockfile.load(formats.FOLDER / "lock.toml")
     assert len(releases) == 20
     assert all(len(one.commit) == len(one.tree) == 40 for one in releases)
@@ -53,7 +53,7 @@ def test_the_lock_is_read() -> None:
 
 @pytest.mark.native
 def test_a_saved_sequence_is_restored(patched: Variant) -> None:
-    """Its tokens, and its state to the logits of the next token."""
+    """Its tokens are restored, and its state up to the logits of the next token."""
     saved = (formats.FOLDER / "sequence.save").read_bytes()
     with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:
         with model.context(**formats.SHAPE) as context:
@@ -68,7 +68,7 @@ def test_a_saved_sequence_is_restored(patched: Variant) -> None:
 
 @pytest.mark.native
 def test_a_saved_sequence_of_another_shape_is_refused(patched: Variant) -> None:
-    """The error names what differs, and the sequence stays as it was."""
+    """The error names the difference, and the sequence is unchanged."""
     saved = (formats.FOLDER / "sequence.save").read_bytes()
     with kv.open(patched.folder) as lib, lib.load_model(synthetic_models.tiny()) as model:  # noqa: SIM117
         with model.context(**formats.SHAPE, type_k="q8_0") as context:
@@ -95,7 +95,7 @@ def test_a_kept_cache_of_a_former_format_is_refused(
 
 @pytest.mark.native
 def test_a_kept_cache_of_another_format_is_refused(patched: Variant, tmp_path: Path) -> None:
-    """A changed version in its head is a typed error, not tokens of nobody."""
+    """A changed version in its header is a typed error, and no tokens are loaded."""
     kept = tmp_path / "cache.kv"
     data = bytearray((formats.FOLDER / "cache.kv").read_bytes())
     data[8] ^= 0x7F
@@ -107,7 +107,7 @@ def test_a_kept_cache_of_another_format_is_refused(patched: Variant, tmp_path: P
 
 @pytest.mark.native
 def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
-    """All tokens of both prompts, and logits of the next token of each."""
+    """All tokens of both prompts, and logits of the next token of each, are loaded."""
     store = tmp_path / "store"
     shutil.copytree(formats.FOLDER / "prefix-store", store)
     with (
@@ -130,7 +130,7 @@ def test_stored_prefixes_are_loaded(patched: Variant, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_a_trace_is_replayed(patched: Variant) -> None:
-    """On the build of today every row comes out as it was recorded."""
+    """On the present build, each row has the recorded result."""
     trace = formats.FOLDER / "trace.jsonl"
     command = [sys.executable, "-m", "pyllamakv.cli.main", "trace", "replay", str(trace)]
     done = subprocess.run(

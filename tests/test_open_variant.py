@@ -1,4 +1,4 @@
-"""Test that a spec, an id or a path leads to the right built variant."""
+"""Test that a spec, an id or a path resolves to the right built variant."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyllamakv.source import verified
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of built variants that hold nothing but manifests."""
+    """Return a directory of built variants that contains only manifests."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     folder = tmp_path / "built"
     folder.mkdir()
@@ -51,8 +51,10 @@ def publish(folder: Path, name: str, **more: Any) -> Path:
     return folder / name
 
 
-def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check what it finds, what it does not, and an id, for which it is not asked."""
+def test_variant_is_found_by_the_builder_before_the_manifests(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check found and missing variants, and an id, which the builder does not resolve."""
     folder = publish(built, "0.3.9-stock-cpu-1")
     asked = []
 
@@ -86,8 +88,8 @@ def test_the_builder_is_asked_first(built: Path, monkeypatch: pytest.MonkeyPatch
         open_variant.find_built("0.3.9+patched", backend="rpc")
 
 
-def test_without_tools_the_manifests_decide(built: Path) -> None:
-    """Check stock, patched, patches and the newest of several, where no source may be read."""
+def test_variant_is_found_by_manifests_without_tools(built: Path) -> None:
+    """Check stock, patched, patches and the newest of several, without reading sources."""
     names = {
         "old": {"created": "2026-01-01"},
         "new": {"created": "2026-02-01"},
@@ -116,7 +118,7 @@ def test_without_tools_the_manifests_decide(built: Path) -> None:
 
 
 def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
-    """Check a path that is no library."""
+    """Check a path that is not a library."""
     with pytest.raises(LoadError):
         open_variant.open(tmp_path / "absent")
     with pytest.raises(LoadError):
@@ -124,19 +126,19 @@ def test_paths_are_opened_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
-    "names of sources and paths that no file system can have were bare errors of Python",
+    "names of sources that are invalid as paths raised untyped errors",
     by="hostile input",
     of="Python",
 )
 @pytest.mark.regression(
-    "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
+    "`replay` and `shrink` of a trace loaded a library with its name from the current directory",
     by="hostile input",
     of="Python",
 )
 def test_a_bare_name_is_never_a_file(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies in the current folder is loaded by a path alone: its name may be a build's."""
+    """A library in the current directory is loaded only by a path: a bare name is a build's."""
     monkeypatch.chdir(tmp_path)
     folder, find = publish(built, "0.3.9-stock-cpu-1"), variant.find
 
@@ -150,15 +152,17 @@ def test_a_bare_name_is_never_a_file(
     for name in ("0.3.8", "evil.so"):
         with pytest.raises(NotBuilt, match=rf"for a path in this directory, write \./{name}"):
             open_variant.open(name)
-    for name in ("x" * 300, "x\0"):  # no file system has room for it
+    for name in ("x" * 300, "x\0"):  # too long for any file system
         with pytest.raises((NotBuilt, UnknownRelease, UsageError)):
             open_variant.variant_path(name)
     assert open_variant.variant_path("./evil.so") == Path("./evil.so")
     assert open_variant.variant_path(Path("evil.so")) == Path("evil.so")
 
 
-def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its id first, then its spec; a build of a URL or folder is found, its source not read."""
+def test_recorded_variant_is_found_by_id_or_spec(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id is tried first, then the spec; the source of a URL or directory is not read."""
     monkeypatch.setattr(variant, "find", lambda spec, backend: variant.Variant(Path(spec)))
     folder = publish(built, "path-1-stock-cpu-1", release="path:/a/folder")
     assert open_variant.find_recorded(folder.name, "0.3.9+stock") == folder
@@ -172,7 +176,7 @@ def test_a_recording_names_what_is_built(built: Path, monkeypatch: pytest.Monkey
 def test_without_a_name_the_newest_verified_build_is_opened(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`open` and `serve_rpc` ask for it, of the backend that is wanted."""
+    """`open` and `serve_rpc` use it, for the given backend."""
     folder = publish(built, "0.3.9-patched-cpu-1")
     asked = []
 
@@ -189,7 +193,7 @@ def test_without_a_name_the_newest_verified_build_is_opened(
 
 
 def test_an_unknown_architecture_names_a_release(tmp_path: Path) -> None:
-    """The error of the library is kept, and the remedy follows."""
+    """The error of the library is kept, and has a remedy."""
     file = write_gguf(tmp_path / "refused.gguf", architecture="gpt-oss")
     with kit.library() as opened, pytest.raises(ModelError) as caught:
         opened.load_model(file)

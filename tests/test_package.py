@@ -1,4 +1,4 @@
-"""Test the package's front: its names, and that importing it costs nothing."""
+"""Test the names of the package, and that its import is cheap."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import pyllamakv
 
 
-def test_every_public_name_is_there() -> None:
-    """Check the list against what can be had."""
+def test_every_public_name_is_importable() -> None:
+    """Check the list of names."""
     for name in pyllamakv.__all__:
         assert getattr(pyllamakv, name) is not None
     assert set(pyllamakv.__all__) == set(dir(pyllamakv))
@@ -21,7 +21,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_every_public_object_has_a_repr() -> None:
-    """Also those that own handles: the default shows only an address."""
+    """The default repr of owners of handles would show only an address."""
     public = [getattr(pyllamakv, name) for name in pyllamakv.__all__]
     classes = [each for each in public if isinstance(each, type)]
     without = [each.__name__ for each in classes if each.__repr__ is object.__repr__]
@@ -29,7 +29,7 @@ def test_every_public_object_has_a_repr() -> None:
 
 
 def test_the_import_loads_nothing_heavy() -> None:
-    """Check that neither numpy nor cffi nor git comes with `import pyllamakv`."""
+    """Check that `import pyllamakv` imports neither numpy nor cffi nor git."""
     code = (
         "import sys, pyllamakv; from pyllamakv import errors;"
         "assert not {'numpy', '_cffi_backend', 'git', 'gguf'} & set(sys.modules), 'heavy'"
@@ -38,7 +38,7 @@ def test_the_import_loads_nothing_heavy() -> None:
 
 
 def test_decoding_needs_numpy_and_cffi_alone() -> None:
-    """Check that opening a library by its path loads nothing of git, building or the harness."""
+    """Check that opening a library by its path imports no git, building or harness module."""
     code = (
         "import sys, pyllamakv; pyllamakv.open, pyllamakv.Context, pyllamakv.Batcher;"
         "heavy = {'git', 'gguf', 'typer', 'rich', 'jinja2', 'unearth', 'pyllamakv.scenarios',"

@@ -1,4 +1,4 @@
-"""The wheel pyllamakv-prebuilt has portable builds, and works where nothing can be compiled."""
+"""Test the wheel pyllamakv-prebuilt, which has portable builds and needs no compiler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiled(folder: Path) -> Path:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_tag_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
-    """For every Python 3; the libraries do not use its C API."""
+    """It is valid for every Python 3; the libraries do not use its C API."""
     pytest.importorskip("hatchling")
     path = ROOT / "tools/prebuilt/platform_tag.py"
     spec = importlib.util.spec_from_file_location("platform_tag", path)
@@ -64,7 +64,7 @@ def test_the_tag_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, machine
 
 
 @pytest.mark.slow
-def test_the_project_and_its_wheel(
+def test_prebuilt_wheel_contains_portable_builds_and_licences(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both builds are portable, indexed and without drop-in; licences and the tag are right."""
@@ -140,9 +140,9 @@ def test_the_extra_names_this_version() -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_prebuilt_wheels_work_without_a_compiler(tool: ModuleType, tmp_path: Path) -> None:
-    """Both wheels in a new environment, with nothing on PATH and an empty home directory.
+    """Install both wheels in a new environment, with an empty PATH and home directory.
 
-    A CPU without the recorded features is refused by name, and what needs sources names git.
+    The error for a CPU names the missing features, and that of verbs with sources names git.
     """
     pytest.importorskip("hatchling")
     release = verified.newest().name

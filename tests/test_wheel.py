@@ -1,4 +1,4 @@
-"""The wheel carries all that a build needs, is small, and works outside the checkout."""
+"""Test that the wheel is complete, small, and works outside of the checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wheel_kit import built, command, environment, run
 import pyllamakv
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 1_160_000
+LIMIT = 1_250_000
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outside(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a fresh environment that has the wheel; what it needs is ours."""
+    """Return a new environment that has the wheel; dependencies are those of this one."""
     return environment(tmp_path_factory.mktemp("outside"), [wheel])
 
 
@@ -39,7 +39,7 @@ def verb(outside: Path, *words: str, **options: str) -> subprocess.CompletedProc
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder."""
+    """Return the files below a directory."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_wheel_is_below_its_size_limit_and_complete(wheel: Path) -> None:
-    """At most 1.15 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
+    """At most 1.25 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
     assert wheel.stat().st_size <= LIMIT
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -70,7 +70,7 @@ def test_wheel_is_below_its_size_limit_and_complete(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The sdist holds all that the build needs."""
+    """The sdist contains all files of a build."""
     code = "import sys, hatchling.build as b; b.build_sdist(sys.argv[1])"
     done = command(sys.executable, "-c", code, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_version_is_the_package_version(wheel: Path) -> None:
-    """The wheel's version is the package's, and stands in no other file."""
+    """The version is that of the package, and is in no other file."""
     assert wheel.name.split("-")[1] == pyllamakv.__version__
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert "version" not in project and project["dynamic"] == ["version"]
@@ -101,7 +101,7 @@ def test_wheel_version_is_the_package_version(wheel: Path) -> None:
     ],
 )
 def test_the_script_imports_modules_that_exist(script: str, modules: set[str]) -> None:
-    """The Python program in a script of `tools` uses only names that exist."""
+    """The Python program in a script of `tools` uses only existing names."""
     text = (ROOT / "tools" / script).read_text("utf-8")
     (program,) = re.findall(r"<<'PYTHON'\n(.*?)^PYTHON$", text, re.DOTALL | re.MULTILINE)
     imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
@@ -115,8 +115,8 @@ def test_the_script_imports_modules_that_exist(script: str, modules: set[str]) -
 
 
 @pytest.mark.slow
-def test_it_imports_without_a_compiler(outside: Path) -> None:
-    """With nothing on PATH the package comes from the wheel, and its front loads nothing heavy."""
+def test_wheel_imports_without_a_compiler(outside: Path) -> None:
+    """With an empty PATH, the package is that of the wheel, and its import is cheap."""
     code = (
         "import sys, pyllamakv; heavy = {'numpy', '_cffi_backend', 'git'} & set(sys.modules);"
         "assert not heavy, heavy; pyllamakv.open, pyllamakv.Snapshot; print(pyllamakv.__file__)"
@@ -124,13 +124,13 @@ def test_it_imports_without_a_compiler(outside: Path) -> None:
     done = run(outside, "-c", code, path="/nonexistent")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(outside)
-    said = verb(outside, "--version", path="/nonexistent")
-    assert said.stdout == f"pyllamakv {pyllamakv.__version__}\n", said.stderr
+    ran = verb(outside, "--version", path="/nonexistent")
+    assert ran.stdout == f"pyllamakv {pyllamakv.__version__}\n", ran.stderr
 
 
 @pytest.mark.slow
 def test_installed_wheel_contains_patches_and_scenarios(outside: Path) -> None:
-    """Patches, lock, scenarios and the shim come from the wheel; builds go to the user's cache."""
+    """Patches, lock, scenarios and the shim are in the wheel; builds go to the user's cache."""
     shown = verb(outside, "patch", "show", "--json")
     assert shown.returncode == 0 and '"full-defrag"' in shown.stdout, shown.stderr
     listed = verb(outside, "upstream", "list", "--json")
@@ -161,7 +161,7 @@ def test_installed_wheel_contains_patches_and_scenarios(outside: Path) -> None:
     assert not any((outside / "empty").iterdir())
 
 
-def test_the_entry_points(outside: Path) -> None:
+def test_wheel_has_command_and_plugin_entry_points(outside: Path) -> None:
     """The wheel brings the command and the pytest plugin."""
     (info,) = (outside / "venv").glob("lib/*/site-packages/pyllamakv-*.dist-info")
     found = importlib.metadata.PathDistribution(info).entry_points

@@ -1,4 +1,4 @@
-"""The verbs `build` and `dropin env`: what they build, print and refuse."""
+"""Test the verbs `build` and `dropin env`: builds, output and refused options."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
 
 
 def invoke(app: Any, *words: str) -> str:
-    """Run a verb, let its errors through, and return what it wrote to stdout."""
+    """Run a verb, raise its errors, and return its stdout."""
     done = CliRunner().invoke(app, list(words), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def test_build_prints_id_folder_and_capabilities(shop: BuildSandbox) -> None:
-    """The text names what the next command needs, and what the shim lacks."""
-    said = invoke(build.app, f"path:{shop.tree}", "--stock")
+    """The output has the id and the directory, and the missing capabilities."""
+    output = invoke(build.app, f"path:{shop.tree}", "--stock")
     (name,) = shop.built()
-    assert name in said
-    assert str(shop.home / "built" / name) in said
-    assert "none (stock)" in said
-    assert "load" in said
-    assert "absent        defrag" in said
+    assert name in output
+    assert str(shop.home / "built" / name) in output
+    assert "none (stock)" in output
+    assert "load" in output
+    assert "absent        defrag" in output
 
 
-def test_build_json(shop: BuildSandbox) -> None:
-    """JSON holds the manifest and nothing else stands on stdout."""
+def test_build_json_contains_the_manifest(shop: BuildSandbox) -> None:
+    """The JSON contains the manifest, and stdout nothing else."""
     (row,) = json.loads(invoke(build.app, shop.spec, "--json"))
     assert row["spec"] == shop.spec
     assert row["manifest"]["variant"] == row["id"] == shop.built()[0]
@@ -75,7 +75,7 @@ def test_list_names_origins(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an option both are built, stock first: patched then costs only what differs."""
+    """Without an option both are built, stock first, so that patched compiles only differences."""
     asked: list[str] = []
 
     class Standing:
@@ -99,7 +99,7 @@ def test_build_makes_stock_and_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_and_dropin_default_to_the_newest_verified_release(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dropin env` and `dropin setup` take the newest of llama-cpp-python."""
+    """`dropin env` and `dropin setup` use the newest release of llama-cpp-python."""
     monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
     monkeypatch.setattr(build, "_text", lambda spec, _variant, _server: [str(spec)])
     known = lockfile.known()
@@ -116,8 +116,10 @@ def test_env_and_dropin_default_to_the_newest_verified_release(
 
 
 @pytest.mark.slow
-def test_build_with_servers(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of each server is printed, and its manifest is in JSON."""
+def test_build_with_servers_prints_the_path_of_each(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of each server is printed, and its manifest is in the JSON."""
     asked: list[str] = []
 
     def build_server(spec: object, **_options: object) -> BuiltServer:
@@ -128,8 +130,8 @@ def test_build_with_servers(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch)
         return made
 
     monkeypatch.setattr(server_build, "build_server", build_server)
-    said = invoke(build.app, shop.spec, "--server")
-    assert f"  server        {shop.home}/servers/x/llama-server (without web page)" in said
+    output = invoke(build.app, shop.spec, "--server")
+    assert f"  server        {shop.home}/servers/x/llama-server (without web page)" in output
     (row,) = json.loads(invoke(build.app, shop.spec, "--server", "--json"))
     assert row["server"]["page"] is False
     assert asked == [shop.spec, shop.spec]
@@ -137,7 +139,7 @@ def test_build_with_servers(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_build_names_carried_patches() -> None:
-    """With the base of the port that each was merged from."""
+    """They have the base of the port that was merged."""
     manifest = SimpleNamespace(
         patches=("compaction",),
         carried={"compaction": "0.3.30"},
@@ -166,21 +168,25 @@ def test_build_names_carried_patches() -> None:
         ("0.3.9", "--stock", "--backend", "abacus"),
     ],
 )
-def test_build_refuses(shop: BuildSandbox, words: tuple[str, ...]) -> None:
-    """Options that contradict each other are refused before anything is done."""
+def test_contradictory_build_options_are_refused(
+    shop: BuildSandbox, words: tuple[str, ...]
+) -> None:
+    """Contradictory options are refused before anything is done."""
     with pytest.raises(UsageError):
         invoke(build.app, *words)
     assert shop.count("cmake") == 0
 
 
-def test_env_of_what_is_not_built(shop: BuildSandbox) -> None:
-    """The message holds the command that builds it."""
+def test_env_of_an_unbuilt_variant_names_the_build_command(shop: BuildSandbox) -> None:
+    """The error has the command that builds it."""
     with pytest.raises(NotBuilt, match="pyllamakv build path:"):
         invoke(dropin_verb.app, "env", shop.spec)
 
 
-def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the line for the shell is on stdout; JSON has the package as well."""
+def test_env_prints_only_the_export_line(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stdout has only the line for the shell; the JSON has the package as well."""
     invoke(build.app, shop.spec)
     described = dropin.DropIn("LLAMA_CPP_LIB_PATH", "/x/lib", "llama-cpp-python==0.3.9")
     monkeypatch.setattr(dropin, "describe", lambda _variant: described)
@@ -197,7 +203,7 @@ def test_env(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_patch_is_refused_before_anything_else(
     shop: BuildSandbox, words: tuple[str, ...]
 ) -> None:
-    """Nothing is fetched, and no lock is taken, which another build may hold for long."""
+    """Nothing is fetched, and no lock is taken, which another build may hold for a long time."""
     with pytest.raises(UnknownPatch, match="typo"):
         invoke(build.app, *words)
     assert not (shop.home / "locks").exists() and not (shop.home / "downloads").exists()

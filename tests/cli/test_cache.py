@@ -1,4 +1,4 @@
-"""`pyllamakv cache`: what is in a prefix store, whether it can be read, and making it smaller."""
+"""Test `pyllamakv cache`: content, verification and pruning of a prefix store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def store(tmp_path: Path) -> PrefixStore:
     return made
 
 
-def test_list(store: PrefixStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_list_shows_identity_totals_and_pages(
+    store: PrefixStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The identity and totals; each page with -v and in the JSON."""
     code, out, err = cli(capsys, "cache", "list", store.folder)
     assert (code, err) == (0, "")
@@ -41,8 +43,10 @@ def test_list(store: PrefixStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["identity"] == {"model": "m", "build": "1"}
 
 
-def test_verify_and_prune(store: PrefixStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """A changed page is status 1; `prune` removes it, and more for a budget."""
+def test_cache_verify_exits_with_1_until_prune_removes_the_page(
+    store: PrefixStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A changed page is status 1; `prune` removes it, and more to meet a budget."""
     assert cli(capsys, "cache", "verify", store.folder)[:2] == (
         0,
         "usable pages: 2, unusable: 0\n",
@@ -67,8 +71,10 @@ def test_verify_and_prune(store: PrefixStore, capsys: pytest.CaptureFixture[str]
     assert json.loads(out) == {"removed": 1, "pages": 0, "bytes": 0}
 
 
-def test_errors(store: PrefixStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A store in use is not pruned; other directories are no stores, and get no files."""
+def test_cache_verbs_refuse_busy_and_foreign_directories(
+    store: PrefixStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store in use is not pruned; other directories are not stores, and get no files."""
     owner = PrefixStore(store.folder, None)
     code, _, err = cli(capsys, "cache", "prune", store.folder)
     assert (code, err.split(":")[0]) == (2, "PrefixStoreBusy")

@@ -1,4 +1,4 @@
-"""The command `check` answers people, machines and git bisect."""
+"""Test the output of the command `check` for users, other programs and git bisect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyllamakv.verification.verdict import Pair, decide
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CheckSandbox:
-    """Return a world of stock that fails and patched that heals."""
+    """Return a fake library whose stock fails and whose patched side passes."""
     return make(monkeypatch, tmp_path)
 
 
@@ -39,7 +39,7 @@ def names(*chosen: str) -> list[str]:
 
 
 def test_the_command_prints_a_table_and_the_verdict(world: CheckSandbox, capsys) -> None:
-    """A screen of 80 columns: what differs, and the verdict as the last line, unbroken."""
+    """In 80 columns: the differences, and the verdict as the last line, not wrapped."""
     code, out, _ = run_cli(capsys, "0.3.9", *names(*SOME))
     assert code == 0
     assert "fragmented" in out and "fork-then-defrag" not in out
@@ -51,7 +51,7 @@ def test_the_command_prints_a_table_and_the_verdict(world: CheckSandbox, capsys)
     assert last.endswith("patched passes all")
 
 
-def test_the_command_shows_all_on_request(world: CheckSandbox, capsys) -> None:
+def test_verbose_check_lists_every_scenario(world: CheckSandbox, capsys) -> None:
     """Every scenario with -v; the cells with --pictures."""
     _, out, _ = run_cli(capsys, "0.3.9", "-v", *names(*SOME))
     assert "fork-then-defrag" in out and "-v lists" not in out
@@ -60,14 +60,14 @@ def test_the_command_shows_all_on_request(world: CheckSandbox, capsys) -> None:
 
 
 def test_the_newest_verified_release_is_the_default(world: CheckSandbox, capsys) -> None:
-    """`make check` names its release."""
+    """`make check` prints its release."""
     _, out, _ = run_cli(capsys, "--json", *names("fragmented"))
     assert json.loads(out)["release"] == verified.newest().name
 
 
 @pytest.mark.slow
 def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:
-    """They are most of it; without them a scenario is a few kilobytes."""
+    """They are the largest part; without them a scenario takes a few kilobytes."""
     _, small, _ = run_cli(capsys, "0.3.9", "--json", *names("fragmented"))
     _, large, _ = run_cli(capsys, "0.3.9", "--json", "--pictures", *names("fragmented"))
     found, drawn = json.loads(small)["results"]["stock"], json.loads(large)["results"]["stock"]
@@ -77,7 +77,7 @@ def test_json_has_pictures_on_request(world: CheckSandbox, capsys) -> None:
 
 
 def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path: Path) -> None:
-    """JSON on stdout is the whole answer; JUnit counts only what is wrong with patched."""
+    """The JSON on stdout is complete; JUnit fails only for defects of patched."""
     file = tmp_path / "junit.xml"
     code, out, _ = run_cli(capsys, "0.3.9", "--json", "--junit", str(file), *names(*SOME))
     found = json.loads(out)
@@ -89,7 +89,7 @@ def test_the_command_prints_json_and_junit(world: CheckSandbox, capsys, tmp_path
 
 
 def test_exit_codes_of_check_are_those_of_git_bisect(world: CheckSandbox, capsys) -> None:
-    """1 for bad, 125 for skip, 128 for a fault of the harness, 2 for a wrong question."""
+    """1 for bad, 125 for skip, 128 for an error of the harness, 2 for a usage error."""
     world.make = lambda side: SimulatedNative()
     assert run_cli(capsys, "0.3.9", *names(*SOME))[0] == 1
     world.build_stock = CommandFailed("x", ["ninja"], 1, "log")
@@ -101,8 +101,8 @@ def test_exit_codes_of_check_are_those_of_git_bisect(world: CheckSandbox, capsys
     assert run_cli(capsys, "0.3.9", "--scenario", "fragmentd")[0] == 2
 
 
-def test_summaries() -> None:
-    """A side's settings in a few words."""
+def test_summary_counts_the_outcomes_of_a_side() -> None:
+    """The outcomes of a side's settings are counted."""
     from pyllamakv.scenarios.outcome import Outcome
 
     good, skip, lost = Outcome("pass"), Outcome("skip"), Outcome("fail", "lost")
@@ -113,8 +113,10 @@ def test_summaries() -> None:
     assert check_report.summary([Outcome("absent")]) == "absent 1/1"
 
 
-def test_servers_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Both sides of each scenario with their counts; the log of a dead server with -v."""
+def test_check_of_servers_prints_both_sides_with_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Both sides of each scenario have counts; -v prints the log of a server that ended."""
     dead = Outcome(
         "fail", "crash", "llama-server was ended by SIGABRT: " + 80 * "x" + "\n  more log"
     )
@@ -142,7 +144,7 @@ def test_servers_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_servers_refuse_options_of_the_library(capsys) -> None:
-    """No option is ignored."""
+    """Every such option is refused."""
     code, _, err = run_cli(capsys, "0.3.9", "--server", "--quick")
     assert code == 2
     assert "--server has only the options" in err

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, completion, errors, exit statuses."""
+"""Test the command line as a whole: help, completion, errors, exit statuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def complete(words: str, *, modules: bool = False) -> list[str]:
-    """Return what bash is offered for the last of the words; or the modules imported for it."""
+    """Return bash's completions of the last word; or the modules imported for them."""
     code = (
         "import sys, atexit; from pyllamakv.cli import main; "
         f"atexit.register(lambda: {modules} and print(*sys.modules, sep='\\n')); main.main()"
@@ -47,7 +47,7 @@ def complete(words: str, *, modules: bool = False) -> list[str]:
 
 
 def test_every_module_of_a_verb_is_listed(capsys) -> None:
-    """Help shows every verb with its text, in a screen, without importing its module."""
+    """Help shows every verb with its text on one screen, without importing its module."""
     modules = {path.stem for path in Path(main.__file__).parent.glob("*.py")}
     assert set(main.VERBS) <= modules
     code, out, _ = cli(capsys, "--help")
@@ -87,7 +87,7 @@ def test_every_verb_answers_help_and_takes_json(words: str, capsys) -> None:
 
 
 def test_a_verb_is_imported_when_it_is_called() -> None:
-    """Help needs none of them."""
+    """Help imports no module of a verb."""
     code = (
         "import sys\nfrom pyllamakv.cli import main\n"
         "try: main.main(['--help'])\nexcept SystemExit: pass\n"
@@ -98,8 +98,8 @@ def test_a_verb_is_imported_when_it_is_called() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_a_wrong_word_gets_a_hint(capsys) -> None:
-    """Of verbs, subcommands and options, with exit status 2."""
+def test_misspelt_verb_or_option_gets_a_suggestion(capsys) -> None:
+    """Verbs, subcommands and options have one, with exit status 2."""
     for words, close in (
         (("chck",), "check"),
         (("patch", "statu"), "status"),
@@ -120,21 +120,21 @@ def test_a_wrong_word_gets_a_hint(capsys) -> None:
 
 @pytest.mark.slow
 def test_completion_offers_verbs_options_and_releases() -> None:
-    """What is being typed decides which."""
+    """They depend on the current word."""
     assert complete("pyllamakv trace mi") == ["minimize"]
     assert "status" in complete("pyllamakv patch s")
     assert "--scenario" in complete("pyllamakv check --sc")
     assert "--github" in complete("pyllamakv matrix plan --gi")
     assert "0.3.16" in complete("pyllamakv check 0.3.1")
-    assert "0.3.9" in complete("pyllamakv bisect 0.3.16 0.3.")
+    assert "0.3.9" in complete("pyllamakv matrix bisect 0.3.16 0.3.")
     assert "full-defrag" in complete("pyllamakv patch show full")
     assert complete("pyllamakv model get smol") == ["smollm2-135m"]
     assert complete("pyllamakv run --model smol") == ["smollm2-135m"]
 
 
 @pytest.mark.slow
-def test_completion_is_cheap() -> None:
-    """A key press imports neither numpy nor cffi, nor the parser that edits locks."""
+def test_completion_imports_no_heavy_packages() -> None:
+    """A completion imports neither numpy nor cffi, nor the parser that edits locks."""
     for words in (
         "pyllamakv mi",
         "pyllamakv build 0.3.1",
@@ -147,15 +147,17 @@ def test_completion_is_cheap() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(capsys, shell: str) -> None:
-    """Each names the program, and the variable that it answers to."""
+def test_completion_script_names_program_and_variable(capsys, shell: str) -> None:
+    """Each script contains the program and the variable that it uses."""
     code, out, _ = cli(capsys, "--show-completion", shell)
     assert code == 0
     assert "pyllamakv" in out and "_PYLLAMAKV_COMPLETE" in out
 
 
-def test_completion_is_installed(capsys, monkeypatch, tmp_path: Path) -> None:
-    """Below the user's home, with the path on stderr."""
+def test_completion_is_installed_below_the_home_directory(
+    capsys, monkeypatch, tmp_path: Path
+) -> None:
+    """The path is on stderr."""
     monkeypatch.setenv("HOME", str(tmp_path))
     code, out, err = cli(capsys, "--install-completion", "bash")
     assert (code, out) == (0, "")
@@ -164,7 +166,7 @@ def test_completion_is_installed(capsys, monkeypatch, tmp_path: Path) -> None:
 
 
 def test_an_error_is_json_on_stdout(capsys, monkeypatch) -> None:
-    """One object with type, message and status; stderr stays empty."""
+    """One object with type, message and status; stderr is empty."""
     code, out, err = cli(capsys, "check", "7.7.7", "--json")
     assert (code, err) == (2, "")
     found = json.loads(out)["error"]
@@ -200,8 +202,8 @@ def test_an_error_is_json_on_stdout(capsys, monkeypatch) -> None:
     assert (code, out) == (128, "") and "oops" in err
 
 
-def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
-    """What was found before an error stays the only JSON; lines get one more line."""
+def test_error_after_a_json_document_writes_no_second_document(capsys, monkeypatch) -> None:
+    """The document before an error is the only one; JSON lines get one more line."""
     from pyllamakv.cli import stdout
 
     def run(indent: int | None):
@@ -221,7 +223,7 @@ def test_a_document_is_followed_by_no_other(capsys, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_a_verb_as_ctrl_c_does() -> None:
-    """With its subprocesses, and the status of a shell; a caller's handler is kept."""
+    """It ends its subprocesses, and returns the status of a shell; a caller's handler is kept."""
     code = (
         "import signal\n"
         "from pyllamakv.cli import main\n"
@@ -243,7 +245,7 @@ def test_sigterm_ends_a_verb_as_ctrl_c_does() -> None:
 
 
 def test_a_handler_of_sigterm_is_kept(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that calls `main` may have one; after it, there is none as before."""
+    """If the caller of `main` has one, it is restored; otherwise there is none afterwards."""
     seen: list[Any] = []
     monkeypatch.setattr(main, "_run", lambda _words: seen.append(signal.getsignal(signal.SIGTERM)))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -259,7 +261,7 @@ def test_a_handler_of_sigterm_is_kept(capsys, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_table_of_exit_statuses_is_complete() -> None:
-    """docs/cli.md has a row for each status that an error or a verdict has."""
+    """docs/cli.md has a row for each status of an error or a verdict."""
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     rows = {int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     classes = [errors.KvError]
@@ -271,7 +273,7 @@ def test_the_table_of_exit_statuses_is_complete() -> None:
 
 
 def described(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each command below one, with its words."""
+    """Yield each command below a command, with its words."""
     yield name, command
     lazy = getattr(command, "modules", {})
     for word, below in getattr(command, "commands", {}).items():
@@ -281,7 +283,7 @@ def described(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("verb", main.VERBS)
 def test_help_explains_every_word(verb: str) -> None:
-    """Each command, argument and option has a plain text of one line, and every command --json."""
+    """Each command, argument and option has a help text in one line, and every command --json."""
     for name, command in described(verb, lazy_group.load(f"pyllamakv.cli.{verb}")):
         first = (command.help or "").split("\n")[0]
         assert 10 < len(first) <= 80, name
@@ -294,7 +296,7 @@ def test_help_explains_every_word(verb: str) -> None:
             assert "--json" in {flag for one in command.params for flag in one.opts}, name
 
 
-def test_short_options_mean_one_thing() -> None:
+def test_short_options_have_one_meaning_in_all_verbs() -> None:
     """-v is --verbose everywhere."""
     found: dict[str, set[str]] = {}
     for verb in main.VERBS:

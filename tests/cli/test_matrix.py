@@ -1,4 +1,4 @@
-"""The verbs `matrix` and `bisect`: what they print, write and return."""
+"""Test the verb `matrix`: output, files and exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch, tmp_path: Path, capsys) -> Run:
-    """Run the command line over a small lock, with a verifier that needs no build."""
+    """Run the command line with a small lock and a verifier that needs no build."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     known = {name: each for name, each in lockfile.known().items() if name in SOME}
     monkeypatch.setattr(lockfile, "known", lambda: known)
@@ -77,7 +77,7 @@ def test_bare_matrix_runs_everything_then_shows(run: Run) -> None:
 
 
 def test_interrupted_matrix_names_the_command_that_resumes(run: Run, monkeypatch) -> None:
-    """Ctrl-C ends with the shell's status and no traceback; the next run verifies the rest."""
+    """Ctrl-C returns the shell's status without a traceback; the next run verifies the rest."""
     judge = cell.verify_cell
 
     def stopped(spec, **_):
@@ -95,8 +95,8 @@ def test_interrupted_matrix_names_the_command_that_resumes(run: Run, monkeypatch
     assert "0.3.9: needed (3 of 4" in err
 
 
-def test_json_is_the_schema_s(run: Run) -> None:
-    """Stdout is one document, and nothing else."""
+def test_matrix_json_is_valid_against_the_schema(run: Run) -> None:
+    """Stdout has one document, and nothing else."""
     jsonschema = pytest.importorskip("jsonschema")
     code, out, _ = run("matrix", "--json")
     assert code == 1
@@ -113,7 +113,7 @@ def test_verbose_shows_reasons(run: Run) -> None:
         assert line in verbose and line not in plain
 
 
-def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
+def test_accepted_verdicts_exit_with_0(run: Run, tmp_path: Path) -> None:
     """An accepted verdict passes; a better one passes and is reported."""
     run("matrix", "run")
     code, out, err = run("matrix", "accept")
@@ -133,8 +133,8 @@ def test_accept_then_all_is_well(run: Run, tmp_path: Path) -> None:
     assert json.loads(out)["changed"] == ["0.3.9: needed (was harmful)"]
 
 
-def test_accept_takes_what_other_machines_judged(run: Run, tmp_path: Path) -> None:
-    """Documents of runs elsewhere are accepted as results of here are."""
+def test_accept_merges_results_of_other_machines(run: Run, tmp_path: Path) -> None:
+    """Documents of other runs are accepted like results of this machine."""
     judged = tmp_path / "judged.json"
     judged.write_text(run("matrix", "run", "0.3.9", "--json")[1])
     code, out, _ = run("matrix", "accept", "--json", "--merge", str(judged))
@@ -142,8 +142,8 @@ def test_accept_takes_what_other_machines_judged(run: Run, tmp_path: Path) -> No
     assert run("matrix", "accept", "--merge", str(tmp_path / "none.json"))[0] == 2
 
 
-def test_plan(run: Run) -> None:
-    """A plan lists what is known; the one for GitHub is a single line."""
+def test_plan_lists_releases_with_their_state(run: Run) -> None:
+    """A plan lists stored results; the one for GitHub is a single line."""
     run("matrix", "run", "0.3.9")
     code, out, _ = run("matrix", "plan")
     assert code == 0
@@ -165,7 +165,7 @@ def test_plan(run: Run) -> None:
 
 
 def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
-    """Releases that were not verified are named on stderr."""
+    """Releases that were not verified are listed on stderr."""
     code, out, err = run("matrix", "show")
     assert (code, out) == (0, "")
     assert "no results yet: 0.3.5" in err
@@ -184,8 +184,8 @@ def test_show_and_report_run_nothing(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "home" / "results" / "matrix.html").is_file()
 
 
-def test_artefacts_are_merged(run: Run, tmp_path: Path) -> None:
-    """A job of each machine writes JSON, and one report reads them all."""
+def test_report_merges_json_of_other_jobs(run: Run, tmp_path: Path) -> None:
+    """Each job writes JSON, and one report reads all files."""
     file = tmp_path / "job.json"
     file.write_text(run("matrix", "run", "0.3.6", "--json")[1])
     code, out, _ = run("matrix", "report", "--merge", str(file), "--github")
@@ -193,8 +193,8 @@ def test_artefacts_are_merged(run: Run, tmp_path: Path) -> None:
     assert out.startswith("::error title=pyllamakv 0.3.6::")
 
 
-def test_github_beside_json_leaves_json_alone(run: Run) -> None:
-    """Annotations go to stderr there."""
+def test_github_annotations_are_not_in_the_json(run: Run) -> None:
+    """Annotations are written to stderr."""
     code, out, err = run("matrix", "run", "0.3.6", "--json", "--github")
     assert code == 1
     json.loads(out)
@@ -214,7 +214,7 @@ def branch_of(start: Any, name: str, release: Release, results: Any, **_: Any) -
 
 
 def adding(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
-    """Add releases to the lock without an archive; return the list of what was added."""
+    """Add releases to the lock without an archive; return the list of added ones."""
     known = lockfile.known()
     added = []
 
@@ -232,18 +232,18 @@ def adding(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
 
 
 def version(spec: str, source: str = "llama-cpp-python") -> NewVersion:
-    """Return a version that an index offers."""
+    """Return a version of an index."""
     return NewVersion(source, spec.rpartition("=")[2], spec, "2026-11-01T00:00:00Z")
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *parts: tuple[Any, ...]) -> None:
-    """Let the indexes offer new and older versions, and lack some; one does not answer."""
+    """Make the indexes offer new and older versions, and lack some; one is unreachable."""
     found = NewVersions(*parts, ("npm: no answer",))
     monkeypatch.setattr(watch, "new_versions", lambda: found)
 
 
-def test_a_git_reference_that_moved_is_followed(run: Run, monkeypatch) -> None:
-    """It is pinned to the commit that it has now, and its branch is named for the commit."""
+def test_watch_pins_a_moved_git_reference(run: Run, monkeypatch) -> None:
+    """It is pinned to its present commit, and its branch is named for the commit."""
     known = lockfile.known()
     name = "git:/up@main"
     known[name] = replace(known["0.3.36"], name=name, kind="git")
@@ -263,7 +263,7 @@ def test_a_git_reference_that_moved_is_followed(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch", name)[0] == 0
 
 
-def test_watch(run: Run, monkeypatch) -> None:
+def test_watch_adds_and_verifies_new_versions(run: Run, monkeypatch) -> None:
     """New versions of all sources are added and verified, and must have a good verdict."""
     added = adding(monkeypatch)
     offer(monkeypatch, (), (), ("0.2.1",))
@@ -294,7 +294,7 @@ def test_watch(run: Run, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
-    """Both files have verdicts, branches, conflicts with both sides, and what failed."""
+    """Both files have verdicts, branches, conflicts with both sides, and failures."""
     adding(monkeypatch, failing="0.3.39")
     offers = version("xllamacpp==2026.10.11549", "xllamacpp"), version("0.3.38"), version("0.3.39")
     offer(monkeypatch, offers, (), ())
@@ -312,15 +312,15 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
     text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))
     for written in (text, page):
-        for said in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
-            assert said in written
+        for expected in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
+            assert expected in written
         assert "src/a.cpp, hunk 4 in find, line 120: changed between 0.3.36 and b11549" in written
     assert "new &lt;`` ``` lines;" in page and "new <`` ``` lines;" in text
     assert "report: " in err
 
 
-def test_watch_of_named_releases(run: Run, monkeypatch) -> None:
-    """Only these are verified, and the indexes are not read."""
+def test_watch_of_named_releases_reads_no_index(run: Run, monkeypatch) -> None:
+    """Only the named ones are verified, and the indexes are not read."""
     added = adding(monkeypatch)
     monkeypatch.setattr(watch, "new_versions", lambda: pytest.fail("the indexes were read"))
     names = ("0.3.9", "0.3.38", "v0.3.9")
@@ -336,8 +336,8 @@ def test_watch_of_named_releases(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch", "0.3.9", "--branch", "a b")[0] == 2
 
 
-def test_watch_with_a_backend_twice(run: Run, monkeypatch) -> None:
-    """Its cell is verified once, and the release is finished."""
+def test_watch_with_a_repeated_backend_verifies_once(run: Run, monkeypatch) -> None:
+    """Its cell is verified once, and the release is complete."""
     offer(monkeypatch, (), (), ())
     twice = ("--backend", "cpu", "--backend", "cpu")
     code, out, _ = run("matrix", "watch", "0.3.9", *twice)
@@ -345,8 +345,8 @@ def test_watch_with_a_backend_twice(run: Run, monkeypatch) -> None:
     assert out.splitlines()[-1] == "0.3.9: branch watch/0.3.9"
 
 
-def test_watch_outside_of_a_checkout(run: Run, monkeypatch) -> None:
-    """Nothing is fetched if branches cannot be written."""
+def test_watch_outside_of_a_checkout_fetches_nothing(run: Run, monkeypatch) -> None:
+    """If branches cannot be written, nothing is fetched."""
     added = adding(monkeypatch)
     offer(monkeypatch, (version("0.3.38"),), (), ())
 
@@ -359,8 +359,8 @@ def test_watch_outside_of_a_checkout(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch", "--branch", "")[0] == 0
 
 
-def test_two_watches_at_once(run: Run, monkeypatch) -> None:
-    """The second one ends at once, and names the lock; a list of versions does not wait."""
+def test_second_concurrent_watch_is_refused(run: Run, monkeypatch) -> None:
+    """The second one ends with the name of the lock; a list of versions does not wait."""
     added = adding(monkeypatch)
     offer(monkeypatch, (version("0.3.38"),), (), ())
     with release_watch.only_one():
@@ -373,7 +373,7 @@ def test_two_watches_at_once(run: Run, monkeypatch) -> None:
     assert run("matrix", "watch")[0] == 0
 
 
-def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
+def test_watch_verifies_the_others_after_a_failed_fetch(run: Run, monkeypatch) -> None:
     """The others are verified, and the exit status is that of the error."""
     adding(monkeypatch, failing="0.3.39")
     offer(monkeypatch, (version("0.3.38"), version("0.3.39")), (), ())
@@ -385,7 +385,7 @@ def test_a_version_that_cannot_be_fetched(run: Run, monkeypatch) -> None:
 
 
 def test_interrupted_watch_verifies_added_releases_once(run: Run, monkeypatch) -> None:
-    """A release that was added but not verified is verified the next time, and once."""
+    """A release that was added but not verified is verified once by the next watch."""
     known = lockfile.known()
     date = "2026-11-01T00:00:00Z"
     added = replace(known["0.3.36"], name="b99999", kind="xllamacpp", commit="7" * 40, date=date)
@@ -401,8 +401,10 @@ def test_interrupted_watch_verifies_added_releases_once(run: Run, monkeypatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["verify", "branch"])
-def test_a_watch_that_was_interrupted(run: Run, monkeypatch, tmp_path: Path, step: str) -> None:
-    """What is done is kept: verdicts are not measured again, and the missing branch is written."""
+def test_repeated_watch_keeps_the_results_of_an_interrupted_one(
+    run: Run, monkeypatch, tmp_path: Path, step: str
+) -> None:
+    """Verdicts are not computed again, and the missing branch is written."""
     adding(monkeypatch)
     offer(monkeypatch, (version("0.3.39"), version("0.3.38")), (), ())
     verify, verified = cell.verify_cell, []
@@ -435,8 +437,8 @@ def test_a_watch_that_was_interrupted(run: Run, monkeypatch, tmp_path: Path, ste
     assert run("matrix", "watch")[:2] == (0, "")
 
 
-def test_a_branch_that_is_under_review(run: Run, monkeypatch) -> None:
-    """Its release is not verified, and the others are; the error is the exit status."""
+def test_watch_skips_a_release_with_a_branch_under_review(run: Run, monkeypatch) -> None:
+    """Its release is not verified, and the others are; the exit status is that of the error."""
     adding(monkeypatch)
     offer(monkeypatch, (version("0.3.39"), version("0.3.38")), (), ())
 
@@ -452,8 +454,8 @@ def test_a_branch_that_is_under_review(run: Run, monkeypatch) -> None:
     assert "0.3.39" not in out
 
 
-def test_watch_without_network(run: Run, monkeypatch) -> None:
-    """A silent index is exit status 4, not "nothing new"."""
+def test_watch_without_network_exits_with_4(run: Run, monkeypatch) -> None:
+    """An unreachable index is exit status 4, not "nothing new"."""
 
     def silent():
         raise FetchError("no index answers")
@@ -464,8 +466,10 @@ def test_watch_without_network(run: Run, monkeypatch) -> None:
     assert (code, json.loads(out)["unreachable"]) == (4, ["no index answers"])
 
 
-def test_a_watch_goes_on_without_network(run: Run, monkeypatch, tmp_path: Path) -> None:
-    """What an interrupted watch left is verified, and the error is in the report."""
+def test_watch_without_network_verifies_pending_releases(
+    run: Run, monkeypatch, tmp_path: Path
+) -> None:
+    """Releases of an interrupted watch are verified, and the error is in the report."""
     adding(monkeypatch)
     fetch.add("0.3.38")
     assert release_watch.ReleaseWatch("").start(lockfile.known()["0.3.38"])
@@ -480,7 +484,9 @@ def test_a_watch_goes_on_without_network(run: Run, monkeypatch, tmp_path: Path) 
     assert "Warning: no index answers" in (tmp_path / "to" / "watch.md").read_text()
 
 
-def test_a_report_without_a_new_version(run: Run, monkeypatch, tmp_path: Path) -> None:
+def test_watch_report_without_a_new_version_has_warnings(
+    run: Run, monkeypatch, tmp_path: Path
+) -> None:
     """Warnings are reported if nothing is new, also outside of a checkout."""
     offer(monkeypatch, (), (), ())
 
@@ -507,7 +513,7 @@ def test_bisect(run: Run) -> None:
     assert json.loads(out)["first"]["release"] == "0.3.36"
 
 
-def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
+def test_bisect_reports_contradicting_cached_verdicts(run: Run) -> None:
     """A verdict that contradicts a single change is reported, also outside of the search."""
     code, out, _ = run("matrix", "run")
     code, out, _ = run("bisect", "0.3.5", "0.3.36")
@@ -516,8 +522,8 @@ def test_the_memory_of_a_whole_matrix_serves_bisect(run: Run) -> None:
     assert "more than one change: 0.3.9 is needed" in out
 
 
-def test_no_scheduler(run: Run) -> None:
-    """A scheduler that does not answer is reported with a remedy."""
+def test_unreachable_scheduler_is_reported(run: Run) -> None:
+    """The error has a remedy."""
     pytest.importorskip("distributed")
     from pyllamakv.verification import cluster
 
@@ -530,8 +536,8 @@ def test_no_scheduler(run: Run) -> None:
     assert "no scheduler responds at tcp://127.0.0.1:9" in err
 
 
-def test_stale_results_are_not_accepted_by_themselves(run: Run, monkeypatch) -> None:
-    """A verdict on other inputs is shown as old, and accepted only on request."""
+def test_stale_results_are_accepted_only_on_request(run: Run, monkeypatch) -> None:
+    """A verdict of other inputs is marked, and accepted only on request."""
     run("matrix", "run", "0.3.9")
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": f"new {spec.name}")
     assert "(old)" in run("matrix", "show", "0.3.9")[1]

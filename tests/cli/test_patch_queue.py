@@ -1,4 +1,4 @@
-"""A queue of mails goes from its import to a branch for review with documented commands only."""
+"""Test that a queue of mails is imported and rebased, up to a review branch, by commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD = HEADER | {f"src/{name}.cpp": code(name) for name in ("one", "two", "three"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in its own data directory; no build is needed for a verdict."""
+    """Run the command line in its own data directory; verdicts need no build."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(lockfile, "shipped", lambda: tmp_path / "none.lock.toml")
     monkeypatch.setattr(result_cache, "key", lambda spec, where="here": None)
@@ -74,7 +74,9 @@ def upstream(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> None:
+def test_patch_queue_is_rebased_onto_a_new_remote_commit(
+    run: Run, upstream: str, tmp_path: Path
+) -> None:
     """Import, status, newest, rebase, watch; the branch has the accepted verdict."""
     old = upstream.replace("@main", "@old")
     code_, out, err = run(
@@ -94,9 +96,9 @@ def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> No
     commit = git(tmp_path / "llama.cpp", "rev-parse", "main")
     reasons = {row["patch"]: row["reason"] for row in json.loads(out) if row["release"] == upstream}
     assert f"it is in {commit[:12]} (upstream: fix one, change two)" in reasons["mine-1"]
-    likely = "likely: rewrite the hunk: upstream changed a line that it replaces"
+    likely = "rewrite the hunk: upstream changed a line that it replaces"
     text = " ".join(run("patch", "status", upstream, "--patches", "queue")[1].split())
-    assert text.count(likely) == 1
+    assert text.count(f"likely: {likely}") == 1
 
     code_, out, _ = run("patch", "newest", old, upstream, "--patches", "queue")
     assert code_ == 0
@@ -105,7 +107,7 @@ def test_a_queue_follows_a_remote(run: Run, upstream: str, tmp_path: Path) -> No
 
     code_, _, err = run("patch", "rebase", "mine-2", "--patches", "queue", "--onto", upstream)
     assert code_ == 3
-    assert likely in err
+    assert f"src/two.cpp: resolve the marked places; likely: line 11: {likely}" in err
     (folder,) = (tmp_path / "home" / "rebase").glob("mine-2/tree")
     (folder / "src" / "two.cpp").write_bytes(TWO.replace(b"9();", b"9(b, a);"))
     code_, out, err = run("patch", "rebase", "--continue", "mine-2")

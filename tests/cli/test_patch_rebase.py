@@ -1,4 +1,4 @@
-"""The commands that carry patches: results on stdout, exit codes as documented."""
+"""Test the commands that carry patches: results on stdout, and documented exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOLVED = numbered(60, l10="x", l40="y")
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return a home with two releases, and a shipped series of one patch."""
+    """Return a data directory with two releases, and a shipped series of one patch."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     bench.add_release("0.3.1", OLD)
@@ -42,8 +42,10 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 @pytest.mark.slow
-def test_rebase(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """A conflict exits with 3 and names the folder; --continue writes the text."""
+def test_rebase_conflict_exits_with_3_until_continued(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conflict exits with 3 and prints the directory; --continue writes the port."""
     code, out, err = call(capsys, "rebase", "one", "--onto", "0.3.2")
     assert (code, out) == (3, "")
     assert "src/a.cpp" in err
@@ -63,8 +65,10 @@ def test_rebase(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_rebase_leave(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """Abort and skip need no name while one patch waits; without one there is nothing to do."""
+def test_rebase_abort_and_skip_require_no_patch_name(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They need no name while one rebase is active; without a rebase there is an error."""
     for way in ("--abort", "--skip"):
         assert call(capsys, "rebase", "one", "--onto", "0.3.2")[0] == 3
         assert call(capsys, "rebase", way)[0] == 0
@@ -76,10 +80,10 @@ def test_rebase_leave(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_rebase_of_other_patches_continues(
+def test_rebase_continue_requires_the_same_patches_directory(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 ) -> None:
-    """--continue takes the --patches that the rebase was started with, and no other."""
+    """--continue takes the --patches of the rebase, and no other."""
     own = bench.folder.rename(tmp_path / "own")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
@@ -93,8 +97,10 @@ def test_rebase_of_other_patches_continues(
     assert series.load(own).definition("one").port("0.3.2")
 
 
-def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A lost hunk is reported, exit status 1; ports come from bases or files."""
+def test_patch_diff_exits_with_1_for_a_lost_hunk(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A lost hunk is exit status 1; ports are given as bases or files."""
     short = tmp_path / "short.patch"
     short.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l10="x")}))
     code, out, _ = call(capsys, "diff", "one", "0.3.1", str(short), "--json")
@@ -109,8 +115,10 @@ def test_diff(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.slow
-def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """The hunk that lost its place names the release; exit 3 as for status."""
+def test_patch_drift_names_the_release_that_changed_a_hunk(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first release in which the hunk fails is named; exit 3, as for status."""
     code, out, _ = call(capsys, "drift", "0.3.2", "--json")
     assert code == 3
     (facts,) = json.loads(out)
@@ -124,7 +132,7 @@ def test_drift(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None
 def test_patches_of_the_server_are_measured_by_name(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    """Otherwise, they are left out."""
+    """Otherwise they are omitted."""
     served = OLD | {"src/b.cpp": numbered(20, l9="served")}
     bench.add_patch("serve", {"0.3.1": (OLD, served)}, target="server")
     for names, expected in ((("serve",), ["serve"]), ((), ["one"])):
@@ -132,16 +140,20 @@ def test_patches_of_the_server_are_measured_by_name(
         assert [row["patch"] for row in rows] == expected
 
 
-def test_obsolete(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]) -> None:
-    """Signs of an obsolete patch are reported; they are hints and no failure."""
+def test_patch_obsolete_reports_hints_without_failing(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hints that a patch may be obsolete are not failures."""
     code, out, _ = call(capsys, "obsolete", "0.3.1", "--json")
     assert code == 0
     assert json.loads(out)[0]["obsolete"] is False
     assert "behaviour: unknown" in call(capsys, "obsolete", "0.3.1")[1]
 
 
-def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> None:
-    """What the last matrix saw of stock is the third sign; other patches' scenarios are none."""
+def test_patch_obsolete_uses_cached_results_of_stock(
+    bench: SeriesSandbox, capsys, monkeypatch
+) -> None:
+    """Results of stock are a third hint; scenarios of other patches do not count."""
     seen = {"some-scenario": "pass", "other": "fail"}
     monkeypatch.setattr(result_cache, "stock", lambda _release, _patches: seen)
     assert "behaviour: yes (stock passes some-scenario)" in call(capsys, "obsolete", "0.3.1")[1]
@@ -150,7 +162,9 @@ def test_obsolete_by_behaviour(bench: SeriesSandbox, capsys, monkeypatch) -> Non
 
 
 @pytest.mark.slow
-def test_import(bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_patch_import_reports_the_state_on_every_release(
+    bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A user's patch is imported, and its state on every release is reported."""
     file = tmp_path / "mine.patch"
     file.write_bytes(diff(OLD, OLD | {"src/a.cpp": numbered(60, l41="mine")}))

@@ -1,4 +1,4 @@
-"""Reports of drift fit a screen, whatever a patch or a release contains."""
+"""Test that reports of drift fit on a screen, for any text of a patch or a release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def patch(id_: str, state: State, *hunks: HunkDrift) -> Drift:
 def printed(
     capsys: pytest.CaptureFixture[str], *found: Drift, named: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return the lines of a report, and check that they fit a screen."""
+    """Return the lines of a report, and check that they fit on a screen."""
     capsys.readouterr()
     patch_views.drift(found, named)
     lines = capsys.readouterr().out.splitlines()
@@ -39,8 +39,8 @@ def printed(
     return lines
 
 
-def test_a_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """Patches come first, then the hunks that fail, with the releases that changed them."""
+def test_drift_view_lists_patches_before_failing_hunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Patches come first, then failing hunks with the releases that changed them."""
     lines = printed(
         capsys,
         patch("one", "offset", hunk(1), hunk(2, "offset", offset=3), hunk(3, "offset", offset=-2)),
@@ -69,8 +69,8 @@ def test_all_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_many_patches_and_hunks(capsys: pytest.CaptureFixture[str]) -> None:
-    """The patches that fail come first; what has no room is counted."""
+def test_long_view_is_cut_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Failing patches come first; omitted lines are counted."""
     fails = patch("fails", "manual", *(hunk(number, "conflict") for number in range(40)))
     many = [patch(f"patch-{number}", "applies", hunk(1)) for number in range(30)]
     lines = printed(capsys, *many, fails)
@@ -82,8 +82,8 @@ def test_many_patches_and_hunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 41
 
 
-def test_a_file_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named once, with the file that has its code now."""
+def test_missing_file_is_named_once_with_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is listed once, with the file that has its code now."""
     one = hunk(1, "missing")
     moved = (Successor("src/llama-memory.cpp", 0.61),)
     gone = [HunkDrift(one.placement, one.function, None, moved=moved), hunk(2, "missing")]
@@ -95,8 +95,8 @@ def test_a_file_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 5
 
 
-def test_foreign_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """Markup and control characters are shown, not interpreted, and long lines are cut."""
+def test_view_escapes_control_characters_and_cuts_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup and control characters are escaped, and long lines are truncated."""
     found = "[bold]\x1b[2J " + "x" * 200
     bad = hunk(1, "already", found=found, expected="old")
     lines = printed(capsys, patch("a" * 60, "manual", bad))
@@ -105,8 +105,8 @@ def test_foreign_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].endswith("…")
 
 
-def test_a_release_without_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    """A release for which no patch is meant has a line; other such patches are omitted."""
+def test_release_without_an_applicable_patch_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """A release without a patch has a line; other such patches are omitted."""
     patch_views.status(
         [
             PatchStatus("b1", "one", "applies"),

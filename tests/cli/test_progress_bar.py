@@ -1,4 +1,4 @@
-"""Progress on a stderr that is no terminal: a log that stays short and shows life."""
+"""Test progress on a stderr that is not a terminal: a short log with regular lines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_step_is_repeated(capsys) -> None:
-    """A step that reports no more, or only numbers, prints a line per interval with its state."""
+def test_long_step_prints_a_line_per_interval(capsys) -> None:
+    """A step without reports, or with numbers only, prints a line with its state per interval."""
     with progress_bar.progress() as report:
         time.sleep(0.5)
         report("compiling", 0, None)
@@ -36,7 +36,7 @@ def test_a_long_step_is_repeated(capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_short_step_is_one_line(capsys) -> None:
+def test_short_step_prints_one_line(capsys) -> None:
     """Many numbers in a short time print nothing."""
     with progress_bar.progress() as report:
         report("fetching", 0, None)
@@ -56,10 +56,10 @@ def test_a_short_step_is_one_line(capsys) -> None:
         (("bisect", "0.3.8", "0.3.9"), "pyllamakv.verification.matrix", "run"),
     ],
 )
-def test_every_long_command_shows_life(
+def test_long_commands_print_progress_without_reports(
     words: tuple[str, ...], module: str, name: str, capsys, monkeypatch, tmp_path
 ) -> None:
-    """Even where the work itself reports nothing."""
+    """They do even if the work itself reports nothing."""
     from pyllamakv.errors import UsageError
 
     def slow(*_args: object, **_options: object) -> None:

@@ -1,4 +1,4 @@
-"""Models and caches live on servers; what goes wrong there is an error here."""
+"""Test models and caches on RPC servers, whose failures are errors of this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def logits(model: kv.Model) -> np.ndarray:
 
 @pytest.mark.slow
 def test_cache_on_an_rpc_server_gives_local_logits(patched: Variant) -> None:
-    """A cache on the device moves there, and gives the same logits."""
+    """Its cells move on the device, and the logits are equal."""
     path = synthetic_models.model("grouped")
     with kv.open(patched.folder) as lib, lib.load_model(path) as model:
         expected = logits(model)
@@ -60,8 +60,8 @@ def test_cache_on_an_rpc_server_gives_local_logits(patched: Variant) -> None:
 
 
 @pytest.mark.slow
-def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
-    """Half of a model and of its cache go to each; without either there is no going on."""
+def test_layers_are_distributed_over_two_servers(patched: Variant) -> None:
+    """Each holds half of the model and of its cache; without either one, calls fail."""
     with (
         kv.serve_rpc(patched.folder, threads=1) as one,
         kv.serve_rpc(patched.folder, threads=1) as other,
@@ -91,8 +91,8 @@ def test_layers_are_shared_out_between_servers(patched: Variant) -> None:
         assert logits(again).shape == (64,)
 
 
-def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
-    """The call ends with what happened, and this process lives."""
+def test_server_killed_during_a_decode_raises_device_lost(patched: Variant) -> None:
+    """The error has the cause, and this process continues."""
     import threading
 
     with (
@@ -112,7 +112,7 @@ def test_a_server_killed_in_the_middle_of_a_decode(patched: Variant) -> None:
 
 
 def test_unreachable_endpoints_are_refused(patched: Variant) -> None:
-    """A dead endpoint, one that is none, and a process that a lost server would end."""
+    """An unreachable or invalid endpoint is refused, and so is one that could end this process."""
     path = synthetic_models.tiny()
     with kv.serve_rpc(patched.folder) as server:
         endpoint = server.endpoint
@@ -127,7 +127,7 @@ def test_unreachable_endpoints_are_refused(patched: Variant) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_a_server_has(patched: Variant) -> None:
+def test_context_larger_than_the_server_memory_is_refused(patched: Variant) -> None:
     """A cache that exceeds the device's memory is refused, or the server's end is reported."""
     with (
         kv.serve_rpc(patched.folder, threads=1) as server,
@@ -141,8 +141,8 @@ def test_more_than_a_server_has(patched: Variant) -> None:
 
 
 @pytest.mark.slow
-def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
-    """It prints the endpoint when it answers, warns when others can reach it, and ends cleanly."""
+def test_rpc_serve_runs_until_a_signal(patched: Variant) -> None:
+    """It prints the endpoint when it listens, warns about public ones, and ends cleanly."""
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pyllamakv.cli.main", "rpc", "serve", str(patched.folder)]
@@ -154,7 +154,7 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
             stderr=subprocess.PIPE,
             text=True,
             env=env,
-            # What runs in the background of a shell inherits that Ctrl-C is ignored.
+            # A background process of a shell inherits that Ctrl-C is ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as verb:
             try:
@@ -163,17 +163,17 @@ def test_the_verb_serves_until_it_is_ended(patched: Variant) -> None:
                 with kv.open(patched.folder, backend="rpc") as lib:
                     lib.load_model(synthetic_models.tiny(), n_gpu_layers=ALL, rpc_servers=endpoint)
                 verb.send_signal(signal.SIGINT)
-                _, said = verb.communicate(timeout=120)
+                _, output = verb.communicate(timeout=120)
             finally:
                 verb.kill()
-            assert ("no authentication" in said) is warned
+            assert ("no authentication" in output) is warned
             assert verb.returncode == 130
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mover", ["gather", "graph"])
-def test_ordered_moves_on_two_servers(patched: Variant, mover: str) -> None:
-    """Cells keep their bytes where a batch of ordered moves takes a graph per server."""
+def test_ordered_moves_on_two_servers_keep_the_bytes(patched: Variant, mover: str) -> None:
+    """Cells keep their bytes if a batch of ordered moves takes a graph per server."""
     shape = architectures.Shape("servers", n_layer=6, n_embd=64, n_head=2, n_head_kv=2, n_ff=32)
     with (
         kv.serve_rpc(patched.folder, threads=1) as one,

@@ -1,4 +1,4 @@
-"""The verb run, and trace view and replay, over a simulated library."""
+"""Test the verb run, and trace view and replay, with a simulated library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fakes.simulated import SimulatedNative
 
 import pyllamakv
 
-#: What scripts are judged under.
+#: Environment variables of scripts.
 JUDGED = {"LLAMA_SET_ROWS": "0"}
 
 
 @pytest.fixture
 def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
-    """Let ``stock`` be a library that fails, and every other one that heals."""
+    """Replace libraries: ``stock`` fails, and every other one defragments."""
     asked: list[tuple[str, dict]] = []
 
     def open_(spec, **options):
@@ -32,7 +32,7 @@ def opened(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
 
 
 def test_run_plays_a_script_and_draws(opened, capsys) -> None:
-    """Each line with its result, and the cells at each snapshot; always in a worker."""
+    """Each line has its result, and each snapshot its cells; a worker is used."""
     code, out, _ = cli(capsys, "run", EXAMPLE)
     assert code == 0
     assert "used=128 holes=128 largest_hole=1" in out
@@ -41,23 +41,23 @@ def test_run_plays_a_script_and_draws(opened, capsys) -> None:
 
 
 def test_run_reports_a_failed_expectation_of_stock(opened, capsys) -> None:
-    """An expectation that is not met is exit 1, with its line."""
+    """An expectation that fails is exit 1, with its line."""
     code, _, err = cli(capsys, "run", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1
     assert "line 7 (decode)" in err
 
 
 def test_run_prints_json_lines(opened, capsys) -> None:
-    """One object per line, each with its result."""
+    """There is one object per line, each with its result."""
     code, out, _ = cli(capsys, "run", EXAMPLE, "--json")
-    told = [json.loads(line) for line in out.splitlines()]
+    results = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [each["op"] for each in told][:2] == ["context", "decode"]
-    assert all("result" in each for each in told)
+    assert [each["op"] for each in results][:2] == ["context", "decode"]
+    assert all("result" in each for each in results)
 
 
-def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
-    """What was recorded is drawn, and replays the same; on another build differences are named."""
+def test_recorded_trace_is_drawn_and_replayed(opened, capsys, tmp_path: Path) -> None:
+    """A recording is drawn, and replays equally; on another build, differences are named."""
     trace = tmp_path / "trace.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
 
@@ -75,7 +75,7 @@ def test_trace_view_replay(opened, capsys, tmp_path: Path) -> None:
     assert code == 0
     assert "nowhere" in out
     code, out, _ = cli(capsys, "trace", "replay", trace, "--variant", "other-stock", "--json")
-    # Both call themselves "simulated": the recorded build itself came out otherwise.
+    # Both report "simulated" as their build: the recorded build itself diverged.
     assert code == 1
     divergence = json.loads(out)["replays"][0]["divergences"][0]
     assert (divergence["row"], divergence["what"]) == (7, "status")
@@ -103,8 +103,8 @@ def test_every_verb_refuses_a_script_without_its_variable(
 
 
 @pytest.mark.parametrize("words", [("run",), ("trace", "view"), ("trace", "stats")])
-def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, words) -> None:
-    """The script names one, and the command line comes first; one that is not there is refused."""
+def test_model_option_overrides_the_model_of_the_script(opened, capsys, monkeypatch, words) -> None:
+    """The command line overrides the script; a missing model is refused."""
     loaded = []
     load = SimulatedNative.model_load
 
@@ -124,7 +124,7 @@ def test_a_model_that_is_named_is_played_on(opened, capsys, monkeypatch, words) 
 def test_replay_names_variables_missing_in_the_recording(
     opened, capsys, tmp_path, monkeypatch
 ) -> None:
-    """A variable of this process that the recording did not have."""
+    """It names variables of this process that the recording did not have."""
     trace = tmp_path / "trace.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "-o", trace)[0] == 0
     monkeypatch.setenv("LLAMA_KV_DEFRAG_PLAN", "ordered")
@@ -146,15 +146,15 @@ def test_replay_names_variables_missing_in_the_recording(
         (EXAMPLE, "--flash-attn", "--threads", 2),
     ],
 )
-def test_run_refuses_what_makes_no_sense(opened, capsys, words) -> None:
-    """A usage error, before anything is opened."""
+def test_contradictory_run_options_are_refused(opened, capsys, words) -> None:
+    """They are a usage error, before anything is opened."""
     assert cli(capsys, "run", *words)[0] == 2
     assert not opened
 
 
 @pytest.mark.native
 def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
-    """Two prompts in one cache get the same text as each alone."""
+    """Two prompts in one cache get the same texts as each one alone."""
     from pyllamakv.scenarios import synthetic_models
 
     options = ["--variant", patched.folder, "--model", synthetic_models.model("bytes"), "--json"]
@@ -171,14 +171,14 @@ def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
 
 @pytest.mark.native
 def test_the_example_fails_on_stock_and_passes_on_patched(stock, patched, capsys) -> None:
-    """The documentation's example shows what it says."""
+    """The documented example has the documented results."""
     assert cli(capsys, "run", EXAMPLE, "--variant", stock.folder)[0] == 1
     assert cli(capsys, "run", EXAMPLE, "--variant", patched.folder)[0] == 0
 
 
 @pytest.mark.parametrize("verb", ["view", "minimize", "stats"])
-def test_help_has_no_ragged_lines(verb, capsys, monkeypatch) -> None:
-    """Paragraphs fill the terminal: a line ends where the next word would not fit."""
+def test_help_paragraphs_fill_the_terminal_width(verb, capsys, monkeypatch) -> None:
+    """A line ends where the next word would not fit."""
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = cli(capsys, "trace", verb, "--help")
     assert code == 0

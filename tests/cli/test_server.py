@@ -1,4 +1,4 @@
-"""The verb `server`: finds a built server, runs it, and ends with it."""
+"""Test the verb `server`: finds a built server, runs it, and ends it at its own end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Found:
-    """Stand in for a built server."""
+    """A fake built server."""
 
     id = "0.3.9-patched-cpu-0-1"
 
@@ -48,8 +48,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return use
 
 
-def test_print_path(built, tmp_path: Path, capsys) -> None:
-    """For the files of a service manager."""
+def test_server_print_path_prints_the_executable(built, tmp_path: Path, capsys) -> None:
+    """It is used in the files of a service manager."""
     built(tmp_path / "llama-server")
     assert cli(capsys, "server", "0.3.9", "--print-path")[:2] == (0, f"{tmp_path}/llama-server\n")
     status, out, _ = cli(capsys, "server", "0.3.9", "--print-path", "--json")
@@ -59,7 +59,9 @@ def test_print_path(built, tmp_path: Path, capsys) -> None:
     assert "--print-path takes no arguments" in err
 
 
-def test_a_server_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_unbuilt_server_error_names_the_build_command(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """The error has the command that builds it; ``--portable`` selects the portable build."""
     wanted: list[object] = []
 
@@ -76,7 +78,7 @@ def test_a_server_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys) -> 
 
 
 def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -> None:
-    """What follows `--` is passed on; its log is on stderr."""
+    """Arguments after `--` are passed on; its log is on stderr."""
     built(ending(tmp_path, "loading", "error: invalid argument: --bogus"))
     model = gguf(tmp_path)
     status, out, err = cli(capsys, "server", "0.3.9", "--", "-m", model, "--port", "0", "--bogus")
@@ -90,7 +92,7 @@ def test_arguments_and_errors_are_llama_servers(built, tmp_path: Path, capsys) -
 def test_the_default_is_the_newest_verified_release(
     monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """With and without arguments of llama-server, of which none is taken for a release."""
+    """It is used with and without arguments of llama-server, none of which is read as a release."""
     asked: list[str] = []
 
     def find(spec: str, **_options: object) -> Found:
@@ -105,10 +107,10 @@ def test_the_default_is_the_newest_verified_release(
     assert asked == ["0.3.36", "0.3.36"]
 
 
-def test_a_model_may_load_for_any_time(
+def test_server_start_has_no_timeout(
     built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """The verb has no limit; Ctrl-C ends it."""
+    """The verb has no timeout; Ctrl-C ends it."""
     clock = itertools.count(0.0, 1e6)
     monkeypatch.setattr(server_process.time, "monotonic", lambda: next(clock))
     answers = iter([False, False, True])
@@ -131,20 +133,22 @@ def test_a_model_may_load_for_any_time(
         "--completion-bash",
     ],
 )
-def test_options_that_print_are_llama_servers(built, tmp_path: Path, capfd, option: str) -> None:
-    """On stdout, with its status; the end of the program is no error."""
+def test_printing_options_are_passed_to_llama_server(
+    built, tmp_path: Path, capfd, option: str
+) -> None:
+    """The output is on stdout, with the program's status; its end is not an error."""
     built(ending(tmp_path, "version: 1", status=3))
     assert cli(capfd, "server", "0.3.9", "--", "-c", "512", option) == (3, "version: 1\n", "")
 
 
-#: Runs the verb `server` with the program that is its argument.
+#: Runs the verb `server` with the program in its argument.
 _VERB = (
     "import signal, sys\n"
     "from pathlib import Path\n"
     "from types import SimpleNamespace\n"
     "from pyllamakv.cli import main\n"
     "from pyllamakv.server import server_artifact, server_process\n"
-    # A shell that starts this test in the background has SIGINT ignored.
+    # A shell that starts this test in the background ignores SIGINT.
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "server_process.GRACE = float(sys.argv[2])\n"
     "found = SimpleNamespace(id='x', check_program=lambda: Path(sys.argv[1]))\n"
@@ -154,7 +158,7 @@ _VERB = (
 
 
 def run_verb(program: Path, grace: float = 10.0) -> subprocess.Popen[bytes]:
-    """Start the verb in a process of its own."""
+    """Start the verb in its own process."""
     return subprocess.Popen(
         [sys.executable, "-c", _VERB, str(program), str(grace)],
         stdout=subprocess.PIPE,
@@ -164,7 +168,7 @@ def run_verb(program: Path, grace: float = 10.0) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_signals_while_it_loads(tmp_path: Path) -> None:
+def test_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     """It is killed; SIGTERM is the status of the verb."""
     program = serving(tmp_path, {"/health": (503, {"error": "Loading model"})})
     text = program.read_text("utf-8").replace(
@@ -185,7 +189,7 @@ def test_a_server_that_ignores_signals_while_it_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_server(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    """Ctrl-C, and what a service manager sends."""
+    """Ctrl-C does, and so does the signal of a service manager."""
     owner = run_verb(serving(tmp_path))
     assert owner.stdout is not None
     facts = json.loads(owner.stdout.readline())

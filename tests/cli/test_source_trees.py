@@ -1,4 +1,4 @@
-"""`pyllamakv vendor`: trees in place, each changed file named, and cleaned up again."""
+"""Test `pyllamakv vendor`: export, list of changed files, and removal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyllamakv.source.store import open_store
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home with one release."""
+    """Give every test a data directory with one release."""
     place = isolate(tmp_path, monkeypatch)
     accepted = tmp_path / "expected.toml"
     accepted.write_text("schema = 1\n[[cell]]\nrelease = '0.3.9'\nverdict = 'needed'\n", "utf-8")
@@ -42,7 +42,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_trees_are_written_compared_and_removed(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The newest verified release is put in place, found good, and removed."""
+    """The newest verified release is exported, verified, and removed."""
     (row,) = answer(capsys, "sync")
     assert row["written"] == len(TREE)
     assert row["folder"] == str(home / "trees" / "0.3.9")
@@ -52,8 +52,10 @@ def test_trees_are_written_compared_and_removed(
     assert not (home / "trees" / "0.3.9").exists()
 
 
-def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Changed, missing and stray files are named; the file that CMake writes is not."""
+def test_status_names_changed_missing_and_stray_files(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Changed, missing and stray files are listed; the file that CMake writes is not."""
     run("sync")
     folder = home / "trees" / "0.3.9"
     (folder / "common").mkdir()
@@ -75,14 +77,14 @@ def test_each_file_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.regression(
-    "names of files and texts of patches could give orders to the terminal",
+    "file names and texts of patches could send control sequences to the terminal",
     by="hostile input",
     of="Python",
 )
 def test_control_characters_of_file_names_are_escaped(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever makes a tree names its files."""
+    """File names of a tree are untrusted."""
     run("sync")
     (home / "trees" / "0.3.9" / "\x1b]0;x\x07").write_text("x")
     capsys.readouterr()
@@ -92,8 +94,8 @@ def test_control_characters_of_file_names_are_escaped(
     assert "\\x1b]0;x\\x07" in out and "\x1b" not in out
 
 
-def test_a_release_that_moved_is_stale(home: Path) -> None:
-    """When the lock now means another tree, the folder is called stale."""
+def test_tree_of_a_repinned_release_is_outdated(home: Path) -> None:
+    """If the lock has another tree, the directory is reported as stale."""
     run("sync")
     store = open_store()
     lockfile.save(
@@ -105,8 +107,8 @@ def test_a_release_that_moved_is_stale(home: Path) -> None:
     run("status")
 
 
-def test_another_folder(tmp_path: Path, home: Path) -> None:
-    """A tree may go elsewhere, but never over files of someone else."""
+def test_sync_to_refuses_a_foreign_directory(tmp_path: Path, home: Path) -> None:
+    """A tree may be exported elsewhere, but never over foreign files."""
     run("sync", "0.3.9", "--to", str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "include" / "llama.h").is_file()
     (tmp_path / "other").mkdir()
@@ -118,23 +120,27 @@ def test_another_folder(tmp_path: Path, home: Path) -> None:
     assert vendor.listed() == []
 
 
-def test_stock_is_upstream(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0.3.9+stock is the same tree in the same folder as 0.3.9."""
+def test_stock_spec_is_the_tree_of_the_release(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.3.9+stock is the same tree in the same directory as 0.3.9."""
     plain, stock = answer(capsys, "sync", "0.3.9", "0.3.9+stock")
     assert plain["folder"] == stock["folder"]
     assert plain["tree"] == stock["tree"]
 
 
-def test_a_series_that_is_misspelt(home: Path) -> None:
-    """The words for all patches and for none are suggested like the names of patches."""
+def test_misspelt_series_gets_a_suggestion(home: Path) -> None:
+    """The names of all patches and of none are suggested like names of patches."""
     with pytest.raises(UnknownPatch, match=r"did you mean stock\?"):
         run("sync", "0.3.9+stok")
     assert vendor.listed() == []
 
 
 @pytest.mark.slow
-def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `sync` takes for 0.3.9 the others take too; a name of its own comes first."""
+def test_status_and_clean_accept_all_spellings_of_a_release(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each verb accepts the spellings of `sync`; an exact name comes first."""
     run("sync", "0.3.9")
     spellings = ("v0.3.9", "v0.3.9+stock", "0.3.9+stock", "llama-cpp-python==0.3.9")
     for spec in spellings:
@@ -153,8 +159,10 @@ def test_other_spellings_of_a_release(home: Path, capsys: pytest.CaptureFixture[
     assert answer(capsys, "clean", "v0.3.9") == [str(home / "trees" / "v0.3.9")]
 
 
-def test_a_folder_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of sources can be vendored under a name that is safe."""
+def test_directory_of_sources_is_synced_under_a_safe_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of sources can be vendored under a safe name."""
     for path, data in TREE.items():
         (tmp_path / "src" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / path).write_bytes(data)
@@ -163,8 +171,8 @@ def test_a_folder_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run("status")
 
 
-def test_usage() -> None:
-    """What is not there, or cannot be meant, is refused."""
+def test_source_tree_verbs_refuse_invalid_arguments() -> None:
+    """Missing and invalid arguments are refused."""
     for words in (["status"], ["clean"], ["clean", "x", "--all"]):
         with pytest.raises(UsageError):
             run(*words)

@@ -1,4 +1,4 @@
-"""What the command line does when its result can go nowhere."""
+"""Test the command line if stdout is closed, broken or full."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run(words: list[str], stdout: int | None, *, unbuffered: bool) -> tuple[int,
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)
-def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
-    """Click and rich say 1, and Python 120 when it ends; nothing is wrong with the run."""
+def test_closed_pipe_exits_with_0(words, unbuffered) -> None:
+    """Click and rich return 1, and Python 120 at exit; the run itself succeeded."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -52,7 +52,7 @@ def test_a_reader_that_leaves_is_no_regression(words, unbuffered) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", [True, False])
 def test_a_closed_stdout_keeps_the_exit_status(unbuffered, tmp_path) -> None:
-    """A reader that leaves hides no exit status that was there before."""
+    """A closed pipe does not change an exit status that was set before."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -65,7 +65,7 @@ def test_a_closed_stdout_keeps_the_exit_status(unbuffered, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", WORDS)
 def test_writes_to_a_closed_stdout_are_ignored(words) -> None:
-    """As `print` has it."""
+    """`print` does the same."""
     code, err = run(words, None, unbuffered=True)
     assert code == 0 and "Traceback" not in err
 
@@ -75,7 +75,7 @@ def test_writes_to_a_closed_stdout_are_ignored(words) -> None:
 @pytest.mark.parametrize("unbuffered", [True, False])
 @pytest.mark.parametrize("words", WORDS)
 def test_full_disk_is_reported_in_one_line(words, unbuffered) -> None:
-    """A full disk is reported in one line, with its exit status."""
+    """The line has the exit status of a full disk."""
     with Path("/dev/full").open("wb") as full:
         code, err = run(words, full.fileno(), unbuffered=unbuffered)
     assert code == DiskFull.exit_code
@@ -83,8 +83,8 @@ def test_full_disk_is_reported_in_one_line(words, unbuffered) -> None:
     assert "Traceback" not in err and "Exception" not in err
 
 
-def test_an_exit_status_outlives_a_broken_pipe(monkeypatch) -> None:
-    """A verdict that was there before the last flush stands, and so does an error."""
+def test_broken_pipe_keeps_the_exit_status(monkeypatch) -> None:
+    """A verdict before the last flush keeps its status, and so does an error."""
     from pyllamakv.cli import main
 
     reading, writing = os.pipe()
@@ -108,7 +108,7 @@ def _refuse(*_) -> int:
     raise UsageError("no")
 
 
-def test_a_note_without_stderr_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception would end the thread that reads the log of a server, and so the server."""
+def test_note_without_stderr_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception would end the thread that reads a server's log, and the server."""
     monkeypatch.setattr(sys, "stderr", None)
     note("a line of the log")

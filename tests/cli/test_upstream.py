@@ -1,4 +1,4 @@
-"""`pyllamakv upstream`: result on stdout, JSON on request, typed errors."""
+"""Test `pyllamakv upstream`: results on stdout, JSON on request, typed errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test a home of its own."""
+    """Give every test its own data directory."""
     return isolate(tmp_path, monkeypatch)
 
 
@@ -45,10 +45,10 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_add_list_fetch_verify(
+def test_added_release_is_listed_fetched_and_verified(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new version is added, listed, fetched again for nothing, and verified."""
+    """A new version is added, listed, fetched again without a download, and verified."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
     assert answer(capsys, "add", "1.0")["commit"] == release.commit
@@ -60,8 +60,10 @@ def test_add_list_fetch_verify(
     assert answer(capsys, "log", "no such text") == []
 
 
-def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --json stdout holds one line per release, uncut, and nothing of the progress."""
+def test_plain_output_has_one_uncut_line_per_release(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --json, stdout has one complete line per release, and no progress."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
     run("add", "1.0")
@@ -77,7 +79,7 @@ def test_plain_output(tmp_path: Path, server: Server, capsys: pytest.CaptureFixt
 
 @pytest.fixture
 def offers(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offer three versions of llama-cpp-python, one of xllamacpp, and two on npm; pin two."""
+    """Offer three versions of llama-cpp-python, one of xllamacpp and two on npm; pin two."""
     release, file = pinned(tmp_path / "up", "1.0")
     made = Release("b1", "npm", "1" * 40, "2" * 40, "rows", "2026-01-01T00:00:00Z")
     older = replace(release, date="2026-02-01T00:00:00Z")
@@ -91,8 +93,8 @@ def offers(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("offers")
-def test_new_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    """Versions that no lock has are listed by upload, as `upstream add` takes them."""
+def test_list_new_shows_unpinned_versions_by_date(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unlocked versions are listed by upload time, as `upstream add` takes them."""
     run("list", "--new")
     out, err = capsys.readouterr()
     assert [line.split() for line in out.splitlines()] == [
@@ -128,10 +130,10 @@ def test_old_versions_are_listed_on_request(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("offers")
-def test_an_index_that_does_not_answer(
+def test_unreachable_index_is_a_warning_while_another_answers(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a warning while another answers; when none does, the command fails."""
+    """It is a warning if another one responds; otherwise the command fails."""
     del server.files["/simple/xllamacpp/"]
     run("list", "--new")
     out, err = capsys.readouterr()
@@ -150,10 +152,10 @@ def test_an_index_that_does_not_answer(
 
 
 @pytest.mark.usefixtures("offers")
-def test_nothing_is_new(
+def test_list_new_reports_that_nothing_is_new(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That there is nothing new is stated, on stderr."""
+    """The message is on stderr."""
     made = Release("b11549", "xllamacpp", "1" * 40, "2" * 40, "rows", "2026-10-10T00:00:00Z")
     pins = [replace(made, package="xllamacpp==2026.10.11549"), replace(made, name="1.1")]
     pins[1] = replace(pins[1], kind="sdist", package="llama-cpp-python==1.1")
@@ -166,10 +168,10 @@ def test_nothing_is_new(
 
 
 @pytest.mark.slow
-def test_one_failure_does_not_stop_the_rest(
+def test_fetch_continues_after_a_failed_release(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every release that can be fetched is, then the first failure is raised."""
+    """All releases that can be fetched are, then the first failure is raised."""
     good, file = pinned(tmp_path / "a", "2.0")
     bad, _ = pinned(tmp_path / "b", "1.0")
     lockfile.save(lockfile.shipped(), [good, bad])
@@ -180,7 +182,7 @@ def test_one_failure_does_not_stop_the_rest(
     assert open_store().has(good)
 
 
-def test_a_store_that_differs(tmp_path: Path, server: Server) -> None:
+def test_verify_of_a_moved_ref_raises_hash_mismatch(tmp_path: Path, server: Server) -> None:
     """A release whose ref was moved is named with HashMismatch."""
     release, file = pinned(tmp_path / "up", "1.0")
     index_page(server, file)
@@ -192,8 +194,8 @@ def test_a_store_that_differs(tmp_path: Path, server: Server) -> None:
         run("verify", "1.0")
 
 
-def test_usage() -> None:
-    """What cannot be meant is refused before anything is done."""
+def test_upstream_verbs_refuse_invalid_arguments() -> None:
+    """Invalid arguments are refused before anything is done."""
     for words in (["fetch"], ["fetch", "1.0", "--all"], ["verify"]):
         with pytest.raises((UsageError, UnknownRelease)):
             run(*words)

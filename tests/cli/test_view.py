@@ -1,4 +1,4 @@
-"""The commands trace view and trace stats, over a simulated library."""
+"""Test the commands trace view and trace stats, with a simulated library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyllamakv.view import raster
 
 @pytest.fixture(autouse=True)
 def opened(monkeypatch, tmp_path) -> list[str]:
-    """Let ``…stock`` be a library that fails, and every other one that heals."""
+    """Replace libraries: ``…stock`` fails, and every other one defragments."""
     asked: list[str] = []
 
     def open_(spec, **_):
@@ -42,7 +42,7 @@ def trace(opened, capsys, tmp_path) -> Path:
 
 
 def test_a_trace_is_shown_without_any_library(trace, opened, capsys) -> None:
-    """What was recorded is enough."""
+    """The recording is sufficient."""
     code, out, _ = cli(capsys, "trace", "view", trace)
     assert code == 0 and not opened
     assert "before: 128 of 256 cells used" in out
@@ -51,30 +51,30 @@ def test_a_trace_is_shown_without_any_library(trace, opened, capsys) -> None:
 
 
 def test_a_script_is_shown_while_it_runs(opened, capsys) -> None:
-    """On the default build, or on the variant that is named."""
+    """It runs on the default build, or on the given variant."""
     code, out, _ = cli(capsys, "trace", "view", EXAMPLE)
     assert code == 0 and opened == ["None"]
     assert "after: 144 of 256 cells used" in out
 
 
 def test_a_failing_script_shows_its_last_operation(opened, capsys) -> None:
-    """The operation that ended the script is the last one, and the exit status says it."""
+    """The operation that ended the script is the last one, and the exit status is 1."""
     code, out, err = cli(capsys, "trace", "view", EXAMPLE, "--variant", "0.3.9+stock")
     assert code == 1
     assert "decode 0: 16 tokens; no-slot" in out.splitlines()[-1]
     assert "line 7 (decode)" in err
 
 
-def test_a_trace_is_played_where_asked(trace, opened, capsys) -> None:
-    """With a variant, what that one does is shown, not what was recorded."""
+def test_trace_view_with_a_variant_replays_the_trace(trace, opened, capsys) -> None:
+    """The operations of the variant are shown, not the recorded ones."""
     code, out, _ = cli(capsys, "trace", "view", trace, "--variant", "other-stock")
     assert code == 1 and opened == ["other-stock"]
     assert "no-slot" in out
 
 
 @pytest.mark.parametrize("verb", ["view", "stats"])
-def test_stock_is_that_of_the_recorded_release(verb, trace, opened, capsys, monkeypatch) -> None:
-    """As in `replay`; of a script, which names no release, that of the newest verified one."""
+def test_stock_means_the_recorded_release(verb, trace, opened, capsys, monkeypatch) -> None:
+    """As in `replay`; for a script without a release it means the newest verified one."""
     release = traces.read(trace)[0].variant.partition("-")[0]
     assert cli(capsys, "trace", verb, trace, "--variant", "stock")[0] == 1
     assert opened == [f"{release}+stock"]
@@ -87,7 +87,7 @@ def test_stock_is_that_of_the_recorded_release(verb, trace, opened, capsys, monk
 
 
 def test_a_timeline_is_written(trace, capsys, tmp_path) -> None:
-    """As SVG, with its name on stdout; of a failing run as well."""
+    """It is an SVG whose name is on stdout; a failing run has one as well."""
     target = tmp_path / "new" / "line.svg"
     code, out, _ = cli(capsys, "trace", "view", trace, "--timeline", target)
     assert (code, out) == (0, f"{target}\n")
@@ -100,7 +100,7 @@ def test_a_timeline_is_written(trace, capsys, tmp_path) -> None:
 
 
 def test_png_is_written(trace, capsys, tmp_path) -> None:
-    """A timeline, and a picture for each change, where Pillow is."""
+    """There is a timeline, and a picture for each change, if Pillow is installed."""
     pytest.importorskip("PIL")
     code, out, _ = cli(
         capsys,
@@ -119,8 +119,10 @@ def test_png_is_written(trace, capsys, tmp_path) -> None:
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch) -> None:
-    """The error comes before a long run, not after it."""
+def test_png_without_pillow_is_refused_before_the_run(
+    opened, capsys, tmp_path, monkeypatch
+) -> None:
+    """The error is raised before a long run, not after it."""
 
     def missing():
         raise raster.Unsupported("PNG pictures need Pillow", "pictures")
@@ -132,24 +134,24 @@ def test_without_pillow_nothing_is_played(opened, capsys, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("words", [("--timeline", "x.gif"), ("--svg", EXAMPLE), ("--png", EXAMPLE)])
 def test_unwritable_output_is_refused_before_the_run(opened, capsys, words) -> None:
-    """A usage error has a remedy."""
+    """The usage error has a remedy."""
     code, _, err = cli(capsys, "trace", "view", EXAMPLE, *words)
     assert code == 2 and ("directory" in err or ".svg" in err)
     assert not opened
 
 
-def test_json_has_every_change(trace, capsys) -> None:
-    """With numbers, and what moved."""
+def test_trace_view_json_lists_every_change(trace, capsys) -> None:
+    """Each has its numbers and moves."""
     code, out, _ = cli(capsys, "trace", "view", trace, "--json")
-    told = json.loads(out)
+    rows = json.loads(out)
     assert code == 0
-    assert [each["op"] for each in told if each["moved"]] == ["decode"]
-    assert told[-1]["used"] == 144
+    assert [each["op"] for each in rows if each["moved"]] == ["decode"]
+    assert rows[-1]["used"] == 144
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--prometheus",)], ids="".join)
-def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
-    """What the recorded cells say is what the library's cells say."""
+def test_stats_of_a_trace_equal_those_of_its_run(trace, capsys, form) -> None:
+    """Statistics of recorded cells equal those of the library's cells."""
     found = []
     for words in ((trace,), (EXAMPLE, "--variant", "0.3.9+patched")):
         code, out, _ = cli(capsys, "trace", "stats", *words, *form)
@@ -171,8 +173,8 @@ def test_stats_of_a_trace_and_of_a_run_agree(trace, capsys, form) -> None:
         assert recorded.items() <= played.items()
 
 
-def test_stats_take_labels(trace, opened, capsys) -> None:
-    """For every metric; wrong ones are refused before anything is played, whatever the format."""
+def test_stats_labels_are_added_to_every_metric(trace, opened, capsys) -> None:
+    """They are added to all metrics; invalid ones are refused before the run, in any format."""
     code, out, _ = cli(
         capsys, "trace", "stats", trace, "--prometheus", "--label", 'host=a"b', "--label", "x=y=z"
     )
@@ -189,8 +191,8 @@ def test_stats_take_labels(trace, opened, capsys) -> None:
     assert code == 0 and "a\\x1b[31mb" in out
 
 
-def test_stats_of_a_run_that_fails(capsys) -> None:
-    """The numbers up to there, the failure among them, and exit 1."""
+def test_stats_of_a_failing_run_include_the_failure(capsys) -> None:
+    """The statistics until the failure include it; the exit status is 1."""
     code, out, _ = cli(capsys, "trace", "stats", EXAMPLE, "--variant", "0.3.9+stock", "--json")
     assert code == 1
     raw = json.loads(out)
@@ -200,7 +202,7 @@ def test_stats_of_a_run_that_fails(capsys) -> None:
 
 @pytest.mark.parametrize("option", ["--timeline", "--svg"])
 def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys, tmp_path) -> None:
-    """A file stands where a folder should be."""
+    """The path of the directory is a file."""
     (tmp_path / "file").write_text("")
     code, _, err = cli(capsys, "trace", "view", trace, option, tmp_path / "file" / "x.svg")
     assert code == 2
@@ -208,7 +210,7 @@ def test_pictures_that_cannot_be_written_are_a_usage_error(option, trace, capsys
 
 
 def test_failed_decode_without_changed_cells_has_no_picture(opened, capsys, tmp_path) -> None:
-    """`trace record` looks at the cells after each line; one that changed none has no picture."""
+    """`trace record` reads the cells after each line; without a change, there is no picture."""
     path = tmp_path / "failed.jsonl"
     assert cli(capsys, "trace", "record", EXAMPLE, "--variant", "0.3.9+stock", "-o", path)[0] == 1
     code, out, err = cli(capsys, "trace", "view", path)
@@ -217,14 +219,14 @@ def test_failed_decode_without_changed_cells_has_no_picture(opened, capsys, tmp_
 
 
 def test_a_line_without_cells_names_those_that_have_some(trace, capsys) -> None:
-    """Beyond the end of the run, or before its first cells."""
+    """It is after the end of the run, or before its first cells."""
     code, _, err = cli(capsys, "trace", "view", trace, "--line", 999)
     assert code == 2
     assert "lines 2 to 11 have" in err
 
 
 def test_control_characters_of_a_run_are_escaped(opened, capsys, tmp_path) -> None:
-    """Control characters of labels, names, notes and heads are spelled, also in pictures."""
+    """Control characters of labels, names, notes and headers are escaped, also in pictures."""
     evil = "\x1b[2J\x07\x9b\r\u202e"
     lines = [
         {"op": "context", "n_ctx": 64},
@@ -240,7 +242,7 @@ def test_control_characters_of_a_run_are_escaped(opened, capsys, tmp_path) -> No
     named = json.dumps({**json.loads(head), "variant": evil, "spec": evil})
     trace.write_text("\n".join([named, *rest]) + "\n")
     svg = tmp_path / "line.svg"
-    said = ""
+    output = ""
     for words in (
         ("run", script),
         ("trace", "view", script),
@@ -252,28 +254,28 @@ def test_control_characters_of_a_run_are_escaped(opened, capsys, tmp_path) -> No
     ):
         code, out, err = cli(capsys, *words)
         assert code == 0, err
-        said += out + err
+        output += out + err
     script.write_text(json.dumps({"op": evil}))
     code, _, err = cli(capsys, "run", script)
     assert code == 2
-    said += err
-    assert "\\x1b[2J\\x07" in said
-    assert all(sign.isprintable() or sign == "\n" for sign in said)
+    output += err
+    assert "\\x1b[2J\\x07" in output
+    assert all(sign.isprintable() or sign == "\n" for sign in output)
     assert ET.parse(svg).getroot().tag.endswith("svg")
     for picture in (tmp_path / "all").iterdir():
         ET.parse(picture)
 
 
 def test_a_trace_without_cells_has_a_timeline_of_their_number(capsys, tmp_path) -> None:
-    """The shipped one recorded the cells of two operations only."""
+    """The shipped trace has the cells of two operations only."""
     target = tmp_path / "line.svg"
     code, _, err = cli(
         capsys, "trace", "view", EXAMPLE.with_name("stock-fails.jsonl"), "--timeline", target
     )
     assert code == 0 and "recorded no cells" in err
-    said = [each.text or "" for each in ET.parse(target).iter("{http://www.w3.org/2000/svg}text")]
-    assert any("112 of 114 operations recorded no cells" in each for each in said)
-    assert "used, sequence not recorded" in said
+    output = [each.text or "" for each in ET.parse(target).iter("{http://www.w3.org/2000/svg}text")]
+    assert any("112 of 114 operations recorded no cells" in each for each in output)
+    assert "used, sequence not recorded" in output
     code, out, _ = cli(
         capsys, "trace", "view", EXAMPLE.with_name("stock-fails.jsonl"), "--line", "5"
     )

@@ -1,4 +1,4 @@
-"""The script that sets everything up: which Python it takes, what it says, what it repeats."""
+"""Test the bootstrap script: selection of Python, messages and repeated runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from building_kit import script
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: A Python whose pip and venv are stand-ins; everything else is the real one's work.
+#: A Python with fake pip and venv; everything else is passed to the real one.
 PYTHON = """
 here=$0
 case "$*" in
@@ -34,7 +34,7 @@ esac
 
 
 class Place:
-    """Hold a copy of the script in a folder of its own, and the stand-ins that it finds."""
+    """A copy of the script in its own directory, and the fake programs that it finds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Place:
         (folder / "tools").mkdir(parents=True)
         (folder / "vendor").mkdir()
         text = (ROOT / "tools" / "bootstrap.sh").read_text(encoding="utf-8")
-        # The system's own Python must not stand in for the one that the test takes away.
+        # The system's Python must not replace the one that the test removes.
         text = text.replace("/usr/bin/python3", "absent-python")
         (folder / "tools" / "bootstrap.sh").write_text(text, encoding="utf-8")
         shutil.copy(ROOT / "pyproject.toml", folder)
@@ -54,12 +54,12 @@ class Place:
             (self.programs / name).symlink_to(found)
 
     def python(self) -> str:
-        """Put the stand-in for Python on PATH and return its path."""
+        """Put the fake Python on PATH and return its path."""
         body = PYTHON + f'exec {shlex.quote(sys.executable)} "$@"\n'
         return str(script(self.programs / "python3", body))
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run the script with an environment that holds nothing else."""
+        """Run the script with an otherwise empty environment."""
         full = {"PATH": str(self.programs), "CALLS": str(self.calls), **env}
         if os.environ.get("PYTHONPATH"):
             full["PYTHONPATH"] = os.environ["PYTHONPATH"]
@@ -81,12 +81,12 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """Return a folder with the script; the path has a space, as users' folders may."""
+    """Return a directory with the script; its path has a space."""
     return Place(tmp_path / "a folder")
 
 
 def test_own_environment_is_made_once(place: Place) -> None:
-    """The first run makes .venv and installs; the second does neither."""
+    """The first run creates .venv and installs; the second one does neither."""
     place.python()
     for _ in range(2):
         done = place.run("own", "test")
@@ -100,7 +100,7 @@ def test_own_environment_is_made_once(place: Place) -> None:
 
 
 def test_new_dependencies_are_installed(place: Place) -> None:
-    """A change of pyproject.toml makes the next run install again."""
+    """After a change of pyproject.toml, the next run installs again."""
     place.python()
     place.run("own", "test")
     with (place.folder / "pyproject.toml").open("a", encoding="utf-8") as file:
@@ -110,7 +110,7 @@ def test_new_dependencies_are_installed(place: Place) -> None:
 
 
 def test_other_checkout_in_the_same_python(place: Place) -> None:
-    """When another checkout was installed since, this one is installed again."""
+    """If another checkout was installed since, this one is installed again."""
     place.python()
     place.run("own", "test")
     place.run("own", "test", ORIGIN="/a/checkout that was deleted")
@@ -119,13 +119,13 @@ def test_other_checkout_in_the_same_python(place: Place) -> None:
 
 @pytest.mark.parametrize("door", ["own", "here"])
 def test_environment_of_another_checkout(place: Place, tmp_path: Path, door: str) -> None:
-    """An active environment, or a Python, with the package of another checkout stays as it is."""
+    """An active environment, or a Python, with the package of another checkout is not changed."""
     python = place.python()
     other, active = tmp_path / "another checkout", tmp_path / "active"
     other.mkdir()
     (other / "pyproject.toml").touch()
     (active / "bin").mkdir(parents=True)
-    # In .venv, the stand-in reports no other checkout.
+    # In .venv, the fake Python reports no other checkout.
     body = Path(python).read_text("utf-8").replace("${ORIGIN:-$PWD}", f"{other}")
     script(active / "bin" / "python", body)
     done = place.run(door, "test", VIRTUAL_ENV=str(active))
@@ -139,8 +139,8 @@ def test_environment_of_another_checkout(place: Place, tmp_path: Path, door: str
         assert f"python3 has the pyllamakv of {other}: using .venv" in done.stderr
 
 
-def test_plain_python_where_pip_may_install(place: Place) -> None:
-    """`make build` installs into the Python whose pytest would run."""
+def test_system_python_is_used_if_pip_may_install(place: Place) -> None:
+    """`make build` installs into the Python that runs pytest."""
     python = place.python()
     done = place.run("here", "test")
     assert done.stdout == f"{python}\n", done.stderr
@@ -148,8 +148,8 @@ def test_plain_python_where_pip_may_install(place: Place) -> None:
 
 
 @pytest.mark.parametrize("reason", ["MANAGED", "PIP_REQUIRE_VIRTUALENV"])
-def test_system_pip_that_refuses(place: Place, reason: str) -> None:
-    """Where the system's pip refuses, .venv is used, and the hint names the test command."""
+def test_externally_managed_python_uses_a_venv(place: Place, reason: str) -> None:
+    """If the system's pip refuses, .venv is used, and the hint has the test command."""
     place.python()
     done = place.run("here", "test", **{reason: "1"})
     assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
@@ -157,8 +157,8 @@ def test_system_pip_that_refuses(place: Place, reason: str) -> None:
     assert hint.stdout == ". .venv/bin/activate && pytest\n"
 
 
-def test_active_environment_wins(place: Place, tmp_path: Path) -> None:
-    """An active virtual environment is where its user wants things."""
+def test_active_virtual_environment_is_used(place: Place, tmp_path: Path) -> None:
+    """The package is installed into the active virtual environment."""
     python = place.python()
     active = tmp_path / "active"
     (active / "bin").mkdir(parents=True)
@@ -168,24 +168,24 @@ def test_active_environment_wins(place: Place, tmp_path: Path) -> None:
         assert done.stdout == f"{active}/bin/python\n", done.stderr
 
 
-def test_no_python(place: Place) -> None:
-    """Without Python the message says what to install, once."""
+def test_missing_python_names_the_package(place: Place) -> None:
+    """The error has the command to install it, once."""
     done = place.run("own", "test")
     assert done.returncode == 2
     assert "apt-get install python3" in done.stderr
     assert done.stdout == ""
 
 
-def test_old_python(place: Place) -> None:
-    """A Python that is too old counts for nothing."""
+def test_too_old_python_is_refused(place: Place) -> None:
+    """A Python that is too old is ignored."""
     script(place.programs / "python3", "exit 1\n")
     done = place.run("own", "test")
     assert done.returncode == 2
     assert "3.11" in done.stderr
 
 
-def test_no_venv(place: Place) -> None:
-    """Where no environment can be made, the missing package is named and nothing is left."""
+def test_missing_venv_names_the_package(place: Place) -> None:
+    """If no environment can be created, the missing package is named and no file is left."""
     place.python()
     done = place.run("own", "test", NO_VENV="1")
     assert done.returncode == 2
@@ -193,7 +193,7 @@ def test_no_venv(place: Place) -> None:
     assert not (place.folder / ".venv").exists()
 
 
-def test_failing_install(place: Place) -> None:
+def test_failed_installation_is_retried_by_the_next_run(place: Place) -> None:
     """A failure of pip is reported, and the next run retries."""
     place.python()
     done = place.run("own", "test", PIP_FAILS="1")
@@ -203,8 +203,8 @@ def test_failing_install(place: Place) -> None:
 
 
 @pytest.mark.parametrize("fails", ["", "1"])
-def test_peer_is_never_fatal(place: Place, fails: str) -> None:
-    """The peer is installed without its library; if that fails, tests are skipped, no more."""
+def test_failed_peer_installation_skips_its_tests(place: Place, fails: str) -> None:
+    """If the installation of the peer without its library fails, only its tests are skipped."""
     done = place.run("peer", place.python(), PIP_FAILS=fails)
     assert done.returncode == 0, done.stderr
     assert "llama-cpp-python==" in place.called()[-1]
@@ -212,30 +212,30 @@ def test_peer_is_never_fatal(place: Place, fails: str) -> None:
     assert ("will be skipped" in done.stderr) == bool(fails)
 
 
-def test_a_missing_clang_is_never_fatal(place: Place) -> None:
-    """Without clang and without root, the fuzzing of the header is skipped, no more."""
+def test_missing_clang_skips_header_fuzzing(place: Place) -> None:
+    """Without clang and without root, only the fuzzing of the header is skipped."""
     done = place.run("clang")
     assert done.returncode == 0, done.stderr
     assert "kept-header will be skipped" in done.stderr
 
 
-def test_wrong_word(place: Place) -> None:
-    """An unknown word is refused with those that are known."""
+def test_unknown_bootstrap_word_is_refused(place: Place) -> None:
+    """An unknown word is refused with the list of known ones."""
     assert "own, here, peer, clang or hint" in place.run("there", "x").stderr
 
 
-def test_makefile_knows_its_targets() -> None:
+def test_makefile_has_the_targets_of_its_help() -> None:
     """Every target that the help lists exists, and the main ones are listed."""
     make = shutil.which("make")
     if make is None:
         pytest.skip("make is not installed")
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    said = subprocess.run(
+    output = subprocess.run(
         [make, "--no-print-directory", "help"],
         cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=120, check=True,
     ).stdout  # fmt: skip
-    targets = {line.split()[1] for line in said.splitlines() if line.startswith("  make ")}
+    targets = {line.split()[1] for line in output.splitlines() if line.startswith("  make ")}
     assert targets >= {"build", "check", "test", "bench", "lint", "matrix", "clean", "help"}
     for target in targets:
         done = subprocess.run(

@@ -1,6 +1,6 @@
-"""Imports go in one direction: the contracts of import-linter in pyproject.toml, and no cycles.
+"""Test that imports go in one direction: import-linter's contracts in pyproject.toml, no cycles.
 
-The other tests check what no contract can state. import-linter sees imports, but neither unused
+The other tests check what contracts cannot express. import-linter finds imports, but neither unused
 dependencies nor git as a subprocess. It excludes imports for type checkers in all contracts or in
 none: the contracts include them, and cycles of types are allowed.
 """
@@ -37,8 +37,8 @@ def lint_imports(folder: Path) -> str:
 @pytest.mark.slow
 def test_the_contracts_of_imports_are_kept() -> None:
     """Packages import only from the rows below; an unknown package is an error."""
-    said = lint_imports(CHECKOUT)
-    assert "0 broken" in said, said
+    output = lint_imports(CHECKOUT)
+    assert "0 broken" in output, output
 
 
 @pytest.mark.slow
@@ -62,10 +62,10 @@ def test_planted_imports_break_their_contracts(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         old = path.read_text("utf-8") if path.exists() else ""
         path.write_text(f"{old}\n{text}\n", encoding="utf-8")
-    said = lint_imports(tmp_path)
-    assert "pyllamakv.novel" in said, said
+    output = lint_imports(tmp_path)
+    assert "pyllamakv.novel" in output, output
     shutil.rmtree(tmp_path / "pyllamakv" / "novel")
-    said = " ".join(lint_imports(tmp_path).split())
+    output = " ".join(lint_imports(tmp_path).split())
     for arrow in (
         "pyllamakv.source.fetch -> pyllamakv.patching.hunks",
         "pyllamakv.runtime.snapshot -> pyllamakv.runtime.kv",
@@ -75,12 +75,12 @@ def test_planted_imports_break_their_contracts(tmp_path: Path) -> None:
         "pyllamakv.view.live -> git",
         "pyllamakv.models -> qa",
     ):
-        assert arrow in said, said
+        assert arrow in output, output
 
 
 @pytest.mark.slow
 def test_every_dependency_is_used() -> None:
-    """Each is imported, or is a program that is run; what is imported is a dependency or extra."""
+    """Each one is imported or run as a program; each import is a dependency or an extra."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
     modules = {"gitpython": "git", "pillow": "PIL", "llama-cpp-python": "llama_cpp"}
     programs = {"cmake", "ninja"}
@@ -106,7 +106,7 @@ def test_every_dependency_is_used() -> None:
 
 
 def _starts_git(node: ast.AST) -> bool:
-    """Return whether a call looks git up, or a list is a command of git."""
+    """Return whether a call looks up git, or a list is a git command."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         words = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
@@ -119,7 +119,7 @@ def _starts_git(node: ast.AST) -> bool:
 
 @pytest.mark.slow
 def test_one_module_runs_git() -> None:
-    """`source.git_command` alone looks git up, or writes a command of git."""
+    """Only `source.git_command` looks up git, or contains a git command."""
     for path in MODULES:
         if path == ROOT / "source" / "git_command.py":
             continue
@@ -137,9 +137,9 @@ def test_one_module_runs_git() -> None:
 
 @pytest.mark.slow
 def test_no_modules_import_each_other() -> None:
-    """No cycle, also none that an import inside a function hides; types are no dependency."""
+    """There is no cycle, even by imports inside functions; imports for types do not count."""
     graph = grimp.build_graph("pyllamakv", exclude_type_checking_imports=True, cache_dir=None)
-    # What the top of the package exports is loaded when it is used.
+    # Exports at the top of the package are loaded when they are used.
     names = graph.modules - {"pyllamakv"}
     left = {name: graph.find_modules_directly_imported_by(name) & names for name in names}
     while True:
@@ -147,7 +147,7 @@ def test_no_modules_import_each_other() -> None:
         if not done:
             break
         left = {name: needed for name, needed in left.items() if name not in done}
-    # What is left is in a cycle or imports one; what nothing left imports is in none.
+    # The remaining modules are in a cycle, or import or are imported by one.
     while unused := left.keys() - set().union(*left.values()):
         left = {name: needed for name, needed in left.items() if name not in unused}
     assert not left, f"these modules import each other: {sorted(left)}"

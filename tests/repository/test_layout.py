@@ -1,4 +1,4 @@
-"""Tests mirror the packages: the file of a test follows from the name of the module."""
+"""Test that tests mirror the packages: the file of a test has the name of its module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
-#: Folders without test modules of a package: helpers, data, C++ programs, and the repository.
+#: Directories without test modules of a package: helpers, data, C++ programs, and the repository.
 OTHER = {"kits", "data", "native", "repository"}
 FILES = sorted(
     path.relative_to(TESTS)
@@ -22,7 +22,7 @@ FILES = sorted(
 
 
 def package(folder: Path) -> Path:
-    """Return the package that a folder of tests mirrors."""
+    """Return the package that a directory of tests mirrors."""
     return ROOT / folder if folder.parts[0] == "qa" else ROOT / "pyllamakv" / folder
 
 
@@ -30,7 +30,7 @@ def package(folder: Path) -> Path:
 def test_a_test_is_named_for_a_module(file: Path) -> None:
     """``test_NAME.py`` or ``test_NAME_ASPECT.py``.
 
-    NAME is a module or subpackage of the package that the folder mirrors, or the package itself.
+    NAME is a module or subpackage of the mirrored package, or the package itself.
     """
     mirrored = package(file.parent)
     assert (mirrored / "__init__.py").is_file(), f"no package {mirrored.relative_to(ROOT)}"
@@ -52,7 +52,7 @@ def test_the_page_lists_every_test_of_the_repository() -> None:
 
 @pytest.mark.slow
 def test_a_class_name_is_unique() -> None:
-    """A name means one class, whatever the module that a reader found it in."""
+    """A name means one class in all modules."""
     places = defaultdict(list)
     for path in sorted((ROOT / "pyllamakv").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -62,7 +62,7 @@ def test_a_class_name_is_unique() -> None:
     assert not shared, f"rename the less visible class of each name: {shared}"
 
 
-def test_the_guide_for_developers_names_what_exists() -> None:
+def test_contributing_guide_names_existing_paths() -> None:
     """Every path in docs/contributing.md exists, and every package has a row there."""
     text = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyllamakv|patches|tests|vendor|qa|\.ci)[\w./-]*)`", text)
@@ -74,7 +74,7 @@ def test_the_guide_for_developers_names_what_exists() -> None:
 
 
 def test_docstrings_and_messages_name_classes_that_exist() -> None:
-    """A class in backticks, or in the expected type of an argument, is one of the tree."""
+    """A class in backticks, or in the expected type of an argument, exists."""
     sources = {
         path: path.read_text(encoding="utf-8")
         for folder in ("pyllamakv", "qa")

@@ -16,7 +16,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-#: Attributes of objects that are not of this package, with the reason why they are assigned to.
+#: Attributes of objects of other packages, with the reason for the assignment.
 FOREIGN = {
     "propagate": "a logger of the standard library, restored afterwards",
     "read": "a response of httpx, whose body is limited",
@@ -31,7 +31,7 @@ FOREIGN = {
     "__doc__": "a method that `binding.forwarding` has compiled",
     "__annotations__": "a method that `binding.forwarding` has compiled",
 }
-#: Fields of the structs of ``plk.h``, which no class of Python owns.
+#: Fields of the structs of ``plk.h``, which no Python class owns.
 FIELDS = {
     field for name in loading.struct_names() for field, _type in ffi.typeof(name).fields or ()
 }
@@ -77,7 +77,7 @@ def declared(tree: ast.AST) -> set[str]:
 
 
 def made(function: ast.AST) -> set[str]:
-    """Return the names to which a function assigns what it makes: a class's call, or __new__."""
+    """Return the names to which a function assigns a new object: a class's call, or __new__."""
     found = set()
     for node in ast.walk(function):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
@@ -103,9 +103,9 @@ def structs(tree: ast.AST) -> set[str]:
 
 
 def foreign_writes(text: str) -> list[str]:
-    """Return what a module assigns to attributes of objects that it neither owns nor has made.
+    """Return assignments to attributes of objects that the module neither owns nor created.
 
-    A field of a struct of C belongs to the module that made the struct.
+    A field of a C struct belongs to the module that created the struct.
     """
     tree = ast.parse(text)
     own, filled, found = declared(tree), structs(tree), []
@@ -128,7 +128,7 @@ def foreign_writes(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_no_module_writes_the_fields_of_others(path: Path) -> None:
-    """Where another module needs a change, the owner has a method or a function for it."""
+    """If another module needs a change, the owner has a method or a function for it."""
     relative = path.relative_to(ROOT)
     found = foreign_writes(path.read_text(encoding="utf-8"))
     wrong = [each for each in found if each.rpartition(".")[2] not in FOREIGN]
@@ -137,7 +137,7 @@ def test_no_module_writes_the_fields_of_others(path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_module_reads_private_attributes_of_others() -> None:
-    """An attribute with an underscore is read where its class is; `super()` is its own class."""
+    """An attribute with an underscore is read only in the module of its class."""
     wrong = []
     for path in MODULES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -154,8 +154,8 @@ def test_no_module_reads_private_attributes_of_others() -> None:
     assert not wrong
 
 
-def test_a_foreign_write_is_found() -> None:
-    """Of each form; what a module or function has made, or a class of it has, is its own."""
+def test_planted_foreign_write_is_found() -> None:
+    """Each form is found; attributes of new objects and of the module's classes are allowed."""
     text = """
 class Own:
     size: int

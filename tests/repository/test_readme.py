@@ -1,4 +1,4 @@
-"""The documents stay true: their commands run, and print what the documents show."""
+"""Test the documents: their commands run, and print the shown output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
-#: Blocks that fetch a real model are run only where it was fetched.
+#: Blocks that fetch a real model run only if it was fetched.
 _REAL = "kv.models.get("
 _MARKS = (pytest.mark.real_model, pytest.mark.slow)
 
@@ -40,14 +40,14 @@ _MARKS = (pytest.mark.real_model, pytest.mark.slow)
 def test_examples_print_what_the_document_shows(
     example: readme.Example, stock: Variant, patched: Variant, request: pytest.FixtureRequest
 ) -> None:
-    """Each block runs and prints what follows it; with other numbers on another release only."""
+    """Each block prints the output that follows it; numbers may differ on another release."""
     if _REAL in example.code:
         request.getfixturevalue("real_model")
-    said = readme.run(example)
+    output = readme.run(example)
     if example.output is not None:
         numbers = variant.find(f"{verified.newest().name}+patched") is not None
         shown = readme.shape(example.output, numbers=numbers)
-        assert readme.shape(said, numbers=numbers) == shown
+        assert readme.shape(output, numbers=numbers) == shown
 
 
 def test_readme_names_the_commands_that_set_themselves_up() -> None:
@@ -59,7 +59,7 @@ def test_readme_names_the_commands_that_set_themselves_up() -> None:
         subprocess.run(["make", "-n", target], cwd=readme.ROOT, check=True, capture_output=True)
 
 
-def test_links_of_the_documents_lead_somewhere() -> None:
+def test_relative_links_name_existing_files() -> None:
     """Relative links name files that exist."""
     for document in ("README.md", *(f"docs/{p.name}" for p in (readme.ROOT / "docs").glob("*.md"))):
         path = readme.ROOT / document
@@ -67,7 +67,7 @@ def test_links_of_the_documents_lead_somewhere() -> None:
             assert (path.parent / target).exists(), f"{document}: {target}"
 
 
-def test_links_lead_to_headings() -> None:
+def test_links_have_existing_headings() -> None:
     """A link into a document names one of its headings, as GitHub spells them."""
     for path in [readme.ROOT / "README.md", *(readme.ROOT / "docs").glob("*.md")]:
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text("utf-8")):
@@ -118,7 +118,7 @@ def test_the_module_has_what_the_documents_call_its_own() -> None:
             assert hasattr(pyllamakv, name), f"{document}: kv.{name}"
 
 
-def test_the_tables_show_what_is_accepted() -> None:
+def test_verdict_tables_equal_the_accepted_verdicts() -> None:
     """Pinned releases and accepted devices have rows, with their verdicts."""
     text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| \w+ \| (\w+) \| ([a-z-]+) \| stock", text, re.MULTILINE)
@@ -147,7 +147,7 @@ def lost_requests(workload: str) -> dict[str, Any]:
 
 
 def test_the_lost_requests_are_those_of_the_results() -> None:
-    """The counts in the text and in the picture are what `python -m qa load` wrote."""
+    """The counts in the text and in the drawing are those of `python -m qa load`."""
     stock = lost_requests("shift")
     text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"aborts {stock['deaths']} times and loses {stock['lost']} requests" in text
@@ -176,7 +176,7 @@ def test_the_comparison_names_tests_that_exist() -> None:
 
 
 def test_the_arguments_of_llama_cpp_python_are_the_same_or_absent() -> None:
-    """A row with "the same" names parameters of ours; one with "absent" names none."""
+    """A row with "the same" names parameters that exist; one with "absent" names none."""
     from pyllamakv.runtime.model import Model
 
     functions = (

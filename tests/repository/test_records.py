@@ -1,7 +1,7 @@
-"""What earlier code promised is kept: trees, interface, exit codes, JSON, verdicts.
+"""Test recorded promises: trees, public names, exit codes, JSON and verdicts.
 
-Each test says what differs. A wanted change goes into the record with `python tests/kits/records.py
-NAME`, and its reason into the commit.
+Each test reports the differences. An intended change is recorded with `python tests/kits/records.py
+NAME`, and its reason is in the commit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def differences(kept: Any, now: Any, at: str = "") -> list[str]:
 
 
 def compare(name: str, now: Any) -> None:
-    """Fail with every difference between a record and what is there now."""
+    """Fail with every difference between a record and the current value."""
     found = differences(records.read(name), json.loads(json.dumps(now)))
     hint = f"\nif wanted: python tests/kits/records.py {name}, with the reason in the commit"
     assert not found, "\n".join(found[:40]) + hint
 
 
 def test_differences_are_named() -> None:
-    """By path; a key that is gone and one that is new are both told."""
+    """Each has its path, also a removed and a new key."""
     found = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "d": 4}})
     assert found == [
         "/a/b: recorded 1, now 3",
@@ -51,7 +51,7 @@ def test_differences_are_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_patches_make_the_recorded_trees(name: str) -> None:
-    """Of a fetched release: each patch alone, and the series, to the tree and the commit."""
+    """Each patch of a fetched release, and the series, has the recorded tree and commit."""
     release = lockfile.known().get(name)
     if release is None or not open_store().has(release):
         pytest.skip(f"{name} is not fetched: pyllamakv upstream fetch {name}")
@@ -60,7 +60,7 @@ def test_patches_make_the_recorded_trees(name: str) -> None:
 
 
 def test_every_pinned_release_has_recorded_trees() -> None:
-    """A release that is pinned is recorded in the same commit."""
+    """A release is recorded in the commit that pins it."""
     pinned = {one.name for one in lockfile.load(records.ROOT / "vendor" / "upstream.lock.toml")}
     assert pinned <= TREES.keys()
 
@@ -71,7 +71,7 @@ def test_public_names_and_signatures_are_as_recorded() -> None:
 
 
 def test_exit_codes_are_as_recorded() -> None:
-    """Of each error class and of each verdict."""
+    """They are those of each error class and of each verdict."""
     compare("exit_codes", records.exit_codes())
 
 
@@ -79,14 +79,14 @@ def test_exit_codes_are_as_recorded() -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("words", records.COMMANDS, ids=" ".join)
 def test_json_has_the_recorded_shape(words: tuple[str, ...], stock: Any, patched: Any) -> None:
-    """Keys and types of what a verb prints with --json, and its exit status."""
+    """The keys and types of --json, and the exit status, are recorded."""
     done = records.run(*words)
     now = {"exit": done.returncode, "shape": records.shape(json.loads(done.stdout))}
     assert not differences(SCHEMAS[" ".join(words)], now), done.stderr
 
 
 def test_shipped_schemas_are_as_recorded() -> None:
-    """The schema of the matrix, word by word."""
+    """The schema of the matrix is equal."""
     from pyllamakv.verification import matrix_reports
 
     assert SCHEMAS["matrix.schema.json"] == matrix_reports.schema()
@@ -94,7 +94,7 @@ def test_shipped_schemas_are_as_recorded() -> None:
 
 @pytest.mark.slow
 def test_verdicts_are_as_recorded() -> None:
-    """README's tables, and what runs are compared with."""
+    """They are README's tables, and the verdicts that runs are compared with."""
     compare("verdicts", records.verdicts())
     accepted = tomllib.loads((records.ROOT / "patches" / "expected.toml").read_text("utf-8"))
     table = {

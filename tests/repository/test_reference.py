@@ -50,14 +50,14 @@ def test_every_public_name_is_in_the_reference(reference: Path) -> None:
 
 
 @pytest.mark.slow
-def test_errors_are_links(reference: Path) -> None:
-    """A docstring that names an error leads to its description."""
+def test_error_names_in_the_reference_are_links(reference: Path) -> None:
+    """The name of an error in a docstring is a link to its description."""
     page = (reference / "contexts.html").read_text("utf-8")
     text = page.partition('id="pyllamakv.Context.decode"')[2].partition("<dt")[0]
     assert 'href="errors.html#pyllamakv.errors.NoKVSlot"' in text
 
 
-def test_members_that_are_left_out_exist() -> None:
+def test_excluded_members_exist() -> None:
     """Each name in ``:exclude-members:`` is one of its class or of the code that creates it."""
     # Sphinx continues a list of names on indented lines.
     text = "".join(page.read_text("utf-8") for page in PAGES).replace("\n      ", " ")

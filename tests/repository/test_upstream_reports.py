@@ -1,4 +1,4 @@
-"""`docs/upstream`: reproducers find the defects on stock, mails make the patched sources."""
+"""Test `docs/upstream`: reproducers of defects on stock, and mails with the patches."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from pyllamakv.source.store import Store, open_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: The longest page, in words.
+#: Maximum length of a page, in words.
 WORDS = 400
-#: Seconds within which a reproducer compiles.
+#: Timeout of a reproducer's compilation in seconds.
 COMPILE = 30
 
 PAGES = sorted(FOLDER.glob("*.md"))
 MODELS = {"window-rollback": "sliding", "whole-shift": "deep"}
-#: What upstream's generator of models needs beside itself.
+#: Sources that upstream's generator of models needs.
 ARCHS = ("tests/test-llama-archs.cpp", "common/common.cpp", "common/log.cpp")
-#: Seconds within which these compile.
+#: Timeout of their compilation in seconds.
 COMPILE_ARCHS = 600
 
 
@@ -56,7 +56,7 @@ def page(id_: str) -> str:
 
 
 def extract(checkout: Path, store: Store, folders: Sequence[str]) -> None:
-    """Write folders of the release into a checkout."""
+    """Write directories of the release into a checkout."""
     names = [name for part in folders for name in store.ls(release().commit, part)]
     for name, data in store.read_many(release().commit, names).items():
         assert data is not None
@@ -77,7 +77,7 @@ def compiled(id_: str, spec: str, checkout: Path, store: Store) -> Path:
 
 
 def run(shell: str, **options: Any) -> None:
-    """Run a command of a shell that must succeed."""
+    """Run a shell command that must succeed."""
     done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -121,27 +121,27 @@ def models_of_upstream(folder: Path, store: Store, archs: str) -> None:
 def test_a_reproducer_exits_with_1_on_stock_and_0_on_patched(
     id_: str, store: Store, tmp_path: Path
 ) -> None:
-    """The command of the page compiles it; both variants are run on the same model."""
+    """The command of the page compiles it; both variants run with the same model."""
     for spec, status, word in (("stock", 1, "DEFECT: "), ("patched", 0, "OK: ")):
         program = compiled(id_, f"{RELEASE}+{spec}", tmp_path / spec, store)
-        found, said = reproduce(program, synthetic_models.model(MODELS[id_]))
-        assert found == status, (spec, said)
-        assert said.splitlines()[-1].startswith(word), said
+        found, output = reproduce(program, synthetic_models.model(MODELS[id_]))
+        assert found == status, (spec, output)
+        assert output.splitlines()[-1].startswith(word), output
 
 
 @pytest.mark.native
 @pytest.mark.slow
 def test_models_of_upstream_lose_a_part_of_their_state(store: Store, tmp_path: Path) -> None:
-    """The state of each shrinks on stock as the page shows, and keeps its size on patched."""
+    """The state of each is smaller on stock, as the page shows, and keeps its size on patched."""
     archs = ("gemma2", "gemma3", "plamo3")
     models_of_upstream(tmp_path, store, "|".join(archs))
     for spec, status in (("stock", 1), ("patched", 0)):
         program = compiled("window-rollback", f"{RELEASE}+{spec}", tmp_path / spec, store)
         for arch in archs:
-            found, said = reproduce(program, tmp_path / f"{arch}-dense.gguf")
-            assert found == status, (spec, arch, said)
-            sizes = re.findall(r"refused batch: .* had (\d+) bytes before and has (\d+)", said)
-            assert (sizes[0][0] == sizes[0][1]) is (spec == "patched"), said
+            found, output = reproduce(program, tmp_path / f"{arch}-dense.gguf")
+            assert found == status, (spec, arch, output)
+            sizes = re.findall(r"refused batch: .* had (\d+) bytes before and has (\d+)", output)
+            assert (sizes[0][0] == sizes[0][1]) is (spec == "patched"), output
             if (spec, arch) == ("stock", "gemma3"):
                 assert sizes[0] == ("66408", "63300"), "the page shows other sizes"
 
@@ -156,30 +156,30 @@ def test_every_abort_of_a_shift_damages_a_trained_model(store: Store, tmp_path: 
         ("stock", "DEFECT: 10 of 10 aborted decodes left wrong keys"),
         ("patched", "OK: none of 46 aborted decodes left wrong keys"),
     ):
-        _, said = reproduce(
+        _, output = reproduce(
             compiled("whole-shift", f"{RELEASE}+{spec}", tmp_path / spec, store), model
         )
-        assert said.splitlines()[-1] == last
+        assert output.splitlines()[-1] == last
         assert re.search(r"\b10 of 10 aborts\b.*\bnone of 46\b", page("whole-shift"))
 
 
 @pytest.mark.parametrize("id_", IDS)
 def test_a_reproducer_uses_public_headers_alone(id_: str) -> None:
-    """`llama.h` is the only header that is not of the standard library."""
+    """`llama.h` is the only header outside of the standard library."""
     text = (FOLDER / f"{id_}.cpp").read_text(encoding="utf-8")
     assert re.findall(r'^#include "(.*)"', text, re.MULTILINE) == ["llama.h"]
 
 
 @pytest.mark.parametrize("id_", IDS)
 def test_a_mail_is_generated_from_its_patch(id_: str, store: Store) -> None:
-    """A change of the port reaches the mail."""
+    """A change of the port changes the mail."""
     hint = f"run: python tests/kits/upstream_mails.py {id_}"
     assert path_of(id_).read_bytes() == generate(id_), hint
 
 
 @pytest.mark.parametrize("id_", IDS)
-def test_a_mail_makes_the_sources_of_its_patch(id_: str, store: Store, tmp_path: Path) -> None:
-    """`git am` on the files of stock makes those of the patched tree, which differs in no other."""
+def test_applied_mail_equals_the_patched_sources(id_: str, store: Store, tmp_path: Path) -> None:
+    """`git am` on the files of stock gives those of the patched tree, which has no other change."""
     patched = apply.apply(release(), [id_], store=store)
     changed = [file.path for file in hunks.parse(path_of(id_).read_bytes()).files]
     stock = {path: store.read(release(), path) or b"" for path in changed}
@@ -194,7 +194,7 @@ def test_a_mail_makes_the_sources_of_its_patch(id_: str, store: Store, tmp_path:
 
 @pytest.mark.parametrize("id_", IDS)
 def test_a_mail_mentions_upstream_only(id_: str) -> None:
-    """No trailer, name or shared file of ours; the subject has upstream's form, in ASCII."""
+    """It has no trailer or name of this project; the subject has upstream's format, in ASCII."""
     text = path_of(id_).read_bytes().decode("ascii")
     assert re.search(r"^Subject: \[PATCH\] [a-z-]+ : .{1,60}$", text, re.MULTILINE)
     ours = r"pyllamakv|^(?:Patch|Base|Requires|Origin|Upstream-Status|Scenario|Licence): "
@@ -203,11 +203,11 @@ def test_a_mail_mentions_upstream_only(id_: str) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_a_page_is_short_and_its_links_lead_somewhere(path: Path) -> None:
-    """It also states that nothing is sent, as long as the patches do."""
+def test_report_page_is_short_and_its_links_exist(path: Path) -> None:
+    """It also states that nothing was sent, as long as the patches do."""
     text = path.read_text(encoding="utf-8")
     assert len(text.split()) <= WORDS
-    assert "not sent yet" in text or "neither is sent yet" in text
+    assert "not sent yet" in text or "none is sent yet" in text
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (path.parent / target).exists(), target
 

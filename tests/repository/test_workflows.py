@@ -1,4 +1,4 @@
-"""The workflow files are YAML of the right shape, and every command in them exists."""
+"""Test that the workflow files are valid, and that every command in them exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: Programs that every runner has.
 PLAIN = {"cat", "echo", "find", "gh", "git", "python", "sudo"}
-#: Words of the shell that begin a line and no command.
+#: Words of the shell that start a line and are not commands.
 SHELL = {"for", "done"}
 
 
@@ -35,7 +35,7 @@ def load(path: Path) -> dict[Any, Any]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the commands of a script as words, those inside ``$(…)`` as well."""
+    """Return the commands of a script as words, including those inside ``$(…)``."""
     found = []
     for line in text.splitlines():
         if line.lstrip().startswith("#"):
@@ -59,13 +59,13 @@ SCRIPTS = [
 
 
 def test_three_workflows_exist() -> None:
-    """Tests, the matrix and the nightly canary each have a file."""
+    """Tests, the matrix and the nightly canary have one file each."""
     assert [path.stem for path in FILES] == ["canary", "matrix", "tests"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_shape(path: Path) -> None:
-    """Each has a name, triggers, few permissions, and jobs with a limit and known steps."""
+def test_workflow_has_triggers_permissions_and_known_steps(path: Path) -> None:
+    """Each has a name, triggers, few permissions, and jobs with a timeout and known steps."""
     found = load(path)
     assert set(found) <= {"name", True, "permissions", "concurrency", "jobs"}
     assert found[True] and found["permissions"] == {"contents": "read"}
@@ -82,7 +82,7 @@ def test_shape(path: Path) -> None:
 
 
 def test_only_the_canary_may_write() -> None:
-    """It pushes branches and opens pull requests; no other job has a permission of its own."""
+    """It pushes branches and opens pull requests; no other job has its own permissions."""
     found = {
         (path.stem, name): job["permissions"]
         for path in FILES
@@ -93,7 +93,7 @@ def test_only_the_canary_may_write() -> None:
 
 
 @pytest.mark.slow
-def test_the_schema() -> None:
+def test_workflow_is_valid_against_the_schema() -> None:
     """GitHub's schema accepts each file."""
     pytest.importorskip("check_jsonschema")
     words = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
@@ -105,7 +105,7 @@ def test_the_schema() -> None:
 
 @pytest.mark.slow
 def test_the_canary_publishes_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new branch and a replaced one are pushed; each has one pull request."""
+    """A new branch and a replaced one are pushed, with one pull request each."""
     scripts = [
         step["run"]
         for step in load(ROOT / ".github" / "workflows" / "canary.yml")["jobs"]["watch"]["steps"]
@@ -158,7 +158,7 @@ def test_the_canary_publishes_branches(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_workflow_runs_the_parts_of_ci() -> None:
-    """The workflow makes what the project's own CI makes, the matrix apart, which has its own."""
+    """The workflow runs the steps of the project's CI, except for the matrix."""
     ours = re.findall(r"^make (\w+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
     jobs = load(ROOT / ".github" / "workflows" / "tests.yml")["jobs"].values()
     text = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
@@ -167,14 +167,14 @@ def test_workflow_runs_the_parts_of_ci() -> None:
 
 
 def test_the_canary_runs_every_night() -> None:
-    """It has a time of the day and no day."""
+    """It has a time of day and runs on each day."""
     (when,) = load(ROOT / ".github" / "workflows" / "canary.yml")[True]["schedule"]
     assert re.fullmatch(r"\d+ \d+ \* \* \*", when["cron"])
 
 
 @pytest.mark.parametrize(("path", "text"), SCRIPTS)
 def test_every_command_exists(path: Path, text: str) -> None:
-    """Make has the target, pyllamakv the verb, its subcommand and each option."""
+    """The make target, and the verb of pyllamakv with its options, exist."""
     found = commands(text)
     assert found
     for words in found:
@@ -200,7 +200,7 @@ def test_bash_parses_each_workflow_script(path: Path, text: str) -> None:
 
 
 def check_verb(words: list[str]) -> None:
-    """Look a verb up, its subcommand and its options; nothing is run."""
+    """Look up a verb, its subcommand and its options; nothing is run."""
     assert words[0] in main.VERBS, words
     command: Any = typer.main.get_command(importlib.import_module(f"pyllamakv.cli.{words[0]}").app)
     rest = words[1:]

@@ -1,4 +1,4 @@
-"""Parts of an image share one position, and differ in row and column."""
+"""Test that parts of an image share one position, and differ in row and column."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from pyllamakv.scenarios.batch_composition import image_rows
 
 
-def test_rows_of_an_image() -> None:
-    """Rows and columns count from the position; the last embedding asks for logits."""
+def test_image_rows_have_row_and_column_positions() -> None:
+    """Rows and columns count from the position; the last embedding requests logits."""
     part = image_rows(1, 7, (2, 3), 3, 16)
     assert part.places.tolist() == [
         [7] * 6,

@@ -1,4 +1,4 @@
-"""The ledger knows the content of a cache, independent of cell indexes."""
+"""Test the ledger, which models the content of a cache without cell indexes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_removal_keeps_shared_cells() -> None:
     assert ledger.next(0) == 0
 
 
-def test_open_bounds() -> None:
+def test_ledger_treats_negative_bounds_as_open() -> None:
     """Negative bounds are open, as in llama.cpp."""
     ledger = filled(s0=6)
     ledger.remove(0, 4)
@@ -44,8 +44,8 @@ def test_a_shift_below_zero_frees_the_cell() -> None:
     assert ledger.of(0) == [(0, 2), (1, 3)]
 
 
-def test_keep_divide_clear_replace() -> None:
-    """The rarer operations do what llama.cpp's do."""
+def test_ledger_keeps_divides_clears_and_replaces() -> None:
+    """The less common operations equal those of llama.cpp."""
     ledger = filled(s0=2, s1=4)
     ledger.keep(1)
     assert ledger.sequences == [1]
@@ -57,7 +57,7 @@ def test_keep_divide_clear_replace() -> None:
     assert not ledger.cells
 
 
-def test_differences_name_what_is_lost_and_what_is_a_ghost() -> None:
+def test_cell_differences_distinguish_lost_and_surplus_cells() -> None:
     """Missing and surplus cells are distinguished and named."""
     expected = Counter({(0, (0,)): 1, (1, (0, 1)): 1})
     found = Counter({(0, (0,)): 1, (7, (2,)): 1})
@@ -80,7 +80,7 @@ def test_only_unshared_cells_before_the_window_are_reusable() -> None:
 
 
 def test_discarded_cells_leave_all_sequences() -> None:
-    """Only the given cells go."""
+    """Only the given cells are removed."""
     ledger = filled(s0=3)
     ledger.copy(0, 1)
     ledger.discard(ledger.cells[1:2])

@@ -1,4 +1,4 @@
-"""A server keeps to its promises: shares, pieces, and everybody is answered."""
+"""Test the server workload: shares of the cache, split prompts, and complete responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyllamakv.scenarios.client_workload import KEPT_PREFIX, SlotServer
 
 
 class Player:
-    """Follow the ledger alone; every decode succeeds."""
+    """Simulate with the ledger only; every decode succeeds."""
 
     n_cells = 64
     info = SimpleNamespace(n_batch=8)
@@ -38,17 +38,17 @@ class Player:
 
 
 def test_every_request_is_answered_within_its_share() -> None:
-    """Prompts and answers are decoded in order, in batches that are never too large."""
+    """Prompts and responses are decoded in order, in batches within the limit."""
     player = Player()
     SlotServer(player, 2).serve([(20, 5), (30, 2), (12, 3)])
     fed = sum(sum(batch.values()) for batch in player.batches)
-    # The third prompt takes over a sequence, and shares its head with the one before.
+    # The third prompt reuses a sequence, and shares its head with the one before.
     assert fed == 20 + 5 + 30 + 2 + 12 + 3 - KEPT_PREFIX
     assert all(sum(batch.values()) <= 8 for batch in player.batches)
 
 
 def test_running_answers_get_a_token_in_every_batch() -> None:
-    """A token of each answer is in every batch, and a prompt gets what room is left."""
+    """Each batch has a token of every response; prompts fill the rest."""
     player = Player()
     SlotServer(player, 2).serve([(4, 6), (30, 1)])
     answering = [batch for batch in player.batches if batch.get(0) == 1]
@@ -57,7 +57,7 @@ def test_running_answers_get_a_token_in_every_batch() -> None:
 
 
 def test_long_prompt_is_truncated_and_shifted() -> None:
-    """A prompt is cut to the share, and half the share slides out for the answer."""
+    """A prompt is truncated to the share; half of the share is shifted out for the response."""
     player = Player()
     server = SlotServer(player, 2)
     server.serve([(server.share + 4, 20)])
@@ -67,8 +67,8 @@ def test_long_prompt_is_truncated_and_shifted() -> None:
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4])
-def test_the_shares_are_the_whole_cache(clients: int) -> None:
-    """No batch can ask for more cells than are free."""
+def test_client_shares_sum_to_the_cache(clients: int) -> None:
+    """No batch can request more cells than are free."""
     player = Player()
     server = SlotServer(player, clients)
     assert server.share * clients == player.n_cells

@@ -1,4 +1,4 @@
-"""Runs put the cache where the backend says, and prove that it is there."""
+"""Test that runs put the cache on the backend's device, and verify that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def snapshot(*hosts: int) -> SimpleNamespace:
 
 
 def test_models_go_to_the_device() -> None:
-    """All layers do, but for the processor's own backend; a server is named where there is one."""
+    """All layers are offloaded except on the CPU; a server is named if there is one."""
     assert DevicePlacement().params().n_gpu_layers == 0
     assert DevicePlacement("cuda").params().n_gpu_layers == ALL
     assert DevicePlacement("rpc").params("127.0.0.1:1").rpc_servers == "127.0.0.1:1"
@@ -27,7 +27,7 @@ def test_models_go_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cuda", "rpc", "vulkan"])
-def test_a_cache_in_host_memory_proves_nothing(backend: str) -> None:
+def test_cache_in_host_memory_is_untestable_on_a_device(backend: str) -> None:
     """A device buffer is found in any stream; an unknown buffer is accepted."""
     DevicePlacement(backend).check(snapshot(0, 0))
     DevicePlacement(backend).check(snapshot(-1))
@@ -38,7 +38,7 @@ def test_a_cache_in_host_memory_proves_nothing(backend: str) -> None:
 
 
 def test_devices_get_models_with_wide_rows() -> None:
-    """Replacements have as many layers and tokens; a model without one replaces itself."""
+    """Replacements have as many layers and tokens; a model without one is used itself."""
     assert (
         DevicePlacement("vulkan").model("grouped")
         == DevicePlacement("cuda").model("grouped")
@@ -52,8 +52,8 @@ def test_devices_get_models_with_wide_rows() -> None:
     assert one.n_head // one.n_head_kv == other.n_head // other.n_head_kv
 
 
-def test_a_processor_is_named_to_vulkan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later releases pass over it otherwise, and threads race; what the user says stands."""
+def test_vulkan_software_device_is_named_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later releases skip it otherwise, and threads race; variables of the user are kept."""
     for name in ("GGML_VK_VISIBLE_DEVICES", "LP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     expected = {"GGML_VK_VISIBLE_DEVICES": "0", "LP_NUM_THREADS": "1"}

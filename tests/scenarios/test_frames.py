@@ -1,4 +1,4 @@
-"""A timeline player plays like any other, and its timeline has every operation."""
+"""Test that a player of timelines plays like others, and records every operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def player(native: SimulatedNative, path) -> TimelinePlayer:
 
 
 def test_every_operation_is_a_frame(tiny_model) -> None:
-    """Decodes that fail as well, with what moved where."""
+    """Failed decodes have a frame too, and each frame has its moves."""
     made = player(SimulatedNative(), tiny_model)
     made.fill({0: 16, 1: 16}, interleave=True)
     made.remove(1)
@@ -40,7 +40,7 @@ def test_every_operation_is_a_frame(tiny_model) -> None:
 
 
 def test_a_timeline_ends_when_it_is_long_enough(tiny_model) -> None:
-    """A scenario of thousands of operations keeps no thousands of frames."""
+    """A scenario with thousands of operations keeps only the first frames."""
     made = player(SimulatedNative(), tiny_model)
     for _ in range(LONGEST + 5):
         made.decode({0: 1})
@@ -49,7 +49,7 @@ def test_a_timeline_ends_when_it_is_long_enough(tiny_model) -> None:
 
 
 def test_one_run_of_a_scenario_is_recorded(tiny_model) -> None:
-    """Where the scenario asks for it; the timeline is kept with the run's result."""
+    """If the scenario requests it, the timeline is stored with the run's result."""
     native = SimulatedNative(heals=True)
     model = native.model_load(str(tiny_model), ModelParams())
     fragmented = discovery.find("fragmented")

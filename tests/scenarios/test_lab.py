@@ -1,4 +1,4 @@
-"""The lab finds what a library does wrong, class by class, and loses nothing but the run."""
+"""Test that the lab finds each class of defect, and that a crash ends only its own run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyllamakv.scenarios.runner import ScenarioRunner
 from pyllamakv.scenarios.scenario import CACHES, Scenario
 from pyllamakv.verification import discovery
 
-#: What stock does wrong on purpose, and a build that heals does right.
+#: Planted faults of stock, which a build with defragmentation does not have.
 FIXES = (
     "fragmented",
     "restore-fragmented",
@@ -54,7 +54,7 @@ class Forgetful(SimulatedNative):
 
 
 class Swapping(SimulatedNative):
-    """Swap the data of two cells when defragmenting, and leave their labels."""
+    """Swap the data of two cells when defragmenting, and keep their labels."""
 
     def defrag(self, context):
         report = super().defrag(context)
@@ -85,7 +85,7 @@ class Dying(SimulatedNative):
 
 
 class Hanging(SimulatedNative):
-    """Never come back from a defragmentation."""
+    """Hang in a defragmentation."""
 
     def defrag(self, context):
         raise WorkerTimeout("no answer")
@@ -102,16 +102,16 @@ def run(make, name: str, setting=CACHES[0]):
 
 
 @pytest.mark.parametrize("name", FIXES)
-def test_fixes_turn_from_red_to_green(name: str) -> None:
-    """A library that defragments when it must passes what one that does not fails."""
+def test_fix_passes_only_with_defragmentation(name: str) -> None:
+    """A library that defragments on demand passes, one without it fails."""
     assert run(lambda: SimulatedNative(), name).outcome.failure == "claim"
     healed = run(lambda: SimulatedNative(heals=True), name)
     assert healed.outcome.status == "pass", healed.outcome.message
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
-    """A guard has nothing against a library without faults."""
+def test_guard_passes_on_a_correct_library(name: str) -> None:
+    """A guard passes on a library without faults."""
     found = run(lambda: SimulatedNative(heals=True), name)
     assert found.outcome.status == "pass", found.outcome.message
     assert found.pictures
@@ -129,15 +129,15 @@ def test_guards_hold_on_a_library_that_is_right(name: str) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_each_failure_has_its_class(make, name: str, failure: str) -> None:
-    """What goes wrong has the right name."""
+def test_failures_have_the_expected_class(make, name: str, failure: str) -> None:
+    """Each failure has the right class."""
     found = run(make, name)
     assert (found.outcome.status, found.outcome.failure) == ("fail", failure)
     assert found.outcome.message
 
 
 def test_damaged_cells_are_found_by_logits() -> None:
-    """Where bytes cannot be compared, the reference's logits find what was damaged."""
+    """Where bytes cannot be compared, the reference's logits show the damage."""
 
     class Mute(SimulatedNative):
         def decode(self, *arguments):
@@ -158,8 +158,8 @@ def test_damaged_cells_are_found_by_logits() -> None:
     assert found.difference > 1
 
 
-def test_a_crash_loses_its_own_run_only() -> None:
-    """The next run gets a fresh worker, and a claim that fails keeps the old one."""
+def test_crash_ends_only_its_own_run() -> None:
+    """The next run gets a new worker, and a failed claim keeps the old one."""
     opener = Opener(Crashing)
     with ScenarioRunner(opener) as bench:
         crashing, claiming = discovery.find("fork-then-defrag"), discovery.find("fragmented")
@@ -191,8 +191,8 @@ def test_a_setting_overrides_the_environment_of_its_scenario() -> None:
     assert opener.environments == [{"LLAMA_SET_ROWS": "1"}]
 
 
-def test_contexts_are_given_back() -> None:
-    """A run leaves no context behind in its worker."""
+def test_run_closes_all_contexts() -> None:
+    """The worker has no context left after a run."""
     opener = Opener(lambda: SimulatedNative(heals=True))
     with ScenarioRunner(opener) as bench:
         bench.run(Path("lib"), discovery.find("fragmented"), CACHES[0])
@@ -213,21 +213,23 @@ def test_contexts_are_given_back() -> None:
         (KeyError("x"), "fault", ""),
     ],
 )
-def test_errors_have_one_meaning_each(error, status: str, failure: str) -> None:
-    """A fault of ours is never taken for a failure of the library."""
+def test_exceptions_are_classified_as_library_or_harness_failures(
+    error, status: str, failure: str
+) -> None:
+    """An error of the harness is never reported as a failure of the library."""
     outcome = classify(error)
     assert (outcome.status, outcome.failure) == (status, failure)
 
 
-def test_a_missing_capability_is_absent() -> None:
-    """What a build cannot do at all is not a failure."""
+def test_missing_capability_gives_the_status_absent() -> None:
+    """A capability that a build lacks is not a failure."""
     none = Capability(0)
     assert run(lambda: SimulatedNative(capabilities=none), "counters").outcome.status == "absent"
 
 
 @pytest.mark.parametrize(("backend", "error"), [("cpu", Unsupported), ("cuda", Untestable)])
 def test_mapped_cache_is_required_only_in_host_memory(backend: str, error: type) -> None:
-    """On a device the feature is not expected; in host memory the patch has lost it."""
+    """On a device the feature is not expected; in host memory the patch must provide it."""
 
     class Unmapped(SimulatedNative):
         def context_new(self, model, params):
@@ -244,8 +246,8 @@ def test_mapped_cache_is_required_only_in_host_memory(backend: str, error: type)
 
 
 @pytest.mark.parametrize(("backend", "bound"), [("cpu", 0.02), ("vulkan", 0.02), ("cuda", 0.1)])
-def test_cuda_may_sum_in_another_order(backend: str, bound: float) -> None:
-    """Its correct caches differ more; a damaged cache differs by 0.3 or more."""
+def test_logit_tolerance_depends_on_the_backend(backend: str, bound: float) -> None:
+    """Correct caches of devices differ more; a damaged cache differs by 0.3 or more."""
     native = SimulatedNative()
     lab = Lab(
         native, native.model_load("tiny", ModelParams()), CACHES[0], place=DevicePlacement(backend)
@@ -273,8 +275,8 @@ def test_without_readable_cells_positions_are_checked() -> None:
     assert found.outcome.failure == "lost"
 
 
-def test_a_scenario_that_asks_for_the_wrong_size_is_a_fault() -> None:
-    """Flash attention would pad the cache, and the scenario would mean another thing there."""
+def test_scenario_with_an_unaligned_context_size_is_a_fault() -> None:
+    """Flash attention would pad the cache, which changes the meaning of the scenario."""
 
     def workload(lab: Lab) -> None:
         lab.player(100)
@@ -285,7 +287,7 @@ def test_a_scenario_that_asks_for_the_wrong_size_is_a_fault() -> None:
     assert "256" in found.outcome.message
 
 
-def test_distance_of_logits() -> None:
+def test_distance_of_logits_with_nan_is_infinite() -> None:
     """What is not a number is infinitely far away."""
     from pyllamakv.scenarios.reference import distance
 

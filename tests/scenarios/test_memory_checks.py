@@ -1,4 +1,4 @@
-"""The checks of a memory detect each wrong answer that a library may give."""
+"""Test that the checks of a memory detect each wrong result of a library."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Liar:
-    """Forward everything to a library, except one call for the first context."""
+    """Forward all calls to a library, except one call for the first context."""
 
     def __init__(self, native: Any, name: str, answer: Callable[..., Any]) -> None:
         self._native, self._name, self._answer = native, name, answer
         self._first: Any = None
 
     def context_new(self, *arguments: Any) -> Any:
-        """Make a context, and remember the first."""
+        """Create a context, and store the first one."""
         made = self._native.context_new(*arguments)
         self._first = made if self._first is None else self._first
         return made
@@ -68,8 +68,8 @@ def run(native: Any, check: Callable[[Lab, Player], None] = exercise_memory) -> 
 
 
 @pytest.mark.native
-def test_a_true_library_passes(library: Any) -> None:
-    """Without a lie nothing is found."""
+def test_memory_checks_pass_on_a_correct_library(library: Any) -> None:
+    """Without a fault nothing is found."""
     run(library.native)
 
 
@@ -87,16 +87,16 @@ def test_a_true_library_passes(library: Any) -> None:
     ],
     ids=["removes-not", "copies-not", "shifts-not", "keeps-all", "loads-not", "other-rows", "more"],
 )
-def test_each_damaged_memory_fails_the_scenario(
+def test_memory_checks_fail_on_damaged_memory(
     library: Any, name: str, answer: Callable[..., Any]
 ) -> None:
-    """Cells, rows or logits give it away."""
+    """Cells, rows or logits show the damage."""
     with pytest.raises((ScenarioFailed, NativeError)):
         run(Liar(library.native, name, answer))
 
 
 @pytest.mark.native
-def test_rows_that_no_context_restores_are_found(library: Any) -> None:
+def test_memory_checks_compare_restored_rows(library: Any) -> None:
     """Restored rows are compared with the saved ones, not only with a reference's logits."""
 
     def restore(true: Any, context: Any, seq: int, data: bytes) -> int:
@@ -108,7 +108,7 @@ def test_rows_that_no_context_restores_are_found(library: Any) -> None:
 
 
 @pytest.mark.native
-def test_searches_must_be_counted(library: Any) -> None:
+def test_memory_checks_require_one_slot_search_per_token(library: Any) -> None:
     """A token needs one slot search; other counts, and no counts, fail the claim."""
     if not library.native.about.capabilities & Capability.COUNTERS:
         pytest.skip("without counters there is nothing to check")
@@ -128,8 +128,8 @@ def test_searches_must_be_counted(library: Any) -> None:
 
 
 @pytest.mark.native
-def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> None:
-    """What ends a worker comes out as that, not as a refusal of whatever is tried next."""
+def test_worker_death_is_no_refusal_of_damaged_input(library: Any) -> None:
+    """The end of a worker is reported as such, not as a refusal of the next input."""
 
     def dies(*_: Any) -> Any:
         raise WorkerDied("ended by SIGABRT", signal=6)
@@ -139,7 +139,7 @@ def test_a_worker_that_dies_of_wrong_input_has_not_refused_it(library: Any) -> N
 
 
 def test_window_requires_the_last_positions_without_gaps() -> None:
-    """The last positions must be there, older ones may; gaps, strangers and doubles may not."""
+    """The last positions are required, older ones optional; gaps and duplicates are faults."""
     ledger = CellLedger()
     ledger.add(range(20), range(20), [(0,)] * 20)
     assert window_errors(ledger, {0: list(range(13, 20))}, 8) == ""
@@ -153,7 +153,7 @@ def test_window_requires_the_last_positions_without_gaps() -> None:
 
 
 def test_copies_between_streams_have_cells_of_their_own() -> None:
-    """Where a sequence has a stream, a copy replaces what was there and shares nothing."""
+    """If a sequence has its own stream, a copy replaces its content and shares nothing."""
     ledger = CellLedger(streams=True)
     ledger.add([1, 2, 3], [0, 1, 2], [(0,)] * 3)
     ledger.add([9], [0], [(1,)])

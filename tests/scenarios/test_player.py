@@ -1,7 +1,7 @@
-"""A player's ledger and the cells of the library agree, whatever was done and whatever is pending.
+"""Test that a player's ledger and the cells of the library agree after any operations.
 
-Positions are seen in more than one way: where cells are readable members, and through the view of
-the oldest releases. The latter are tested wherever they happen to be built.
+Positions are read from members of the cells or, in the oldest releases, from a view. The latter
+are tested if they are built.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def new_player(loaded: tuple[Native, ModelHandle], *, guard: bool = False) -> Pl
 
 
 def step(player: Player, chance: random.Random) -> str:
-    """Do one operation by chance, and return its name."""
+    """Run one random operation, and return its name."""
     name, seq = chance.choice(OPERATIONS), chance.randrange(4)
     start = chance.randrange(40)
     if name == "decode":
@@ -76,7 +76,7 @@ def step(player: Player, chance: random.Random) -> str:
         player.save(seq, "kept")
     elif name == "restore" and "kept" in player.saved:
         if not player.restore(seq, "kept", must=False):
-            player.remove(seq)  # a restore that fails has emptied its sequence already
+            player.remove(seq)  # a failed restore has emptied its sequence
     elif name in ("defrag", "update"):
         getattr(player, name)()
     elif name == "clear" and chance.random() < 0.2:
@@ -91,7 +91,7 @@ def step(player: Player, chance: random.Random) -> str:
 def test_cells_equal_the_ledger_after_each_random_operation(
     loaded: tuple[Native, ModelHandle], seed: int, *, guard: bool
 ) -> None:
-    """After every step of a random schedule, also while a shift is pending."""
+    """They are after every step of a random schedule, also while a shift is pending."""
     player = new_player(loaded, guard=guard)
     chance = random.Random(seed)
     done = []

@@ -1,4 +1,4 @@
-"""The reference repeats what was done, and its windows lose nothing; nor do shared tokens fail."""
+"""Test that the reference repeats all operations, with windows and shared tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {"n_ctx": 256, "n_batch": 96, "n_ubatch": 32, "n_seq_max": 5}
 
 
 def behind(reference: Reference) -> Player:
-    """Return a player of the context that a reference has."""
+    """Return a player of the context that a reference uses."""
     player = reference.player
     return Player(player.native, player.model, player.params, reference._context)
 
@@ -34,8 +34,8 @@ def behind(reference: Reference) -> Player:
 # Without a build...
 
 
-def test_other_logits_are_found(tmp_path: Path) -> None:
-    """What a player saw is compared with what the reference sees."""
+def test_reference_detects_different_logits(tmp_path: Path) -> None:
+    """The logits of a player are compared with those of the reference."""
     player = ContextPlayer(runtime_kit.context(tmp_path))
     reference = Reference(player)
     player.decode({0: 6})
@@ -47,8 +47,8 @@ def test_other_logits_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_caches", [1, 2])
-def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> None:
-    """Only where a second cache gives cells away; what was removed has none."""
+def test_window_cells_are_shared_only_with_a_second_cache(tmp_path: Path, n_caches: int) -> None:
+    """Only a second cache frees cells of a window; removed cells are not shared."""
     player = ContextPlayer(runtime_kit.context(tmp_path))
     player.info = replace(player.info, n_swa=8, n_caches=n_caches)
     reference = Reference(player)
@@ -60,7 +60,7 @@ def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> Non
     assert snapshot is not None
     (cells,) = snapshot.streams
     assert sorted(cells.sharers[cells.used].tolist()) == [1] * 3 + [n_caches] * 16
-    # Nor has a batch a second part that could take cells of its first.
+    # Nor has a batch a second part that could use cells of its first one.
     whole = behind(reference).info.n_ubatch == player.params.n_batch
     assert whole == (n_caches == 2)
 
@@ -68,7 +68,7 @@ def test_a_cell_of_a_window_has_two_owners(tmp_path: Path, n_caches: int) -> Non
 def test_a_sequence_with_a_partial_window_shares_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others share where they begin and end alike."""
+    """The other sequences share tokens if their windows start and end equally."""
     actor = OperationBase(*(runtime_kit.context(tmp_path) for _ in range(2)))
     subject = actor.subject
     subject.decode({0: 10, 1: 10, 2: 10})
@@ -85,14 +85,14 @@ def test_a_sequence_with_a_partial_window_shares_no_token(
 
 @pytest.fixture(scope="module")
 def sliding() -> Iterator[kv.Model]:
-    """Load a model with a sliding window into a release that has a cache of its own for it."""
+    """Load a model with a sliding window into a release that has a separate cache for it."""
     with kv.open(built("0.3.36+patched").folder) as library:
         yield library.load_model(synthetic_models.model("sliding"))
 
 
 @pytest.mark.native
 def test_the_reference_keeps_what_a_window_has_passed(sliding: kv.Model) -> None:
-    """Although llama.cpp searches on from the first cell that was freed, over cells behind it."""
+    """The reference keeps all positions, although llama.cpp may reuse expired cells."""
     with sliding.context(**OPTIONS) as context:
         subject = ContextPlayer(context)
         reference = Reference(subject)
@@ -109,8 +109,8 @@ def test_the_reference_keeps_what_a_window_has_passed(sliding: kv.Model) -> None
 
 
 @pytest.mark.native
-def test_a_window_that_the_reference_lost_is_not_compared(sliding: kv.Model) -> None:
-    """After the subject was compacted, it has the window of a cut that the reference lost."""
+def test_window_missing_in_the_reference_is_not_compared(sliding: kv.Model) -> None:
+    """A compacted subject keeps the window before a removal, which the reference lost."""
     with sliding.context(**OPTIONS, kv_unified=False) as context:
         subject = ContextPlayer(context)
         reference = Reference(subject)
@@ -134,7 +134,7 @@ def test_a_window_that_the_reference_lost_is_not_compared(sliding: kv.Model) -> 
 
 @pytest.mark.native
 def test_a_token_for_other_windows_is_refused(sliding: kv.Model) -> None:
-    """A restored sequence has its window only, and the one that was saved has all it had."""
+    """A restored sequence has only its window; the saved one has all its tokens."""
     with sliding.context(**OPTIONS) as context:
         one, other = context.sequence(), context.sequence()
         context.decode(one.feed(list(range(3, 63))))

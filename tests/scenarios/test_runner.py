@@ -1,4 +1,4 @@
-"""Scenarios run in workers whose variables are those of the setting."""
+"""Test that scenarios run in workers with the variables of the setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyllamakv.scenarios import runner
 
 
 def test_variables_of_the_user_do_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the patches are empty, unless the setting has a value."""
+    """Variables of the patches are empty unless the setting has a value."""
     given: list[dict[str, str]] = []
 
     def opened(_path: Path, *, env: dict[str, str], **_options: Any) -> None:

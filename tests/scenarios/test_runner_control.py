@@ -1,4 +1,4 @@
-"""A device that computes wrong results on stock is found before a patch is verified on it."""
+"""Test the control run, which finds devices that compute wrong results on stock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyllamakv.verification.verdict import Pair, is_harmful
 
 
 class Device(SimulatedNative):
-    """Keep the cache away from host memory."""
+    """Allocate the cache outside of host memory."""
 
     def cells(self, context, cache):
         raw = super().cells(context, cache)
@@ -26,7 +26,7 @@ class Device(SimulatedNative):
 
 
 class Crooked(Device):
-    """Give other logits for single tokens than for batches, wherever they lie."""
+    """Return other logits for single tokens than for batches, in any cells."""
 
     def decode(self, context, token, pos, seq_count, seq_id, logits):
         status = super().decode(context, token, pos, seq_count, seq_id, logits)
@@ -37,7 +37,7 @@ class Crooked(Device):
 
 
 class Ending(Device):
-    """End the worker with the first single token."""
+    """End the worker at the first single token."""
 
     def decode(self, context, token, pos, seq_count, seq_id, logits):
         if len(token) == 1:
@@ -46,7 +46,7 @@ class Ending(Device):
 
 
 class NoContext(Device):
-    """End the worker with the first context."""
+    """End the worker at the first context."""
 
     def context_new(self, *args, **options):
         raise WorkerDied("ended by SIGSEGV", signal=11)
@@ -60,7 +60,7 @@ class NoModel(Device):
 
 
 class Slow(Device):
-    """Never come to the end of the first single token."""
+    """Hang at the first single token."""
 
     def decode(self, context, token, pos, seq_count, seq_id, logits):
         if len(token) == 1:
@@ -74,7 +74,7 @@ def _home(tmp_path, monkeypatch) -> None:
 
 
 def run(make, backend: str, times: int = 1):
-    """Run a scenario on a backend; return the outcome, and what the last worker was asked."""
+    """Run a scenario on a backend; return the outcome, and the calls of the last worker."""
     opener = Opener(make)
     with ScenarioRunner(opener, DevicePlacement(backend)) as bench:
         for _ in range(times):
@@ -91,15 +91,15 @@ def test_a_setting_that_the_device_computes_wrongly_is_skipped() -> None:
     assert calls[1:] == ["decode 1"] * TOKENS
 
 
-def test_a_device_that_is_right_is_tried_once() -> None:
-    """The second run in the same setting takes the first one's word."""
+def test_correct_device_is_tried_once_per_setting() -> None:
+    """The second run in the same setting uses the result of the first."""
     outcome, calls, _ = run(lambda: Device(heals=True), "cuda", times=2)
     assert outcome.status == "pass", outcome.message
     assert calls.count(f"decode {TOKENS}") == 1
 
 
-def test_a_device_that_has_not_the_cache_is_tried_once() -> None:
-    """The control's context is given back, and the second run takes its word."""
+def test_device_without_the_cache_is_tried_once() -> None:
+    """The control's context is freed, and the second run uses its result."""
     made: list[SimulatedNative] = []
 
     def make() -> SimulatedNative:
@@ -113,8 +113,8 @@ def test_a_device_that_has_not_the_cache_is_tried_once() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "rpc"])
-def test_processors_are_not_tried(backend: str) -> None:
-    """Where the processor computes, every failure counts."""
+def test_cpu_backends_run_no_control(backend: str) -> None:
+    """On a CPU every failure counts."""
     place = DevicePlacement(backend)
     assert not place.off_cpu
     assert place.model("tiny") == "tiny"
@@ -125,21 +125,21 @@ def test_processors_are_not_tried(backend: str) -> None:
 
 
 def test_a_worker_that_the_control_ends_is_replaced() -> None:
-    """What the device cannot run on stock is not verified, and the next run has a worker."""
+    """A setting that the device cannot run on stock is skipped; the next run has a new worker."""
     outcome, _, opened = run(Ending, "vulkan", times=2)
     assert (outcome.status, outcome.failure, opened) == ("skip", "crash", 2)
     assert "ends the process before cells are moved: ended by SIGABRT" in outcome.message
 
 
-def test_a_context_that_ends_the_worker_is_not_judged() -> None:
-    """Before the first token, there is nothing to verify a patch with."""
+def test_crash_while_creating_the_context_skips_the_run() -> None:
+    """Without a first token, a patch cannot be verified."""
     outcome, calls, _ = run(NoContext, "vulkan")
     assert (outcome.status, outcome.failure) == ("skip", "crash")
     assert not any(call.startswith("decode") for call in calls)
 
 
-def test_a_model_that_ends_the_worker_is_not_judged() -> None:
-    """A release that cannot load an architecture says nothing about a patch, unless stock can."""
+def test_crash_while_loading_the_model_skips_the_run() -> None:
+    """It says nothing about a patch if stock cannot load the architecture either."""
     stock, _, opened = run(NoModel, "cpu", times=2)
     assert (stock.status, stock.failure, opened) == ("skip", "crash", 2)
     assert "cannot be loaded here: ended by SIGSEGV" in stock.message
@@ -150,13 +150,13 @@ def test_a_model_that_ends_the_worker_is_not_judged() -> None:
 
 
 def test_a_device_that_is_slow_is_tried_again() -> None:
-    """A hang is reported as a hang: a busy machine looks the same."""
+    """A hang is reported as a hang, because a busy machine may cause it."""
     outcome, _, opened = run(Slow, "vulkan", times=2)
     assert (outcome.status, outcome.failure, opened) == ("fail", "hang", 2)
 
 
-def test_a_patch_that_spoils_the_device_is_not_excused() -> None:
-    """What stock computes rightly and patched does not is patched's failure."""
+def test_wrong_results_of_patched_on_a_device_are_failures() -> None:
+    """A result that is right on stock and wrong on patched is a failure of patched."""
     stock, _, _ = run(lambda: Device(heals=True), "vulkan")
     patched, _, _ = run(lambda: Crooked(heals=True), "vulkan")
     pair = Pair("fragmented", "guard", "plain f16", stock, patched)
@@ -164,8 +164,8 @@ def test_a_patch_that_spoils_the_device_is_not_excused() -> None:
     assert pair.patched.failed
 
 
-def test_a_patch_that_ends_the_process_is_not_excused_either() -> None:
-    """It crashes where stock does not, though stock breaks its claim, too."""
+def test_patched_crash_is_harmful_if_stock_fails_the_claim() -> None:
+    """It is, if patched crashes where stock does not."""
     stock, _, _ = run(Device, "vulkan")
     patched, _, _ = run(Ending, "vulkan")
     pair = Pair("fragmented", "fix", "plain f16", stock, patched)

@@ -1,4 +1,4 @@
-"""Scenarios are found in the package and outside it, and have a claim."""
+"""Test that scenarios are found in the package and outside of it, and have a claim."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SCENARIO = Scenario("{id}", "guard", "It holds.", "none", run)
 
 
 @pytest.mark.parametrize("name", list(ALL))
-def test_each_scenario_says_what_it_is_for(name: str) -> None:
-    """One sentence of claim, a public issue, a kind, a known model, distinct settings."""
+def test_scenario_has_claim_issue_kind_and_settings(name: str) -> None:
+    """It has one sentence of claim, a public issue, a kind, a known model, distinct settings."""
     each = ALL[name]
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", each.id)
     assert each.source is not None
@@ -71,24 +71,26 @@ def example(tmp_path: Path) -> Scenario:
     return discovery.find(text[1].removesuffix(".py").replace("_", "-"), [tmp_path])
 
 
-def test_the_page_writes_a_scenario(example: Scenario) -> None:
-    """The example is a valid scenario with an unused id."""
+def test_example_of_the_page_is_a_valid_scenario(example: Scenario) -> None:
+    """It has an unused id."""
     assert example.kind == "fix"
     assert example.id not in ALL
 
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_the_scenario_of_the_page_is_a_fix(example: Scenario, stock, patched) -> None:
-    """It is red on stock and green on patched, as the page says."""
+def test_example_of_the_page_fails_on_stock_and_passes_on_patched(
+    example: Scenario, stock, patched
+) -> None:
+    """The page states the same."""
     with ScenarioRunner() as bench:
         for setting in PLAIN:
             assert bench.run(stock.folder, example, setting).outcome.failure == "claim"
             assert bench.run(patched.folder, example, setting).outcome.status == "pass"
 
 
-def test_the_scenarios_that_the_series_needs_are_there() -> None:
-    """Every id that a patch names as its proof exists."""
+def test_scenarios_named_by_patches_exist() -> None:
+    """Every id that a patch names exists."""
     from pyllamakv.patching import series
 
     for patch in series.load():
@@ -96,7 +98,7 @@ def test_the_scenarios_that_the_series_needs_are_there() -> None:
             assert name in ALL, f"{patch.id} names the scenario {name}, which does not exist"
 
 
-def test_setting_names() -> None:
+def test_setting_names_are_short_and_unique() -> None:
     """Names of settings are short and unique."""
     assert Setting().name == "plain f16"
     assert CACHES[1].name == "plain q8_0/f16"
@@ -105,7 +107,7 @@ def test_setting_names() -> None:
     assert len({setting.name for setting in every}) == len(every)
 
 
-def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
+def test_user_scenario_directories_are_searched(tmp_path: Path, monkeypatch) -> None:
     """Scenarios outside the package are found by argument and by environment."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
@@ -120,7 +122,7 @@ def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_changed_file_is_another_scenario(tmp_path: Path) -> None:
-    """The digest follows the file, so that results are never remembered for another text."""
+    """The digest depends on the file, so that results of another text are not reused."""
     path = tmp_path / "mine.py"
     path.write_text(OWN.format(id="mine"))
     before = discovery.discover([tmp_path])["mine"].digest
@@ -137,7 +139,7 @@ def test_a_changed_file_is_another_scenario(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
-    """The message names the file and what is expected of it."""
+    """The error names the file and the expected content."""
     (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(UsageError, match=says) as caught:
         discovery.discover([tmp_path])
@@ -145,13 +147,13 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    """A folder that is not there is a usage error, not an empty list."""
+    """A missing directory is a usage error, not an empty list."""
     with pytest.raises(UsageError, match="nowhere"):
         discovery.discover([tmp_path / "nowhere"])
 
 
-def test_selection() -> None:
-    """Names choose, no names choose all, a wrong name gets the closest."""
+def test_selected_scenarios_are_found_by_name() -> None:
+    """No name selects all; an unknown name gets the closest one."""
     assert [each.id for each in discovery.select(ALL, ["fragmented"])] == ["fragmented"]
     assert len(discovery.select(ALL)) == len(ALL)
     with pytest.raises(UsageError, match="fragmented"):
@@ -160,5 +162,5 @@ def test_selection() -> None:
 
 
 def test_a_scenario_without_a_file_has_a_digest() -> None:
-    """Scenarios made in a test can be run like any other."""
+    """Scenarios created in a test can run like any other."""
     assert Scenario("x", "guard", "It holds.", "none", lambda _lab: None).digest

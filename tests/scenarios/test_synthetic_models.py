@@ -1,4 +1,4 @@
-"""Generated models are a pure function of their shape."""
+"""Test that generated models depend only on their shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _home(tmp_path, monkeypatch) -> None:
 
 
 def test_the_same_shape_gives_the_same_bytes(tmp_path) -> None:
-    """No time, path or machine gets into a file."""
+    """A file contains no time, path or machine."""
     for shape in synthetic_models.SHAPES.values():
         synthetic_models.write(shape, tmp_path / "one.gguf")
         synthetic_models.write(shape, tmp_path / "other.gguf")
@@ -26,7 +26,7 @@ def test_the_same_shape_gives_the_same_bytes(tmp_path) -> None:
 
 
 def test_a_model_is_written_once() -> None:
-    """The second call finds the first one's file, and no part of a file stays behind."""
+    """The second call returns the file of the first, and no partial file remains."""
     path = synthetic_models.tiny()
     stamp = path.stat().st_mtime_ns
     assert synthetic_models.tiny() == path
@@ -35,8 +35,8 @@ def test_a_model_is_written_once() -> None:
     assert path.stat().st_size < 60_000
 
 
-def test_an_interrupted_write_leaves_nothing(monkeypatch, tmp_path) -> None:
-    """A failure in the middle takes its part away."""
+def test_failed_write_leaves_no_partial_file(monkeypatch, tmp_path) -> None:
+    """A failed write removes its partial file."""
     monkeypatch.setattr(
         synthetic_models, "write", lambda *_: (_ for _ in ()).throw(OSError("full"))
     )
@@ -47,7 +47,7 @@ def test_an_interrupted_write_leaves_nothing(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", list(synthetic_models.SHAPES))
 def test_rows_fit_quantized_blocks(name: str) -> None:
-    """K and V rows are whole blocks of 32, and every head has whole ones too."""
+    """K and V rows, and those of every head, are multiples of 32."""
     shape = synthetic_models.SHAPES[name]
     head = shape.head or shape.n_embd // shape.n_head
     assert head % 32 == 0
@@ -55,7 +55,7 @@ def test_rows_fit_quantized_blocks(name: str) -> None:
 
 
 def test_capped_scores_get_the_heads_that_cuda_supports() -> None:
-    """Its flash attention has no kernel for smaller heads of gemma2."""
+    """CUDA's flash attention has no kernel for smaller heads of gemma2."""
     assert synthetic_models.SHAPES["sliding-wide"].architecture == "gemma2"
     assert synthetic_models.SHAPES["sliding-wide"].head == 128
     assert synthetic_models.SHAPES["tiny-wide"].head == 64
@@ -63,7 +63,7 @@ def test_capped_scores_get_the_heads_that_cuda_supports() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-wide", "grouped-wide", "sliding-wide"])
 def test_wide_rows_begin_where_devices_align_buffers(name: str) -> None:
-    """Rows of the model's K and V are 256 values, quantized ones a multiple of 16 bytes."""
+    """Rows of K and V have 256 values, and quantized ones are a multiple of 16 bytes."""
     reader = gguf.GGUFReader(synthetic_models.model(name))
     ends = ("attn_k.weight", "attn_v.weight")
     widths = {int(each.shape[1]) for each in reader.tensors if each.name.endswith(ends)}
@@ -72,7 +72,7 @@ def test_wide_rows_begin_where_devices_align_buffers(name: str) -> None:
         assert types.number_type(kind).row_bytes(256) % 16 == 0
 
 
-def test_a_model_says_what_its_shape_says() -> None:
+def test_model_metadata_and_tensors_match_the_shape() -> None:
     """The metadata and tensors are those of the shape."""
     shape = synthetic_models.SHAPES["grouped"]
     reader = gguf.GGUFReader(synthetic_models.model("grouped"))
@@ -83,11 +83,11 @@ def test_a_model_says_what_its_shape_says() -> None:
     assert np.isfinite(tensors["output.weight"].data).all()
 
 
-def test_each_kind_of_memory_has_its_model() -> None:
-    """Windows, states and latent attention are what the metadata says."""
+def test_metadata_of_models_define_each_kind_of_memory() -> None:
+    """Windows, states and latent attention are those of the metadata."""
     fields = gguf.GGUFReader(synthetic_models.model("sliding")).fields
     assert fields["gemma2.attention.sliding_window"].contents() == 32
-    # With any other number of layers older releases abort.
+    # With any other number of layers, older releases abort.
     assert fields["gemma2.block_count"].contents() in (26, 42, 46)
     fields = gguf.GGUFReader(synthetic_models.model("hybrid")).fields
     assert fields["jamba.attention.head_count_kv"].contents() == [0, 1, 0, 1]
@@ -98,7 +98,7 @@ def test_each_kind_of_memory_has_its_model() -> None:
 
 
 def test_the_byte_vocabulary_has_every_byte() -> None:
-    """Any text can be tokenised."""
+    """Any text can be tokenized."""
     reader = gguf.GGUFReader(synthetic_models.model("bytes"))
     words = reader.fields["tokenizer.ggml.tokens"].contents()
     assert {f"<0x{byte:02X}>" for byte in range(256)} <= set(words)
@@ -106,13 +106,12 @@ def test_the_byte_vocabulary_has_every_byte() -> None:
 
 
 @pytest.mark.regression(
-    "names and states in a script with half a character, or too long for a file, were bare "
-    "errors of Python",
+    "names in a script with a lone surrogate, or too long for a file, raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_other_models(tmp_path, monkeypatch) -> None:
-    """A path is itself, `test` is the user's, anything else is refused with what there is."""
+def test_model_names_other_than_shapes_are_paths_or_refused(tmp_path, monkeypatch) -> None:
+    """A path is unchanged, `test` is the user's model, others are refused with the choices."""
     file = tmp_path / "own.gguf"
     file.write_bytes(b"GGUF")
     assert synthetic_models.model(str(file)) == file
@@ -128,8 +127,8 @@ def test_other_models(tmp_path, monkeypatch) -> None:
             synthetic_models.model(name)
 
 
-def test_models_of_the_package_index(tmp_path, monkeypatch) -> None:
-    """A fetched model has a name, too; without its file the error has the command."""
+def test_fetched_model_is_found_by_name(tmp_path, monkeypatch) -> None:
+    """The model is found by name; without its file, the error has the command."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     pinned = pin(tmp_path, monkeypatch, write_wheel(tmp_path, {}))
     with pytest.raises(NotFetched, match=f"pyllamakv model get {NAME}"):

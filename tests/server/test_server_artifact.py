@@ -53,8 +53,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltServer:
     return BuiltServer(made, library)
 
 
-def test_a_manifest_is_read_as_it_was_written(server: BuiltServer) -> None:
-    """With tuples as tuples."""
+def test_loaded_manifest_equals_the_saved_one(server: BuiltServer) -> None:
+    """Tuples are loaded as tuples."""
     assert server.manifest.patches == ("a", "b")
     assert server.manifest.server_patches == ("c",)
     assert server.manifest.left_out == {"d": "no port"}
@@ -64,8 +64,8 @@ def test_a_manifest_is_read_as_it_was_written(server: BuiltServer) -> None:
     assert server.check_program() == server.program
 
 
-def test_a_damaged_server_is_refused(server: BuiltServer) -> None:
-    """A changed program, and a manifest that cannot be read."""
+def test_server_with_a_changed_program_or_manifest_is_refused(server: BuiltServer) -> None:
+    """A changed program is refused, and so is an unreadable manifest."""
     server.program.write_bytes(b"changed")
     with pytest.raises(ManifestError, match="expected sha256"):
         server.check_program()
@@ -74,7 +74,9 @@ def test_a_damaged_server_is_refused(server: BuiltServer) -> None:
         _ = BuiltServer(server.folder, server.variant).manifest
 
 
-def test_another_processor_is_refused(server: BuiltServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_for_another_cpu_is_refused(
+    server: BuiltServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program would end with an illegal instruction."""
     changed = dataclasses.replace(server.variant.manifest, cpu_flags=("no-such-flag",))
     monkeypatch.setattr(manifests, "machine_flags", lambda *_path: frozenset({"avx"}))
@@ -93,7 +95,7 @@ def other_variant(folder: Path, **changed: object) -> Variant:
 def test_the_id_changes_with_variant_and_project(
     server: BuiltServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And with nothing else."""
+    """It depends on nothing else."""
     name = server_artifact.server_id(server.variant)
     assert name.startswith(f"{server.variant.id}-")
     assert server_artifact.server_id(other_variant(tmp_path / "other")) != name
@@ -117,7 +119,7 @@ def test_the_id_of_a_patched_server_changes_with_the_patches_of_the_server(
     [("0.3.9", None), ("0.3.9+patched", None), ("0.3.9+stock", ()), ("0.3.9+a,b", ("a", "b"))],
 )
 def test_a_release_without_a_series_is_patched(text: str, series: tuple[str, ...] | None) -> None:
-    """An operator wants the patches."""
+    """Without a series, the patches are included."""
     assert server_artifact.patched_spec(text) == Spec("0.3.9", series)
 
 
@@ -159,7 +161,7 @@ def test_a_portable_server_is_found_next_to_a_tuned_build(
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux reads LD_LIBRARY_PATH")
 def test_a_server_loads_the_libraries_of_its_variant(tmp_path: Path) -> None:
-    """Also if LD_LIBRARY_PATH has libraries of the same names, for example of upstream."""
+    """They are even if LD_LIBRARY_PATH has libraries of the same names, for example of upstream."""
     try:
         found = server_artifact.find_server(TEST_RELEASE)
     except NotBuilt as error:

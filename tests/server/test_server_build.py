@@ -1,4 +1,4 @@
-"""A server is built beside a variant, found again, and refused when something is wrong."""
+"""Test builds of a server: beside its variant, found again, and refused on errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyllamakv.source.store import open_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Makes the server if it is asked for, else what `NINJA` makes.
+#: Makes the server if it is requested, else the output of `NINJA`.
 SERVER_NINJA = (
     r"""
 case "$*" in
@@ -49,7 +49,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildSandbox:
 
 
 def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
-    """With a manifest; the variant and its id do not change."""
+    """It has a manifest; the variant and its id do not change."""
     library = build.build(shop.spec)
     found = build_server(shop.spec)
     assert found.folder.parent == shop.home / "servers"
@@ -68,7 +68,7 @@ def test_a_server_is_built_beside_its_variant(shop: BuildSandbox) -> None:
 def test_the_manifest_has_the_patches_of_the_server(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they were chosen."""
+    """They are those that were chosen."""
     choose = server_patches.choose
 
     def chosen(*args: Any, **options: Any) -> ServerSources:
@@ -83,8 +83,10 @@ def test_the_manifest_has_the_patches_of_the_server(
 
 
 @pytest.mark.slow
-def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is found by the id of the variant, without a lock that another build holds."""
+def test_second_server_build_runs_no_compiler(
+    shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by the id of the variant, without a lock that another build holds."""
     first = build_server(shop.spec)
     ran = shop.count("ninja")
     monkeypatch.setattr(build, "locked_sources", None)
@@ -96,7 +98,7 @@ def test_a_second_build_runs_nothing(shop: BuildSandbox, monkeypatch: pytest.Mon
 def test_the_libraries_are_those_of_the_variant(
     shop: BuildSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CMake gets their folder, the tree, and the same compilers, but no option of ggml."""
+    """CMake gets their directory, the tree, and the same compilers, but no option of ggml."""
     given: list[dict[str, str]] = []
     usual = build.cmake.configure
 
@@ -116,8 +118,8 @@ def test_the_libraries_are_those_of_the_variant(
 
 
 @pytest.mark.slow
-def test_the_server_of_another_series(shop: BuildSandbox, tmp_path: Path) -> None:
-    """Its patches of the libraries and of the server are in it, and a second build runs nothing."""
+def test_server_of_another_series_contains_its_patches(shop: BuildSandbox, tmp_path: Path) -> None:
+    """Its patches of the libraries and of the server are in it; a second build runs nothing."""
     stock = {"src/llama.cpp": b"// stock\n"}
     page = {"tools/server/page.txt": b"page\n"}
     queue = SeriesSandbox(open_store(), tmp_path / "queue")
@@ -136,8 +138,8 @@ def test_the_server_of_another_series(shop: BuildSandbox, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_series_of_server_patches_alone(shop: BuildSandbox, tmp_path: Path) -> None:
-    """Its server is linked with the libraries of stock, and is another one than stock's."""
+def test_series_of_server_patches_links_stock_libraries(shop: BuildSandbox, tmp_path: Path) -> None:
+    """Its server is linked with the libraries of stock, and differs from stock's."""
     queue = SeriesSandbox(open_store(), tmp_path / "queue")
     page = {"tools/server/page.txt": b"page\n"}
     marker = ("src/llama.cpp", "// stock")
@@ -149,8 +151,8 @@ def test_a_series_of_server_patches_alone(shop: BuildSandbox, tmp_path: Path) ->
     assert found.id != build_server(shop.spec, patches=str(queue.folder)).id
 
 
-def test_a_release_without_a_server(shop: BuildSandbox) -> None:
-    """Is refused with its name before anything is compiled, also if its variant is built."""
+def test_release_without_llama_server_is_refused(shop: BuildSandbox) -> None:
+    """It is before anything is compiled, also if its variant is built."""
     (shop.tree / "tools" / "server" / "CMakeLists.txt").unlink()
     with pytest.raises(Unsupported, match="contains no llama-server"):
         build_server(shop.spec)
@@ -163,14 +165,14 @@ def test_a_release_without_a_server(shop: BuildSandbox) -> None:
 
 @pytest.mark.slow
 def test_the_server_of_old_releases_is_an_example(shop: BuildSandbox) -> None:
-    """Through 0.3.8 it is there."""
+    """Through 0.3.8 it is built from there."""
     (shop.tree / "tools").rename(shop.tree / "examples")
     assert build_server(shop.spec).program.is_file()
 
 
 @pytest.mark.slow
 def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
-    """Neither with a compiler error nor without a program."""
+    """Check a compile error and a missing program."""
     build.build(shop.spec)
     shop.use("ninja", "echo 'server.cpp:1:1: error: broken'; exit 1\n")
     with pytest.raises(CommandFailed, match="broken"):
@@ -184,7 +186,7 @@ def test_a_failed_build_publishes_nothing(shop: BuildSandbox) -> None:
 
 @pytest.mark.slow
 def test_the_project_compiles_an_example_that_includes_files_of_the_tree(tmp_path: Path) -> None:
-    """As servers through 0.3.8 do; upstream finds them as long as its project is the first."""
+    """Servers through 0.3.8 do; upstream's project finds them only as the top project."""
     files = {
         "tree/CMakeLists.txt": "add_library(llama STATIC llama.cpp)\n"
         "add_subdirectory(examples/server)\n",

@@ -1,4 +1,4 @@
-"""The verdict comes from both sides; what cannot be built is no result."""
+"""Test the verdict of a server from both sides; a failed build is no result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sides(
     skipped: tuple[Skipped, ...] = (),
     unable: str = "",
 ) -> None:
-    """Replace the builds by stand-ins; with ``carried``, a patch of each part was carried.
+    """Replace the builds by fakes; with ``carried``, a patch of each part was carried.
 
     The server of the side ``unable`` cannot run.
     """
@@ -91,7 +91,7 @@ def scenarios(monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
 
 
 def test_a_missing_package_is_reported_before_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builds take minutes; only packages of the chosen scenarios count."""
+    """The builds take minutes; only packages of the selected scenarios count."""
     for name in ("httpx", "openai"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(server_check, "build_server", None)
@@ -102,8 +102,8 @@ def test_a_missing_package_is_reported_before_a_build(monkeypatch: pytest.Monkey
         check_server("0.3.9", scenarios=("server-parallel",))
 
 
-def test_a_fixed_crash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the facts of both sides in JSON."""
+def test_fixed_server_crash_has_the_verdict_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON has the data of both sides."""
     sides(monkeypatch)
     scenarios(monkeypatch, stock=ServerDied("llama-server was ended by SIGABRT: x"))
     found = check_server("0.3.9")
@@ -131,10 +131,10 @@ def test_a_fixed_crash_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_verdicts(
+def test_server_outcomes_decide_the_verdict(
     monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception], verdict: Verdict
 ) -> None:
-    """By the rules of every other check."""
+    """The rules are those of every other check."""
     sides(monkeypatch)
     scenarios(monkeypatch, **errors)
     assert check_server("0.3.9").decision.verdict is verdict
@@ -147,10 +147,10 @@ def test_verdicts(
         {"stock": ScenarioFailed("retries"), "patched": ScenarioFailed("retries")},
     ],
 )
-def test_carried_patches_that_fail(
+def test_failing_carried_server_patch_is_broken_carry(
     monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]
 ) -> None:
-    """The verdict names those of the library and of the server."""
+    """The verdict names carried patches of the library and of the server."""
     sides(monkeypatch, carried=True)
     scenarios(monkeypatch, **errors)
     found = check_server("0.3.9")
@@ -159,8 +159,8 @@ def test_carried_patches_that_fail(
     assert found.to_json()["carried"] == {"full-defrag": "0.3.8", "server-metrics": "0.3.9"}
 
 
-def test_carried_patches_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has a manifest then."""
+def test_uncompilable_carried_server_patch_is_broken_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing has a manifest."""
     scenarios(monkeypatch)
     sides(monkeypatch, CommandFailed("x", ["ninja"], 1, "", "server.cpp:1: error"), carried=True)
     found = check_server("0.3.9")
@@ -169,7 +169,7 @@ def test_carried_patches_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_patch_that_is_not_applied_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the others do; a named scenario has a verdict of its own."""
+    """It is, whatever the others do; a selected scenario has its own verdict."""
     torn = Skipped("window-rollback", "its hunk 1 does not apply", manual=(Manual("0.3.9", "x"),))
     other = Skipped("mmap-kv", "requires kv-counters")
     scenarios(monkeypatch, stock=ScenarioFailed("retries"))
@@ -180,8 +180,8 @@ def test_a_patch_that_is_not_applied_is_undecided(monkeypatch: pytest.MonkeyPatc
     assert found.verdict is Verdict.NEEDED
 
 
-def test_a_patched_side_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No port, or a server that does not compile."""
+def test_missing_patched_server_is_broken_apply_or_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no port, or a server that does not compile."""
     scenarios(monkeypatch, stock=ScenarioFailed("retries"))
     sides(monkeypatch, NoPortApplies("no port of full-defrag applies\nmore"))
     found = check_server("0.3.9").decision
@@ -204,7 +204,7 @@ def test_a_stock_side_that_is_missing_is_untestable(monkeypatch: pytest.MonkeyPa
     assert "no llama-server" in found.reason
 
 
-def test_a_server_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_for_another_cpu_is_untestable(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is stock's, nothing is decided; if only the patched one, the patches broke it."""
     scenarios(monkeypatch, stock=AssertionError("was run"))
     sides(monkeypatch, unable="stock")
@@ -222,18 +222,18 @@ def test_a_server_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "raised"),
     [(ToolMissing("no httpx"), ToolMissing), (KeyError("content"), HarnessError)],
 )
-def test_errors_of_the_check_are_no_results(
+def test_errors_of_the_server_check_are_raised(
     monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
 ) -> None:
-    """A missing client, and a defect of ours."""
+    """A missing client, and a defect of this package."""
     sides(monkeypatch)
     scenarios(monkeypatch, stock=error)
     with pytest.raises(raised):
         check_server("0.3.9")
 
 
-def test_select() -> None:
-    """All scenarios, or those that are named; ids are unique."""
+def test_selected_server_scenarios_are_found_by_id() -> None:
+    """Without ids, all are run; ids are unique."""
     assert select(()) == list(SCENARIOS)
     assert [each.id for each in select(["server-slots"])] == ["server-slots"]
     assert len({each.id for each in SCENARIOS}) == len(SCENARIOS)
@@ -245,7 +245,7 @@ def test_select() -> None:
 def test_names_of_another_series_are_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, error: type[Exception]
 ) -> None:
-    """By its own patches; the ids of the shipped series are not known then."""
+    """Its own patches name them; the ids of the shipped series are unknown then."""
     queue = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "queue")
     queue.add_patch("page", {"0.3.9": ({}, {"tools/server/a.txt": b"a\n"})}, target="server")
     monkeypatch.setattr(server_check, "build_server", None)

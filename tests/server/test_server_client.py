@@ -1,4 +1,4 @@
-"""A client asks in llama-server's words, and turns refusals into typed errors."""
+"""Test that a client uses llama-server's API, and refusals become typed errors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ OLD = (
 
 
 @pytest.mark.slow
-def test_answers_of_a_server(tmp_path: Path) -> None:
-    """Tokens with margins, counts, refusals, and a connection that breaks."""
+def test_client_parses_completions_and_refusals(tmp_path: Path) -> None:
+    """Tokens with margins, counts, refusals, and a broken connection."""
     pytest.importorskip("httpx")
     program = serving(
         tmp_path,
@@ -83,14 +83,14 @@ def test_answers_of_a_server(tmp_path: Path) -> None:
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, text: str) -> ServerClient:
-    """Return a client that gets a text as every answer."""
+    """Return a client that gets a text as every response."""
     pytest.importorskip("httpx")
     reply = SimpleNamespace(text=text)
     monkeypatch.setattr(ServerClient, "_request", lambda *_words: reply)
     return ServerClient("http://127.0.0.1:1")
 
 
-def test_a_probability_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_null_probability_becomes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server sends NaN as null: of the token or of another one."""
     for row in (
         {"id": 7, "logprob": None, "top_logprobs": [{"id": 8, "logprob": -1.0}]},
@@ -105,8 +105,8 @@ def test_a_probability_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "text", ["<html>", "[]", "{}", '{"content": "a"}', json.dumps({**ANSWER, "timings": None})]
 )
-def test_an_answer_of_another_form(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Is an error of the server."""
+def test_malformed_answer_raises_request_failed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """It is an error of the server."""
     with (
         answered(monkeypatch, text) as client,
         pytest.raises(RequestFailed, match=r"/completion: .*(no JSON|another form)"),
@@ -128,7 +128,7 @@ def test_connections_are_not_reused() -> None:
 
 
 @pytest.mark.slow
-def test_streamed_answers(tmp_path: Path) -> None:
+def test_client_parses_streamed_events_and_errors(tmp_path: Path) -> None:
     """Each event, an error in place of one, and a refusal before the first."""
     pytest.importorskip("httpx")
     events = 'data: {"content": "\u2028"}\n\ndata: {"content": "", "stop": true}\n\n'
@@ -146,8 +146,8 @@ def test_streamed_answers(tmp_path: Path) -> None:
                 client.cancel([1], 1, after=1)
                 continue
             error = PromptTooLong if text == OLD else RequestFailed
-            said = pytest.raises(error, match=r"no cells|no JSON|exceeds the available")
-            with said as caught:
+            raises = pytest.raises(error, match=r"no cells|no JSON|exceeds the available")
+            with raises as caught:
                 list(client.stream([1], 1))
             if text == late:
                 assert caught.value.code == 500
@@ -155,21 +155,21 @@ def test_streamed_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [NEW, OLD, "input is larger than the max context size. skipping"])
-def test_a_request_that_is_too_long(text: str) -> None:
-    """Releases refuse it in different words."""
+def test_too_long_request_raises_prompt_too_long(text: str) -> None:
+    """Releases refuse it with different texts."""
     error = refusal("/completion", 400, text)
     assert isinstance(error, PromptTooLong)
     assert "larger -c" in str(error)
 
 
-def test_other_refusals() -> None:
-    """Have the status and the reason."""
+def test_refused_request_has_status_and_message() -> None:
+    """Both are attributes of the error."""
     error = refusal("/slots", 501, "")
     assert isinstance(error, RequestFailed)
     assert str(error) == "/slots: the server answers 501: no message"
 
 
-def test_without_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_httpx_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ToolMissing, match=r"pip install 'pyllamakv\[server\]'"):

@@ -1,4 +1,4 @@
-"""A lab compares answers up to ties, and says what broke: the server, or a request."""
+"""Test that a lab compares responses except for ties, and reports failed servers or requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ONE = ServerCompletion("abc", (1, 2, 3), (math.inf, 4.0, 2.0), 8, 0, False)
 
 
 def lab(program: Path, backend: str = "cpu") -> ServerLab:
-    """Return the lab of a stand-in."""
+    """Return the lab of a fake server."""
     variant = SimpleNamespace(manifest=SimpleNamespace(backend=backend))
     built: Any = SimpleNamespace(program=program, check_program=lambda: program, variant=variant)
     made = ServerLab(built)
@@ -54,7 +54,7 @@ def lab(program: Path, backend: str = "cpu") -> ServerLab:
 
 
 def test_equal_answers_have_no_difference() -> None:
-    """Nor have answers that part at a tie, whatever follows."""
+    """Nor have responses that diverge at a tie, whatever follows."""
     assert first_difference(ONE, ONE) is None
     other = replace(ONE, tokens=(1, 9, 8), margins=(math.inf, 0.01, 3.0))
     assert first_difference(ONE, other) is None
@@ -64,35 +64,35 @@ def test_equal_answers_have_no_difference() -> None:
     )
 
 
-def test_other_answers_differ() -> None:
-    """At the first token that no tie explains, or where one answer ends."""
+def test_first_difference_is_the_first_unexplained_token() -> None:
+    """It is the first token without a tie, or the end of one response."""
     assert first_difference(ONE, replace(ONE, tokens=(1, 9, 3))) == 1
     assert first_difference(ONE, replace(ONE, tokens=(1, 2), margins=(math.inf, 4.0))) == 2
 
 
 def test_changes_of_probabilities_are_found_before_texts_differ() -> None:
-    """Not in what follows another token, and not where no other token is possible."""
+    """Not after another token, and not if no other token is possible."""
     assert largest_change(ONE, ONE) == 0
     assert largest_change(ONE, replace(ONE, margins=(9.0, 4.25, 1.875))) == 0.25
     assert largest_change(ONE, replace(ONE, tokens=(1, 9, 3), margins=(math.inf, 1.0, 1.0))) == 0
 
 
-def test_prompts_repeat() -> None:
-    """Two labs send the same words, so that stock and patched do the same work."""
+def test_two_labs_generate_the_same_prompts() -> None:
+    """The prompts are equal, so stock and patched do the same work."""
     one, other = lab(server_lab.Path("x")), lab(server_lab.Path("x"))
     assert one.words(20) == other.words(20) != one.words(20)
 
 
 @pytest.mark.slow
 def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are running end first; Ctrl-C does not wait for the other ones."""
+    """Running requests end first; Ctrl-C does not wait for the others."""
     pytest.importorskip("httpx")
-    begun, told, seen = threading.Event(), threading.Event(), []
+    begun, interrupted, seen = threading.Event(), threading.Event(), []
 
     class Stop(threading.Event):
         def set(self) -> None:
             super().set()
-            told.set()
+            interrupted.set()
 
     def act(_client: ServerClient, item: int) -> None:
         seen.append(item)
@@ -100,7 +100,7 @@ def test_an_interrupt_sends_no_more_requests(monkeypatch: pytest.MonkeyPatch) ->
             assert begun.wait(60)
             raise KeyboardInterrupt
         begun.set()
-        assert told.wait(60)
+        assert interrupted.wait(60)
 
     monkeypatch.setattr(server_lab, "Event", Stop)
     with pytest.raises(KeyboardInterrupt):
@@ -123,8 +123,8 @@ def test_a_server_that_hangs_gets_no_more_requests() -> None:
     assert seen == [0]
 
 
-def test_a_probability_that_is_no_number_is_damage() -> None:
-    """It is no refusal, also if other requests were refused."""
+def test_nan_probability_has_the_failure_class_data() -> None:
+    """It is not a refusal, even if other requests were refused."""
     client: Any = SimpleNamespace(
         complete=lambda *_words, **_options: replace(ONE, margins=(1.0, math.nan, 1.0))
     )
@@ -152,7 +152,7 @@ def test_flags_are_read_from_the_help(tmp_path: Path) -> None:
         _ = made.flags
 
 
-#: Logs its settings, then answers like the stand-in below; ``--help`` has its variables.
+#: Logs its settings, then responds like the fake server below; ``--help`` has its variables.
 _TELLTALE = """
 import json, os, sys
 names = sorted(name for name in os.environ if name.startswith("LLAMA_"))
@@ -166,7 +166,7 @@ print(json.dumps([sys.argv[1:], names, os.environ["XDG_CONFIG_HOME"]]), flush=Tr
 def test_settings_of_the_user_do_not_reach_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would change the verdict, or let a server listen on every network."""
+    """They would change the verdict, or let a server listen on all networks."""
     pytest.importorskip("httpx")
     found = lab(serving(tmp_path, SLOTS))
     text = found.built.program.read_text("utf-8")
@@ -185,8 +185,8 @@ def test_settings_of_the_user_do_not_reach_servers(
 
 
 @pytest.mark.slow
-def test_slots_share_a_cache_where_each_may_use_it_all(tmp_path: Path) -> None:
-    """Releases such as 0.3.35 have no share for a slot; their slots get a cache each otherwise."""
+def test_unified_cache_slots_may_use_the_whole_cache(tmp_path: Path) -> None:
+    """Releases such as 0.3.35 have no share per slot; otherwise each slot has its own cache."""
     pytest.importorskip("httpx")
     whole = server_lab.SLOT * server_lab.CLIENTS
     found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": whole}] * server_lab.CLIENTS)}))
@@ -201,8 +201,8 @@ def test_slots_share_a_cache_where_each_may_use_it_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
-    """Servers of a GPU get their layers and wide rows there; what the log says decides."""
+def test_gpu_server_has_its_cache_on_the_device(tmp_path: Path) -> None:
+    """Servers of a GPU have their layers and wide rows there; the log decides."""
     pytest.importorskip("httpx")
     found = lab(serving(tmp_path, SLOTS, log="x:      CUDA0 KV buffer size =   1.25 MiB"), "cuda")
     text = found.built.program.read_text("utf-8")
@@ -222,8 +222,8 @@ def test_a_cache_is_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
-    """The end of the server is reported in place of broken connections."""
+def test_server_death_is_reported_instead_of_broken_connections(tmp_path: Path) -> None:
+    """The end of the server is reported instead."""
     pytest.importorskip("httpx")
     found = lab(serving(tmp_path, SLOTS, log="GGML_ASSERT(x) failed"))
 
@@ -237,8 +237,10 @@ def test_a_dead_server_explains_its_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused request fails the claim; one without an answer in time is a hang."""
+def test_refused_or_hanging_request_has_its_failure_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused request fails the claim; one without a response in time is a hang."""
     pytest.importorskip("httpx")
     monkeypatch.setattr(server_lab, "ENDING", 0.0)
     found = lab(serving(tmp_path, SLOTS))
@@ -261,10 +263,10 @@ def test_failures_of_a_living_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("error", "failure"), [(ConnectionError("closed"), "claim"), (TimeoutError("late"), "hang")]
 )
-def test_a_server_that_does_not_answer_its_first_request(
+def test_failed_first_request_fails_the_scenario(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, failure: str
 ) -> None:
-    """It fails the scenario like any later request."""
+    """It does like any later request."""
     pytest.importorskip("httpx")
 
     def refuse(_server: object) -> None:
@@ -309,8 +311,8 @@ def test_a_start_is_repeated_once_if_its_port_is_taken(
 
 
 @pytest.mark.slow
-def test_models_that_a_release_does_not_support(tmp_path: Path) -> None:
-    """Their scenarios are skipped before a start; a model that fails to load is an error."""
+def test_unsupported_model_skips_the_scenario(tmp_path: Path) -> None:
+    """They are skipped before a start; a model that fails to load is an error."""
     pytest.importorskip("httpx")
     made = lab(ending(tmp_path, "tensor 'x' data is not within the file bounds"))
     with pytest.raises(ModelError), made.server(model="hybrid"):

@@ -1,4 +1,4 @@
-"""The patches of a server are applied after those of its variant, or left out with a reason."""
+"""Test that patches of a server are applied after those of its variant, or have a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read(bench: SeriesSandbox, tree: str) -> dict[str, bytes | None]:
 
 
 def test_patches_of_the_server_follow_those_of_the_variant(bench: SeriesSandbox) -> None:
-    """The tree has the changes of both; nothing is left out."""
+    """The tree has the changes of both; nothing is omitted."""
     found = chosen(bench)
     assert found.patches == ("show",)
     assert not found.left_out
@@ -66,7 +66,7 @@ def test_patches_of_the_server_follow_those_of_the_variant(bench: SeriesSandbox)
 
 
 @pytest.mark.slow
-def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
+def test_server_patch_without_its_required_patch_is_left_out(bench: SeriesSandbox) -> None:
     """The tree is that of the variant, and the reason names the required patch."""
     found = chosen(bench, "other")
     assert found.patches == ()
@@ -75,7 +75,7 @@ def test_a_server_without_the_required_patch(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
+def test_server_patch_without_a_port_is_left_out(bench: SeriesSandbox) -> None:
     """The server is built without the patch, with the reason."""
     bench.add_release("0.3.2", {**STOCK, "tools/server/server.cpp": b"rewritten\n"})
     found = chosen(bench, "count", release="0.3.2")
@@ -86,7 +86,7 @@ def test_a_release_without_a_port(bench: SeriesSandbox) -> None:
 
 @pytest.mark.slow
 def test_a_carried_patch_is_named(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the base of its port; those that apply strictly are not."""
+    """It has the base of its port; patches that apply strictly are not listed."""
     old = {**STOCK, "common/arg.cpp": code("first") + code("second")}
     new = {**COUNTED, "common/arg.cpp": code("first", "fix(a);") + code("second")}
     bench.add_release("0.3.4", old)
@@ -102,7 +102,7 @@ def test_a_carried_patch_is_named(bench: SeriesSandbox, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_patch_that_requires_one_of_the_server(
+def test_server_patch_is_applied_after_its_required_one(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is applied by name with the required one, and carried after it."""
@@ -122,7 +122,7 @@ def test_a_patch_that_requires_one_of_the_server(
 
 
 @pytest.mark.slow
-def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None:
+def test_server_patch_for_other_releases_is_not_reported(bench: SeriesSandbox) -> None:
     """It is not mentioned."""
     toml = bench.folder / "show" / "patch.toml"
     toml.write_text(toml.read_text("utf-8").replace('releases = ""', 'releases = ">0.3.1"'))
@@ -132,7 +132,7 @@ def test_a_release_that_the_patch_is_not_meant_for(bench: SeriesSandbox) -> None
 
 @pytest.mark.slow
 def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
-    """Also not one that requires nothing."""
+    """One without requirements is not applied either."""
     bench.add_patch("alone", {"0.3.1": (STOCK, {**STOCK, "src/c.cpp": b"c\n"})}, target="server")
     found = server_patches.choose(
         bench.releases["0.3.1"], (), series=series.load(bench.folder), store=bench.store
@@ -142,8 +142,8 @@ def test_stock_gets_no_patch_of_the_server(bench: SeriesSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
-    """The errors of applying pass."""
+def test_inapplicable_library_patch_raises_no_port_applies(bench: SeriesSandbox) -> None:
+    """Errors of applying are not converted."""
     bench.add_release("0.3.3", {"src/a.cpp": b"rewritten\n"})
     with pytest.raises(NoPortApplies):
         chosen(bench, release="0.3.3")
@@ -153,7 +153,7 @@ def test_a_variant_that_cannot_be_patched(bench: SeriesSandbox) -> None:
 def test_the_digest_changes_with_ports_and_shared_files(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with the patches of the libraries."""
+    """It does not change with the patches of the libraries."""
     shared = {**SHOWN, "tools/server/h.h": b"h\n"}
     bench.add_patch(
         "more", {"0.3.1": (SHOWN, {**shared, "src/d.cpp": b"d\n"})},
@@ -174,8 +174,8 @@ def test_the_digest_changes_with_ports_and_shared_files(
     assert len(set(digests)) == 3
 
 
-def test_the_shipped_patches_of_the_server() -> None:
-    """They are listed apart from those of the libraries, and change only the server."""
+def test_shipped_server_patches_change_only_the_server() -> None:
+    """They are listed separately from those of the libraries, and change only the server."""
     found = series.load()
     assert [patch.id for patch in found.server] == [
         "server-metrics",
@@ -211,7 +211,7 @@ def serve(folder: Path, spec: str, *arguments: str, **variables: str) -> ServerP
 
 
 def decode_beside_a_gap(client: ServerClient) -> None:
-    """Leave 130 used cells behind 1990 freed ones, and decode one token with them."""
+    """Leave 130 used cells after 1990 freed ones, and decode one token with them."""
     options = {"cache_prompt": True}
     client.complete([70] * 1990, 1, id_slot=0, **options)
     client.complete([80] * 130, 1, id_slot=1, **options)
@@ -222,7 +222,7 @@ def decode_beside_a_gap(client: ServerClient) -> None:
 @pytest.mark.native
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.36", "b11549"])
-def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None:
+def test_server_metrics_count_one_search_per_micro_batch(tmp_path: Path, release: str) -> None:
     """Each decode of one micro-batch searches for cells once, and no search fails."""
     with serve(tmp_path, f"{release}+patched") as server, ServerClient(server.url) as client:
         before = metrics(server.url)
@@ -245,15 +245,15 @@ def test_metrics_equal_what_the_server_did(tmp_path: Path, release: str) -> None
         ((), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 130),
         (("--defrag-thold", "0.5"), {}, 130),
         ((), {"LLAMA_ARG_DEFRAG_THOLD": "0.5"}, 130),
-        # The option is a choice of the program, also if it means never.
+        # The option is a choice of the program, even if it means never.
         (("--defrag-thold", "-1"), {"LLAMA_KV_DEFRAG_THOLD": "0.5"}, 0),
     ],
     ids=["default", "variable", "option", "variable of the option", "option and variable"],
 )
-def test_the_server_compacts(
+def test_server_defragments_at_its_threshold(
     tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], moved: int
 ) -> None:
-    """The option works again, and the metrics have the cells that moved."""
+    """The option works again, and the metrics have the moved cells."""
     words = ("--kv-unified", "--cache-ram", "0", *arguments)
     with serve(tmp_path, "0.3.36+patched", *words, **variables) as server:
         with ServerClient(server.url) as client:
@@ -267,7 +267,7 @@ def test_the_server_compacts(
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["50%", "nan", "1.5"])
 def test_an_invalid_threshold_is_refused(tmp_path: Path, value: str) -> None:
-    """It would be one that is never reached."""
+    """It would never be reached."""
     with (
         pytest.raises(UsageError, match="expected a number up to 1"),
         serve(tmp_path, "0.3.36+patched", "--defrag-thold", value),
@@ -289,7 +289,7 @@ def test_the_server_of_an_old_release_defragments(tmp_path: Path) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_stock_has_no_such_metrics(tmp_path: Path) -> None:
+def test_stock_server_has_no_cell_metrics(tmp_path: Path) -> None:
     """Its server is upstream's."""
     with serve(tmp_path, "0.3.9+stock") as server:
         assert not any("kv_slot" in name or "kv_defrag" in name for name in metrics(server.url))
@@ -358,7 +358,7 @@ def test_a_request_above_the_limit_fails_alone(tmp_path: Path) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_many_parks_do_not_grow_the_server(tmp_path: Path) -> None:
+def test_repeated_parking_keeps_the_resident_memory(tmp_path: Path) -> None:
     """Its resident memory stays the same after a start, and no request remains parked."""
     sizes = []
     with serve_few_cells(tmp_path, "--cache-ram", "0", LLAMA_SERVER_PARK_MIB="64") as server:

@@ -1,4 +1,4 @@
-"""A server starts, reports why it does not, and never outlives its owner."""
+"""Test that a server starts, reports errors, and never outlives its owner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def get(url: str) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended; one that nobody has reaped yet has."""
+    """Return whether a process has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -73,7 +73,7 @@ def test_the_port_of_the_arguments_is_used(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_does_not_end_the_server(tmp_path: Path) -> None:
-    """Its log is still read, or the server would wait when the pipe is full."""
+    """Its log is still read, or the server would block when the pipe is full."""
 
     def closed(_line: str) -> None:
         raise BrokenPipeError
@@ -83,15 +83,15 @@ def test_a_closed_terminal_does_not_end_the_server(tmp_path: Path) -> None:
         assert server.log == ("ready",)
 
 
-def test_a_moved_health_path_is_ready(tmp_path: Path) -> None:
-    """With --api-prefix; a server that loads a model answers 503 at every path."""
+def test_server_with_an_api_prefix_is_ready(tmp_path: Path) -> None:
+    """It has --api-prefix; a server that loads a model responds with 503 at every path."""
     program = serving(tmp_path, {"/health": (404, {"error": "no such path"})})
     with ServerProcess(program, ["--port", "0"]) as server:
         assert not server.ended(0.0)
 
 
-def test_a_server_that_dies_is_reported(tmp_path: Path) -> None:
-    """With its signal and the last lines of its log."""
+def test_server_ended_by_a_signal_is_reported(tmp_path: Path) -> None:
+    """The error has its signal and the last lines of its log."""
     with ServerProcess(serving(tmp_path, log="last words"), ["--port", "0"]) as server:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             get(f"{server.url}/die")
@@ -103,7 +103,7 @@ def test_a_server_that_dies_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_at_once_is_reported(tmp_path: Path) -> None:
-    """With its status."""
+    """The error has its status."""
     with pytest.raises(ServerDied, match=r"ended with status 7[^$]*what a pity") as caught:
         ServerProcess(ending(tmp_path, "what a pity", status=7), ["--port", "0"])
     assert caught.value.exitcode == 7
@@ -116,8 +116,10 @@ def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
         ServerProcess(program, ["--port", "0"], patience=0.0)
 
 
-def test_ctrl_c_while_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves no process."""
+def test_interrupt_while_a_model_loads_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process remains."""
     pids: list[int] = []
 
     def interrupted(server: ServerProcess) -> bool:
@@ -130,8 +132,10 @@ def test_ctrl_c_while_a_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gone(pids[0])
 
 
-def test_ctrl_c_while_the_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may start the process after the interrupt; it is ended all the same."""
+def test_interrupt_while_starting_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may start the process after the interrupt; it is ended anyway."""
     pids: list[int] = []
     start = subprocess.Popen
 
@@ -165,7 +169,7 @@ _FORK = "import os, signal\nif os.fork() == 0:\n    signal.pause()\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stubs are Python programs that fork")
-def test_a_log_that_stays_open_hides_no_end(
+def test_server_end_is_noticed_while_its_log_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that a dead server has started still holds it."""
@@ -184,10 +188,10 @@ def test_a_log_that_stays_open_hides_no_end(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stubs are Python programs that fork")
-def test_a_log_that_stays_open_hides_no_failed_start(
+def test_failed_start_is_noticed_while_the_log_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verb has no limit for a start."""
+    """The verb has no timeout for a start."""
     monkeypatch.setattr(server_process, "_DRAIN", 0.1)
     body = f"{_FORK}print(os.getpgid(0), flush=True)\nraise SystemExit(7)\n"
     lines: list[str] = []
@@ -258,16 +262,16 @@ def test_a_process_that_has_ended_gets_no_signal(
         ),
     ],
 )
-def test_the_log_explains_the_end(
+def test_log_line_of_a_failed_start_becomes_a_typed_error(
     tmp_path: Path, line: str, error: type[Exception], message: str
 ) -> None:
-    """What upstream logs before it ends becomes a typed error with a remedy."""
+    """Upstream's log before the end becomes a typed error with a remedy."""
     with pytest.raises(error, match=message):
         ServerProcess(ending(tmp_path, "loading", line, "bye"), ["--port", "0"])
 
 
 def test_a_used_port_is_refused_before_the_start(tmp_path: Path) -> None:
-    """And so is an address of another machine."""
+    """So is an address of another machine."""
     program = tmp_path / "never started"
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -287,18 +291,18 @@ def test_a_used_port_is_refused_before_the_start(tmp_path: Path) -> None:
         ("::1", r"http://\[::1\]:\d+"),
     ],
 )
-def test_the_address_for_clients(
+def test_client_address_of_a_wildcard_host_is_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, url: str
 ) -> None:
-    """A server that listens everywhere is reached at this machine."""
+    """A server that listens on all addresses is accessed on this machine."""
     monkeypatch.setattr(server_process, "_bindable", lambda _host, _port, *, shared: 0)
     monkeypatch.setattr(ServerProcess, "_healthy", lambda _server: True)
     with ServerProcess(serving(tmp_path), ["--host", host, "--port", "0"]) as server:
         assert re.fullmatch(url, server.url)
 
 
-def test_a_host_is_always_an_argument(tmp_path: Path) -> None:
-    """Without one, a configuration file of llama-server could select every network."""
+def test_host_argument_is_always_passed(tmp_path: Path) -> None:
+    """Without one, a configuration file of llama-server could select all networks."""
     program = ending(tmp_path, "unused")
     program.write_text(
         program.read_text("utf-8").replace("'unused'", "__import__('sys').argv[1:]"),
@@ -318,7 +322,7 @@ def test_a_host_is_always_an_argument(tmp_path: Path) -> None:
 
 
 def test_an_option_without_its_value_stays_the_last_argument(tmp_path: Path) -> None:
-    """What is added does not become its value."""
+    """An added argument does not become its value."""
     program = ending(tmp_path, "unused")
     program.write_text(
         program.read_text("utf-8").replace("'unused'", "__import__('sys').argv[-2:]"),
@@ -330,7 +334,7 @@ def test_an_option_without_its_value_stays_the_last_argument(tmp_path: Path) -> 
 
 
 def test_each_host_of_a_list_is_probed(tmp_path: Path) -> None:
-    """The first one is that of the URL, and a free port is free at all."""
+    """The first one is that of the URL, and the port must be free on all."""
     with ServerProcess(
         serving(tmp_path), ["--host", " 127.0.0.1, localhost", "--port", "0"]
     ) as server:
@@ -341,7 +345,7 @@ def test_each_host_of_a_list_is_probed(tmp_path: Path) -> None:
 
 
 def test_servers_may_share_a_port(tmp_path: Path) -> None:
-    """With ``--reuse-port``, or its variable; another program's port remains refused."""
+    """They may with ``--reuse-port``, or its variable; another program's port is still refused."""
     program = tmp_path / "never started"
     with socket.socket() as first:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -357,7 +361,7 @@ def test_servers_may_share_a_port(tmp_path: Path) -> None:
 
 
 def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
-    """A missing file, and one that is no GGUF file."""
+    """Check a missing file, and one that is not a GGUF file."""
     program = tmp_path / "never started"
     for words in (["-m", "/nowhere.gguf"], ["--model", str(tmp_path)]):
         with pytest.raises(ModelError, match="cannot be read"):
@@ -379,19 +383,19 @@ def test_an_unusable_model_is_refused_before_the_start(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_address_is_refused(tmp_path: Path, words: list[str]) -> None:
-    """Before the start."""
+    """It is before the start."""
     with pytest.raises(UsageError, match=r"^--(host|port)"):
         ServerProcess(tmp_path / "never started", words)
 
 
-def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
-    """Is a LoadError with its path."""
+def test_missing_server_program_raises_load_error(tmp_path: Path) -> None:
+    """The error has the path."""
     with pytest.raises(LoadError, match="never started"):
         ServerProcess(tmp_path / "never started", ["--port", "0", "-m", str(gguf(tmp_path))])
 
 
-def test_a_program_that_prints_is_run_directly(tmp_path: Path) -> None:
-    """Its status is that of a shell, and a program that cannot be started is a LoadError."""
+def test_printing_options_run_the_program_directly(tmp_path: Path) -> None:
+    """The status is that of a shell, and a program that cannot be started is a LoadError."""
     assert prints_and_ends(["-m", "x", "--version"])
     assert not prints_and_ends(["-m", "version"])
     aborting = program(tmp_path, "import os\nos.abort()\n")
@@ -403,7 +407,7 @@ def test_a_program_that_prints_is_run_directly(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends the server")
 def test_a_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
-    """SIGKILL leaves no orphan, also if the starting thread has ended."""
+    """SIGKILL leaves no orphan, even if the starting thread has ended."""
     code = (
         "import sys, threading\n"
         "from pathlib import Path\n"

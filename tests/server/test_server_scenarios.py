@@ -1,4 +1,4 @@
-"""The scenarios on real servers of the default release: stock dies, patched answers everything."""
+"""Test the scenarios on real servers of the default release: stock fails, patched passes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PARSER = """
 
 
 def lab_with_chats(folder: Path, n_generated: int) -> ServerLab:
-    """Return the lab of a stand-in whose answers to chats report so many tokens."""
+    """Return the lab of a fake server whose chats report the given number of tokens."""
     for package in ("httpx", "openai"):
         pytest.importorskip(package)
     message = {"role": "assistant", "content": "yes"}
@@ -78,7 +78,7 @@ def lab_with_chats(folder: Path, n_generated: int) -> ServerLab:
 
 
 def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the environment would answer in place of the server."""
+    """A proxy of the environment would respond in place of the server."""
     lab = lab_with_chats(tmp_path, server_lab.SLOT)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -88,7 +88,7 @@ def test_chats_use_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_incomplete_chats_are_lost(tmp_path: Path) -> None:
-    """An answer has as many tokens as were requested."""
+    """A response must have as many tokens as were requested."""
     lab = lab_with_chats(tmp_path, server_lab.SLOT - 1)
     with pytest.raises(ScenarioFailed, match=r"32 of 32 .* expected 512 .*, found 511") as caught:
         BY_ID["server-openai"].run(lab)
@@ -97,7 +97,7 @@ def test_incomplete_chats_are_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("counted", "lost"), [(8, False), (7, True)])
 def test_metrics_are_compared_with_answers(tmp_path: Path, counted: int, lost: bool) -> None:
-    """Tokens of prompts that were reused are not counted."""
+    """Reused tokens of prompts are not counted."""
     pytest.importorskip("httpx")
     text = f"llamacpp:prompt_tokens_total {counted}\nllamacpp:tokens_predicted_total 2\n"
     answer = ServerCompletion("a", (1,), (1.0,), n_prompt=6, reused=2, truncated=False)
@@ -120,7 +120,7 @@ def test_metrics_are_compared_with_answers(tmp_path: Path, counted: int, lost: b
 def test_searches_are_compared_with_retries(
     tmp_path: Path, counts: tuple[int, int, int], retries: int, message: str
 ) -> None:
-    """A search that failed was repeated after a defragmentation, or its batch was split."""
+    """A failed search was repeated after a defragmentation, or its batch was split."""
     pytest.importorskip("httpx")
     names = ("slot_searches", "slot_failures", "decode_retries")
     rows = (
@@ -141,7 +141,7 @@ def test_a_patched_server_counts_its_searches(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
-    """Stock lacks the feature. A patched server without what the scenario needs claims nothing."""
+    """Stock lacks the feature. A patched server without a required metric claims nothing."""
     for patches, server_patches, known, error, reason in (
         ((), (), False, Unsupported, "no option"),
         (("full-defrag",), (), True, Untestable, "the patch server-metrics"),
@@ -165,10 +165,10 @@ def test_a_server_without_metrics_does_not_decide_on_thresholds() -> None:
         ((0, 0, 3, 0), (1, 2, 3, 4), "thold 0: llamacpp:kv_defragmentation_cells_total is 3"),
     ],
 )
-def test_each_count_of_moves_is_compared_with_the_threshold(
+def test_contradicting_move_metrics_fail_the_scenario(
     monkeypatch: pytest.MonkeyPatch, first: tuple[int, ...], second: tuple[int, ...], message: str
 ) -> None:
-    """A metric that another one contradicts fails."""
+    """A metric that contradicts another one fails the scenario."""
     names = ("s", "_moves", "_cells", "_bytes")
     counts = iter(
         [
@@ -192,7 +192,7 @@ def test_each_count_of_moves_is_compared_with_the_threshold(
 
 
 def test_answers_to_clients_that_left_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that read their whole answers look like a server that ignores their disconnects."""
+    """If clients read whole responses, the server ignores their disconnects."""
 
     def cancel(client: ServerClient, prompt: Any, n_predict: int, **_options: int) -> None:
         client.complete(prompt, n_predict)
@@ -204,7 +204,7 @@ def test_answers_to_clients_that_left_must_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries are counted, but only other answers fail: 0.3.14 splits batches with any patches."""
+    """Retries are counted, but only other responses fail: 0.3.14 splits batches with any patch."""
     turns: list[Any] = []
     lab: Any = ServerLab(SimpleNamespace(program=None, variant=VARIANT))
     lab.server = lambda *_words, **_options: nullcontext(SimpleNamespace(retries=5))
@@ -219,7 +219,7 @@ def test_batches_of_a_sliding_window_may_be_split(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gpu_has_wider_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the margins in a sliding window."""
+    """The margins in a sliding window are wider, too."""
     change = (server_lab.TIE + server_lab.GPU_TIE) / 2
     turns = [(None, None)]
     monkeypatch.setattr(server_scenarios, "_conversations", lambda *_: turns)
@@ -233,7 +233,7 @@ def test_a_gpu_has_wider_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             BY_ID["server-sliding-window"].run(lab)
 
 
-def test_the_reference_reuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_server_with_reused_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ignores cache_prompt would be compared with itself."""
     one = ServerCompletion("a", (1,), (1.0,), n_prompt=6, reused=2, truncated=False)
     lab: Any = ServerLab(SimpleNamespace(variant=VARIANT))
@@ -245,8 +245,10 @@ def test_the_reference_reuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             server_scenarios._compare_with_uncached(lab, SimpleNamespace(), turns)
 
 
-def test_a_chat_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no refusal."""
+def test_hanging_chat_has_the_failure_class_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a refusal."""
     lab = lab_with_chats(tmp_path, server_lab.SLOT)
     text = lab.built.program.read_text("utf-8")
     slow = 'if "chat" in self.path: __import__("time").sleep(2)\n        self.send_response('
@@ -259,8 +261,8 @@ def test_a_chat_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.id)
-def test_patched_passes(scenario: ServerScenario) -> None:
-    """Every request is answered, without a retry."""
+def test_server_scenario_passes_on_patched(scenario: ServerScenario) -> None:
+    """Every request is answered without a retry."""
     outcome, notes = run_scenario(scenario, server("patched"))
     if scenario.id == "server-hybrid" and outcome.status == "skip":
         pytest.skip(outcome.message)
@@ -269,22 +271,22 @@ def test_patched_passes(scenario: ServerScenario) -> None:
     assert not notes.get("retries")
 
 
-def test_stock_dies_of_context_shifts() -> None:
-    """The finding that the series fixes: an assertion of ggml ends the server."""
+def test_stock_server_crashes_in_a_context_shift() -> None:
+    """The defect is an assertion of ggml that ends the server."""
     outcome, _ = run_scenario(BY_ID["server-context-shift"], server("stock"))
     assert (outcome.status, outcome.failure) == ("fail", "crash")
     assert "SIGABRT" in outcome.message
 
 
-def test_stock_splits_batches_in_a_sparse_cache() -> None:
-    """Its own defragmentation does not make enough room."""
+def test_stock_server_splits_batches_in_a_sparse_cache() -> None:
+    """Its own defragmentation does not free enough cells."""
     outcome, notes = run_scenario(BY_ID["server-sparse"], server("stock"))
     assert outcome.status == "fail"
     assert notes["retries"] > 0
 
 
-def test_stock_loses_window_cells() -> None:
-    """On the default release; its text rarely differs, but its probabilities do."""
+def test_stock_server_loses_window_cells() -> None:
+    """On the default release its text rarely differs, but its probabilities do."""
     release = verified.newest().name
     outcome, _ = run_scenario(BY_ID["server-sliding-window"], server("stock", release))
     assert (outcome.status, outcome.failure) == ("fail", "data"), outcome.message
@@ -295,7 +297,7 @@ def test_stock_loses_window_cells() -> None:
 
 @pytest.mark.real_model
 def test_the_quick_start_prints_what_the_page_shows(real_model: Path) -> None:
-    """The client of docs/server.md, with a server of the default release and another port."""
+    """The client of docs/server.md runs with a server of the default release and another port."""
     page = (readme.ROOT / "docs" / "server.md").read_text("utf-8")
     found = re.search(r"```python\n(import openai\n.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
     assert found
@@ -317,7 +319,7 @@ def test_a_hybrid_model_reuses_its_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", [each.id for each in SCENARIOS if each.kind == "guard"])
-def test_stock_passes_guards(name: str) -> None:
+def test_stock_server_passes_guards(name: str) -> None:
     """A guard that stock fails would prove nothing about patches."""
     outcome, _ = run_scenario(BY_ID[name], server("stock"))
     if name == "server-hybrid" and outcome.status == "skip":

@@ -1,4 +1,4 @@
-"""The pytest plugin, used as others use it: in a project of their own."""
+"""Test the pytest plugin in a separate project."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_scattered_cells_are_enough(kv_context):
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_a_patch_regression_test(
+def test_kv_fix_test_must_fail_on_stock(
     project: pytest.Pytester, stock: Variant, patched: Variant
 ) -> None:
     """A fix passes on patched and must fail on stock; otherwise it is reported."""
@@ -121,7 +121,7 @@ def test_plugin_fixtures_share_the_library_and_define_contexts(
 @pytest.mark.slow
 @pytest.mark.native
 def test_caches_are_on_the_requested_device(project: pytest.Pytester, patched: Variant) -> None:
-    """Behind RPC each library has a server; one in host memory is an error, unless asked for."""
+    """With RPC each library has a server; a library in host memory is an error by default."""
     project.makepyfile(
         """
         import pytest
@@ -145,7 +145,7 @@ def test_caches_are_on_the_requested_device(project: pytest.Pytester, patched: V
             assert [host(context) for context in made] == [[0], [0]]
 
         @pytest.mark.kv(offload_kqv=False)
-        def test_asked_for(kv_context):
+        def test_cache_without_offload(kv_context):
             assert host(kv_context) == [1]
 
         @pytest.fixture
@@ -167,12 +167,12 @@ def test_caches_are_on_the_requested_device(project: pytest.Pytester, patched: V
 
 
 def test_an_unused_plugin_builds_and_imports_nothing(project: pytest.Pytester) -> None:
-    """Loading the plugin imports nothing of weight and asks for no build."""
+    """Loading the plugin imports no large module and starts no build."""
     project.makepyfile(
         """
         import sys
 
-        def test_nothing():
+        def test_without_fixtures():
             heavy = {"numpy", "_cffi_backend", "git", "gguf", "unearth", "packaging", "filelock"}
             ours = {name for name in sys.modules if name.startswith("pyllamakv.")}
             assert ours == {"pyllamakv.testing", "pyllamakv.testing.plugin"}
@@ -184,9 +184,9 @@ def test_an_unused_plugin_builds_and_imports_nothing(project: pytest.Pytester) -
 
 @pytest.mark.slow
 def test_wrong_options_end_the_session_with_a_message(project: pytest.Pytester) -> None:
-    """A series or backend that does not exist ends the session with a message, before any test."""
-    project.makepyfile("def test_it(kv_context): pass\n")
-    for words, said in (
+    """An unknown series or backend ends the session with a message, before any test."""
+    project.makepyfile("def test_uses_a_context(kv_context): pass\n")
+    for words, message in (
         ("--llama-patches=./no-such.patch", "no-such.patch"),
         ("--llama-series=full-defrag,./no.patch", "is not a variant"),
         ("--llama-series=", "expected patched, stock"),
@@ -194,7 +194,7 @@ def test_wrong_options_end_the_session_with_a_message(project: pytest.Pytester) 
     ):
         done = run(project, words)
         assert done.ret != 0
-        assert said in done.stdout.str() + done.stderr.str()
+        assert message in done.stdout.str() + done.stderr.str()
     assert run(project, "--llama-release=0.0.1").ret != 0
 
 
@@ -223,7 +223,7 @@ def test_options_select_each_release_with_each_series(tmp_path: Path) -> None:
 
 @pytest.mark.native
 def test_the_plugin_is_found_by_pytest_itself(patched: Variant) -> None:
-    """Where the package is installed its entry point is this plugin."""
+    """If the package is installed, its entry point is this plugin."""
     code = (
         "import importlib.metadata as m;"
         "print([e.value for e in m.entry_points(group='pytest11') if 'pyllamakv' in e.name])"

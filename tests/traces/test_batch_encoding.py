@@ -1,4 +1,4 @@
-"""Batches go into words and come back the same."""
+"""Test that encoded batches decode to the same batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nothing(_: int) -> int:
 
 @given(st.lists(ROW, min_size=1, max_size=8), st.booleans())
 def test_encoded_batches_decode_to_the_same_batch(rows: list, flagged: bool) -> None:
-    """Whatever a batch is, its words describe it, and are accepted in a script."""
+    """Any batch can be encoded, and the encoding is valid in a script."""
     tokens, pos, seq, flags = (list(part) for part in zip(*rows, strict=True))
     words = batch_encoding.encode(tokens, pos, seq, flags if flagged else None)
     assert batch_encoding.check(words) == ""
@@ -33,15 +33,15 @@ def test_encoded_batches_decode_to_the_same_batch(rows: list, flagged: bool) -> 
 
 
 def test_default_fields_are_omitted() -> None:
-    """One sequence and a run of positions are numbers; the last logits are left out."""
+    """One sequence and a range of positions are numbers; logits of the last token are omitted."""
     words = batch_encoding.encode([7, 8, 9], [4, 5, 6], [2, 2, 2])
     assert words == {"tokens": [7, 8, 9], "seq": 2, "pos": 4}
-    # Several owners of one token are no sequence of each token.
+    # Several owners of one token are not one sequence per token.
     shared = batch_encoding.encode([7, 8], [0, 1], [[1, 2], [1, 2]])
     assert shared["seq"] == [[1, 2], [1, 2]]
 
 
-def test_tokens_without_positions_follow() -> None:
+def test_missing_positions_continue_each_sequence() -> None:
     """Positions continue at the end of each sequence, also within the batch."""
     words = {"tokens": [1, 2, 3, 4], "seq": [0, 1, [0, 2], 0]}
     feed = batch_encoding.decode_words(words, lambda seq: 10 * seq)
@@ -50,7 +50,7 @@ def test_tokens_without_positions_follow() -> None:
 
 @given(st.lists(ROW, min_size=2, max_size=8), st.data())
 def test_truncated_batch_keeps_its_first_tokens(rows: list, data: st.DataObject) -> None:
-    """The first tokens stay as they were; one that lost all its logits asks for the last."""
+    """The first tokens are unchanged; a batch without logits requests those of the last token."""
     tokens, pos, seq, flags = (list(part) for part in zip(*rows, strict=True))
     n = data.draw(st.integers(1, len(tokens)))
     words = batch_encoding.cut(batch_encoding.encode(tokens, pos, seq, flags), n)
@@ -60,7 +60,7 @@ def test_truncated_batch_keeps_its_first_tokens(rows: list, data: st.DataObject)
 
 
 def test_joined_batches_keep_their_order_and_logits() -> None:
-    """Two become one, with the places of both."""
+    """The joined batch has the logits of both."""
     one = {"tokens": [1, 2], "seq": 0}
     other = {"tokens": [3], "seq": [1], "logits": "all"}
     joined = batch_encoding.join(one, other)
@@ -83,11 +83,11 @@ def test_joined_batches_keep_their_order_and_logits() -> None:
     ],
 )
 def test_invalid_batch_keys_are_named(words: dict, says: str) -> None:
-    """The message begins with the word that is wrong."""
+    """The message starts with the invalid key."""
     assert batch_encoding.check(words).startswith(says)
 
 
-def test_counts_separate_the_owners_of_tokens() -> None:
+def test_sequence_counts_assign_ids_to_tokens() -> None:
     """Counts define which sequences belong to which token."""
     seq, counts = np.array([0, 1, 2, 0], np.int32), np.array([1, 2, 1], np.int32)
     assert batch_encoding.owners(seq, counts) == [0, [1, 2], 0]

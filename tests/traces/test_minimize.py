@@ -1,4 +1,4 @@
-"""A failing trace is shrunk to what matters, and fails in the same way."""
+"""Test that failing traces are minimized and still fail in the same way."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def words(found) -> list[dict]:
 
 @pytest.mark.slow
 def test_minimized_trace_keeps_only_the_cause(tmp_path: Path) -> None:
-    """A fill, a removal and the batch that finds no cells, of as few tokens as can be."""
+    """A fill, a removal and the failing batch remain, with the fewest possible tokens."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
-    told: list[tuple[int, int]] = []
-    found = shrink(path, progress=lambda left, runs: told.append((left, runs)))
+    reports: list[tuple[int, int]] = []
+    found = shrink(path, progress=lambda left, runs: reports.append((left, runs)))
     assert (found.failure, found.before, found.minimal) == ("claim", 111, True)
     assert "ended with no-slot, expected ok" in found.message
     operations = words(found)
     assert [each["op"] for each in operations] == ["context", "batch", "remove", "batch"]
-    assert told[-1] == (3, told[-1][1])
-    assert told[-1][1] <= found.runs
-    # It fails, and fails no more with a token less anywhere.
+    assert reports[-1] == (3, reports[-1][1])
+    assert reports[-1][1] <= found.runs
+    # It fails, and no longer fails with one token less anywhere.
     head, _ = trace_scenario.load(path)
     first, *rest = found.lines
     with ScenarioRunner(Opener(SimulatedNative)) as bench:
@@ -82,7 +82,7 @@ def test_minimized_trace_keeps_only_the_cause(tmp_path: Path) -> None:
                 assert minimize.failure_key(work.outcome(some)) != wanted
 
 
-def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
+def test_script_is_minimized_like_a_trace(tmp_path: Path) -> None:
     """A decode that must succeed, in feeds of counts, lists and texts."""
     path = tmp_path / "mine.jsonl"
     path.write_text(
@@ -98,7 +98,7 @@ def test_a_script_is_shrunk_as_well(tmp_path: Path) -> None:
 
 
 def test_minimizing_keeps_the_failure_class(tmp_path: Path) -> None:
-    """What crashes stays a crash, though less of it loses cells."""
+    """A crash stays a crash, although a shorter trace loses cells."""
 
     class Bad(SimulatedNative):
         def update(self, context):
@@ -115,7 +115,7 @@ def test_minimizing_keeps_the_failure_class(tmp_path: Path) -> None:
     assert words(found)[1:] == [{"op": "decode", "feed": {"0": 9}}, {"op": "update"}]
 
 
-def test_several_steps_in_one_call_are_cut_too(tmp_path: Path) -> None:
+def test_minimizing_cuts_steps_within_one_call(tmp_path: Path) -> None:
     """By whole steps."""
 
     class Lossy(SimulatedNative):
@@ -140,23 +140,25 @@ def test_passing_trace_is_not_minimized(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
+def test_interrupted_minimizing_returns_the_shortest_trace(tmp_path: Path) -> None:
     """The shortest trace so far is returned, and reported as not minimal."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
 
-    def told(left: int, _: int) -> None:
+    def reports(left: int, _: int) -> None:
         if left < 60:
             raise KeyboardInterrupt
 
-    found = shrink(path, progress=told)
+    found = shrink(path, progress=reports)
     assert not found.minimal
     assert 3 < len(found.lines) - 1 < 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "left"), [(1, None), (2, 111)])
-def test_an_interrupt_of_the_first_runs(tmp_path: Path, at: int, left: int | None) -> None:
-    """Before it is known how the trace fails there is nothing to keep; then there is all of it."""
+def test_interrupt_of_the_first_run_returns_the_whole_trace(
+    tmp_path: Path, at: int, left: int | None
+) -> None:
+    """Until the failure of the trace is known, the whole trace is returned."""
     path = trace_kit.record(tmp_path / "long.jsonl", LONG, SimulatedNative())
     runs = []
 
@@ -184,8 +186,8 @@ def cli(capsys, *words: object) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
-    """Beside the old one, with results of the build that it fails on."""
+def test_minimize_writes_a_trace_with_results(capsys, monkeypatch, tmp_path: Path) -> None:
+    """It is written next to the original, with results of the build on which it fails."""
 
     class Opened:
         def __init__(self) -> None:
@@ -223,8 +225,8 @@ def test_the_verb_writes_a_trace(capsys, monkeypatch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) -> None:
-    """To a fill, a removal and the batch that fails; patched still places it."""
+def test_example_is_minimized_on_stock(stock, patched, capsys, tmp_path: Path) -> None:
+    """A fill, a removal and the failing batch remain; patched still decodes it."""
     target = tmp_path / "small.jsonl"
     code, _, _ = cli(capsys, "trace", "minimize", EXAMPLE, "--variant", stock.folder, "-o", target)
     assert code == 0
@@ -237,8 +239,8 @@ def test_the_example_shrinks_on_stock(stock, patched, capsys, tmp_path: Path) ->
     assert json.loads(out)["replays"][0]["divergences"][0]["what"] == "status"
 
 
-def test_shrink_refuses_before_it_searches(capsys, tmp_path) -> None:
-    """No search whose result could not be kept, and none on two builds."""
+def test_minimize_refuses_an_unwritable_output_and_two_builds(capsys, tmp_path) -> None:
+    """It refuses before it starts to minimize."""
     with pytest.raises(UsageError, match="cannot be written"):
         trace.check(tmp_path / "none" / "x.jsonl")
     trace.check(tmp_path / "x.jsonl")

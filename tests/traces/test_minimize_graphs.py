@@ -1,4 +1,4 @@
-"""What a device fails at or refuses, while cells are moved, loses nothing: never wrong data."""
+"""Test that failing device operations during a defragmentation never cause wrong data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.native
 
 
 def doctored(name: str) -> Iterator[Variant]:
-    """Build the patched release with a patch of the folder on top."""
+    """Build the patched release with another patch of the test."""
     release = spec_resolver.resolve(TEST_RELEASE)
     text = Port.from_file(FOLDER / name)
     built = build_patched(release, apply.apply(release, [text]))
@@ -38,7 +38,7 @@ def doctored(name: str) -> Iterator[Variant]:
 
 @pytest.fixture(scope="module")
 def failing(patched: Variant) -> Iterator[Variant]:
-    """Build graphs that write, and then say that they failed."""
+    """Build graphs that write, and then report a failure."""
     yield from doctored("graphs-fail.patch")
 
 
@@ -49,7 +49,7 @@ def refusing(patched: Variant) -> Iterator[Variant]:
 
 
 def scattered(ctx: kv.Context) -> kv.Sequence:
-    """Leave every other cell to a sequence that fills the cache with one that leaves."""
+    """Create holes: free every other cell of a full cache."""
     keep, gone = ctx.sequence(), ctx.sequence()
     for i in range(128):
         ctx.decode([keep.feed([i % 32]), gone.feed([i % 31])])
@@ -58,8 +58,8 @@ def scattered(ctx: kv.Context) -> kv.Sequence:
 
 
 @pytest.mark.parametrize("name", ["graphs-fail.patch", "device-refuses.patch"])
-def test_the_faults_apply_to_the_default_release(name: str) -> None:
-    """A fault that no longer applied would leave the tests below without a subject."""
+def test_planted_faults_apply_to_the_default_release(name: str) -> None:
+    """A fault that no longer applied would make the tests below useless."""
     made = apply.apply(spec_resolver.resolve(TEST_RELEASE), [Port.from_file(FOLDER / name)])
     assert [port.id for port in made.ports][-1:] == [Port.from_file(FOLDER / name).id]
 
@@ -67,8 +67,10 @@ def test_the_faults_apply_to_the_default_release(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mover", ["gather", "graph"])
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn: bool) -> None:
-    """K, V, positions and logits are unchanged, and the decode that needed room records it."""
+def test_default_plan_keeps_keys_values_and_logits(
+    failing: Variant, mover: Any, flash_attn: bool
+) -> None:
+    """K, V, positions and logits are unchanged, and the decode that needed space reports it."""
     with kv.open(failing.folder) as library, library.load_model(synthetic_models.tiny()) as model:
         options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": flash_attn}
         with model.context(**options, defrag_mover=mover) as ctx, model.context(**options) as fresh:
@@ -90,7 +92,7 @@ def test_the_default_plan_loses_nothing(failing: Variant, mover: Any, flash_attn
 
 @pytest.mark.slow
 def test_a_failure_of_the_ordered_plan_ends_its_context(failing: Variant) -> None:
-    """What overlaps cannot be undone: the context refuses all calls, and another one works."""
+    """Overlapping moves cannot be undone: the context refuses all calls; another one works."""
     with (
         kv.open(failing.folder, isolated=True) as library,
         library.load_model(synthetic_models.tiny()) as model,
@@ -113,11 +115,11 @@ def test_a_failure_of_the_ordered_plan_ends_its_context(failing: Variant) -> Non
 def test_rows_unsupported_by_the_device_move_through_the_host(
     refusing: Variant, mover: Any, type_k: str, type_v: str
 ) -> None:
-    """Rows of 34 and of 18 bytes can be neither copied nor collected there; whole words can."""
+    """Rows of 34 and 18 bytes can be neither copied nor gathered; whole words can."""
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": True}
     options |= {"type_k": type_k, "type_v": type_v, "defrag_mover": mover}
     with (
-        # What no backend can compute ends the process.
+        # An operation that no backend supports ends the process.
         kv.open(refusing.folder, isolated=True) as library,
         library.load_model(synthetic_models.tiny()) as model,
         model.context(**options) as ctx,

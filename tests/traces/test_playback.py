@@ -1,4 +1,4 @@
-"""Play a trace: frames hold the owner of each cell after each operation, and failures end them."""
+"""Test playing a trace: frames with the owner of each cell, and failures at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def runs(*pairs: tuple[int, int]) -> dict:
 
 
 def test_a_trace_becomes_a_timeline() -> None:
-    """Rows without cells keep the last ones; failures and moves are shown."""
+    """Rows without cells keep the previous ones; failures and moves are shown."""
     lines = [
         line(2, "context", {}, n_ctx=4),
         line(3, "decode", {"picture": runs((0, 2), (1, 2)), "status": 0}, feed={"0": 2, "1": "hi"}),
@@ -53,8 +53,8 @@ def test_a_trace_becomes_a_timeline() -> None:
     assert found.cells == 4
 
 
-def test_operations_without_cells_have_their_number() -> None:
-    """Until the next picture, the number of used cells is all that is known."""
+def test_frame_without_cells_has_the_used_count() -> None:
+    """Until the next snapshot, only the number of used cells is known."""
     lines = [
         line(2, "context", {"n_ctx": 8, "used": 0}),
         line(3, "decode", {"status": 0, "used": 3}, feed={"0": 3}),
@@ -76,13 +76,12 @@ def test_operations_without_cells_have_their_number() -> None:
 
 
 @pytest.mark.regression(
-    "a few bytes of a trace could name as many cells as memory has room for, in one picture "
-    "after the other",
+    "a few bytes of a trace could allocate all memory for the cells of its frames",
     by="hostile input",
     of="Python",
 )
-def test_a_timeline_has_bounds(monkeypatch) -> None:
-    """Few bytes of a trace name as many cells as memory has room for, each time anew."""
+def test_timeline_with_too_many_cells_is_refused(monkeypatch) -> None:
+    """A few bytes of a trace can claim cells for all memory, once per frame."""
     monkeypatch.setattr(script, "DRAWN", 8)
     lines = [line(number, "clear", {"picture": runs((0, 4))}) for number in (2, 3, 4)]
     assert len(playback.timeline_of_trace(lines[:2])) == 2
@@ -91,8 +90,8 @@ def test_a_timeline_has_bounds(monkeypatch) -> None:
 
 
 @given(OWNERS, st.randoms(use_true_random=False))
-def test_moves_are_found_again(owners: tuple[int, ...], chance) -> None:
-    """Owners after the inferred moves are the owners that were seen, cells that came aside."""
+def test_inferred_moves_reproduce_the_owners(owners: tuple[int, ...], chance) -> None:
+    """Applying the inferred moves gives the recorded owners, except for new cells."""
     after = list(owners)
     chance.shuffle(after)
     moved = list(owners)
@@ -106,13 +105,13 @@ def test_moves_are_found_again(owners: tuple[int, ...], chance) -> None:
 
 
 @given(st.lists(st.tuples(OWNERS, st.sampled_from(["", "no-slot"])), max_size=6))
-def test_films_survive_json(told) -> None:
-    """What is written can be read again, and cells that did not change are written once."""
+def test_timeline_round_trips_through_json(steps) -> None:
+    """Frames are written and read as JSON, and unchanged cells are written once."""
     made = Timeline("x")
-    for number, (owners, failed) in enumerate(told, 1):
+    for number, (owners, failed) in enumerate(steps, 1):
         picture = Picture("", owners)
         made.frames.append(Frame(number, "decode", "d", picture, failed, ((0, 1, 2),), 2))
     raw = made.to_json()
     assert Timeline.from_json(json.loads(json.dumps(raw))) == made
-    changes = sum(a != b for (a, _), (b, _) in pairwise(told)) + bool(told)
+    changes = sum(a != b for (a, _), (b, _) in pairwise(steps)) + bool(steps)
     assert sum("picture" in frame for frame in raw["frames"]) == changes

@@ -1,4 +1,4 @@
-"""Recording misses nothing and disturbs nothing."""
+"""Test that recordings are complete and do not change a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pyllamakv.traces.script_session import ScriptSession
 
 
 def rows(path: Path) -> list[dict]:
-    """Return the rows of a trace, its header first."""
+    """Return the rows of a trace, the header first."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -34,7 +34,7 @@ def operations(path: Path) -> list[str]:
 
 
 def everything(context) -> None:
-    """Do to a context whatever can be done to one."""
+    """Run all operations on a context."""
     with context.model.sampler() as sampler:
         a, b = context.sequence(), context.sequence()
         context.decode([a.feed([5, 6, 7]), b.feed([8, 9])])
@@ -66,8 +66,8 @@ ALL_OPERATIONS = {
 }  # fmt: skip
 
 
-def test_every_operation_is_a_row(tmp_path: Path) -> None:
-    """Whatever goes to the library through a context is there, and the trace replays exactly."""
+def test_recording_has_a_row_per_operation(tmp_path: Path) -> None:
+    """All operations of a context are recorded, and the trace replays exactly."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
         native = context.native
@@ -129,8 +129,8 @@ def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
     assert [row["result"]["used"] for row in rows(path)[2:10]] == list(range(2, 18, 2))
 
 
-def test_a_decode_that_moves_cells_is_seen(tmp_path: Path) -> None:
-    """A library that defragments inside a decode is caught by the number of free cells."""
+def test_recorded_decode_that_moves_cells_has_moves(tmp_path: Path) -> None:
+    """A defragmentation inside a decode is detected from the number of free cells."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path, {"heals": True}) as context, kv.record(context, path):
         a, b = context.sequence(), context.sequence()
@@ -144,8 +144,8 @@ def test_a_decode_that_moves_cells_is_seen(tmp_path: Path) -> None:
     assert last["result"]["before"]["holes"] == 32
 
 
-def test_failures_are_rows_too(tmp_path: Path) -> None:
-    """A decode without a slot, one that was aborted after so many polls, one that threw."""
+def test_recording_has_rows_of_failed_operations(tmp_path: Path) -> None:
+    """Check a decode without a slot, an aborted one, and one that raised an exception."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context, kv.record(context, path):
         a, b = context.sequence(), context.sequence()
@@ -165,8 +165,8 @@ def test_failures_are_rows_too(tmp_path: Path) -> None:
     assert results[2]["error"] == "NativeError"
 
 
-def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
-    """Of the first decode, soon after cells changed, and every few: enough to find wrong data."""
+def test_recording_samples_the_best_tokens(tmp_path: Path) -> None:
+    """Logits are sampled at the first decode, after cells changed, and periodically."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path, n_ctx=256) as context, kv.record(context, path):
         a = context.sequence()
@@ -189,7 +189,7 @@ def test_likely_tokens_are_noted_now_and_then(tmp_path: Path) -> None:
 
 
 def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
-    """A row has the decoded tokens, not what the arrays contain later."""
+    """A row has the decoded tokens, not the later contents of the arrays."""
     path = tmp_path / "run.jsonl"
     tokens, positions = np.array([5, 6], np.int32), np.array([0, 1], np.int32)
     with runtime_kit.context(tmp_path) as context, kv.record(context, path):
@@ -226,8 +226,8 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     assert replay(head, lines, session)[1] == []
 
 
-def test_forks_in_streams_are_decoded_each(tmp_path: Path) -> None:
-    """What a stream has is decoded for its sequence alone, also after a fork."""
+def test_recording_decodes_the_tokens_of_each_stream(tmp_path: Path) -> None:
+    """The tokens of a stream are decoded only for its sequence, also after a fork."""
     path = tmp_path / "run.jsonl"
     able = {"capabilities": ALL | Capability.STREAMS | Capability.KV_UNIFIED}
     with runtime_kit.context(tmp_path, able, n_seq_max=2, kv_unified=False) as context:
@@ -241,8 +241,8 @@ def test_forks_in_streams_are_decoded_each(tmp_path: Path) -> None:
     assert sorted(found) == [(0, 5), (0, 6), (0, 7), (0, 8), (1, 5), (1, 6), (1, 7)]
 
 
-def test_states_from_before_are_in_the_trace(tmp_path: Path) -> None:
-    """A save is named by its restore; a state from elsewhere is carried along."""
+def test_recording_contains_states_saved_before_it(tmp_path: Path) -> None:
+    """A save is referred to by its restore; a state from elsewhere is included in the trace."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
         a, b = context.sequence(), context.sequence()
@@ -259,8 +259,8 @@ def test_states_from_before_are_in_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", [Capability.CELLS])
-def test_builds_that_show_no_cells_are_recorded(tmp_path: Path, capability) -> None:
-    """Then rows have no counts and no pictures, and everything else."""
+def test_recording_without_cells_has_no_counts(tmp_path: Path, capability) -> None:
+    """Rows have no counts and snapshots, and everything else."""
     path = tmp_path / "run.jsonl"
     native = {"capabilities": ALL & ~capability}
     with runtime_kit.context(tmp_path, native) as context, kv.record(context, path):
@@ -272,7 +272,7 @@ def test_builds_that_show_no_cells_are_recorded(tmp_path: Path, capability) -> N
     assert not any("used" in row["result"] for row in rows(path) if "op" in row)
 
 
-def test_the_variables_of_a_worker_are_in_the_head(tmp_path: Path, monkeypatch) -> None:
+def test_recording_head_has_the_variables_of_the_worker(tmp_path: Path, monkeypatch) -> None:
     """Variables of the open call precede those of this process; others are not recorded."""
     monkeypatch.setenv("LLAMA_SET_ROWS", "1")
     path = tmp_path / "run.jsonl"
@@ -284,7 +284,7 @@ def test_the_variables_of_a_worker_are_in_the_head(tmp_path: Path, monkeypatch) 
 
 
 def test_pictures_can_be_left_out(tmp_path: Path) -> None:
-    """The counts stay."""
+    """The counts remain."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context, kv.record(context, path, pictures=False):
         a = context.sequence()
@@ -295,7 +295,7 @@ def test_pictures_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_one_recording_at_a_time(tmp_path: Path) -> None:
-    """A second one on the same context is refused; another context does not show up."""
+    """A second one on the same context is refused; another context is not recorded."""
     with runtime_kit.context(tmp_path) as context, kv.record(context, tmp_path / "a"):
         with pytest.raises(UsageError, match="already"), kv.record(context, tmp_path / "b"):
             pass
@@ -307,8 +307,8 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["watch, record", "record, watch", "watch, record, watch"])
-def test_a_watched_context_is_recorded(tmp_path: Path, order: str) -> None:
-    """Whichever comes first: all is shown, all is a row, and then the context is as before."""
+def test_context_is_watched_and_recorded_in_any_order(tmp_path: Path, order: str) -> None:
+    """In both orders, both see all operations, and the context is restored afterwards."""
     path, screen = tmp_path / "run.jsonl", io.StringIO()
     console = Console(file=screen, width=200, force_terminal=False, _environ={})
     with runtime_kit.context(tmp_path) as context:
@@ -333,7 +333,7 @@ def test_a_watched_context_is_recorded(tmp_path: Path, order: str) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("flash", [False, True])
 def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -> None:
-    """Hundreds of operations, failures and aborts among them: the same cells, moves and logits."""
+    """Hundreds of operations with failures and aborts: the same cells, moves and logits."""
     from pyllamakv.scenarios import synthetic_models
     from qa.random_operations import operation_cases
     from qa.random_operations.operations import Operations
@@ -362,7 +362,7 @@ def test_random_schedules_replay_exactly(variant, tmp_path: Path, flash: bool) -
 @pytest.mark.native
 @pytest.mark.parametrize("manager", ["slots", "prefixes"])
 def test_operations_of_a_cache_manager_are_recorded(patched, tmp_path: Path, manager: str) -> None:
-    """Nothing that it does to the context is missing: the trace replays without it."""
+    """All its operations on the context are recorded: the trace replays without it."""
     from pyllamakv.cache.batcher import Batcher
     from pyllamakv.cache.prefix_cache import PrefixCache
     from pyllamakv.cache.slot_cache import SlotCache
@@ -378,8 +378,8 @@ def test_operations_of_a_cache_manager_are_recorded(patched, tmp_path: Path, man
         made = SlotCache(context) if manager == "slots" else PrefixCache(context)
         with Batcher(made) as batcher:
             prompts = [[1, *range(40, 90)], [1, *range(40, 70), 7], [1, 5, 6], [1, *range(9, 50)]]
-            told = [batcher.submit(prompt, max_tokens=12) for prompt in prompts]
-            for each in told:
+            requests = [batcher.submit(prompt, max_tokens=12) for prompt in prompts]
+            for each in requests:
                 assert isinstance("".join(each), str)
     head, lines = trace.read(path)
     assert len(lines) > 10
@@ -391,7 +391,7 @@ def test_operations_of_a_cache_manager_are_recorded(patched, tmp_path: Path, man
 
 @pytest.mark.native
 def test_a_trace_does_not_name_the_file_of_a_cache(patched, tmp_path: Path) -> None:
-    """A context over a file is recorded and replayed like any other; the file is not named."""
+    """A context with a cache file is recorded and replayed like any other."""
     from pyllamakv.scenarios import synthetic_models
 
     path = tmp_path / "run.jsonl"

@@ -1,4 +1,4 @@
-"""However a recording ends, the run goes on and the file can be read."""
+"""Test that the run continues and the file is readable for any end of a recording."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, caplog) -> None:
-    """The run goes on; the error comes at the end of the block; what fitted can be read."""
+    """The run continues; the error is raised at the end of the block; written rows are readable."""
     path = tmp_path / "run.jsonl"
     real, full = os.write, []
 
@@ -46,15 +46,15 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, c
         monkeypatch.undo()
         head, lines = trace.read(path)
         assert (head.complete, len(lines)) == (False, 2)
-        # An error of the run is not covered by that of the recording.
+        # An error of the run is not replaced by that of the recording.
         full.append(True)
         monkeypatch.setattr(trace.os, "write", lambda *_: real(*_))
         with pytest.raises(ZeroDivisionError), kv.record(context, path):
             raise ZeroDivisionError
 
 
-def test_closing_the_context_ends_it_well(tmp_path: Path) -> None:
-    """What was recorded by then is there."""
+def test_closing_the_context_completes_the_recording(tmp_path: Path) -> None:
+    """All rows until then are in the file."""
     path = tmp_path / "run.jsonl"
     context = runtime_kit.context(tmp_path)
     with kv.record(context, path):
@@ -80,7 +80,7 @@ with kv.record(context, {path!r}):
 
 @pytest.mark.slow
 def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
-    """What a process leaves that dies in the middle is a shorter trace."""
+    """A process that crashes leaves a shorter trace."""
     path = tmp_path / "run.jsonl"
     code = CRASH.format(tests=str(ROOT / "tests" / "kits"), folder=str(tmp_path), path=str(path))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -89,7 +89,7 @@ def test_a_crash_loses_the_last_chunk_at_most(tmp_path: Path) -> None:
     head, lines = trace.read(path)
     assert not head.complete
     assert 1 + 1000 - 64 - recording_native.BEST_EVERY <= len(lines) <= 1001
-    # Cut anywhere, it is still a trace, as long as a row is whole.
+    # Truncated anywhere, it is still a trace if a row is complete.
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) * 2 // 3])
     assert 1 < len(trace.read(tmp_path / "cut")[1]) < len(lines)

@@ -1,4 +1,4 @@
-"""A replay finds the first row with another result, and shows the state before and after."""
+"""Test that a replay finds the first row with another result, with the states around it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def found(story, native, **options):
     return replay(*story, ScriptSession(native), **options)
 
 
-def test_the_same_library_does_the_same(story) -> None:
-    """Every row, strictly."""
+def test_replay_on_the_same_library_has_no_divergence(story) -> None:
+    """Every row is compared strictly."""
     assert found(story, SimulatedNative()) == (len(story[1]), [])
     assert found(story, SimulatedNative(), strict=False, every=True) == (len(story[1]), [])
 
@@ -54,7 +54,7 @@ class Keeping(SimulatedNative):
 
 
 def test_the_first_divergence_ends_a_replay(story) -> None:
-    """With counts around it, unless all are asked for."""
+    """The counts around it are returned, unless all divergences are requested."""
     rows, first = found(story, Keeping())
     assert rows == 5
     assert str(first[0]).startswith("row 6 (remove): used was 16, now 32; cells before: 32 used")
@@ -63,8 +63,8 @@ def test_the_first_divergence_ends_a_replay(story) -> None:
     assert len(every) > 3
 
 
-def test_another_build_may_lay_cells_elsewhere(story) -> None:
-    """Holes, moves and pictures are compared on the recorded build alone."""
+def test_replay_on_another_build_ignores_cell_placement(story) -> None:
+    """Holes, moves and snapshots are compared only on the recorded build."""
 
     class Lazy(SimulatedNative):
         def defrag(self, context):
@@ -75,8 +75,8 @@ def test_another_build_may_lay_cells_elsewhere(story) -> None:
     assert found(story, Lazy())[1][0].op == "defrag"
 
 
-def test_other_logits_show(story) -> None:
-    """On another build unless the choice was close, on the recorded one also the logit itself."""
+def test_replay_reports_different_logits(story) -> None:
+    """Other builds may differ if the choice was close; the recorded one must match the logits."""
 
     class Louder(SimulatedNative):
         def _row(self, cache, seq, pos):
@@ -91,8 +91,8 @@ def test_other_logits_show(story) -> None:
     assert found(story, Other(), strict=False)[1][0].what.startswith("best[")
 
 
-def test_a_crash_is_where_a_replay_ends(story) -> None:
-    """The row that killed the worker, and nothing after it."""
+def test_replay_ends_at_a_crash(story) -> None:
+    """The last row is the one that ended the worker."""
 
     class Dying(SimulatedNative):
         def defrag(self, context):
@@ -104,8 +104,8 @@ def test_a_crash_is_where_a_replay_ends(story) -> None:
     assert divergences[-1].op == "defrag"
 
 
-def test_variants_are_named_in_words(story) -> None:
-    """Of the recorded release, or in full; patches hold together."""
+def test_replay_variants_default_to_the_recorded_release(story) -> None:
+    """They are of the recorded release unless given completely; patches must be compatible."""
     head = trace.Head("0.3.9-stock-cpu-0123456789abcdef", spec="0.3.9+stock")
     assert variant_selection.specs(head, []) == ["recorded"]
     assert variant_selection.specs(head, ["stock,patched"]) == ["0.3.9+stock", "0.3.9+patched"]
@@ -125,19 +125,19 @@ def test_variants_are_named_in_words(story) -> None:
 
 @pytest.mark.parametrize("release", ["git:https://example.org/x.git@main", "path:/a/folder"])
 @pytest.mark.regression(
-    "a trace could make `replay` read a folder or fetch a URL",
+    "a trace could make `replay` read a directory or fetch a URL",
     by="hostile input",
     of="Python",
 )
 def test_variant_names_in_a_trace_are_only_looked_up_in_builds(release: str) -> None:
-    """What a trace says that it was recorded on is not looked for outside of what is built."""
+    """The names of a trace are not looked up outside of the built variants."""
     head = trace.Head("git-0123456789ab-stock-cpu-0123456789abcdef", spec=f"{release}+stock")
     with pytest.raises(UsageError, match="pass a complete variant"):
         variant_selection.specs(head, ["patched"])
 
 
 def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Path) -> None:
-    """It is opened by its folder, which its id or its spec led to."""
+    """It is opened by its directory, which its id or its spec resolves to."""
     asked = []
     monkeypatch.setattr(
         open_variant, "find_recorded", lambda *names: asked.append(names) or tmp_path
@@ -167,19 +167,19 @@ def test_a_recorded_build_is_opened_in_its_environment(monkeypatch, tmp_path: Pa
     ],
 )
 @pytest.mark.regression(
-    "`replay` and `shrink` of a trace loaded a library of the name in it from the current folder",
+    "`replay` and `shrink` of a trace loaded a library with its name from the current directory",
     by="hostile input",
     of="Python",
 )
 @pytest.mark.regression(
-    "a trace could make `replay` read a folder or fetch a URL",
+    "a trace could make `replay` read a directory or fetch a URL",
     by="hostile input",
     of="Python",
 )
-def test_a_trace_loads_nothing_but_what_is_built(
+def test_replay_opens_only_built_variants(
     capsys, monkeypatch, tmp_path: Path, head: dict[str, str], file: str, words: tuple[str, ...]
 ) -> None:
-    """A library beside it is not opened, a folder not read, and a URL not fetched."""
+    """It opens no library beside the trace, reads no directory and fetches no URL."""
     monkeypatch.chdir(tmp_path)
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_bytes(b"native code")
@@ -205,7 +205,7 @@ def cli(capsys, *words: object) -> tuple[int, str, str]:
 
 
 class Opened:
-    """Stand in for an opened library under a name."""
+    """Simulate an opened library under a name."""
 
     def __init__(self, spec: str, native: SimulatedNative) -> None:
         self.native = native
@@ -219,7 +219,7 @@ class Opened:
 
 
 def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path) -> None:
-    """Exit 1 only where the build that recorded it comes out otherwise."""
+    """Exit code 1 only if the recorded build has another result."""
     path = trace_kit.record(tmp_path / "trace.jsonl")
     wrong: set[str] = set()
 
@@ -239,11 +239,11 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
     assert "row 6 (remove): used" in out
     wrong.add("simulated")
     code, out, _ = cli(capsys, "trace", "replay", path, "--json")
-    told = json.loads(out)["replays"]
+    replays = json.loads(out)["replays"]
     assert code == 1
-    assert told[0]["recorded"]
-    assert told[0]["divergences"][0]["row"] > 1
-    # A trace that was cut short is told, and played as far as it goes.
+    assert replays[0]["recorded"]
+    assert replays[0]["divergences"][0]["row"] > 1
+    # A truncated trace is reported, and played up to its end.
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     wrong.clear()
@@ -257,7 +257,7 @@ def test_replay_shows_variants_side_by_side(capsys, monkeypatch, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.native
 def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
-    """Recorded on stock: patched places the batch that stock did not."""
+    """The trace was recorded on stock: patched decodes the batch that stock could not place."""
     code, out, _ = cli(
         capsys,
         "trace",
@@ -267,9 +267,9 @@ def test_the_example_diverges_where_stock_fails(stock, patched, capsys) -> None:
         f"{stock.folder},{patched.folder}",
         "--json",
     )
-    told = json.loads(out)["replays"]
+    replays = json.loads(out)["replays"]
     assert code == 0
-    assert told[0]["divergences"] == []
-    (divergence,) = told[1]["divergences"]
+    assert replays[0]["divergences"] == []
+    (divergence,) = replays[1]["divergences"]
     assert (divergence["what"], divergence["recorded"], divergence["found"]) == ("status", 1, 0)
     assert divergence["before"]["largest_hole"] < 16 <= divergence["after"]["largest_hole"] + 16

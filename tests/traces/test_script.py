@@ -1,4 +1,4 @@
-"""Decode scripts are read strictly, played exactly, recorded and replayed."""
+"""Test that decode scripts are parsed strictly, played exactly, recorded and replayed."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def lines(text: str) -> list[script.Line]:
 
 def play(text: str, native=None) -> list[tuple[str, dict]]:
     session = ScriptSession(native or SimulatedNative())
-    told: list[tuple[str, dict]] = []
+    results: list[tuple[str, dict]] = []
     try:
         script_player.play(
-            lines(text), session, lambda line, result: told.append((line.op, result))
+            lines(text), session, lambda line, result: results.append((line.op, result))
         )
     finally:
         session.close()
-    return told
+    return results
 
 
-def test_a_script_does_what_it_says() -> None:
+def test_script_operations_report_their_results() -> None:
     """Each operation reports its result."""
-    told = dict(play(STORY))
-    assert told["remove"]["used"] == 16
-    assert told["defrag"]["moves"] >= 1
-    assert told["expect"]["used"] == 24
-    assert told["decode"]["status"] == 1
+    results = dict(play(STORY))
+    assert results["remove"]["used"] == 16
+    assert results["defrag"]["moves"] >= 1
+    assert results["expect"]["used"] == 24
+    assert results["decode"]["status"] == 1
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_the_examples_are_scripts(path: Path) -> None:
-    """Every example of the documentation can be read."""
+    """Every example of the documentation can be parsed."""
     assert script.read(path)
 
 
@@ -104,13 +104,12 @@ def test_the_examples_are_scripts(path: Path) -> None:
     ],
 )
 @pytest.mark.regression(
-    "names and states in a script with half a character, or too long for a file, were bare "
-    "errors of Python",
+    "names in a script with a lone surrogate, or too long for a file, raised untyped errors",
     by="hostile input",
     of="Python",
 )
 def test_a_wrong_line_is_named(text: str, says: str) -> None:
-    """The message has the line, and what was expected."""
+    """The message has the line and the expected value."""
     with pytest.raises(ScriptError) as caught:
         lines(text)
     assert says in str(caught.value)
@@ -128,13 +127,12 @@ def test_a_wrong_line_is_named(text: str, says: str) -> None:
     ],
 )
 @pytest.mark.regression(
-    "names and states in a script with half a character, or too long for a file, were bare "
-    "errors of Python",
+    "names in a script with a lone surrogate, or too long for a file, raised untyped errors",
     by="hostile input",
     of="Python",
 )
 def test_a_line_that_cannot_be_played_is_named(text: str, says: str) -> None:
-    """What only shows when it is played names its line as well."""
+    """An error that occurs only during the run has its line as well."""
     with pytest.raises(ScriptError, match=says):
         play(text)
 
@@ -145,8 +143,8 @@ def test_an_expectation_that_is_not_met_is_named() -> None:
         play('{"op": "decode", "feed": {"0": 3}}\n{"op": "expect", "used": 4}')
 
 
-def test_verify_finds_damage() -> None:
-    """A cell that the library lost is found."""
+def test_verify_finds_lost_cells() -> None:
+    """A cell that the library lost is reported."""
 
     class Losing(SimulatedNative):
         def seq_cp(self, context, src, dst, p0, p1):
@@ -158,8 +156,8 @@ def test_verify_finds_damage() -> None:
     play(text + '\n{"op": "verify"}')
 
 
-def test_verify_looks_into_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a memory with a window, the second cache has to have what the next token sees."""
+def test_verify_checks_the_window_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a memory with a window, the second cache must have the cells that the next token uses."""
     asked: list[int] = []
     info = SimulatedNative.context_info
     monkeypatch.setattr(SimulatedNative, "context_info", lambda *of: replace(info(*of), n_swa=8))
@@ -192,7 +190,7 @@ def test_any_object_is_read_or_refused_with_its_line(op: str, words: dict) -> No
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])
 def test_a_script_without_operations_is_refused(text: str, tmp_path: Path) -> None:
-    """A run of nothing would pass."""
+    """An empty run would pass."""
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(ScriptError, match="no operations"):
@@ -200,14 +198,14 @@ def test_a_script_without_operations_is_refused(text: str, tmp_path: Path) -> No
 
 
 def test_a_count_beyond_any_batch_is_refused() -> None:
-    """Its tokens would be made up first, for hours."""
+    """Generating its tokens would take hours."""
     with pytest.raises(ScriptError, match="cannot feed 10000000000"):
         list(script.parse(['{"op": "decode", "feed": {"0": 10000000000}}']))
 
 
 @pytest.mark.parametrize("before", ['{"op": "clear"}', '{"op": "context"}'])
-def test_a_context_comes_first_and_once(tmp_path: Path, before: str) -> None:
-    """Before anything is played, with the line that comes too late."""
+def test_context_operation_must_be_first(tmp_path: Path, before: str) -> None:
+    """It is refused before anything is played, with the line that is too late."""
     path = tmp_path / "late.jsonl"
     path.write_text(f'# a remark\n\n{before}\n{{"op": "context", "n_ctx": 64}}\n')
     with pytest.raises(ScriptError, match="must be the first") as caught:
@@ -215,8 +213,8 @@ def test_a_context_comes_first_and_once(tmp_path: Path, before: str) -> None:
     assert caught.value.line == 4
 
 
-def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
-    """Also where they follow from the line before."""
+def test_position_beyond_int32_is_an_error_with_its_line() -> None:
+    """Positions that follow from the line before are checked as well."""
     far = '{"op": "step", "seq": 0, "token": 5, "pos": 2147483647}\n'
     with pytest.raises(ScriptError, match=r"line 2 \(step\): .* out of range"):
         play(far + '{"op": "step", "seq": 0, "token": 5}')
@@ -224,12 +222,12 @@ def test_positions_beyond_what_c_takes_are_an_error_of_the_line() -> None:
 
 @pytest.mark.skipif(not Path("/dev/zero").is_char_device(), reason="no endless device here")
 @pytest.mark.regression(
-    "a script or a trace that never ends, a device for one, was read until memory was gone",
+    "an endless script or trace, such as a device, was read until memory was exhausted",
     by="hostile input",
     of="Python",
 )
 def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that never ends takes no more memory than the largest script."""
+    """An endless device takes no more memory than the largest script."""
     monkeypatch.setattr(script, "LARGEST", 1 << 20)
     with pytest.raises(ScriptError, match="expected at most 1,048,576 bytes"):
         script.read(Path("/dev/zero"))
@@ -238,12 +236,12 @@ def test_a_script_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.regression(
-    "a small script or trace took room for the largest one while it was read",
+    "reading a small script or trace allocated memory for the largest one",
     by="fuzzing",
     of="Python",
 )
 def test_a_small_script_takes_little_memory(tmp_path: Path) -> None:
-    """What is read is taken room for, not what might come."""
+    """Memory is allocated for the bytes that were read, not for the limit."""
     path = tmp_path / "small.jsonl"
     path.write_text('{"op": "clear"}\n')
     tracemalloc.start()

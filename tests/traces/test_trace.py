@@ -1,4 +1,4 @@
-"""Traces are read as strictly as they can be, and shorter ones as far as they go."""
+"""Test that traces are parsed strictly, and truncated ones up to their last complete row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_a_recorded_script_has_results_and_cells(recorded: Path) -> None:
-    """Its lines, with results, times, and the cells where they changed."""
+    """Its lines have results, times, and the cells that changed."""
     head, lines = trace.read(recorded)
     assert (head.model, head.complete, head.environment) == ("tiny", True, {})
     expected = [line.to_json() for line in script.parse(STORY.splitlines())]
@@ -51,7 +51,7 @@ def test_a_recorded_script_has_results_and_cells(recorded: Path) -> None:
 
 
 def test_failed_operation_is_the_last_row(tmp_path: Path) -> None:
-    """A decode that fails, a restore that is refused, a worker that dies."""
+    """Check a decode that fails, a restore that is refused, and a worker that ends."""
     text = '{"op": "decode", "feed": {"0": 60}}\n{"op": "save", "seq": 0, "as": "x"}\n'
     full = '{"op": "decode", "feed": {"1": 200}}'
     with pytest.raises(ScenarioFailed, match=r"line 3 \(decode\)"):
@@ -76,7 +76,7 @@ def test_failed_operation_is_the_last_row(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_its_end_is_a_shorter_trace(recorded: Path) -> None:
-    """As a crash leaves it: cut between rows, or in the middle of one."""
+    """A crash may truncate it between rows, or within one."""
     whole = recorded.read_bytes()
     rows = trace.read(recorded)[1]
     lines = whole.splitlines(keepends=True)
@@ -88,7 +88,7 @@ def test_a_trace_without_its_end_is_a_shorter_trace(recorded: Path) -> None:
 
 
 def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -> None:
-    """With what is wrong and where."""
+    """The error has the reason and the place."""
     lines = recorded.read_bytes().splitlines(keepends=True)
 
     def refused(data: bytes, says: str, line: int | None = None) -> None:
@@ -149,12 +149,12 @@ def test_damaged_and_foreign_files_are_refused(recorded: Path, tmp_path: Path) -
     ],
 )
 @pytest.mark.regression(
-    "results in a trace that cannot be were taken, or were bare errors of Python",
+    "invalid results in a trace were accepted, or raised untyped errors",
     by="hostile input",
     of="Python",
 )
-def test_results_that_say_nothing_are_refused(result: str) -> None:
-    """In a script as well as in a trace, before anything is played or drawn."""
+def test_malformed_results_are_refused(result: str) -> None:
+    """They are refused in a script and in a trace, before anything is played or drawn."""
     with pytest.raises(ScriptError, match=r"line 1 \(clear\): its"):
         list(script.parse([f'{{"op": "clear", "result": {{{result}}}}}']))
 
@@ -175,14 +175,14 @@ def test_results_that_say_nothing_are_refused(result: str) -> None:
     ],
 )
 @pytest.mark.regression(
-    "a trace could set any `LLAMA_` variable, one of which fills a file of its choice with a cache",
+    "a trace could set any `LLAMA_` variable, one of which overwrites a file with a cache",
     by="hostile input",
     of="Python",
 )
-def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
-    """A file from elsewhere names builds by their ids, and sets nothing but words that are known.
+def test_trace_head_with_paths_or_unknown_variables_is_refused(words: str, tmp_path: Path) -> None:
+    """A foreign trace may contain ids of builds, and only known values of variables.
 
-    mmap-kv would make and cut a file that one of them names.
+    The patch mmap-kv would create and truncate a file named by one of the variables.
     """
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"trace": 2, {words}}}\n{{"op": "clear"}}\n')
@@ -191,7 +191,7 @@ def test_a_trace_brings_no_code_along(words: str, tmp_path: Path) -> None:
 
 
 def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) -> None:
-    """Both sides are named, and nothing is guessed."""
+    """Both sides are named, and no substitute is used."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"trace": 1, "variant": "x", "model": "tiny"}\n{"op": "defrag"}\n')
     with pytest.raises(TraceMismatch, match="schema 1, this package reads 2") as caught:
@@ -207,8 +207,8 @@ def test_another_version_or_model_is_a_mismatch(recorded: Path, tmp_path: Path) 
     assert trace.model_file(dataclasses.replace(head, identity="0" * 32)).is_file()
 
 
-def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
-    """Usual words are left out."""
+def test_trace_head_survives_a_file(tmp_path: Path) -> None:
+    """Default values are omitted."""
     head = trace.Head(
         "v", "tiny", "0.3.9+stock", "abc", {"LLAMA_SET_ROWS": "1"}, kind="guard", claim="so"
     )
@@ -219,7 +219,7 @@ def test_the_head_goes_through_a_file_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_trace_with_the_older_kind_can_be_read(tmp_path: Path) -> None:
-    """Traces of earlier versions call a fix scenario a cure."""
+    """Traces of earlier versions have another word for a fix scenario."""
     path = tmp_path / "x.jsonl"
     head = trace.Head("v", "tiny", "0.3.9+stock", "abc", {}).to_json() | {"kind": "cure"}
     path.write_text(json.dumps(head) + '\n{"op": "defrag"}\n{"end": 1}\n')
@@ -227,7 +227,7 @@ def test_a_trace_with_the_older_kind_can_be_read(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
-    """Variables that change what a library does, and no others."""
+    """Only variables that change the behaviour of a library are recorded."""
     monkeypatch.setenv("LLAMA_SET_ROWS", "1")
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/x")
     monkeypatch.setenv("SECRET", "x")
@@ -238,8 +238,8 @@ def test_the_environment_of_a_recording_is_in_its_head(monkeypatch) -> None:
     assert not trace.wrong(environment)
 
 
-def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
-    """A variable that a new patch reads is one that a replay has to set."""
+def test_trace_records_every_variable_of_patches_and_scenarios() -> None:
+    """A replay must set each variable that a patch or a scenario reads."""
     read = read_by_patches()
     scenarios = discovery.discover().values()
     settings = [each for one in scenarios for each in (one, *one.settings)]
@@ -249,8 +249,10 @@ def test_a_trace_carries_what_patches_and_scenarios_know() -> None:
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_junk_is_a_typed_error(tmp_path_factory, junk: bytes, headed: bool) -> None:
-    """Any file gives a trace or a typed error."""
+def test_random_bytes_are_a_trace_or_a_typed_error(
+    tmp_path_factory, junk: bytes, headed: bool
+) -> None:
+    """Any file is a trace or raises a typed error."""
     path = tmp_path_factory.getbasetemp() / "junk.jsonl"
     path.write_bytes((b'{"trace": 2}\n{"op": "defrag"}\n' if headed else b"") + junk)
     try:
@@ -263,7 +265,7 @@ def test_junk_is_a_typed_error(tmp_path_factory, junk: bytes, headed: bool) -> N
 
 
 def test_decode_that_failed_when_recorded_is_undone_on_replay(tmp_path: Path) -> None:
-    """The rows after it find the cache as it was recorded, and the same batch may come again."""
+    """Later rows find the recorded cells, and the same batch may be decoded again."""
     text = f"""
 {{"op": "context", "n_ctx": 64, "n_batch": 64, "n_seq_max": 4}}
 {{"op": "decode", "feed": {{"0": 24, "1": 24}}, "interleave": true}}
@@ -296,15 +298,15 @@ def test_decode_that_failed_when_recorded_is_undone_on_replay(tmp_path: Path) ->
         (b"", False),
     ],
 )
-def test_a_trace_is_known_by_its_head(tmp_path: Path, first: bytes, is_one: bool) -> None:
-    """The kind does not depend on a word in the file."""
+def test_trace_is_recognized_by_its_head(tmp_path: Path, first: bytes, is_one: bool) -> None:
+    """The kind does not depend on other words in the file."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(first + b"\n")
     assert trace.is_trace(path) is is_one
 
 
 def test_pipes_and_devices_are_refused_as_traces(tmp_path: Path) -> None:
-    """Nobody waits for a pipe, or takes from one what is to be played."""
+    """Reading a pipe would block."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, tmp_path / "none", Path("/dev/null"), Path("a\0b")):

@@ -1,4 +1,4 @@
-"""A trace's file has whole rows, whatever happens."""
+"""Test that the file of a trace always has complete rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyllamakv.traces.trace import TraceFile
 
 
 def test_trace_lines_are_written_unbuffered(tmp_path: Path) -> None:
-    """Nothing waits in a buffer of ours, and what was there before is replaced."""
+    """Rows are written without a buffer, and an existing file is replaced."""
     path = tmp_path / "t.jsonl"
     path.write_text("old\n" * 100)
     file = TraceFile(path)
@@ -26,8 +26,8 @@ def test_trace_lines_are_written_unbuffered(tmp_path: Path) -> None:
     assert file.closed
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A folder that is not there, and one in the place of the file."""
+def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
+    """Check a missing directory, and a directory in place of the file."""
     with pytest.raises(UsageError, match="cannot be written"):
         TraceFile(tmp_path / "nowhere" / "t.jsonl")
     with pytest.raises(UsageError, match="cannot be written"):
@@ -39,8 +39,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     by="faults",
     of="Python",
 )
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    """Two would mix their rows; the first keeps what it wrote, and lets go when it ends."""
+def test_second_writer_of_a_trace_is_refused(tmp_path: Path) -> None:
+    """Two writers would mix their rows; the lock of the first is released at its end."""
     path = tmp_path / "t.jsonl"
     file = TraceFile(path)
     file.write(["mine"])
@@ -57,7 +57,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, ScriptError)],
 )
 def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch, number, expected) -> None:
-    """Half a chunk is taken back, so that the file ends with a whole row."""
+    """A partial chunk is truncated, so that the file ends with a complete row."""
     path = tmp_path / "t.jsonl"
     file = TraceFile(path)
     file.write(["first"])
@@ -75,15 +75,15 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch, number, expec
     assert str(path) in str(caught.value)
     monkeypatch.undo()
     assert path.read_text() == "first\n"
-    # And goes on from there, when there is room again.
+    # Recording continues from there when there is space again.
     file.write(["fourth"])
     file.close()
     assert path.read_text() == "first\nfourth\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_the_system_s_own_word_for_full() -> None:
-    """A device that is always full is a full disk."""
+def test_full_device_raises_disk_full() -> None:
+    """A device that is always full raises DiskFull."""
     file = TraceFile(Path("/dev/full"))
     with pytest.raises(DiskFull, match="the disk is full"):
         file.write(["row"])

@@ -1,4 +1,4 @@
-"""A trace is a scenario: it is found, played in a lab, and held to its claim."""
+"""Test that a trace is a scenario: found, played in a lab, and compared with its claim."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _home(request, tmp_path, monkeypatch) -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Return a trace in which a library fails that does not defragment."""
+    """Return a trace of a library that fails because it does not defragment."""
     return trace_kit.record(tmp_path / "Stock_fails.jsonl", FRAGMENTED, SimulatedNative())
 
 
 def run(path: Path, make=SimulatedNative):
-    """Play the scenario of a file on a library and return its outcome."""
+    """Play the scenario of a file on a library and return its result."""
     one = discovery.read(path)
     with ScenarioRunner(Opener(make)) as bench:
         return bench.run(Path("lib"), one, one.settings[0]).outcome
@@ -51,14 +51,14 @@ def healing() -> SimulatedNative:
 
 
 def edit(path: Path, **words: str) -> Path:
-    """Change words of a trace's head, as a person would."""
+    """Change keys of a trace's head."""
     first, rest = path.read_text().split("\n", 1)
     path.write_text(json.dumps({**json.loads(first), **words}) + "\n" + rest)
     return path
 
 
-def test_a_recorded_failure_is_a_fix(recorded: Path) -> None:
-    """The library that failed fails it again; one that heals passes, and goes on as recorded."""
+def test_trace_of_a_failure_is_a_fix_scenario(recorded: Path) -> None:
+    """A library without the fix fails again; one with it passes and continues as recorded."""
     outcome = run(recorded)
     assert (outcome.status, outcome.failure) == ("fail", "claim")
     assert "row 5 (batch)" in outcome.message
@@ -66,8 +66,8 @@ def test_a_recorded_failure_is_a_fix(recorded: Path) -> None:
     assert run(recorded, healing).status == "pass"
 
 
-def test_the_head_says_the_claim(recorded: Path) -> None:
-    """What it is called, which kind it is, and whether decodes must end as they did."""
+def test_trace_head_defines_id_kind_and_claim(recorded: Path) -> None:
+    """It has the name, the kind, and whether decodes must end as recorded."""
     plain = discovery.read(recorded)
     assert (plain.id, plain.kind, plain.claim) == ("stock-fails", "fix", trace_scenario.CLAIM)
     assert plain.model == "tiny"
@@ -89,8 +89,8 @@ def test_decode_beyond_the_free_cells_may_fail(tmp_path: Path) -> None:
     assert run(trace_kit.record(tmp_path / "full.jsonl", text, SimulatedNative())).status == "pass"
 
 
-def test_contents_are_proved(recorded: Path, tmp_path: Path) -> None:
-    """Lost cells, other logits, a refusal, a crash: each has its class."""
+def test_trace_scenario_classifies_lost_cells_and_logits(recorded: Path, tmp_path: Path) -> None:
+    """Lost cells, other logits, a refusal and a crash have their own classes."""
 
     class Losing(SimulatedNative):
         def decode(self, context, token, pos, seq_count, seq_id, logits):
@@ -121,8 +121,8 @@ def test_contents_are_proved(recorded: Path, tmp_path: Path) -> None:
         assert run(recorded, kind).failure == failure, failure
 
 
-def test_errors_that_were_recorded_may_come_again(tmp_path: Path) -> None:
-    """A call that threw does not have to; one that did not must not."""
+def test_trace_scenario_accepts_recorded_errors_only(tmp_path: Path) -> None:
+    """A recorded error may be absent; an unrecorded one is a failure."""
 
     class Throwing(SimulatedNative):
         def update(self, context):
@@ -137,8 +137,8 @@ def test_errors_that_were_recorded_may_come_again(tmp_path: Path) -> None:
     assert run(tmp_path / "b.jsonl", Throwing).failure == "claim"
 
 
-def test_a_script_is_a_scenario_too(tmp_path: Path) -> None:
-    """Its own expectations are the claim."""
+def test_script_is_a_scenario(tmp_path: Path) -> None:
+    """Its expectations are the claim."""
     path = tmp_path / "mine.jsonl"
     path.write_text(FRAGMENTED.replace('"expect": "any"', '"expect": "ok"'))
     assert run(path).failure == "claim"
@@ -149,7 +149,7 @@ def test_a_script_is_a_scenario_too(tmp_path: Path) -> None:
 
 
 def test_traces_are_found_beside_scenarios(recorded: Path, monkeypatch) -> None:
-    """In a folder, by the environment, or by the name of the file."""
+    """They are found in a directory, by the environment, or by the name of the file."""
     assert "stock-fails" in discovery.discover([recorded.parent])
     monkeypatch.setenv(discovery.VARIABLE, str(recorded.parent))
     known = discovery.discover()
@@ -167,7 +167,7 @@ def test_traces_are_found_beside_scenarios(recorded: Path, monkeypatch) -> None:
         discovery.discover([recorded.parent])
 
 
-def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> None:
+def test_trace_with_a_missing_model_is_untestable(recorded: Path) -> None:
     """An invalid trace does not disable the other scenarios."""
     edit(recorded, model="/no/such/model.gguf")
     outcome = run(recorded)
@@ -178,7 +178,7 @@ def test_a_trace_of_a_model_that_is_not_here_is_untestable(recorded: Path) -> No
 
 
 def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
-    """Of later decodes every few; the result is the same."""
+    """Of later decodes only some are kept; the result is the same."""
     monkeypatch.setattr(trace_scenario, "KEPT", 4)
     lines = ['{"op": "step", "seq": 0, "token": 5}'] * 60
     path = trace_kit.record(tmp_path / "long.jsonl", "\n".join(lines), SimulatedNative())
@@ -187,8 +187,8 @@ def test_long_traces_keep_few_logits(tmp_path: Path, monkeypatch) -> None:
     assert run(path).status == "pass"
 
 
-def test_every_decode_has_a_size() -> None:
-    """Texts have none that is known without the model."""
+def test_token_count_of_each_operation_is_known() -> None:
+    """The count of a text is unknown without the model."""
     from pyllamakv.traces.script import Line
 
     def size(op: str, **words: object) -> int:
@@ -205,7 +205,7 @@ def test_every_decode_has_a_size() -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_a_trace_recorded_on_stock_is_needed(stock, patched, tmp_path) -> None:
-    """On real builds: what failed on stock passes on patched, K/V and logits right."""
+    """What failed on stock passes on patched, with the right K, V and logits."""
     import pyllamakv as kv
 
     path = tmp_path / "real.jsonl"

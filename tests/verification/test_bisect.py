@@ -1,4 +1,4 @@
-"""Bisect verifies few releases, skips untestable ones, and reports contradictions."""
+"""Test that bisect verifies few releases, skips untestable ones and reports contradictions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def world(verdicts: dict[str, str] | list[str]):
     return judge, asked
 
 
-def test_one_change_in_few_questions() -> None:
-    """Both ends first, then halves."""
+def test_bisect_finds_one_change_in_logarithmic_steps() -> None:
+    """The ends are verified first."""
     judge, asked = world(["needed"] * 11 + ["native"] * 5)
     found = bisect("r0", "r15", CHAIN, judge)
     assert (found.last.release, found.first.release) == ("r10", "r11")
@@ -38,15 +38,15 @@ def test_one_change_in_few_questions() -> None:
     assert found.to_json()["first"]["release"] == "r11"
 
 
-def test_back_in_time() -> None:
+def test_bisect_finds_a_change_from_newer_to_older() -> None:
     """The older end may be the bad one."""
     judge, _ = world(["broken-apply"] * 3 + ["needed"] * 13)
     found = bisect("r15", "r0", CHAIN, judge)
     assert (found.last.release, found.first.release) == ("r3", "r2")
 
 
-def test_untestable_releases_are_passed_over() -> None:
-    """Those at the change itself are suspects."""
+def test_bisect_skips_untestable_releases() -> None:
+    """Untestable releases at the change are reported as candidates."""
     verdicts = ["needed"] * 6 + ["untestable"] * 4 + ["native"] * 6
     judge, _ = world(verdicts)
     found = bisect("r0", "r15", CHAIN, judge)
@@ -56,7 +56,7 @@ def test_untestable_releases_are_passed_over() -> None:
 
 
 def test_contradictory_stored_verdicts_are_reported() -> None:
-    """A stored verdict that contradicts the search is named, without a new run."""
+    """A stored verdict that contradicts the result is named, without a new run."""
     verdicts = ["needed"] * 4 + ["native"] * 8 + ["ineffective"] * 4
     verdicts[13] = "needed"
     judge, asked = world(verdicts)
@@ -77,8 +77,8 @@ def test_contradictory_stored_verdicts_are_reported() -> None:
         ("r0", "r15", Untestable, "r15 cannot be verified here"),
     ],
 )
-def test_ends_that_give_no_search(good: str, bad: str, error: type, says: str) -> None:
-    """A search that would mislead is refused."""
+def test_bisect_refuses_ends_without_a_change(good: str, bad: str, error: type, says: str) -> None:
+    """Ends that have the same verdict are refused."""
     judge, _ = world(["needed"] * 15 + ["untestable"])
     with pytest.raises(error, match=says):
         bisect(good, bad, CHAIN, judge)
@@ -86,7 +86,7 @@ def test_ends_that_give_no_search(good: str, bad: str, error: type, says: str) -
 
 @given(st.lists(st.sampled_from(["needed", "native", "untestable"]), min_size=16, max_size=16))
 def test_bisected_releases_differ_in_their_verdict(verdicts: list[str]) -> None:
-    """Whatever the verdicts: the two releases differ, and only untestable ones lie between."""
+    """For any verdicts, the two releases differ, and only untestable ones are between them."""
     verdicts[0], verdicts[15] = "needed", "native"
     judge, asked = world(verdicts)
     found = bisect("r0", "r15", CHAIN, judge)

@@ -1,4 +1,4 @@
-"""A cell goes through JSON, and whatever happens in it is a result."""
+"""Test that cells and their results are saved as JSON, and that any error is a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAIL, PASS = Outcome("fail", "claim", "no slot"), Outcome("pass")
 
 
 def answer(question: CheckRequest) -> CheckResult:
-    """Answer as the check would: a fix that is needed, a guard that holds, a failing setting."""
+    """Return results like a check: a needed fix, a passing guard, a failing setting."""
     pairs = (
         Pair("fragmented", "fix", "plain f16", FAIL, PASS),
         Pair("fork-then-defrag", "guard", "plain f16", PASS, PASS),
@@ -38,7 +38,7 @@ def answer(question: CheckRequest) -> CheckResult:
 
 @pytest.fixture
 def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
-    """Replace everything below the cell; errors in its fields are raised."""
+    """Replace all calls of a cell; errors in its fields are raised."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     world = SimpleNamespace(fetch=None, build=None, check=None, drift=None, built=[], asked=[])
 
@@ -74,8 +74,8 @@ def world(monkeypatch, tmp_path: Path) -> SimpleNamespace:
     return world
 
 
-def test_a_cell_is_judged(world) -> None:
-    """Verdict, counts, rows, drift, pictures and the release's facts are in the result."""
+def test_verified_cell_has_verdict_counts_drift_and_pictures(world) -> None:
+    """Verdict, counts, rows, drift, snapshots and the release's data are in the result."""
     found = cells.verify_cell(CellSpec("0.3.9"))
     assert (found.verdict, found.era, found.commit) == ("ineffective", "unified", "1" * 40)
     assert (found.runs, found.stock_failed, found.patched_failed) == (3, 2, 1)
@@ -89,8 +89,8 @@ def test_a_cell_is_judged(world) -> None:
     assert found.measured == "stock fails 2 of 3 runs, patched 1"
 
 
-def test_spec_and_result_survive_json() -> None:
-    """What goes over a wire comes back equal."""
+def test_spec_and_result_round_trip_through_json() -> None:
+    """A spec and a result are equal after a round trip."""
     spec = CellSpec("b4980", ("a", "b"), backend="cuda", native=False, scenarios=("fragmented",))
     assert CellSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     whole = result(spec=spec, failing=(failing(),))
@@ -98,8 +98,8 @@ def test_spec_and_result_survive_json() -> None:
     assert spec.name == "b4980 [a,b] (fragmented) portable cuda"
 
 
-def test_a_quick_cell_is_checked_in_few_settings() -> None:
-    """The request, the name and the key of the result say so."""
+def test_quick_cell_is_checked_in_few_settings() -> None:
+    """The request, the name and the key of the result contain it."""
     spec = CellSpec("0.3.9", quick=True)
     assert spec.check_request().quick
     assert not CellSpec("0.3.9").check_request().quick
@@ -128,7 +128,7 @@ def test_a_result_with_the_older_kind_can_be_read() -> None:
     "raw", [{}, {"spec": {}}, {**result().to_json(), "verdict": "splendid"}, {"x": 1}]
 )
 def test_file_of_another_shape_is_refused_as_a_result(raw) -> None:
-    """A file of another shape is a ValueError, whatever it lacks."""
+    """A file of another structure is a ValueError."""
     with pytest.raises(ValueError, match=r"not a result|splendid"):
         CellResult.from_json(raw)
 
@@ -144,15 +144,15 @@ def test_file_of_another_shape_is_refused_as_a_result(raw) -> None:
     ],
 )
 def test_failed_cell_is_a_result(world, where: str, error: Exception, says: str) -> None:
-    """Nothing that happens in a cell ends the matrix."""
+    """No error in a cell ends the matrix."""
     setattr(world, where, error)
     found = cells.verify_cell(CellSpec("0.3.9"))
     assert (found.verdict, found.reason) == ("untestable", says)
     assert found.measured == says
 
 
-def test_a_failed_build_and_no_drift_leave_the_verdict_to_the_check(world) -> None:
-    """A build that fails is tried again and reported by the check."""
+def test_failed_build_of_stock_does_not_decide_the_verdict(world) -> None:
+    """The check repeats the failed build and reports it."""
     world.build, world.drift = ToolMissing("no compiler"), FetchError("gone")
     found = cells.verify_cell(CellSpec("0.3.9", isolate="full-defrag", backend="cuda"))
     assert found.verdict == "ineffective"
@@ -161,20 +161,20 @@ def test_a_failed_build_and_no_drift_leave_the_verdict_to_the_check(world) -> No
     assert (world.asked[0].isolate, world.asked[0].backend) == ("full-defrag", "cuda")
 
 
-def test_an_interrupt_is_not_swallowed(world) -> None:
-    """The person at the keyboard ends the whole matrix."""
+def test_interrupt_of_a_cell_is_raised(world) -> None:
+    """Ctrl-C ends the whole matrix."""
     world.check = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         cells.verify_cell(CellSpec("0.3.9"))
 
 
-def test_judge_is_run_cell_in_json(world) -> None:
-    """Executors of other processes get plain values only."""
+def test_verified_cell_round_trips_through_json(world) -> None:
+    """Executors in other processes get only plain values."""
     raw = cells.verify_cell_json(CellSpec("0.3.9").to_json(), True)
     assert CellResult.from_json(json.loads(json.dumps(raw))).verdict == "ineffective"
     assert world.asked[0].fresh
 
 
-def test_counts_without_a_patched_side() -> None:
+def test_cell_without_a_patched_side_is_reported_as_not_patched() -> None:
     """A release without an applicable port is reported."""
     assert result(variants={"stock": "s"}).measured == "stock fails 55 of 77 runs, not patched"

@@ -39,12 +39,12 @@ from pyllamakv.view import check_console
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CheckSandbox:
-    """Return a world of stock that fails and patched that heals."""
+    """Return a fake library whose stock fails and whose patched side passes."""
     return make(monkeypatch, tmp_path)
 
 
-def test_needed(world: CheckSandbox) -> None:
-    """Stock fails, patched passes, every run is kept."""
+def test_patch_that_fixes_stock_is_needed(world: CheckSandbox) -> None:
+    """Stock fails, patched passes, and every run is kept."""
     answer = ask()
     assert answer.decision.verdict is Verdict.NEEDED
     runs = len(discovery.find(SOME[0]).settings) + len(discovery.find(SOME[1]).settings)
@@ -54,8 +54,8 @@ def test_needed(world: CheckSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_run_starts_nothing(world: CheckSandbox) -> None:
-    """Results are remembered by content; --fresh runs them again."""
+def test_repeated_check_uses_cached_results(world: CheckSandbox) -> None:
+    """Results are cached by content; --fresh runs them again."""
     first = ask()
     opened = len(world.opener.opened)
     second = ask()
@@ -66,8 +66,8 @@ def test_a_second_run_starts_nothing(world: CheckSandbox) -> None:
     assert all(held.closed for held in world.opener.opened)
 
 
-def test_broken_apply(world: CheckSandbox) -> None:
-    """No text applies and stock fails: a port is due, and nothing patched is built."""
+def test_failing_stock_without_an_applicable_port_is_broken_apply(world: CheckSandbox) -> None:
+    """No port applies and stock fails: a port is required, and nothing patched is built."""
     world.applied = NoPortApplies("src/llama-context.cpp hunk 2")
     answer = ask()
     assert answer.decision.verdict is Verdict.BROKEN_APPLY
@@ -76,15 +76,15 @@ def test_broken_apply(world: CheckSandbox) -> None:
     assert {run.outcome.status for run in answer.runs["stock"]} >= {"fail"}
 
 
-def test_native(world: CheckSandbox) -> None:
-    """No text applies and stock passes: upstream does it itself."""
+def test_passing_stock_without_an_applicable_port_is_native(world: CheckSandbox) -> None:
+    """No port applies and stock passes: upstream has the fix."""
     world.applied = PatchConflict("no such function")
     world.make = lambda side: SimulatedNative(heals=True)
     assert ask().decision.verdict is Verdict.NATIVE
 
 
-def test_broken_build(world: CheckSandbox) -> None:
-    """The first error of the compiler is the reason."""
+def test_compile_error_of_patched_is_broken_build(world: CheckSandbox) -> None:
+    """The first compiler error is the reason."""
     world.build_patched = CommandFailed("x", ["ninja"], 1, "log", "error: no member 'head'")
     answer = ask()
     assert answer.decision.verdict is Verdict.BROKEN_BUILD
@@ -92,8 +92,8 @@ def test_broken_build(world: CheckSandbox) -> None:
 
 
 @pytest.mark.slow
-def test_broken_carry(world: CheckSandbox) -> None:
-    """A carried patch that does not compile or fails is not charged to the patch on its base."""
+def test_failing_carried_patch_is_broken_carry(world: CheckSandbox) -> None:
+    """The failure of a carried patch is not attributed to the port of its base."""
     world.carried = {"full-defrag": "0.3.8"}
     assert ask().decision.verdict is Verdict.NEEDED
     good = ask()
@@ -121,8 +121,10 @@ def test_broken_carry(world: CheckSandbox) -> None:
         ("applied", FetchError("the base of a port: no network")),
     ],
 )
-def test_untestable(world: CheckSandbox, where: str, error: Exception) -> None:
-    """What keeps stock from running says nothing about the patch."""
+def test_failed_preparation_of_stock_is_untestable(
+    world: CheckSandbox, where: str, error: Exception
+) -> None:
+    """A failed preparation of stock does not count against the patch."""
     setattr(world, where, error)
     answer = ask()
     assert answer.decision.verdict is Verdict.UNTESTABLE
@@ -130,8 +132,8 @@ def test_untestable(world: CheckSandbox, where: str, error: Exception) -> None:
     assert str(error) in answer.decision.reason
 
 
-def test_a_library_that_does_not_load(world: CheckSandbox) -> None:
-    """A patched one is a broken build; a stock one says nothing about the patch."""
+def test_unloadable_library_is_broken_build_or_untestable(world: CheckSandbox) -> None:
+    """If patched cannot be loaded, its build is broken; if stock cannot, it is untestable."""
 
     def refusing(side: str):
         def make(path_side: str) -> SimulatedNative:
@@ -151,14 +153,14 @@ def test_a_library_that_does_not_load(world: CheckSandbox) -> None:
 
 
 def test_an_unknown_release_is_a_usage_error(world: CheckSandbox) -> None:
-    """A wrong name is not called untestable."""
+    """An unknown name is not reported as untestable."""
     world.fetched = UnknownRelease("no release 0.3.99")
     with pytest.raises(UnknownRelease):
         ask()
 
 
-def test_a_harmful_patch_is_red(world: CheckSandbox) -> None:
-    """A patched library that loses tokens is named with its scenario and setting."""
+def test_patch_that_loses_tokens_is_harmful(world: CheckSandbox) -> None:
+    """The reason names the scenario and the setting."""
 
     class Losing(SimulatedNative):
         def defrag(self, context):
@@ -173,8 +175,8 @@ def test_a_harmful_patch_is_red(world: CheckSandbox) -> None:
     assert answer.decision.scenarios["fragmented"] is Verdict.NEEDED
 
 
-def test_a_fault_of_ours_is_never_a_verdict(world: CheckSandbox) -> None:
-    """A broken scenario ends the check, and nothing is remembered of it."""
+def test_failing_scenario_code_raises_harness_error(world: CheckSandbox) -> None:
+    """A broken scenario ends the check, and none of its results is cached."""
 
     class Odd(SimulatedNative):
         def seq_cp(self, *_):
@@ -185,8 +187,8 @@ def test_a_fault_of_ours_is_never_a_verdict(world: CheckSandbox) -> None:
         ask()
 
 
-def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: CheckSandbox) -> None:
-    """One patch is verified by the scenarios that it names; other guards must pass."""
+def test_isolated_patch_is_verified_by_its_scenarios_and_guards(world: CheckSandbox) -> None:
+    """One patch is verified by the scenarios that it names; the other guards must pass."""
     answer = ask(isolate="full-defrag", scenarios=(*SOME, "counters"))
     names = set(answer.decision.scenarios)
     assert "fragmented" in names
@@ -194,8 +196,8 @@ def test_isolate_takes_the_patches_own_scenarios_and_the_guards(world: CheckSand
     assert ("apply", ["full-defrag"]) in world.calls
 
 
-def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_path: Path) -> None:
-    """No shipped patch names it; if selected by name, it runs."""
+def test_user_scenario_can_verify_one_patch(world: CheckSandbox, tmp_path: Path) -> None:
+    """No shipped patch names the scenario; if it is selected by name, it runs."""
     text = discovery.find("fragmented").source.read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text(text.replace('id="fragmented"', 'id="mine"'))
     folders = (tmp_path,)
@@ -204,8 +206,10 @@ def test_a_scenario_of_ones_own_is_asked_of_one_patch(world: CheckSandbox, tmp_p
 
 
 @pytest.mark.slow
-def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
-    """A file goes through the same doors; a missing one is named."""
+def test_patch_file_is_verified_and_a_missing_one_refused(
+    world: CheckSandbox, tmp_path: Path
+) -> None:
+    """A file is verified like a shipped patch; the error for a missing one names it."""
     file = _file(tmp_path)
     assert ask(patches=str(file)).decision.verdict is Verdict.NEEDED
     assert ("apply", None) in world.calls
@@ -218,8 +222,10 @@ def test_a_foreign_patch(world: CheckSandbox, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path) -> None:
-    """Without a claim it is native only if the release contains it; no run can show more."""
+def test_inapplicable_patch_file_is_native_only_if_contained(
+    world: CheckSandbox, tmp_path: Path
+) -> None:
+    """Without claims, the patch is native only if the release contains it; runs cannot show it."""
     file = _file(tmp_path)
     world.applied = PatchConflict("hunk 1 does not apply")
     world.make = lambda side: SimulatedNative(heals=True)
@@ -240,7 +246,7 @@ def test_a_foreign_patch_that_does_not_apply(world: CheckSandbox, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Path) -> None:
-    """A foreign series claims the scenarios that its patches name; a requested patch runs those."""
+    """A foreign series claims the scenarios that its patches name; one patch runs only its own."""
     mine = tmp_path / "mine"
     shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
     (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
@@ -253,10 +259,10 @@ def test_a_foreign_series_names_its_scenarios(world: CheckSandbox, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_runs_that_hangs_prevent_decide_nothing_good(
+def test_runs_skipped_after_hangs_give_no_good_verdict(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hangs on both sides leave a patch without claims untested; a broken claim stays broken."""
+    """If both sides hang, a patch without claims is untested; a failed claim is reported."""
 
     class Hanging(SimulatedNative):
         def decode(self, *_):
@@ -277,10 +283,10 @@ def test_runs_that_hangs_prevent_decide_nothing_good(
 
 
 @pytest.mark.slow
-def test_a_series_without_claims(
+def test_imported_patch_without_claims_has_the_verdict_of_its_file(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An imported patch has the verdict of its file; so does its own check in the series."""
+    """It has the verdict of its file, also if it is checked in the series."""
     some = [discovery.find(name) for name in SOME]
     monkeypatch.setattr(discovery, "select", lambda *_: some)
     world.make = lambda side: SimulatedNative()
@@ -302,7 +308,7 @@ def test_a_series_without_claims(
 def test_scenarios_that_limit_a_request_are_not_claimed(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure that stock shares is no failed claim then; what only stock fails is a fix."""
+    """A failure that stock shares is then no failed claim; one of stock alone is a fix."""
     foreign = {"patches": str(_file(tmp_path)), "scenarios": ("fragmented",)}
     world.make = lambda side: SimulatedNative()
     assert ask(**foreign).decision.verdict is Verdict.INEFFECTIVE
@@ -310,7 +316,7 @@ def test_scenarios_that_limit_a_request_are_not_claimed(
     assert CellSpec("0.3.9", **foreign).check_request().limit
     world.make = lambda side: SimulatedNative(heals=side == "patched")
     assert ask(**foreign, limit=True, fresh=True).decision.verdict is Verdict.NEEDED
-    # A guard that the user names is a fix if the patches claim others.
+    # A guard that the user selects is a fix if the patches claim others.
     mine = tmp_path / "mine"
     shutil.copytree(data("patches") / "quant-copy-fix", mine / "quant-copy-fix")
     (mine / "series.toml").write_text('schema = 1\norder = ["quant-copy-fix"]\n')
@@ -321,10 +327,10 @@ def test_scenarios_that_limit_a_request_are_not_claimed(
 
 
 @pytest.mark.slow
-def test_junit_charges_no_shared_failure(
+def test_junit_reports_no_failure_that_stock_shares(
     world: CheckSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like the verdict: only failures that a patch claims to fix, or that stock does not have."""
+    """As in the verdict, only claimed failures, or those that stock does not have, count."""
     some = [discovery.find(name) for name in SOME]
     monkeypatch.setattr(discovery, "select", lambda *_: some)
     world.make = lambda side: SimulatedNative()
@@ -346,16 +352,16 @@ def _file(folder: Path, name: str = "theirs.patch") -> Path:
     return file
 
 
-def test_why_a_patch_does_not_apply(world: CheckSandbox) -> None:
-    """The reason is what drift knows of it; without that the words of the conflict, in a line."""
+def test_broken_apply_reason_names_the_drift(world: CheckSandbox) -> None:
+    """The reason is the drift of the patch or, without one, the conflict in a line."""
     world.applied = PatchConflict("one does not apply\n  expected: x")
     assert ask().decision.reason.endswith("; one does not apply")
     world.why = "hunk 2, changed in 0.3.10"
     assert ask(fresh=True).decision.reason.endswith("; hunk 2, changed in 0.3.10")
 
 
-def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
-    """Scenarios that only a patch proves that did not apply have no patched side."""
+def test_skipped_patch_with_a_conflict_is_broken_apply(world: CheckSandbox) -> None:
+    """A scenario of a patch that did not apply has no patched side."""
     world.skipped = (Skipped("full-defrag", "hunk 4 fails", (PatchConflict("hunk 4"),)),)
     answer = ask()
     assert answer.decision.verdict is Verdict.BROKEN_APPLY
@@ -373,10 +379,10 @@ def test_a_part_of_the_series_left_out(world: CheckSandbox) -> None:
         ("compaction", "compact-mrope"),
     ],
 )
-def test_a_patch_without_a_run_that_cannot_be_carried(
+def test_uncarried_patch_without_runs_is_broken_apply(
     world: CheckSandbox, monkeypatch: pytest.MonkeyPatch, id_: str, scenario: str
 ) -> None:
-    """The others are needed, and no run shows what this one does: it requires manual work."""
+    """The others are needed, and no run tests this patch: it requires manual work."""
     some = [discovery.find(name) for name in ("fragmented", scenario)]
     monkeypatch.setattr(discovery, "select", lambda *_: some)
     shipped = [
@@ -408,8 +414,8 @@ def test_a_patch_without_a_run_that_cannot_be_carried(
     assert ask().decision.verdict is Verdict.BROKEN_APPLY, "no run can decide on it"
 
 
-def test_a_patch_that_cannot_be_carried(world: CheckSandbox) -> None:
-    """It counts like a conflict; one that waits for a required patch does not."""
+def test_uncarried_patch_is_broken_apply(world: CheckSandbox) -> None:
+    """It counts like a conflict; a patch that depends on a missing one does not."""
     manual = Manual("0.3.8", "src/a.cpp:4: upstream changed the lines that the patch changes")
     world.skipped = (Skipped("full-defrag", "src/a.cpp:4", manual=(manual,)),)
     answer = ask()

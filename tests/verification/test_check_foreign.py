@@ -1,4 +1,4 @@
-"""Patches of strangers get the verdicts that ours get, through the command that users run."""
+"""Test that foreign patches get the same verdicts as shipped ones, with the users' command."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from qa.random_operations import operation_cases
 RELEASE = foreign_kit.RELEASE
 pytestmark = pytest.mark.native
 
-#: Checks patches, and returns the exit status with the answer as JSON.
+#: Checks patches, and returns the exit status and the JSON output.
 Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
 def check(stock, capsys: pytest.CaptureFixture[str]) -> Iterator[Check]:
-    """Lend the command; the variants that it builds are taken away again."""
+    """Yield the command; remove the variants that it builds afterwards."""
     made = []
 
     def ask(*words: str) -> tuple[int, dict[str, Any]]:
@@ -45,13 +45,13 @@ def check(stock, capsys: pytest.CaptureFixture[str]) -> Iterator[Check]:
 
 
 def failing(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that patched failed."""
+    """Return the runs that failed on patched."""
     return [run for run in answer["results"]["patched"] if run["outcome"]["status"] == "fail"]
 
 
 @pytest.mark.slow
 def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
-    """It applies, builds and harms nothing, and what it claims to fix still fails."""
+    """It applies and builds without harm, and its claim still fails."""
     file = foreign_kit.retry_lost(tmp_path)
     claims = b"Scenario: fragmented\nScenario: retry-between-ubatches\n"
     file.write_bytes(b"Subject: [PATCH] retry\n\n" + claims + b"---\n" + file.read_bytes())
@@ -68,14 +68,14 @@ def test_a_lost_retry_hunk_is_ineffective(check: Check, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: Path) -> None:
-    """It applies and builds, decodes find their slots, and the values are wrong afterwards."""
+    """It applies and builds, decodes find slots, and the values are wrong afterwards."""
     code, answer = check("--patches", str(foreign_kit.values_by_column(tmp_path)))
     assert (code, answer["verdict"]) == (1, "harmful")
     assert answer["patches"] == ["defrag", "cleanup"]
     assert answer["scenarios"]["fragmented"] == "harmful"
     assert "introduces wrong data: " in answer["reason"]
     assert "[flash attention, " in answer["reason"]
-    # A story told from a damaged cache has other words, which is its claim.
+    # A story generated from a damaged cache differs, which is its claim.
     wrong = [run for run in failing(answer) if run["scenario"] != "story"]
     assert {run["outcome"]["failure"] for run in wrong} == {"data"}
     assert {run["setting"].split()[0] for run in wrong} == {"flash"}
@@ -95,7 +95,7 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
 
 
 def test_patch_that_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
-    """The place, the expected and the found lines are the reason; nothing is built."""
+    """The reason has the place, the expected and the actual lines; nothing is built."""
     text = foreign_kit.change(foreign_kit.shipped())
     old = b"        // find KV slot\n"
     assert text.count(old) == 1
@@ -111,7 +111,7 @@ def test_patch_that_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_patch_that_does_not_build_keeps_the_first_error(check: Check, tmp_path: Path) -> None:
-    """The first error of the compiler is the reason."""
+    """The first compiler error is the reason."""
     text = foreign_kit.change(foreign_kit.shipped())
     old = b"+        bool found = kv_self->find_slot(ubatch);\n"
     assert text.count(old) == 1

@@ -1,4 +1,4 @@
-"""Every fix is red on stock and green on patched, and every hunk of the patch is needed."""
+"""Test that each fix fails on stock and passes on patched, and that guards pass on patched."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from pyllamakv.verification.verdict import GOOD, Verdict, decide
 RELEASE = "0.3.9"
 DOCTORED = Path(__file__).resolve().parents[1] / "data" / "doctored"
 ALL = discovery.discover()
-#: Features belong to patches of their own.
+#: Features belong to their own patches.
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]
-#: Fixes of what upstream fixed before the test release, and the last release that is ill.
+#: Fixes of defects that upstream fixed earlier, and the last release with the defect.
 CURED_SINCE = {"quantized-defrag": "0.3.8", "mixed-types": "0.3.8"}
-#: Fixes of what came later.
+#: Fixes of later defects.
 TO_COME = ("swa-window-kept", "compact-then-decode", "compact-streams", "compact-swa")
 FIXES = [each.id for each in JUDGED if each.kind == "fix" and each.id not in TO_COME]
 
@@ -62,8 +62,8 @@ def pairs(stock, patched):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIXES if name not in CURED_SINCE])
-def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -> None:
-    """In every setting that can run here; a fix that cannot run at all is skipped."""
+def test_fix_fails_on_stock_and_passes_on_patched(pairs, patched, name: str) -> None:
+    """Each setting that can run here is checked; a fix that cannot run is skipped."""
     known = series.load()
     if not any(name in known.definition(each).scenarios for each in patched.manifest.patches):
         pytest.skip("no patch of this release names it")
@@ -78,7 +78,7 @@ def test_a_fix_is_red_on_stock_and_green_on_patched(pairs, patched, name: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURED_SINCE)
 def test_scenario_fixed_upstream_passes_on_both_sides(pairs, name: str) -> None:
-    """The test release has upstream's own fix, and the patch does not spoil it."""
+    """The test release has upstream's own fix, which the patch must not break."""
     for pair in (each for each in pairs if each.scenario == name):
         assert pair.stock.status == "pass", f"[{pair.setting}]: {pair.stock.message}"
         assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
@@ -86,7 +86,7 @@ def test_scenario_fixed_upstream_passes_on_both_sides(pairs, name: str) -> None:
 
 @pytest.mark.parametrize("name", CURED_SINCE)
 def test_scenario_fixed_upstream_fails_on_the_release_before(name: str) -> None:
-    """Where the last release that is ill is built, stock fails there and patched passes."""
+    """If the last release with the defect is built, stock fails there and patched passes."""
     release = CURED_SINCE[name]
     sides = {side: variants.find(f"{release}+{side}") for side in ("stock", "patched")}
     if None in sides.values():
@@ -100,22 +100,22 @@ def test_scenario_fixed_upstream_fails_on_the_release_before(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each.id for each in JUDGED if each.kind == "guard"])
-def test_a_guard_holds_on_patched(pairs, name: str) -> None:
-    """In every setting that can run here."""
+def test_guard_passes_on_patched(pairs, name: str) -> None:
+    """Each setting that can run here passes."""
     for pair in pairs:
         if pair.scenario == name and pair.patched.status not in ("skip", "absent"):
             assert pair.patched.status == "pass", f"[{pair.setting}]: {pair.patched.message}"
 
 
 @pytest.mark.slow
-def test_the_release_needs_the_patch(pairs) -> None:
-    """The test release's verdict is needed."""
+def test_verdict_of_the_test_release_is_needed(pairs) -> None:
+    """The check of the test release returns `needed`."""
     assert decide(pairs).verdict is Verdict.NEEDED
 
 
 @pytest.mark.slow
-def test_the_same_run_twice_gives_the_same(patched) -> None:
-    """Scenarios are deterministic: nothing but the time differs."""
+def test_repeated_run_has_the_same_outcome(patched) -> None:
+    """Scenarios are deterministic: only the time differs."""
     with ScenarioRunner() as bench:
         for name in ("fragmented", "abort-after-defrag"):
             each = ALL[name]

@@ -1,4 +1,4 @@
-"""Cells go to the machines of a scheduler, and each to one that has its device."""
+"""Test that cells run on the workers of a dask scheduler that have the required device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KITS = str(Path(__file__).resolve().parents[1] / "kits")
 
 
 class Client:
-    """Stand in for dask's client: notes what executors are asked for, and runs at once."""
+    """Replace dask's client: record the requested executors, and run immediately."""
 
     def __init__(self) -> None:
         self.wants: list[dict] = []
@@ -37,8 +37,8 @@ class Client:
         return Now()
 
 
-def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
-    """CPU cells go anywhere, CUDA cells where CUDA is."""
+def test_cell_of_a_backend_requires_its_dask_resource(monkeypatch, tmp_path: Path) -> None:
+    """CPU cells run on any worker, CUDA cells on workers with CUDA."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     client = Client()
     specs = [CellSpec("0.3.9"), CellSpec("0.3.9", backend="cuda"), CellSpec("0.3.8")]
@@ -52,22 +52,22 @@ def test_each_backend_asks_for_its_device(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_a_missing_worker_is_named_with_its_command() -> None:
-    """A cell waits if no worker has its device: the command that starts one is printed."""
+    """If no worker has the device, the cell waits, and the command to start one is printed."""
     executor = cluster.Cluster(Client(), "tcp://there:8786")
     assert executor.lacking({"cpu", "cuda"}) == []
     hint = "dask worker tcp://there:8786 --resources METAL=1"
     assert executor.lacking({"cpu", "metal"}) == [hint]
 
 
-def test_without_distributed_the_hint_is_named(monkeypatch) -> None:
-    """The extra is optional."""
+def test_missing_distributed_error_names_the_extra(monkeypatch) -> None:
+    """The package is optional."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ToolMissing, match="cluster"), cluster.connect("tcp://127.0.0.1:9"):
         pass
 
 
-def test_two_worker_processes(monkeypatch, tmp_path: Path) -> None:
-    """Two processes on loopback verify a matrix, given only the address."""
+def test_two_dask_workers_verify_a_matrix(monkeypatch, tmp_path: Path) -> None:
+    """Two processes on loopback verify a matrix, given only the scheduler's address."""
     distributed = pytest.importorskip("distributed")
     dask = pytest.importorskip("dask")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))

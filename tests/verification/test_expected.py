@@ -1,4 +1,4 @@
-"""What is accepted: regressions, improvements, and the file that holds them."""
+"""Test accepted verdicts: regressions, improvements, and their file."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def outcome(verdict: str, accepted: Accepted | None, *rows) -> str:
     ],
 )
 def test_verdicts_are_ranked(found: str, accepted: str | None, says: str) -> None:
-    """A worse verdict is a regression, a better one is reported, another good one is a change."""
+    """A worse verdict is a regression, a better one is reported, an equal one is a change."""
     assert outcome(found, Accepted(accepted) if accepted else None) == says
 
 
-def test_scenarios_count_by_themselves() -> None:
+def test_accepted_failure_covers_no_other_scenario() -> None:
     """An accepted failure does not cover another one."""
     bad = row("many-moves", "ineffective")
     known = Accepted("ineffective", {"many-moves": "ineffective"})
@@ -56,15 +56,15 @@ def test_scenarios_count_by_themselves() -> None:
     assert outcome("needed", Accepted("needed"), row(verdict="untestable")) == "same"
 
 
-def test_a_regression_says_what_broke() -> None:
+def test_regression_line_names_cell_verdicts_and_reason() -> None:
     """The line names the cell, both verdicts and the reason."""
     one = compare([result(verdict="ineffective", scenarios=(row("x", "ineffective"),))], {})[0]
     assert one.regression
     assert str(one).startswith("0.3.9: worse: expected a good verdict, found ineffective: ")
 
 
-def test_accept_writes_what_load_reads(tmp_path: Path) -> None:
-    """Cells are added and changed in place; comments and other cells stay."""
+def test_accepted_verdicts_are_written_and_read_back(tmp_path: Path) -> None:
+    """Cells are added and changed in place; comments and other cells are kept."""
     path = tmp_path / "expected.toml"
     bad = result("0.3.6", "ineffective", scenarios=(row("many-moves", "ineffective"), row()))
     cuda = result(spec=CellSpec("0.3.9", backend="cuda"))
@@ -88,7 +88,7 @@ def test_accept_writes_what_load_reads(tmp_path: Path) -> None:
 
 
 def test_accepted_result_is_as_expected(tmp_path: Path) -> None:
-    """Accepting makes any result good enough, and only this one."""
+    """An accepted result, and no other, is as expected."""
     path = tmp_path / "expected.toml"
     bad = result(verdict="harmful", scenarios=(row("a", "harmful"), row("b", "ineffective")))
     accept([bad], path)
@@ -100,7 +100,9 @@ def test_portable_builds_are_accepted_with_tuned_ones() -> None:
     assert name_of(CellSpec("0.3.9", native=False)) == name_of(CellSpec("0.3.9")) == NAME
 
 
-def test_an_installed_package_writes_to_the_home(monkeypatch, tmp_path: Path) -> None:
+def test_accept_without_a_checkout_writes_to_the_data_directory(
+    monkeypatch, tmp_path: Path
+) -> None:
     """Without a checkout, the file of the data directory extends the shipped one."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(verified.home, "checkout", lambda: None)
@@ -126,7 +128,7 @@ def test_an_installed_package_writes_to_the_home(monkeypatch, tmp_path: Path) ->
     ],
 )
 def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
-    """The message names the file."""
+    """The error names the file."""
     path = tmp_path / "expected.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"expected\.toml"):
@@ -134,6 +136,6 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_the_shipped_file_can_be_read() -> None:
-    """Every verdict in it is one, and every release is in the lock."""
+    """Every verdict in it is known, and every release is in the lock."""
     for name in load(verified.shipped()):
         assert name.partition("+")[0] in lockfile.known()

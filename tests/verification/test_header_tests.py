@@ -24,7 +24,7 @@ def shipped() -> bytes:
 
 
 def test_every_header_with_tests_is_a_shared_file() -> None:
-    """A renamed file would silently lose its tests."""
+    """A renamed header would otherwise lose its tests."""
     for header in HEADERS:
         assert header.source is not None, header.program
         for path in (header.path, *header.needs):
@@ -33,7 +33,7 @@ def test_every_header_with_tests_is_a_shared_file() -> None:
 
 @pytest.mark.slow
 def test_the_shipped_header_passes_and_a_slip_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip in the plan is reported with the groups that fail; results are cached."""
+    """A slip in the plan is reported with the failing groups; results are cached."""
     (found,) = run_header_tests({DEFRAG: shipped()})
     assert found.problem == ""
     assert found.groups >= 10
@@ -48,12 +48,12 @@ def test_the_shipped_header_passes_and_a_slip_fails(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_header_that_does_not_compile_is_reported() -> None:
-    """With the compiler's first error, without a temporary path."""
+    """The reason has the first compiler error, without a temporary path."""
     (found,) = run_header_tests({DEFRAG: b"#error no\n"})
     assert found.groups == 0
-    assert found.problem.startswith(f"{DEFRAG}: its tests do not compile: llama-kv-defrag.h:1:")
+    assert found.problem.startswith(f"{DEFRAG}: its tests do not compile: {DEFRAG}:1:")
 
 
-def test_unknown_files_have_no_tests() -> None:
+def test_tree_without_the_headers_runs_no_header_tests() -> None:
     """A tree without the patches has none of the headers."""
     assert run_header_tests({"src/llama.cpp": b""}) == []

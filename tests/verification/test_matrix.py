@@ -1,4 +1,4 @@
-"""The matrix: what is planned, on which executor, and what a killed run leaves."""
+"""Test the matrix: planning, executors, and the results after a killed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOME = ("0.3.5", "0.3.6", "b4980", "0.3.9", "0.3.36")
 
 @pytest.fixture(autouse=True)
 def trace(monkeypatch, tmp_path: Path) -> Path:
-    """Give every test its own data directory, and a folder that records verified cells."""
+    """Give every test its own data directory, and a directory that records verified cells."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "trace"
     folder.mkdir()
@@ -50,8 +50,8 @@ def test_plan_has_every_release_once() -> None:
     assert len(names) == len({known[n].commit for n in names})
 
 
-def test_plan_is_narrowed() -> None:
-    """By release, era, backend and patch."""
+def test_plan_is_filtered_by_release_era_backend_and_patch() -> None:
+    """The plan is filtered by each of them."""
     assert [c.release for c in plan(MatrixSelection(("0.3.10", "0.3.9")))] == ["0.3.9", "0.3.10"]
     assert [c.quick for c in plan(MatrixSelection(("0.3.9",), quick=True))] == [True]
     assert [c.quick for c in plan(MatrixSelection(("0.3.9",)))] == [False]
@@ -87,21 +87,21 @@ def test_a_wrong_plan_is_refused(choice: MatrixSelection, error: type[Exception]
         plan(choice)
 
 
-def test_in_this_process() -> None:
-    """Without an executor, cells are verified one by one, in order."""
-    said = []
+def test_matrix_without_an_executor_runs_in_order() -> None:
+    """Cells are verified one by one, in order."""
+    messages = []
     found = matrix.run(
-        specs(), judge=cell_results.judge, progress=lambda what, done, total: said.append(what)
+        specs(), judge=cell_results.judge, progress=lambda what, done, total: messages.append(what)
     )
     assert [r.spec.release for r in found] == list(SOME)
     assert [r.verdict for r in found] == ["needed", "ineffective", "untestable", "needed", "native"]
-    assert said[0].startswith("0.3.5: needed (1 of 5")
-    assert said[-1] == "0.3.36: native (5 of 5)"
+    assert messages[0].startswith("0.3.5: needed (1 of 5")
+    assert messages[-1] == "0.3.36: native (5 of 5)"
 
 
 @pytest.mark.slow
-def test_on_threads_and_on_processes(trace: Path) -> None:
-    """Any executor will do; the order of results is that of the cells."""
+def test_matrix_on_threads_and_processes_keeps_the_order(trace: Path) -> None:
+    """The order of results is that of the cells, with any executor."""
     with ThreadPoolExecutor(3) as pool:
         first = matrix.run(specs(), executor=pool, judge=cell_results.judge)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -112,7 +112,7 @@ def test_on_threads_and_on_processes(trace: Path) -> None:
 
 
 def test_verified_cells_are_not_verified_again(trace: Path) -> None:
-    """A second run starts only what is untestable; --fresh verifies all."""
+    """A second run verifies only untestable cells; --fresh verifies all."""
     first = matrix.run(specs(), judge=cell_results.judge)
     assert matrix.run(specs(), judge=cell_results.judge) == first
     assert judged(trace) == sorted([*SOME, "b4980"])
@@ -121,14 +121,14 @@ def test_verified_cells_are_not_verified_again(trace: Path) -> None:
 
 
 def test_results_of_other_machines_are_kept_apart(trace: Path) -> None:
-    """What another kind of machine found is not this machine's result."""
+    """A result of another kind of machine is not used."""
     with ThreadPoolExecutor(1) as pool:
         matrix.run(specs("0.3.9"), executor=pool, judge=cell_results.judge)
     matrix.run(specs("0.3.9"), judge=cell_results.judge)
     assert judged(trace) == ["0.3.9", "0.3.9"]
 
 
-def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
+def test_repeated_matrix_verifies_only_missing_cells(trace: Path) -> None:
     """Each result is stored when it is complete; the next run verifies the rest."""
     with pytest.raises(KeyboardInterrupt):
         matrix.run(specs(), judge=cell_results.judge_then_be_killed)
@@ -137,8 +137,8 @@ def test_a_killed_run_goes_on_where_it_was(trace: Path) -> None:
     assert judged(trace) == sorted(SOME)
 
 
-def test_two_runs_at_once_share_the_cells(trace: Path) -> None:
-    """A cell that another run is verifying is left to it, and its result is used."""
+def test_concurrent_matrices_verify_each_cell_once(trace: Path) -> None:
+    """A cell that another run verifies is skipped, and its result is used."""
     first, *others = cells = specs("0.3.5", "0.3.8", "0.3.9")
     begun, go_on = threading.Event(), threading.Event()
 
@@ -174,8 +174,8 @@ def test_a_lost_worker_costs_no_more_than_it_had() -> None:
     assert again[0].verdict == "needed"
 
 
-def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> None:
-    """A result is never stored under other inputs than its own."""
+def test_result_of_inputs_changed_during_the_run_is_not_cached(monkeypatch, trace: Path) -> None:
+    """A result is never stored with other inputs than its own."""
     keys = iter(["before", "after"])
     monkeypatch.setattr(result_cache, "key", lambda *_: next(keys))
     matrix.run(specs("0.3.9"), judge=cell_results.judge)
@@ -184,7 +184,7 @@ def test_inputs_that_change_meanwhile_leave_no_key(monkeypatch, trace: Path) -> 
 
 
 def test_remaining_time_is_estimated_from_completed_cells() -> None:
-    """The estimate is the mean of the cells so far, and says nothing before the first."""
+    """The estimate is the mean of the completed cells, and absent before the first one."""
     pace = ProgressEstimate(10, 4, started=100.0)
     assert pace.left(160.0) is None
     assert str(pace) == "4 of 10"
@@ -195,7 +195,7 @@ def test_remaining_time_is_estimated_from_completed_cells() -> None:
 
 
 def test_sample_is_one_release_per_era() -> None:
-    """Plan the test release for its era, and the newest of every other."""
+    """The sample has the test release for its era, and the newest of every other."""
     names = [spec.release for spec in plan(MatrixSelection(sample=True))]
     known = lockfile.known()
     eras = [known[name].era for name in names]

@@ -1,4 +1,4 @@
-"""Every output holds the same facts, each in a shape that its readers can take."""
+"""Test that all output formats have the same data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TABLE = {"b4980+patched cpu": Accepted("untestable")}
 COMPARED = compare(RESULTS, TABLE)
 
 
-def test_the_document_is_as_its_schema_says() -> None:
-    """The schema knows every key, and refuses others."""
+def test_matrix_json_is_valid_against_its_schema() -> None:
+    """The schema contains every key, and refuses others."""
     jsonschema = pytest.importorskip("jsonschema")
     document = json.loads(json.dumps(matrix_reports.document(RESULTS, COMPARED)))
     checker = jsonschema.Draft202012Validator(matrix_reports.schema())
@@ -40,8 +40,8 @@ def test_the_document_is_as_its_schema_says() -> None:
     assert not checker.is_valid(document)
 
 
-def test_documents_merge(tmp_path: Path) -> None:
-    """Artefacts of several machines make one matrix; the last of a cell counts."""
+def test_merged_documents_keep_the_last_result_of_a_cell(tmp_path: Path) -> None:
+    """Artefacts of several machines are one matrix, with the last result of each cell."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     one.write_text(json.dumps(matrix_reports.document(RESULTS, COMPARED)))
     newer = (result(verdict="native"),)
@@ -55,7 +55,7 @@ def test_documents_merge(tmp_path: Path) -> None:
 
 
 def test_markdown_keeps_its_columns() -> None:
-    """Bars and line ends of messages do not break the table."""
+    """Bars and newlines in messages do not break the table."""
     lines = matrix_reports.markdown(RESULTS).splitlines()
     assert lines[0] == "| release | era | backend | verdict | measured | fixed |"
     start = "| 0.3.9 | unified | cpu | needed | stock fails 55 of 77 runs, patched 0 |"
@@ -65,7 +65,7 @@ def test_markdown_keeps_its_columns() -> None:
 
 
 def test_markdown_folds_older_releases() -> None:
-    """The newest is the first row; each part is a table of its own, as GitHub reads it."""
+    """The newest release is the first row; each part is its own table, as GitHub requires."""
     cells = [replace(RESULTS[0], spec=CellSpec(f"b{day}"), date=f"2026-01-{day}") for day in DAYS]
     text = matrix_reports.markdown(cells)
     recent, folded = text.split("\n<details>\n<summary>2 older verdicts</summary>\n\n")
@@ -78,13 +78,13 @@ def test_markdown_folds_older_releases() -> None:
 
 
 def test_markdown_counts_carried_patches() -> None:
-    """A verdict on merged patches is recognizable in the table."""
+    """A verdict on merged patches is marked in the table."""
     (line,) = matrix_reports.markdown((result(carried={"compaction": "0.3.30"}),)).splitlines()[2:]
     assert "| needed (1 carried) |" in line
 
 
 def test_markdown_has_the_runs_and_dates_of_devices() -> None:
-    """What a device cannot run counts for nothing, which has to be seen."""
+    """Runs that a device skipped are counted separately."""
     row = RESULTS[0].scenarios[0]
     spec = replace(RESULTS[0].spec, backend="vulkan")
     rows = (row, replace(row, id="other", verdict="untestable"))
@@ -95,8 +95,8 @@ def test_markdown_has_the_runs_and_dates_of_devices() -> None:
     assert lines[2].count("|") == lines[1].count("|")
 
 
-def test_markdown_counts_what_does_not_fit() -> None:
-    """A few fixes are named, many are counted."""
+def test_markdown_counts_more_than_two_fixes() -> None:
+    """A few fixes are listed, many are counted."""
     one = replace(RESULTS[0].scenarios[0], verdict="needed")
     rows = [replace(one, id=name) for name in ("a", "b", "c")]
     few = matrix_reports.markdown([replace(RESULTS[0], scenarios=tuple(rows[:2]))])
@@ -106,7 +106,7 @@ def test_markdown_counts_what_does_not_fit() -> None:
 
 
 def test_junit_fails_on_regressions_alone() -> None:
-    """What is accepted passes or is skipped; control characters do not break the file."""
+    """An accepted result passes or is skipped; control characters are escaped."""
     cells = [replace(RESULTS[0], scenarios=(replace(RESULTS[0].scenarios[0], stock="\x1b"),))]
     root = ET.fromstring(matrix_reports.junit([*RESULTS, *cells], [*COMPARED, COMPARED[0]]))
     suites = {suite.get("name"): suite for suite in list(root)[:3]}
@@ -117,15 +117,15 @@ def test_junit_fails_on_regressions_alone() -> None:
 
 
 def test_workflow_commands_are_one_line_each() -> None:
-    """GitHub reads errors for regressions and notices for the rest that is not as accepted."""
+    """Regressions are errors for GitHub, and other changes notices."""
     lines = matrix_reports.workflow(COMPARED)
     assert [line.split(" ")[0] for line in lines] == ["::notice", "::error"]
     assert lines[1].startswith("::error title=pyllamakv 0.3.6::0.3.6: worse")
     assert "%0A" in lines[1] and "\n" not in lines[1]
 
 
-def test_the_plan_for_github() -> None:
-    """Each job gets the arguments that verify its cell."""
+def test_github_plan_has_the_arguments_of_each_job() -> None:
+    """Each job has the arguments that verify its cell."""
     specs = [
         CellSpec("0.3.9"),
         CellSpec("b4980", isolate="full-defrag", backend="cuda", native=False),

@@ -1,4 +1,4 @@
-"""The newest release that a series fits is found, and what ends it there."""
+"""Test the search for the newest release of a series, and for the first failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFLICT = {"src/a.cpp": code("first", "fix(b);")}
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
-    """Return five releases: the patch applies to four of them."""
+    """Return five releases; the patch applies to four of them."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     bench = SeriesSandbox(open_store(), tmp_path / "patches")
     for day, files in enumerate((STOCK, NEAR, STOCK, NEAR, CONFLICT), 1):
@@ -38,7 +38,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SeriesSandbox:
 
 
 def verified(monkeypatch: pytest.MonkeyPatch, **verdicts: str) -> list[str]:
-    """Let the verdict of a release be the given one, else needed; return what is verified."""
+    """Set the verdicts of releases, else needed; return the list of verified ones."""
     asked: list[str] = []
 
     def run(specs: list[CellSpec], **_: Any) -> tuple[Any, ...]:
@@ -67,8 +67,10 @@ def test_the_newest_that_applies_is_verified(
     assert (only.release, only.verdict) == ("0.3.4", "")
 
 
-def test_a_bad_verdict_is_bisected(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first bad release is named with its verdict; other bad verdicts are the same side."""
+def test_bad_verdict_of_the_newest_release_is_bisected(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bad release is named with its verdict; other bad verdicts count as bad."""
     asked = verified(monkeypatch, r4="harmful", r3="broken-build")
     found = newest(bench.releases.values(), patches=str(bench.folder))
     assert (found.release, found.first) == ("0.3.2", "0.3.3")

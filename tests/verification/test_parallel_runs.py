@@ -1,4 +1,4 @@
-"""Runs are shared out, remembered, and cut off by an interrupt without a trace."""
+"""Test that runs are distributed and cached, and that an interrupt leaves no result."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_interrupt_ends_a_run_at_once() -> None:
 
 
 class Silent(SimulatedNative):
-    """Answer nothing in time."""
+    """Exceed the timeout of a request."""
 
     def decode(self, *_):
         raise WorkerTimeout("no answer within 120 s")
@@ -76,12 +76,12 @@ class Silent(SimulatedNative):
 
 @pytest.mark.parametrize(("silent", "ended"), [(1, "pass"), (2, "fail")])
 def test_only_a_repeated_hang_is_a_failure(silent: int, ended: str) -> None:
-    """A worker that was silent once may have stood on a machine that slept."""
+    """A single timeout may have been caused by a machine that was suspended."""
     made = iter(range(9))
     opener = Opener(
         lambda: (
             Silent() if 0 < next(made) <= silent else SimulatedNative(heals=True)
-        )  # 0 only tries to load
+        )  # 0 only loads the library
     )
     one = task("patched", "fragmented")
     run = parallel_runs.run_tasks([one], workers=1, opener=opener)[one]
@@ -89,10 +89,8 @@ def test_only_a_repeated_hang_is_a_failure(silent: int, ended: str) -> None:
     assert (parallel_runs.load_run(one.key) is None) is (ended == "fail")
 
 
-def test_a_full_disk_costs_the_memory_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A result that cannot be written is not remembered; nothing is left and nothing raised."""
+def test_full_disk_leaves_a_run_uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A result that cannot be written is not cached, and no error is raised."""
     run = Run("a", "b", Outcome("pass"))
 
     def full(*_: object) -> None:
@@ -107,8 +105,8 @@ def test_a_full_disk_costs_the_memory_alone(
     assert parallel_runs.load_run("key") == run
 
 
-def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later releases find no software device of Vulkan without the variable that names it."""
+def test_trial_of_a_library_has_the_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later releases find no software device of Vulkan without that variable."""
     monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
     opener = Opener(lambda: SimulatedNative(heals=True))
     one = dataclasses.replace(task("patched", "fragmented"), backend="vulkan")
@@ -117,7 +115,7 @@ def test_a_library_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cached_runs_are_not_repeated() -> None:
-    """Until it is asked for afresh."""
+    """They are repeated only on request."""
     opener = Opener(lambda: SimulatedNative(heals=True))
     words = {"workers": 1, "opener": opener}
     tasks = [task("patched", "fragmented"), task("patched", "fork-then-defrag")]
@@ -131,7 +129,7 @@ def test_cached_runs_are_not_repeated() -> None:
 
 
 def test_no_more_runs_are_made_after_three_hangs() -> None:
-    """The first hang is repeated, later ones are not; the other side still runs."""
+    """Only the first hang is repeated; the other side still runs."""
     made: list[str] = []
 
     def make(path: Path) -> SimulatedNative:
@@ -144,13 +142,13 @@ def test_no_more_runs_are_made_after_three_hangs() -> None:
     runs = parallel_runs.run_tasks(tasks, workers=1, opener=Opener(make))
     failures = [run.outcome.failure for one, run in runs.items() if one.side == "patched"]
     assert failures == ["hang"] * 3 + ["stopped"] * 2
-    # One worker to try to load it, and one per run that hung.
+    # One worker to load it, and one per run that hung.
     assert made.count("patched") == 1 + 4
     assert all(run.outcome.status != "skip" for one, run in runs.items() if one.side == "stock")
     assert all(parallel_runs.load_run(one.key) is None for one in tasks if one.side == "patched")
 
 
-def test_the_timeout_of_a_call_is_set() -> None:
+def test_timeout_is_set_on_every_worker() -> None:
     """On every worker that runs scenarios."""
     libraries: list[SimulatedNative] = []
 

@@ -1,4 +1,4 @@
-"""A watch finishes each release once, and keeps what an interrupted one left."""
+"""Test that a watch completes each release once, and resumes after an interrupt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOTH = (SPEC, CellSpec("b2", backend="cuda"))
 
 @pytest.fixture(autouse=True)
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Give a test a data directory with one added release; return the results of each branch."""
+    """Use a data directory with one added release; return the results of each branch."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     lockfile.save(lockfile.added(), [RELEASE])
     found: list[Any] = []
@@ -52,8 +52,8 @@ def started(*specs: CellSpec) -> ReleaseWatch:
     return watch
 
 
-def test_the_last_result_finishes_a_release(written: list[Any]) -> None:
-    """The branch has the results of all backends; then the release is not pending."""
+def test_branch_is_written_after_the_last_result(written: list[Any]) -> None:
+    """The branch has the results of all backends; afterwards the release is not pending."""
     watch = started(*BOTH)
     results = tuple(cell_results.result("b2", spec=spec) for spec in BOTH)
     watch.take(results[0])
@@ -79,10 +79,10 @@ HANG = FailedRun("many-moves", "flash", "hang", "no end after 60 s")
         ("untestable", (), ["b2"]),
     ],
 )
-def test_a_bad_verdict_has_no_branch(
+def test_bad_verdict_has_no_branch(
     written: list[Any], verdict: str, failing: tuple[FailedRun, ...], left: list[str]
 ) -> None:
-    """One backend is enough; after an untestable cell or a hang, the release is not finished."""
+    """One backend is enough; after an untestable cell or a hang, the release is not complete."""
     watch = started(*BOTH)
     watch.take(cell_results.result("b2", verdict, spec=BOTH[1], failing=failing))
     watch.take(cell_results.result("b2"))
@@ -91,8 +91,8 @@ def test_a_bad_verdict_has_no_branch(
     assert release_watch.pending(BOTH) == left
 
 
-def test_a_good_verdict_with_a_hang(written: list[Any]) -> None:
-    """The release has its branch, and is finished."""
+def test_good_verdict_with_a_hang_has_a_branch(written: list[Any]) -> None:
+    """The release has its branch, and is complete."""
     watch = started(SPEC)
     watch.take(cell_results.result("b2", failing=(HANG,)))
     assert watch.followed[0].branch
@@ -100,7 +100,7 @@ def test_a_good_verdict_with_a_hang(written: list[Any]) -> None:
 
 
 def test_conflicts_are_reported(written: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch that requires manual work is reported, and there is no branch."""
+    """A patch that requires manual work is reported, and no branch is written."""
     patch = UncarriedPatch("fix", "manual", "0.3.36", "a conflict")
     monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (patch,))
     watch = started(SPEC)
@@ -114,10 +114,10 @@ def test_conflicts_are_reported(written: list[Any], monkeypatch: pytest.MonkeyPa
     [(BranchRefused("Ada"), []), (GitError(["git"], 1, "no room"), ["b2"])],
     ids=["refused", "failed"],
 )
-def test_a_branch_that_cannot_be_written(
+def test_failed_branch_is_written_by_the_next_watch(
     monkeypatch: pytest.MonkeyPatch, error: KvError, left: list[str]
 ) -> None:
-    """It is tried again by the next watch, except if somebody reviews the release."""
+    """After an error of git the release is pending; after a refused branch it is complete."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -130,8 +130,8 @@ def test_a_branch_that_cannot_be_written(
     assert release_watch.pending([SPEC]) == left
 
 
-def test_releases_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its error, and is not marked as unfinished."""
+def test_release_of_a_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its error, and is not marked as pending."""
     watch = ReleaseWatch("")
     folder = replace(RELEASE, name="path:/x", kind="path")
     assert not watch.start(folder)
@@ -140,8 +140,8 @@ def test_releases_that_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None
     assert release_watch.pending([SPEC]) == []
 
 
-def test_one_branch_for_two_releases() -> None:
-    """The second release is refused; it would replace the branch of the first."""
+def test_second_release_for_one_branch_is_refused() -> None:
+    """It would replace the branch of the first one."""
     watch = ReleaseWatch("review")
     assert watch.start(RELEASE)
     assert not watch.start(replace(RELEASE, name="b3"))
@@ -149,14 +149,14 @@ def test_one_branch_for_two_releases() -> None:
 
 
 def test_added_release_without_a_result_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An added release without a result is pending without a mark."""
+    """It needs no mark."""
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
     assert release_watch.pending(BOTH) == ["b2"]
     assert [release.name for release in release_watch.added()] == ["b2"]
 
 
 def test_release_added_by_a_user_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older release that a user added is not pending, until a watch marked it."""
+    """An older release that a user added is not pending unless a watch marked it."""
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: None)
     older = replace(RELEASE, name="b1", date="2026-10-01T00:00:00Z")
     lockfile.save(lockfile.added(), [older])
@@ -166,8 +166,8 @@ def test_release_added_by_a_user_is_not_pending(monkeypatch: pytest.MonkeyPatch)
     assert release_watch.pending(specs) == ["b1", "b2"]
 
 
-def test_a_release_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not pending, whatever a watch left."""
+def test_shipped_release_is_not_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not pending, even with the mark of a watch."""
     started(SPEC)
     assert release_watch.pending([SPEC]) == ["b2"]
     monkeypatch.setattr(lockfile, "shipped", lambda: tmp_path / "shipped.lock.toml")
@@ -175,8 +175,8 @@ def test_a_release_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert release_watch.pending([SPEC]) == []
 
 
-def test_only_one() -> None:
-    """The second watch ends at once and names the lock; errors inside pass through."""
+def test_second_watch_is_refused_while_the_lock_is_held() -> None:
+    """The second watch ends with the name of the lock; errors in the block are unchanged."""
     with (
         release_watch.only_one(),
         pytest.raises(Locked, match=r"another .* holds .*watch\.lock; wait until"),

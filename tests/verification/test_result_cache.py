@@ -1,4 +1,4 @@
-"""Results are found again by content, and only by content."""
+"""Test that results are cached by content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = CellSpec("0.3.9")
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path: Path) -> Path:
-    """Give every test a home of its own, and patches that it may change."""
+    """Give every test its own data directory, and patches that it may change."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     patches = tmp_path / "patches"
     patches.mkdir()
@@ -26,8 +26,8 @@ def place(monkeypatch, tmp_path: Path) -> Path:
     return patches
 
 
-def test_the_key_depends_on_what_decides(place: Path) -> None:
-    """Another spec, patch or kind of machine is another key; what is accepted is not."""
+def test_key_depends_on_spec_patches_and_machine(place: Path) -> None:
+    """Another spec, patch or kind of machine has another key; accepted verdicts do not."""
     first = result_cache.key(SPEC)
     assert first and first == result_cache.key(SPEC)
     (place / "expected.toml").write_text("schema = 1")
@@ -40,7 +40,7 @@ def test_the_key_depends_on_what_decides(place: Path) -> None:
 
 
 def test_the_key_of_another_series_depends_on_its_content(tmp_path: Path) -> None:
-    """On its patches and claims, and not on those that ship."""
+    """It depends on the patches and claims of the series, and not on the shipped ones."""
     file = tmp_path / "mine.patch"
     file.write_text("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
     spec = replace(SPEC, patches=str(file))
@@ -52,8 +52,8 @@ def test_the_key_of_another_series_depends_on_its_content(tmp_path: Path) -> Non
     assert result_cache.key(spec) != first
 
 
-def test_no_key_without_tools(monkeypatch) -> None:
-    """Where nothing can be built nothing is remembered either."""
+def test_key_without_a_compiler_is_none(monkeypatch) -> None:
+    """If nothing can be built, nothing is cached."""
 
     def missing(*_):
         raise ToolMissing("no compiler")
@@ -65,7 +65,7 @@ def test_no_key_without_tools(monkeypatch) -> None:
 
 
 def test_a_result_with_a_former_scenario_id_can_be_read() -> None:
-    """It has no key, so a later run verifies the cell again; its latest result is still shown."""
+    """It has no key, so a later run verifies the cell again; its last result is still shown."""
     former = CellSpec("0.3.9", scenarios=("memory-sliding",))
     assert result_cache.key(former) is None
     kept = result(spec=former, scenarios=(row("memory-sliding", kind="guard"),))
@@ -89,7 +89,7 @@ def test_stock_results_are_pass_fail_or_skip(place: Path) -> None:
 
 
 def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
-    """An old result is shown as what it is."""
+    """A result of other inputs is shown as outdated."""
     assert result_cache.latest_result(SPEC) is None
     result_cache.store_result(result_cache.key(SPEC), result())
     assert result_cache.latest_result(SPEC) == result()
@@ -107,7 +107,7 @@ def test_latest_is_marked_when_inputs_changed(place: Path) -> None:
     ],
 )
 def test_temporary_failures_are_not_cached(passing) -> None:
-    """A machine's trouble of the moment is shown, but never taken for the result."""
+    """They are shown, but not used as results."""
     name = result_cache.key(SPEC)
     result_cache.store_result(name, passing)
     assert result_cache.load_result(name) is None
@@ -115,12 +115,12 @@ def test_temporary_failures_are_not_cached(passing) -> None:
 
 
 @pytest.mark.regression(
-    "a result whose writing was killed was found by its key and never became the latest",
+    "a result whose write was killed was found by its key, but never became the latest one",
     by="faults",
     of="Python",
 )
 def test_a_cached_result_is_the_latest_one(monkeypatch) -> None:
-    """A cached result is not written again: a kill in between changes nothing."""
+    """A cached result is not written again, so a kill during the write has no effect."""
     real, written = result_cache.write_text_atomic, []
 
     def killed(file: Path, text: str) -> None:
@@ -135,8 +135,8 @@ def test_a_cached_result_is_the_latest_one(monkeypatch) -> None:
     assert result_cache.load_result("a key") is None
 
 
-def test_damage_is_no_result(place: Path) -> None:
-    """A half-written or foreign file is as good as none."""
+def test_damaged_result_is_ignored(place: Path) -> None:
+    """A truncated file, or one of another format, is ignored."""
     name = result_cache.key(SPEC)
     result_cache.store_result(name, result())
     for file in (place.parent / "home" / "results").rglob("*.json"):
@@ -145,8 +145,8 @@ def test_damage_is_no_result(place: Path) -> None:
     assert result_cache.latest_result(SPEC) is None
 
 
-def test_a_home_that_cannot_be_written_costs_no_verdict(monkeypatch, tmp_path: Path) -> None:
-    """Keeping is best effort."""
+def test_unwritable_data_directory_does_not_fail_a_verdict(monkeypatch, tmp_path: Path) -> None:
+    """Caching is best effort."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "file"))
     result_cache.store_result("0" * 64, result())

@@ -1,4 +1,4 @@
-"""A branch for review has the lock entry, ports and verdicts; nothing else changes."""
+"""Test that a review branch has the lock entry, ports and verdicts, and no other change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAME = "watch/0.3.2"
 
 
 class Checkout:
-    """Hold a repository with a series, and a release that one of its patches is carried to."""
+    """Create a repository with a series, and a release to which one of its patches is carried."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "checkout"
@@ -79,7 +79,7 @@ class Checkout:
         git(self.root, "commit", "-q", *args, env=person)
 
     def state(self) -> tuple[str, ...]:
-        """Return everything of the repository but new objects."""
+        """Return the state of the repository except for new objects."""
         index = (self.root / ".git" / "index").read_bytes().hex()
         refs = git(self.root, "for-each-ref", "--format=%(refname) %(objectname)")
         head = git(self.root, "symbolic-ref", "HEAD")
@@ -93,7 +93,7 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
-    """Return a checkout that the package seems to run from."""
+    """Return a checkout that is used as that of the package."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     made = Checkout(tmp_path)
     monkeypatch.setattr(home, "checkout", lambda: made.root)
@@ -102,8 +102,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
 
 
 @pytest.mark.slow
-def test_a_branch(checkout: Checkout, tmp_path: Path) -> None:
-    """It has one commit with port, lock entry and verdict; the port applies strictly."""
+def test_branch_has_one_commit_with_port_lock_entry_and_verdict(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    """The port applies strictly."""
     before = checkout.state()
     made = checkout.write()
     assert made is not None
@@ -152,7 +154,7 @@ def test_repeated_review_branch_has_the_same_commit(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_an_own_branch_is_replaced(checkout: Checkout) -> None:
+def test_branch_of_an_earlier_watch_is_replaced(checkout: Checkout) -> None:
     """On a new commit, the branch starts there."""
     first = checkout.write()
     checkout.git("commit", "-q", "--allow-empty", "-m", "more")
@@ -163,8 +165,10 @@ def test_an_own_branch_is_replaced(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--allow-empty", "-m", "mine"), ("--amend", "-m", "mine")])
-def test_a_branch_with_commits_of_a_person(checkout: Checkout, options: tuple[str, ...]) -> None:
-    """Neither a commit on top nor an amended one is replaced."""
+def test_branch_with_commits_of_a_user_is_not_replaced(
+    checkout: Checkout, options: tuple[str, ...]
+) -> None:
+    """Neither an additional commit nor an amended one is replaced."""
     checkout.write()
     checkout.git("switch", "-q", NAME)
     checkout.commit_as("Ada", *options)
@@ -177,8 +181,8 @@ def test_a_branch_with_commits_of_a_person(checkout: Checkout, options: tuple[st
 
 
 @pytest.mark.slow
-def test_a_branch_with_a_changed_tree(checkout: Checkout) -> None:
-    """A commit with our name and another tree is not our commit."""
+def test_branch_with_an_amended_tree_is_not_replaced(checkout: Checkout) -> None:
+    """A commit with the package's name and another tree is not its commit."""
     checkout.write()
     checkout.git("switch", "-q", NAME)
     (checkout.root / "README.md").write_text("changed\n")
@@ -189,8 +193,8 @@ def test_a_branch_with_a_changed_tree(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> None:
-    """It is not moved below a work tree."""
+def test_checked_out_branch_is_not_moved(checkout: Checkout, tmp_path: Path) -> None:
+    """The branch of a work tree is not moved."""
     checkout.write()
     checkout.git("worktree", "add", "-q", str(tmp_path / "review"), NAME)
     checkout.git("commit", "-q", "--allow-empty", "-m", "more")
@@ -201,8 +205,10 @@ def test_a_branch_that_is_checked_out(checkout: Checkout, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A branch that somebody changes while it is written keeps its commit."""
+def test_branch_changed_during_the_write_keeps_its_commit(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch that changes while it is written keeps its commit."""
     checkout.write()
     checkout.git("commit", "-q", "--allow-empty", "-m", "more")
     accept = expected.accept
@@ -218,8 +224,8 @@ def test_a_commit_at_the_same_time(checkout: Checkout, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_name_that_is_a_folder_of_branches(checkout: Checkout) -> None:
-    """A branch below the name is left alone."""
+def test_branch_name_that_is_a_prefix_of_another_is_refused(checkout: Checkout) -> None:
+    """An existing branch below the name is not replaced."""
     checkout.git("branch", f"{NAME}/more")
     state = checkout.state()
     with pytest.raises(GitError, match=r"watch/0\.3\.2/more"):
@@ -228,8 +234,8 @@ def test_a_name_that_is_a_folder_of_branches(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_a_release_that_is_merged(checkout: Checkout) -> None:
-    """Without a change, there is no branch."""
+def test_merged_release_gets_no_branch(checkout: Checkout) -> None:
+    """Without a change, no branch is written."""
     made = checkout.write()
     assert made is not None
     checkout.git("merge", "-q", "--ff-only", NAME)
@@ -240,7 +246,7 @@ def test_a_release_that_is_merged(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_other_patches_than_verified(checkout: Checkout) -> None:
+def test_branch_of_unverified_carried_patches_is_refused(checkout: Checkout) -> None:
     """A carried patch that was not verified as such is not accepted."""
     state = checkout.state()
     verified = replace(checkout.result(), carried={"fix": "0.3.0"})
@@ -250,8 +256,8 @@ def test_other_patches_than_verified(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_patches_that_change_while_a_watch_runs(checkout: Checkout) -> None:
-    """The branch starts at the commit that was verified, and needs the same patches now."""
+def test_branch_of_patches_changed_since_the_verification_is_refused(checkout: Checkout) -> None:
+    """The branch starts at the verified commit, and needs the same patches."""
     start = review_branch.repository()
     checkout.git("commit", "-q", "--allow-empty", "-m", "more")
     made = checkout.write(start=start)
@@ -271,7 +277,7 @@ def test_patches_that_change_while_a_watch_runs(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_every_backend_is_accepted(checkout: Checkout) -> None:
+def test_branch_accepts_the_verdict_of_every_backend(checkout: Checkout) -> None:
     """Each result of the release has its entry."""
     checkout.write(
         checkout.result(), replace(checkout.result(), spec=CellSpec("0.3.2", backend="cuda"))
@@ -281,8 +287,10 @@ def test_every_backend_is_accepted(checkout: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a git checkout whose patches and lock are committed; other changes do not matter."""
+def test_repository_requires_committed_patches_and_lock(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must be a git checkout with committed patches and lock; other changes are allowed."""
     (checkout.root / "README.md").write_text("changed\n")
     (checkout.root / "patches" / "new.txt").write_text("not tracked\n")
     state = checkout.state()
@@ -307,8 +315,8 @@ def test_the_repository(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> 
         review_branch.repository()
 
 
-def test_names() -> None:
-    """The release is inserted; git decides which names are possible."""
+def test_branch_name_contains_the_release_and_is_valid() -> None:
+    """The release is inserted, and git validates the name."""
     assert review_branch.name_of("watch/{release}", "b11549") == "watch/b11549"
     for name in ("", "-x", "a..b", "a b", "@{-1}", "x.lock"):
         with pytest.raises(UsageError, match="not a name of a branch"):
@@ -316,7 +324,7 @@ def test_names() -> None:
 
 
 @pytest.mark.slow
-def test_the_user_s_hooks_do_not_run(checkout: Checkout) -> None:
+def test_hooks_of_the_user_do_not_run(checkout: Checkout) -> None:
     """Hooks of the repository are not used."""
     hook = checkout.root / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)
@@ -327,8 +335,10 @@ def test_the_user_s_hooks_do_not_run(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["series", "."])
-def test_a_branch_for_another_series(checkout: Checkout, tmp_path: Path, place: str) -> None:
-    """It is written to the repository of the series, and has its ports and verdicts alone."""
+def test_branch_of_another_series_is_written_to_its_repository(
+    checkout: Checkout, tmp_path: Path, place: str
+) -> None:
+    """It has only its ports and verdicts."""
     root = tmp_path / "fork"
     folder = root / place
     shutil.copytree(checkout.bench.folder, folder)

@@ -1,4 +1,4 @@
-"""The verdict is the design's table, line by line."""
+"""Test each row of the table of verdicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unclaimed(stock, patched, *rest) -> Pair:
 
 
 def test_needed_when_stock_fails_and_patched_passes() -> None:
-    """The usual case, with the line that check prints."""
+    """The reason is the line that check prints."""
     pairs = [pair(fail(), PASS), pair(PASS, PASS, setting="flash f16")]
     found = decide(pairs)
     assert found.verdict is Verdict.NEEDED
@@ -63,7 +63,7 @@ def test_ineffective_when_patched_still_fails_a_fix() -> None:
 
 
 def test_the_reason_names_a_fix_first() -> None:
-    """The scenario that the patch claims ranks before a guard, whatever its name."""
+    """A claimed scenario is named before a guard."""
     pairs = [pair(fail(), fail(), "guard", "abort"), pair(fail(), fail(), "fix", "fragmented")]
     assert decide(pairs).reason.endswith(
         ": fragmented [no flash attention, K and V f16] (and abort): claim: a claim"
@@ -87,27 +87,27 @@ def test_another_class_of_harm_is_harm(one: str, other: str) -> None:
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_the_same_class_is_no_new_harm(kind: str) -> None:
-    """What stock does as well was not brought by the patch: it is not fixed, though."""
+    """A class that stock shares was not introduced by the patch, but is not fixed either."""
     assert decide_scenario([pair(fail(kind), fail(kind))]) is Verdict.INEFFECTIVE
 
 
 def test_a_guard_that_breaks_only_on_patched_is_harmful() -> None:
-    """A broken claim of a guard where stock keeps it is the patch's doing."""
+    """A failed claim that passes on stock is attributed to the patch."""
     assert decide_scenario([pair(PASS, fail("claim"), "guard")]) is Verdict.HARMFUL
 
 
-def test_a_guard_that_stock_breaks_makes_nothing_needed() -> None:
-    """Only fixes say that a patch is needed."""
+def test_guard_that_only_stock_fails_is_harmless() -> None:
+    """Only fixes decide whether a patch is needed."""
     assert decide_scenario([pair(fail(), PASS, "guard")]) is Verdict.HARMLESS
 
 
-def test_a_guard_must_hold_on_patched() -> None:
-    """A guard that both break alike is not good enough to ship."""
+def test_guard_that_fails_on_both_sides_is_ineffective() -> None:
+    """A guard that fails on both sides is not good enough to ship."""
     assert decide_scenario([pair(fail("lost"), fail("lost"), "guard")]) is Verdict.INEFFECTIVE
 
 
 def test_a_feature_that_patched_lacks_is_ineffective() -> None:
-    """The capability must be there on patched."""
+    """The patched side must have the capability."""
     assert decide_scenario([pair(ABSENT, ABSENT, "feature")]) is Verdict.INEFFECTIVE
 
 
@@ -121,7 +121,7 @@ def test_a_feature_that_only_patched_has_works() -> None:
 
 
 def test_a_patch_that_changes_no_outcome_is_harmless() -> None:
-    """Failures that stock shares are not charged to a patch that does not claim to fix them."""
+    """Failures that stock shares do not count against a patch that does not claim to fix them."""
     pairs = [
         unclaimed(fail(), fail()),
         unclaimed(PASS, PASS, "fix", "two"),
@@ -156,13 +156,13 @@ def test_a_patch_that_changes_no_outcome_is_harmless() -> None:
 def test_shared_failures_are_in_no_headline(
     pairs: list[Pair], verdict: Verdict, reason: str
 ) -> None:
-    """A good headline claims neither passed runs that fail, nor equal runs that differ."""
+    """A good headline states neither that failed runs pass, nor that different runs are equal."""
     found = decide(pairs)
     assert (found.verdict, found.reason) == (verdict, reason)
 
 
 def test_a_patch_without_claims_that_does_not_apply_is_native_only_if_contained() -> None:
-    """Scenarios that stock passes do not show that upstream does the job of an unknown patch."""
+    """Scenarios that pass on stock do not show that upstream includes an unknown patch."""
     pairs = [unclaimed(PASS, None), unclaimed(fail(), None, "fix", "two")]
     for mine in (pairs, pairs[:1], []):
         found = decide(mine, conflict="src/a.cpp hunk 3")
@@ -172,14 +172,14 @@ def test_a_patch_without_claims_that_does_not_apply_is_native_only_if_contained(
     assert decide([pair(PASS, None)], conflict="x").verdict is Verdict.NATIVE
 
 
-def test_guards_alone_prove_no_fix() -> None:
-    """The reason does not claim that both sides end alike."""
+def test_passing_guards_alone_are_harmless() -> None:
+    """The reason does not state that both sides have the same results."""
     found = decide([pair(fail(), PASS, "guard"), pair(PASS, PASS, "guard", "two")])
     assert str(found) == "harmless: stock fails 1 of 2 guard runs, patched 0"
 
 
-def test_a_patch_without_claims_is_needed_for_what_it_fixes() -> None:
-    """The reason lists it, also if other runs still fail as on stock."""
+def test_patch_without_claims_is_needed_if_it_fixes_a_run() -> None:
+    """The reason lists it, even if other runs still fail as on stock."""
     pairs = [
         unclaimed(fail(), PASS, "fix", "two"),
         unclaimed(fail(), fail()),
@@ -192,7 +192,7 @@ def test_a_patch_without_claims_is_needed_for_what_it_fixes() -> None:
 
 
 def test_a_claimed_fix_that_still_fails_is_ineffective() -> None:
-    """Whatever else the patch fixes."""
+    """Other fixes of the patch do not matter."""
     found = decide([pair(fail(), fail()), unclaimed(fail(), PASS, "fix", "two")])
     assert found.verdict is Verdict.INEFFECTIVE
 
@@ -200,14 +200,14 @@ def test_a_claimed_fix_that_still_fails_is_ineffective() -> None:
 @pytest.mark.parametrize(
     ("worse", "better"), list(itertools.pairwise(("data", "lost", "crash", "hang", "claim")))
 )
-def test_harm_has_ranks(worse: str, better: str) -> None:
+def test_worst_failure_class_is_the_reason(worse: str, better: str) -> None:
     """Wrong data is worse than a crash, and a crash worse than a hang."""
     pairs = [pair(PASS, fail(better), "fix", "two"), pair(PASS, fail(worse))]
     assert f": one [no flash attention, K and V f16]: a {worse}; breaks" in decide(pairs).reason
 
 
 def test_the_headline_names_layout_types_and_whose_defect_it_is() -> None:
-    """A defect of stock that the patch only reaches is not called introduced."""
+    """A defect of stock that the patch only exposes is not reported as introduced."""
     reached = unclaimed(fail(), fail("data"), "fix", "one", "flash q8_0/f16")
     known = unclaimed(fail("data"), fail("data"), "fix", "copy", "flash q8_0/f16")
     fixed = unclaimed(fail(), PASS, "fix", "one", "plain f16")
@@ -224,7 +224,7 @@ def test_the_headline_names_layout_types_and_whose_defect_it_is() -> None:
 
 
 def test_a_defect_in_settings_that_stock_passes_is_introduced() -> None:
-    """One of its settings may be broken on stock, too; the others show whose defect it is."""
+    """One of its settings may fail on stock too; the others show that the patch introduced it."""
     swapped = [
         unclaimed(fail(), fail("data"), "fix", "one", s) for s in ("plain q8_0", "flash f16")
     ]
@@ -245,7 +245,7 @@ def test_a_variable_of_the_environment_is_no_setting_of_stock() -> None:
 
 
 def test_failing_header_tests_are_harm() -> None:
-    """Unless the release has a worse verdict already."""
+    """They are, unless the release has a worse verdict."""
     found = decide([pair(fail(), PASS)], headers=["src/a.h: its tests fail: plan"])
     assert str(found) == "harmful: src/a.h: its tests fail: plan"
     worse = decide([pair(fail(), None)], conflict="hunk 3", headers=["src/a.h: its tests fail"])
@@ -257,7 +257,7 @@ def test_a_missing_capability_fails_a_fix() -> None:
     assert decide_scenario([pair(ABSENT, PASS)]) is Verdict.NEEDED
 
 
-def test_untestable_comes_first() -> None:
+def test_untestable_without_pairs_exits_with_125() -> None:
     """If nothing can run, only that is reported, and git bisect skips."""
     found = decide([], untestable="no compiler")
     assert (found.verdict, found.exit_code) == (Verdict.UNTESTABLE, 125)
@@ -265,14 +265,14 @@ def test_untestable_comes_first() -> None:
 
 
 def test_untestable_when_every_run_is_skipped() -> None:
-    """The reason of the first skip is the reason."""
+    """The reason is that of the first skip."""
     found = decide([pair(SKIP, SKIP)])
     assert found.verdict is Verdict.UNTESTABLE
     assert "no such cache" in found.reason
 
 
 def test_skipped_settings_do_not_count() -> None:
-    """A setting that cannot run here takes nothing from the others."""
+    """A setting that cannot run here does not affect the others."""
     found = decide([pair(fail(), PASS), pair(SKIP, SKIP, setting="flash q8_0")])
     assert found.verdict is Verdict.NEEDED
     assert found.runs == 1
@@ -282,14 +282,14 @@ def test_skipped_settings_do_not_count() -> None:
     ("stock", "verdict"), [(PASS, Verdict.HARMFUL), (fail(), Verdict.INEFFECTIVE)]
 )
 def test_run_that_only_patched_cannot_do_is_harmful(stock: Outcome, verdict: Verdict) -> None:
-    """A patch that keeps a model from loading is not saved by the scenarios of other models."""
+    """A patch that prevents a model from loading is harmful, whatever other models do."""
     found = decide([pair(stock, SKIP), pair(fail(), PASS, scenario="other")])
     assert found.verdict is verdict
     assert "cannot run a setting that stock can: no such cache here" in found.reason
 
 
 def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
-    """A port is due."""
+    """A port is required."""
     found = decide([pair(fail(), None)], conflict="src/a.cpp hunk 3")
     assert (found.verdict, found.exit_code) == (Verdict.BROKEN_APPLY, 1)
     assert "hunk 3" in found.reason
@@ -297,7 +297,7 @@ def test_broken_apply_when_nothing_applies_and_stock_fails() -> None:
 
 
 def test_native_when_nothing_applies_and_stock_passes() -> None:
-    """Upstream does it itself: nothing is due, whatever the guards say."""
+    """Upstream includes the fix, whatever the guards report."""
     pairs = [pair(PASS, None), pair(fail(), None, "guard", "other")]
     found = decide(pairs, conflict="src/a.cpp hunk 3")
     assert (found.verdict, found.exit_code) == (Verdict.NATIVE, 0)
@@ -306,19 +306,19 @@ def test_native_when_nothing_applies_and_stock_passes() -> None:
 
 
 def test_untestable_when_nothing_applies_and_no_fix_runs() -> None:
-    """Without a fix that runs there is no saying."""
+    """Without a fix that runs, there is no result."""
     assert decide([pair(SKIP, None)], conflict="x").verdict is Verdict.UNTESTABLE
 
 
 def test_broken_build_keeps_the_first_error() -> None:
-    """A patched tree that does not compile is the patch's fault."""
+    """The compile error of a patched tree is attributed to the patch."""
     found = decide([pair(fail(), None)], build_error="error: no member named head")
     assert (found.verdict, found.exit_code) == (Verdict.BROKEN_BUILD, 1)
     assert "no member" in found.reason
 
 
 def test_a_carried_patch_that_fails_is_a_broken_carry() -> None:
-    """Harm, a failed claim and a failed build; a good verdict stays."""
+    """Harm, a failed claim and a failed build are broken; a good verdict is unchanged."""
     carried = ["compaction from 0.3.30"]
     bad = [pair(PASS, fail()), pair(fail(), fail())]
     for one in bad:
@@ -331,14 +331,14 @@ def test_a_carried_patch_that_fails_is_a_broken_carry() -> None:
     assert decide([pair(fail(), PASS)], carried=carried).verdict is Verdict.NEEDED
 
 
-def test_a_part_of_the_series_that_does_not_apply_is_seen() -> None:
-    """What did apply does not hide what did not."""
+def test_unapplied_part_of_the_series_is_broken_apply() -> None:
+    """Applied parts do not hide the others."""
     pairs = [pair(PASS, PASS, "guard", "applied"), pair(fail(), None, "fix", "left out")]
     assert decide(pairs, conflict="a hunk").verdict is Verdict.BROKEN_APPLY
 
 
 def test_needed_beats_redundant() -> None:
-    """A release takes its worst scenario, and needed counts for more than redundant."""
+    """A release has the verdict of its worst scenario; needed ranks above redundant."""
     pairs = [pair(PASS, PASS, scenario="a"), pair(fail(), PASS, scenario="b")]
     found = decide(pairs)
     assert found.verdict is Verdict.NEEDED
@@ -347,7 +347,7 @@ def test_needed_beats_redundant() -> None:
 
 @given(st.lists(st.sampled_from(SEVERITY), min_size=1))
 def test_worst_takes_the_first_of_the_order(verdicts: list[Verdict]) -> None:
-    """The order is total and every verdict is in it."""
+    """The order is total and contains every verdict."""
     assert set(SEVERITY) == set(Verdict)
     found = worst(verdicts)
     assert all(SEVERITY.index(found) <= SEVERITY.index(each) for each in verdicts)
@@ -369,7 +369,7 @@ OUTCOMES = st.sampled_from([PASS, SKIP, ABSENT, *map(fail, FAILURES)])
     )
 )
 def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> None:
-    """Whatever the mix, no failure on patched hides behind a good verdict."""
+    """For any mix of results, a good verdict has no failure on patched."""
     found = decide(pairs)
     failed = any(each.patched.failed for each in pairs)
     assert not (found.verdict in GOOD and failed)
@@ -392,7 +392,7 @@ def test_a_good_verdict_means_that_patched_failed_nothing(pairs: list[Pair]) -> 
     )
 )
 def test_the_headline_contradicts_no_pair(pairs: list[Pair]) -> None:
-    """Each statement of the headline holds for every run that counts."""
+    """Each statement of the headline is true for every run that counts."""
     found = decide(pairs)
     counted = [each for each in pairs if each.stock.status not in ("skip", "fault")]
     if "differs from stock" in found.reason:
@@ -418,7 +418,7 @@ def test_a_capability_that_only_stock_has_is_harm() -> None:
 
 
 def test_feature_absent_on_both_sides_is_ignored() -> None:
-    """A scenario that asks for a defragmentation that no side has is left out of the verdict."""
+    """A scenario that needs a defragmentation that no side has does not affect the verdict."""
     none = Outcome("absent", "", "no defragmentation here")
     good = Outcome("pass")
     both = Pair("many-moves", "fix", "plain", none, none)
@@ -432,7 +432,7 @@ def test_feature_absent_on_both_sides_is_ignored() -> None:
 
 
 def test_feature_untestable_on_both_sides_is_no_harm() -> None:
-    """A feature that stock lacks and that this device has no use for says nothing."""
+    """A feature that stock lacks and this device does not need does not affect the verdict."""
     absent = Outcome("absent", "", "no such option")
     skipped = Outcome("skip", "", "the cache lies on a device")
     found = decide([Pair("lazy", "feature", "plain f16", absent, skipped)])
@@ -441,7 +441,7 @@ def test_feature_untestable_on_both_sides_is_no_harm() -> None:
 
 
 def test_a_partly_patched_release_is_never_native() -> None:
-    """Even if stock passes everything: its author must start from the unchanged release."""
+    """Even if stock passes everything: the series does not apply completely."""
     found = decide([pair(PASS, None)], conflict="hunk 1 is already applied", partly=True)
     assert str(found) == "broken-apply: hunk 1 is already applied"
     assert decide([pair(PASS, None)], conflict="hunk 1").verdict is Verdict.NATIVE

@@ -1,4 +1,4 @@
-"""The Markdown report of a watch has tables, branches and conflicts, and no foreign markup."""
+"""Test that the report of a watch has tables, branches and conflicts, and escapes markup."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MANY = HunkConflict("src/<b>.cpp", 0, "", 7, ("x\x1b", "````", *["y"] * 40), (),
 
 
 def report(*followed: FollowedRelease, warnings: tuple[str, ...] = ()) -> str:
-    """Return the report of releases whose verdicts were never accepted."""
+    """Return the report of releases without accepted verdicts."""
     results = [result for each in followed for result in each.results]
     return watch_report.markdown(followed, expected.compare(results, {}), warnings)
 
 
-def test_a_release_with_a_branch() -> None:
-    """The table has the verdict; the branch is listed with its files and what to look at."""
+def test_report_lists_branch_files_and_notes() -> None:
+    """The table has the verdict; the branch is listed with its files and notes for the review."""
     result = cell_results.result("b2", carried={"fix": "0.3.36"})
     branch = ReviewBranch("watch/b2", "1" * 40, ("patches/fix/b2.patch",), ("look at <it>",))
     text = report(FollowedRelease("b2", (result,), branch=branch), warnings=("npm: *no* answer",))
@@ -40,7 +40,7 @@ Carried: fix from 0.3.36.
     assert text.endswith(wanted)
 
 
-def test_a_release_with_conflicts() -> None:
+def test_report_shows_both_sides_of_a_conflict() -> None:
     """Each conflict has its place, the releases, and both sides in a block of plain text."""
     result = cell_results.result("b2", "broken-apply", reason="no port applies")
     patch = UncarriedPatch("fix", "manual", "0.3.36", "a conflict", (FEW, MANY))
@@ -77,15 +77,15 @@ release:
     assert text.endswith("### next requires manual work\n\nrequires fix.\n")
 
 
-def test_a_release_that_failed() -> None:
+def test_report_of_a_failed_release_has_the_reason() -> None:
     """The reason is reported; without results there is no table."""
     text = report(FollowedRelease("0.3.39", error=BranchRefused("branch x has\ncommits")))
     assert "|" not in text
     assert text.endswith("## 0.3.39\n\nNot completed: branch x has commits\n")
 
 
-def test_a_carried_tree_that_does_not_compile() -> None:
-    """The report has the first error of the compiler."""
+def test_report_of_a_broken_carry_has_the_compiler_error() -> None:
+    """The report has the first compiler error."""
     reason = "carried fix from 0.3.36: src/a.cpp:7: error: no member 'head'"
     result = cell_results.result("b2", "broken-carry", reason=reason, carried={"fix": "0.3.36"})
     text = report(FollowedRelease("b2", (result,)))

@@ -1,4 +1,4 @@
-"""Pictures of cells show the owner of each cell, with and without colours."""
+"""Test drawings of cells, which show the owner of each cell with and without colours."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def snapshot() -> Snapshot:
     return Snapshot((CellMap(pos, np.zeros(8, dtype=np.int32), seqs),))
 
 
-def test_owners_of_a_snapshot() -> None:
-    """A cell shows its only owner, that it is shared, or that it is free."""
+def test_picture_shows_owner_shared_and_free_cells() -> None:
+    """A cell has the mark of its only owner, of shared cells, or of free ones."""
     picture = Picture.of(snapshot(), "now")
     assert picture.owner == (0, SHARED, FREE, 1, FREE, FREE, 0, 63)
     assert picture.used == 5
@@ -29,15 +29,15 @@ def test_owners_of_a_snapshot() -> None:
     assert picture.caption() == "now: 5 of 8 cells used, 2 holes, largest 2"
 
 
-def test_the_terminal_picture_without_colours() -> None:
-    """Letters alone distinguish the sequences."""
+def test_plain_picture_distinguishes_sequences_by_letters() -> None:
+    """The letters distinguish the sequences."""
     lines = plain(Picture.of(snapshot()), width=4).splitlines()
     assert [line.split()[-1] for line in lines[1:]] == ["0#·1", "··01"]
     assert "5 of 8" in lines[0]
 
 
-def test_a_large_cache_shares_places() -> None:
-    """A place is free only when all its cells are, and the picture keeps to its size."""
+def test_large_cache_is_drawn_with_several_cells_per_character() -> None:
+    """A character is free only if all its cells are, and the size of the drawing is bounded."""
     picture = Picture("", tuple([FREE] * 3 + [7]) * 1000)
     step, shown = picture.scaled(100)
     assert step == 40
@@ -46,7 +46,7 @@ def test_a_large_cache_shares_places() -> None:
 
 
 def test_svg_is_well_formed_and_complete() -> None:
-    """Every owner's cells say whose they are, and labels are escaped."""
+    """The cells of each owner are labelled, and labels are escaped."""
     text = svg(Picture("a < b & c", (0, 0, FREE, SHARED)), columns=2)
     root = ET.fromstring(text)
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -57,7 +57,7 @@ def test_svg_is_well_formed_and_complete() -> None:
 
 
 def test_a_drawing_names_its_operation() -> None:
-    """The operation is above the caption, and everything is inside the drawing."""
+    """The operation is above the caption, and everything is inside the bounds of the drawing."""
     picture = Picture("", (0, 8, FREE) * 20)
     made = paint(picture, columns=16, heading="line 7: decode 0: 16 tokens; no-slot")
     texts = [item for item in made.items if isinstance(item, drawing.Text)]
@@ -72,8 +72,8 @@ def test_a_drawing_names_its_operation() -> None:
 
 
 @given(st.lists(st.integers(-2, 70), max_size=200))
-def test_pictures_survive_json(owners: list[int]) -> None:
-    """What is written can be read again, and runs cover every cell."""
+def test_picture_round_trips_through_json(owners: list[int]) -> None:
+    """A snapshot is written and read as JSON, and its runs cover every cell."""
     picture = Picture("x", tuple(owners))
     assert Picture.from_json(picture.to_json()) == picture
     assert sum(length for _, length in picture.runs()) == len(owners)

@@ -1,4 +1,4 @@
-"""What is counted from pictures is what is counted from cells."""
+"""Test that statistics of frames equal those of cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAM = st.lists(st.sampled_from([0, 0, 1, 2, 4, 3]), min_size=1, max_size=30)
 
 @given(st.lists(STREAM, min_size=1, max_size=3))
 def test_a_picture_counts_like_a_snapshot(streams: list[list[int]]) -> None:
-    """All numbers of the cells agree, also of several streams, and so do the exposed metrics."""
+    """All counts of cells are equal, also with several streams, and so are the exported metrics."""
     maps = []
     for bits in streams:
         seqs = np.array(bits, dtype=np.uint64)[:, None]
@@ -50,12 +50,12 @@ def test_a_picture_counts_like_a_snapshot(streams: list[list[int]]) -> None:
 
 
 def test_statistics_count_operations_failures_and_moves() -> None:
-    """Operations, failures and moves, the same in every form."""
+    """Operations, failures and moves are equal in every format."""
     raw = frame_statistics.to_json(timeline())
     assert raw["operations"] == {"decode": 3, "defrag": 1, "remove": 1}
     assert raw["failures"] == {"decode: no-slot": 1}
     assert raw["cells_moved"] == 1
-    said = metrics.expose(frame_statistics.timeline_metrics(timeline()))
-    assert 'pyllamakv_run_operations_total{op="decode"} 3\n' in said
-    assert 'pyllamakv_run_failures_total{op="decode",failure="no-slot"} 1\n' in said
+    exposed = metrics.expose(frame_statistics.timeline_metrics(timeline()))
+    assert 'pyllamakv_run_operations_total{op="decode"} 3\n' in exposed
+    assert 'pyllamakv_run_failures_total{op="decode",failure="no-slot"} 1\n' in exposed
     assert ("failures", "1 decode: no-slot") in frame_statistics.rows(timeline())

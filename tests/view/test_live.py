@@ -1,4 +1,4 @@
-"""Whoever watches a context sees every change, and the context does not notice."""
+"""Test that a live view shows every change of a context, and does not change the context."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pyllamakv.scenarios import synthetic_models
 pytestmark = pytest.mark.native
 
 
-def test_a_script_of_ones_own_is_watched(stock) -> None:
-    """Decodes, failures, removals and moves are shown as they happen; then all is as before."""
+def test_watched_context_shows_each_operation(stock) -> None:
+    """Decodes, failures, removals and moves are shown; afterwards the context is restored."""
     target = Console(file=io.StringIO(), width=200, force_terminal=False, _environ={})
     with (
         kv.open(stock.folder) as library,
@@ -37,17 +37,17 @@ def test_a_script_of_ones_own_is_watched(stock) -> None:
         used = context.kv.stats.used
         context.step(a, 5)
         assert context.kv.stats.used == used + 1
-    said = target.file.getvalue()
-    assert "batch 8 tokens; no-slot" in said
-    assert "defrag; 16 cells moved" in said
-    assert "step 1 token\n33 of 64 cells used, 1 hole, largest 31" in said
-    assert "advance 3 steps" in said
-    assert "copy 0, 3, 4\n36 of 64 cells used" in said
-    assert said.rstrip().endswith("·" * 27)
+    output = target.file.getvalue()
+    assert "batch 8 tokens; no-slot" in output
+    assert "defrag; 16 cells moved" in output
+    assert "step 1 token\n33 of 64 cells used, 1 hole, largest 31" in output
+    assert "advance 3 steps" in output
+    assert "copy 0, 3, 4\n36 of 64 cells used" in output
+    assert output.rstrip().endswith("·" * 27)
 
 
 def test_live_view_ends_with_its_block(stock) -> None:
-    """What was put in between is taken out again."""
+    """The wrappers of the view are removed."""
     target = Console(file=io.StringIO(), force_terminal=False, _environ={})
     with (
         kv.open(stock.folder) as library,
@@ -62,7 +62,7 @@ def test_live_view_ends_with_its_block(stock) -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_managers_are_shown_below_the_cells(stock, terminal: bool) -> None:
-    """What was reused, evaluated and parked, for a cache and for a batcher over it."""
+    """Reused, evaluated and parked tokens are shown, for a cache and for a batcher that uses it."""
     target = Console(file=io.StringIO(), width=120, height=40, force_terminal=terminal, _environ={})
     with (
         kv.open(stock.folder) as library,
@@ -81,7 +81,7 @@ def test_managers_are_shown_below_the_cells(stock, terminal: bool) -> None:
         for wrong in (5, {"a": 5}, {5: cache}, {"a": kv.PrefixCache}):
             with pytest.raises(TypeError), kv.watch(context, console=target, managers=wrong):
                 pass
-    said = target.file.getvalue()
-    assert "prefixes: nothing yet" in said
-    assert "prefixes: 9 reused tokens, 1" in said
-    assert "batcher: 1 parked, 1 parks" in said
+    output = target.file.getvalue()
+    assert "prefixes: nothing yet" in output
+    assert "prefixes: 9 reused tokens, 1" in output
+    assert "batcher: 1 parked, 1 parks" in output

@@ -1,4 +1,4 @@
-"""The page is one file, well formed, complete, and nothing in it is taken for markup."""
+"""Test that the page is one well-formed and complete file, and that all texts are escaped."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    """Return a page with something of everything."""
+    """Return a page with an example of each element."""
     return page.render(RESULTS, compare(RESULTS, {"b4980+patched cpu": Accepted("untestable")}))
 
 
 def test_page_is_well_formed_without_external_resources(html: str) -> None:
-    """Every tag is closed, every link leads somewhere inside, nothing is loaded."""
+    """Every tag is closed, every link has a target in the page, and nothing is loaded."""
     reader = Reader()
     reader.feed(html)
     assert not reader.open
@@ -81,7 +81,7 @@ def test_page_is_well_formed_without_external_resources(html: str) -> None:
 
 
 def test_page_contains_verdicts_drift_and_maps(html: str) -> None:
-    """Verdicts, scenarios, drift of every hunk, maps, and what is worse than accepted."""
+    """Verdicts, scenarios, drift of every hunk, maps and regressions are shown."""
     for word in ("0.3.9", "ineffective", "untestable", "native", "holds", "fork-then-defrag"):
         assert word in html
     assert "moved by +12 lines" in html
@@ -95,8 +95,8 @@ def test_page_contains_verdicts_drift_and_maps(html: str) -> None:
     assert "inputs changed since" in html
 
 
-def test_a_carried_patch_is_named() -> None:
-    """With the base of the port that it was merged from."""
+def test_page_names_a_carried_patch() -> None:
+    """It has the base of the port that was merged."""
     found = (result(carried={"compaction": "0.3.30"}),)
     assert "compaction carried from 0.3.30" in page.render(found, compare(found, {}))
 
@@ -118,7 +118,7 @@ def test_page_lists_applied_patches_first() -> None:
 
 
 def test_equal_failures_are_listed_once() -> None:
-    """With all their settings; a capability that is only absent is no alarm."""
+    """A failure is listed with all its settings; a missing capability is not an alarm."""
     wrong = [replace(failing(), setting=name) for name in ("plain f16", "flash f16")]
     lacks = FailedRun("story", "plain f16", "absent", "no such model")
     results = (result("0.3.9", "harmful", failing=(*wrong, lacks)),)
@@ -128,8 +128,8 @@ def test_equal_failures_are_listed_once() -> None:
     assert '<span class="tag dim">absent</span> no such model' in html
 
 
-def test_messages_are_text(html: str) -> None:
-    """What a library says cannot become markup."""
+def test_messages_are_escaped_in_html(html: str) -> None:
+    """Messages of a library are not markup."""
     assert "<b>bold</b>" not in html
     assert "&lt;b&gt;bold&lt;/b&gt; &amp; co" in html
     assert "layer 0 differs &lt;here&gt;" in html
@@ -137,14 +137,14 @@ def test_messages_are_text(html: str) -> None:
 
 
 def test_page_supports_small_screens_and_dark_mode(html: str) -> None:
-    """The viewport is the device's, and there are colours for a dark scheme."""
+    """The page sets the viewport, and has colours for a dark scheme."""
     assert 'name="viewport" content="width=device-width' in html
     assert "prefers-color-scheme: dark" in html
     assert "@media (max-width:" in html
 
 
 def test_every_verdict_has_a_tone_and_a_meaning() -> None:
-    """A verdict that is added later cannot be forgotten here."""
+    """A verdict that is added later must have both."""
     assert set(page.WORDS) == set(Verdict)
     tones = {str(verdict): page.css_class(verdict) for verdict in Verdict}
     assert tones["needed"] == page.css_class("holds") == "good"
@@ -153,14 +153,14 @@ def test_every_verdict_has_a_tone_and_a_meaning() -> None:
     assert {tones[v] for v in ("harmful", "ineffective", "broken-apply", "broken-build")} == {"bad"}
 
 
-def test_an_empty_matrix_is_a_page_too() -> None:
+def test_empty_matrix_renders_a_page() -> None:
     """A matrix without results is not a failure."""
     reader = Reader()
     reader.feed(page.render((), ()))
     assert not reader.open
 
 
-def test_the_releases_of_a_watch() -> None:
+def test_page_shows_branches_and_conflicts_of_a_watch() -> None:
     """Branch, conflicts with both sides, error and warnings are shown; nothing is markup."""
     conflict = HunkConflict("src/a.cpp", 4, "x find", 12, ("<new>",), (), ("mine",), "b1", "b2")
     patches = (
@@ -176,7 +176,7 @@ def test_the_releases_of_a_watch() -> None:
     reader = Reader()
     reader.feed(text)
     assert not reader.open
-    for said in (
+    for part in (
         "src/a.cpp, hunk 4 in find, line 12: changed between b1 and b2",
         "<pre>&lt;new&gt;</pre>",
         "<pre>mine</pre>",
@@ -186,19 +186,19 @@ def test_the_releases_of_a_watch() -> None:
         "Not completed: &lt;b&gt;no&lt;/b&gt;",
         "Warning: npm: &lt;no&gt; answer",
     ):
-        assert said in text
+        assert part in text
     assert "New releases" not in page.render(RESULTS[:1], compare(RESULTS[:1], {}))
 
 
-def test_each_verdict_is_explained_once() -> None:
-    """The table of meanings has every word once."""
+def test_page_explains_each_verdict_once() -> None:
+    """The table of meanings contains each word once."""
     text = page.render(RESULTS, compare(RESULTS, {}))
     table = text.partition("Meaning of the verdicts")[2].partition("</table>")[0]
     words = re.findall(r'<span class="tag \w+">([\w-]+)</span>', table)
     assert sorted(words) == sorted([*map(str, Verdict), "holds"])
 
 
-def test_long_names_wrap() -> None:
+def test_long_release_names_may_wrap() -> None:
     """The path of a release may break anywhere: no rule keeps first columns on one line."""
     style = page.TEMPLATE.read_text("utf-8").partition("<style>")[2].partition("</style>")[0]
     rules = re.findall(r"([^{}]+){([^{}]*)}", style)

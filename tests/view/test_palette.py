@@ -1,4 +1,4 @@
-"""Colours are distinguishable by measure, also with colour blindness."""
+"""Test that colours are distinguishable by measurement, also with colour blindness."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pyllamakv.view import palette
 
-#: How linear light looks to other eyes (Machado, Oliveira and Fernandes 2009, severity 1).
+#: Linear light as seen with colour blindness (Machado, Oliveira and Fernandes 2009, severity 1).
 EYES = {
     "most": np.eye(3),
     "protan": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0993], [-0.0039, -0.0481, 1.0520]],
@@ -28,15 +28,15 @@ def light(colour: str) -> np.ndarray:
 
 
 def seen(colour: str, eyes: str) -> np.ndarray:
-    """Return a colour's place for these eyes, in a space of even steps, 0 to 100."""
+    """Return the perceived colour in OKLab coordinates, scaled to 0 to 100."""
     shown = np.clip(np.array(EYES[eyes]) @ light(colour), 0, 1)
     return 100 * (np.array(OKLAB) @ np.cbrt(np.array(CONES) @ shown))
 
 
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("scheme", palette.THEMES)
-def test_no_two_kinds_of_cells_look_alike(scheme: str, eyes: str) -> None:
-    """Sequences, free and shared cells differ by three times what can just be seen (about 2)."""
+def test_colours_of_cell_kinds_are_distinguishable(scheme: str, eyes: str) -> None:
+    """Sequences, free and shared cells differ by three times the visible minimum (about 2)."""
     theme = palette.THEMES[scheme]
     cells = (*theme.sequences, theme.free, theme.shared)
     worst = min(
@@ -48,7 +48,7 @@ def test_no_two_kinds_of_cells_look_alike(scheme: str, eyes: str) -> None:
 
 @pytest.mark.parametrize("scheme", palette.THEMES)
 def test_text_colours_have_sufficient_contrast(scheme: str) -> None:
-    """Ink, soft ink and what warns stand out from paper as WCAG asks of text: 4.5 to 1."""
+    """The contrast of text and warnings is at least that of WCAG for text: 4.5 to 1."""
     theme = palette.THEMES[scheme]
     weights = np.array([0.2126, 0.7152, 0.0722])
     paper = weights @ light(theme.paper)
@@ -57,7 +57,7 @@ def test_text_colours_have_sufficient_contrast(scheme: str) -> None:
         assert (bright + 0.05) / (dark + 0.05) > 4.5, ink
 
 
-def test_roles_are_the_same_in_both_schemes() -> None:
-    """What has a colour on light paper has one on dark."""
+def test_light_and_dark_palettes_have_the_same_roles() -> None:
+    """Each role has a colour in both schemes."""
     assert palette.LIGHT.roles.keys() == palette.DARK.roles.keys()
     assert {palette.role(owner) for owner in range(-2, 300)} <= palette.LIGHT.roles.keys()

@@ -1,4 +1,4 @@
-"""A PNG shows what the SVG shows; if it cannot be made, the error names the package."""
+"""Test that a PNG equals its SVG; if it cannot be created, the error names the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_cells_have_their_colours(scheme) -> None:
-    """In the middle of each cell is the colour of its owner, in either scheme."""
+    """The centre of each cell has the colour of its owner, in both schemes."""
     image_module = pytest.importorskip("PIL.Image")
     owners = (0, SHARED, FREE, 7)
     made = cell_drawing.paint(Picture("x", owners), columns=2, side=10, caption=False, legend=False)
@@ -32,8 +32,8 @@ def test_cells_have_their_colours(scheme) -> None:
         assert image.getpixel((x, y)) == rgb(roles[palette.role(owner)])
 
 
-def test_a_timeline_is_painted_whole() -> None:
-    """Bands, marks, turned words and dashed lines are all on the picture."""
+def test_png_contains_every_colour_of_a_timeline() -> None:
+    """Bands, marks, rotated text and dashed lines are drawn."""
     image_module = pytest.importorskip("PIL.Image")
     made = timeline_drawing.paint(timeline())
     image = image_module.open(io.BytesIO(raster.png(made, scale=1)))
@@ -45,7 +45,7 @@ def test_a_timeline_is_painted_whole() -> None:
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:
-    """The message has the command, and names SVG, which needs no package."""
+    """The error has the command, and names SVG, which needs no package."""
     real = builtins.__import__
 
     def refuse(name, *rest, **more):

@@ -1,4 +1,4 @@
-"""The terminal shows what happens, cell by cell, and a log gets plain text."""
+"""Test the terminal view, which shows each operation, and plain text for log files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def console(width: int = 80, *, terminal: bool) -> Console:
 
 
 def shown(**options) -> str:
-    """Return what a console without colours gets of a timeline."""
+    """Return the output of a timeline on a console without colours."""
     target = options.pop("console")
     with Screen("a run", console=target, **options) as screen:
         for each in timeline().frames:
@@ -30,25 +30,25 @@ def shown(**options) -> str:
     return target.file.getvalue()
 
 
-def test_a_log_gets_each_change_once() -> None:
-    """Plain lines, no control characters, cells only where they changed."""
-    said = shown(console=console(terminal=False), width=8)
-    assert "\x1b" not in said
-    assert said.count("cells used") == 4
-    assert "     3 decode; no-slot\n     4 defrag; 1 cell moved\n" in said
-    assert said.rstrip().endswith("0 #022")
+def test_log_output_has_each_change_once() -> None:
+    """The output has plain lines, no control characters, and cells only where they changed."""
+    output = shown(console=console(terminal=False), width=8)
+    assert "\x1b" not in output
+    assert output.count("cells used") == 4
+    assert "     3 decode; no-slot\n     4 defrag; 1 cell moved\n" in output
+    assert output.rstrip().endswith("0 #022")
 
 
-def test_a_terminal_is_drawn_over() -> None:
-    """Title, cells, numbers, legend and the last operations, in place."""
-    said = shown(console=console(terminal=True), width=8)
-    assert "\x1b[" in said
+def test_terminal_output_is_drawn_in_place() -> None:
+    """Title, cells, counts, legend and the last operations are redrawn in place."""
+    output = shown(console=console(terminal=True), width=8)
+    assert "\x1b[" in output
     for words in ("a run  operation 5", "1 failed", "1 cells moved", "# shared", "· free"):
-        assert words in said
+        assert words in output
 
 
-def test_speed_is_kept_and_moves_are_seen() -> None:
-    """An operation takes its time, with its moves on the way inside of it."""
+def test_playback_speed_includes_the_frames_of_moves() -> None:
+    """An operation has its duration, which includes its moves."""
     slept: list[float] = []
     before = [n % 2 - 1 for n in range(48)]
     after = [0] * 24 + [FREE] * 24
@@ -65,24 +65,24 @@ def test_speed_is_kept_and_moves_are_seen() -> None:
 
 
 def test_a_narrow_terminal_shows_all_of_a_large_cache() -> None:
-    """Cells share places until the picture fits."""
+    """Several cells share a character until the drawing fits."""
     target = console(60, terminal=True)
     with Screen("x", console=target) as screen:
         screen.show(frame(1, [0] * 5000))
-    said = target.file.getvalue()
-    assert len(said.splitlines()) < 2 * 24  # drawn, and drawn once more at the end
-    assert "cells to a place)" in " ".join(said.split())
+    output = target.file.getvalue()
+    assert len(output.splitlines()) < 2 * 24  # drawn once, and again at the end
+    assert "cells to a place)" in " ".join(output.split())
 
 
 def test_the_legend_names_sequences_then_shared_and_free() -> None:
-    """Sequences first, then what is shared and free."""
-    said = legend(Picture("", (1, 0, SHARED, FREE))).plain
-    assert said.split("   ")[:4] == ["0 sequence 0", "1 sequence 1", "# shared", "· free"]
+    """Sequences come first, then shared and free cells."""
+    output = legend(Picture("", (1, 0, SHARED, FREE))).plain
+    assert output.split("   ")[:4] == ["0 sequence 0", "1 sequence 1", "# shared", "· free"]
 
 
 @given(st.permutations(range(-2, 14)))
 def test_animation_shows_every_cell_at_each_step(owners: list[int]) -> None:
-    """With all moves done the cells are where they go; half way as many are there."""
+    """After n moves, n cells are at their destinations."""
     before = Picture("", tuple(owners))
     after = tuple(sorted(owners))
     moves = tuple(infer(before.owner, after))
