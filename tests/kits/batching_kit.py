@@ -24,7 +24,7 @@ class Fixed:
         return self.tokens.pop(0)
 
 
-def said(data: bytes) -> Fixed:
+def scripted(data: bytes) -> Fixed:
     """Return a sampler that generates these bytes, then an end token."""
     return Fixed([*(byte + 3 for byte in data), 2])
 

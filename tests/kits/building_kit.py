@@ -1,4 +1,4 @@
-"""Stand-ins for cmake and ninja, a tiny llama.cpp, and a home, for the tests of building."""
+"""Fake cmake and ninja, a tiny llama.cpp, and a data directory, for the tests of building."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ echo "[plk 2/2] Linking CXX shared library libplk.so"
 
 
 class BuildSandbox:
-    """Hold a home, a tiny tree as release, and the stand-ins that build it."""
+    """A data directory, a tiny tree as release, and the fake programs that build it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class BuildSandbox:
         monkeypatch.setenv("CC", str(self.programs / "cc"))
         monkeypatch.setenv("CXX", str(self.programs / "c++"))
         monkeypatch.setattr(cmake, "binary", lambda name: self.programs / name)
-        # Stand-ins compile nothing of the shim, so its state may not decide a test.
+        # Fake builds compile nothing of the shim, so its state must not affect a test.
         monkeypatch.setattr(variant, "shim_digest", lambda: "shim")
         for path, text in (
             ("include/llama.h", "// the interface\n"),
@@ -79,12 +79,12 @@ class BuildSandbox:
         return f"path:{self.tree}+stock"
 
     def use(self, name: str, body: str) -> None:
-        """Replace a stand-in; each call of it is counted."""
+        """Replace a fake program; each call of it is counted."""
         counted = f"echo {name} >>{shlex.quote(str(self.calls))}\n"
         script(self.programs / name, counted + body)
 
     def count(self, name: str) -> int:
-        """Return how often a stand-in ran."""
+        """Return how often a fake program ran."""
         text = self.calls.read_text(encoding="utf-8") if self.calls.exists() else ""
         return text.split().count(name)
 

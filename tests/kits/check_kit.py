@@ -14,7 +14,7 @@ from pyllamakv.scenarios import runner
 from pyllamakv.verification import check as checking
 from pyllamakv.verification.check import CheckRequest, check
 
-#: Scenarios that the world's libraries can run: a fix and a guard.
+#: Scenarios that the fake libraries can run: a fix and a guard.
 SOME = ("fragmented", "fork-then-defrag")
 
 

@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fragmented.jsonl"
 
 
 class Opened:
-    """Stand in for an opened library."""
+    """A fake opened library."""
 
     def __init__(self, native: SimulatedNative) -> None:
         self.native = native

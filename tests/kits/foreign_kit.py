@@ -1,7 +1,7 @@
 """Create foreign patches from a shipped port with one fault.
 
-A whole patch of theirs has the size of ours; stored, it would be stale with the next change of the
-shipped text. Only the fault is stored (`data/foreign`), or found in the text (the lost hunk).
+A complete foreign patch has the size of the shipped one, and would be stale after its next change.
+Only the fault is stored (`data/foreign`), or found in the port (the lost hunk).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def without_retry() -> Port:
 
 
 def retry_lost(folder: Path) -> Path:
-    """Write a patch, as a mail, whose retry hunk a rebase has lost."""
+    """Write a patch, as a mail, without the retry hunk."""
     file = folder / "defragment-when-full.patch"
     file.write_bytes(mail(change(without_retry()), b"Defragment when no slot is found"))
     return file

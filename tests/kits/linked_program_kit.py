@@ -40,7 +40,7 @@ def linked(spec: str, name: str, folder: Path) -> Path:
 
 
 def run(program: Path, *arguments: str, **variables: str) -> str:
-    """Return what a program prints; ``variables`` are all that it has of the patches."""
+    """Return the output of a program; ``variables`` are the only ones of the patches."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_KV_")}
     ran = subprocess.run(
         [program, *arguments],

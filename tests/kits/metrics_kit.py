@@ -21,9 +21,9 @@ def parse(exposition: str) -> tuple[dict[str, str], Samples]:
     for line in exposition.splitlines():
         assert line == line.strip() and line
         if line.startswith("# HELP "):
-            name, said = line.removeprefix("# HELP ").split(" ", 1)
-            assert NAME.fullmatch(name) and said and name not in helped
-            assert re.fullmatch(r"(?:[^\\]|\\\\|\\n)*", said)
+            name, help_text = line.removeprefix("# HELP ").split(" ", 1)
+            assert NAME.fullmatch(name) and help_text and name not in helped
+            assert re.fullmatch(r"(?:[^\\]|\\\\|\\n)*", help_text)
             helped.append(name)
         elif line.startswith("# TYPE "):
             name, kind = line.removeprefix("# TYPE ").split(" ")

@@ -135,7 +135,7 @@ markers = [{{ file = "{file}", has = "{has}" }}]
 
 
 class SeriesSandbox:
-    """Hold a store, releases and a series folder that tests fill step by step."""
+    """A store, releases and a series directory that tests fill step by step."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self.store = store
@@ -164,7 +164,7 @@ class SeriesSandbox:
     ) -> None:
         """Write a patch: for each base the files before and after.
 
-        The files that ``shared`` names are kept once; each base has to end with the same of them.
+        Files of ``shared`` are stored once, so they must be equal for all bases.
         """
         place = self.folder / id
         place.mkdir()

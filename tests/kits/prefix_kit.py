@@ -61,7 +61,8 @@ def serve(cache: PrefixCache, prompt: list[int], answer: list[int] | None = None
 class Traffic:
     """Acquire, decode, release, park, pin, page and evict at random; ``errors`` counts refusals.
 
-    A refusal must leave every branch that was there. ``look`` is called after each prompt whose
+    Each prompt has one of ``salts``, and must reuse no more than prompts with it had in common. A
+    refusal must leave every branch that was there. ``look`` is called after each prompt whose
     last token was decoded.
     """
 

@@ -61,7 +61,7 @@ HOME = "~/.cache/pyllamakv"
 
 @dataclass(frozen=True)
 class Example:
-    """Hold a code block of a document, its line, and the span of its expected output."""
+    """A code block of a document, its line, and the span of its expected output."""
 
     document: str
     line: int
@@ -113,7 +113,7 @@ def run(example: Example) -> str:
             [sys.executable, "-m", *shlex.split(line, comments=True)]
             for line in example.code.splitlines()
         ]
-    said = ""
+    printed = ""
     for command in commands:
         done = subprocess.run(
             command,
@@ -128,12 +128,12 @@ def run(example: Example) -> str:
         if done.returncode:
             message = f"{command[-1]!r} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
             raise RuntimeError(message)
-        said += done.stdout
-    return said.replace(str(home.home()), HOME)
+        printed += done.stdout
+    return printed.replace(str(home.home()), HOME)
 
 
 def shape(text: str, *, numbers: bool = False) -> str:
-    """Return a text without what differs between machines, and with single spaces.
+    """Return a text without machine-dependent parts, and with single spaces.
 
     ``numbers`` keeps the other numbers, which depend on the release alone.
     """
@@ -151,8 +151,10 @@ def write() -> None:
                 continue
             text = path.read_text(encoding="utf-8")
             start, end = example.span
-            said = "".join(line.rstrip() + "\n" for line in run(example).strip("\n").splitlines())
-            path.write_text(text[:start] + said + text[end:], encoding="utf-8")
+            printed = "".join(
+                line.rstrip() + "\n" for line in run(example).strip("\n").splitlines()
+            )
+            path.write_text(text[:start] + printed + text[end:], encoding="utf-8")
             sys.stderr.write(f"{document}:{example.line}\n")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Held:
-    """Stand in for an opened library."""
+    """A fake opened library."""
 
     native: object
     closed: bool = False
@@ -76,9 +76,10 @@ def ours(function: FunctionType) -> FunctionType:
 
 @contextmanager
 def interrupted(owner: Any, names: Iterable[str], number: int) -> Iterator[list[str]]:
-    """Send Ctrl-C when the call of this number returns; count the calls of methods from 1.
+    """Send a signal when the call of this number returns; count the calls of methods from 1.
 
-    Yields the names of the calls so far.
+    Its handler is that of Ctrl-C. The signal is another one, as SIGTERM, which Python does not
+    handle in a way of its own. Yields the names of the calls so far.
     """
     calls: list[str] = []
 

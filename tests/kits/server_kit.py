@@ -1,4 +1,4 @@
-"""Stand-ins for llama-server: programs that end, refuse or answer as a test asks for."""
+"""Fake llama-servers: programs that end, refuse or respond as a test requires."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(files: dict[str, bytes]) -> Iterator[Server]:
-    """Run a server for the length of a test."""
+    """Run a server for the duration of a test."""
     server = Server(files)
 
     class Handler(http.server.BaseHTTPRequestHandler):

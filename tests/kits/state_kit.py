@@ -11,7 +11,7 @@ F16, Q8_0 = 1, 8
 
 
 def section(layout: str, pos: list[int], k: np.ndarray, v: np.ndarray, *, trans: bool) -> bytes:
-    """Write what one stream keeps; ``k`` and ``v`` are (layers, cells, bytes of a row)."""
+    """Write the state of one stream; ``k`` and ``v`` are (layers, cells, bytes of a row)."""
     own = int(layout != "plain")
     parts = [struct.pack("<I", len(pos))]
     if not pos and layout != "plain":
@@ -36,7 +36,7 @@ def section(layout: str, pos: list[int], k: np.ndarray, v: np.ndarray, *, trans:
 
 
 def state(layout: str, streams: list[bytes]) -> bytes:
-    """Put the streams of one cache together."""
+    """Join the streams of one cache."""
     head = b"" if layout == "plain" else struct.pack("<I", len(streams))
     return head + b"".join(streams)
 

@@ -176,13 +176,13 @@ def values(world: CallObjects) -> list[Any]:
 
 @dataclass
 class CallObjects:
-    """Hold the objects of one call, and see whether they changed."""
+    """The objects of one call, to detect changes."""
 
     lib: Any
     model: Any
     contexts: list[kv.Context] = field(default_factory=list)
     more: list[Any] = field(default_factory=list)
-    #: What else must stay as it is.
+    #: Further state that must not change.
     looks: list[Callable[[], Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ class CallObjects:
         return found
 
     def picture(self) -> list[Any]:
-        """Return all that a refused call must leave alone."""
+        """Return all state that a refused call must not change."""
         found: list[Any] = [look() for look in self.looks]
         for each in self.contexts:
             if each.closed:
@@ -496,7 +496,7 @@ def _console() -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """Hold something to call: ``owner`` "" for a function, ``method`` "" for a constructor."""
+    """A call: ``owner`` "" for a function, ``method`` "" for a constructor."""
 
     owner: str
     method: str
@@ -777,7 +777,7 @@ class Worker:
         self.failing: list[str] = []
 
     def run(self) -> None:
-        """Make all calls, and print what was found."""
+        """Make all calls, and print the results."""
         with contextlib.closing(CallObjects(self.lib, self.model)) as world:
             self.count = len(world.values)
         for call in calls():
@@ -825,7 +825,7 @@ class Worker:
         return found
 
     def _right(self, call: Call) -> None:
-        """Make the call with right arguments: a refusal there would hide what comes after it."""
+        """Make the call with valid arguments: a refusal would hide invalid ones."""
         self.number += 1
         if self.number < self.first:
             return
@@ -861,7 +861,7 @@ class Worker:
             self.counts["refused"] += 1
             part = call.name in KEEPING and isinstance(error, DecodeError)
             if part or isinstance(error, ReprocessNeeded):
-                self._drop()  # it says what it changed
+                self._drop()  # the report has the change
                 return
             named = isinstance(error, KvError) or name in str(error) or "argument" in str(error)
             if not named:
@@ -906,7 +906,7 @@ class Worker:
 
 
 def show(value: Any) -> str:
-    """Return a value as a line can show it."""
+    """Return a value in printable form."""
     from pyllamakv.binding.arguments import shown
 
     return shown(value).encode("ascii", "backslashreplace").decode().replace("\n", " ")

@@ -32,7 +32,7 @@ def built(source: Path, folder: Path) -> Path:
 
 
 def environment(folder: Path, wheels: Iterable[Path]) -> Path:
-    """Make a fresh environment that has the wheels; what they need is ours. Return ``folder``."""
+    """Make a new environment with the wheels and the present dependencies. Return ``folder``."""
     python = folder / "venv" / "bin" / "python"
     assert (
         command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).returncode == 0
@@ -52,7 +52,7 @@ def environment(folder: Path, wheels: Iterable[Path]) -> Path:
 
 
 def run(outside: Path, *words: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
-    """Run the Python of an environment, in an empty folder and with a home of its own."""
+    """Run the Python of an environment, in an empty directory with its own data directory."""
     env = {"HOME": str(outside / "home"), "PATH": path, "LANG": "C.UTF-8"}
     python = str(outside / "venv" / "bin" / "python")
     return command(python, *words, env=env, cwd=outside / "empty")

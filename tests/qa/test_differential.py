@@ -1,4 +1,4 @@
-"""The earlier and the present managers are driven equally, and a difference is found."""
+"""Test that earlier and present managers get equal calls, and differences are found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def compare(folder: Path, kind: str, seed: int, memory: MemoryType) -> Compariso
     "memory", [MemoryType.ATTENTION, MemoryType.RECURRENT], ids=lambda memory: memory.name
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_managers_do_what_the_earlier_ones_did(
+def test_managers_behave_like_the_earlier_ones(
     tmp_path: Path, kind: str, memory: MemoryType
 ) -> None:
     """Tokens, logits, reuse, statistics, trees, checks and refusals are equal."""
@@ -79,7 +79,7 @@ def test_the_managers_do_what_the_earlier_ones_did(
 
 
 @pytest.mark.parametrize("name", ["evict", "relieve"])
-def test_another_eviction_is_a_difference(
+def test_different_eviction_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The present manager does nothing where the earlier one evicts."""
@@ -113,8 +113,8 @@ def test_a_release_that_is_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.native
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", differential.MEMORIES)
-def test_real_memories_are_compared(patched: Any, memory: str) -> None:
-    """Each memory of the test release that the library has."""
+def test_managers_are_compared_on_real_memories(patched: Any, memory: str) -> None:
+    """Each memory of the test release is compared."""
     effort = StressOptions(seconds=1.0, operations=4 * LENGTH)
     name = f"{patched.manifest.release} {memory}"
     entry = differential.compare(name, patched.folder, memory, effort, lambda _: None)

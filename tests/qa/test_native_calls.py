@@ -1,4 +1,4 @@
-"""Calls on every kind of memory: a call that ends its process is a defect."""
+"""Test calls on every kind of memory: a call that ends its process is a defect."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ NUMBERS = (
 def test_a_call_that_ends_a_process_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entry has the numbers; a kit that fails is a defect too; no build is no result."""
+    """The entry has the counts; a failing kit is a defect too; a build is required."""
     kit = tmp_path / "tests" / "kits" / "memory_sweep_kit.py"
     kit.parent.mkdir(parents=True)
     kit.write_text(f"print('! tiny, plain: load: SIGSEGV')\nprint('= ' + {NUMBERS!r})\n")
     monkeypatch.setattr(native_calls, "ROOT", tmp_path)
     monkeypatch.setattr(variant, "find", lambda _: object())
-    effort, said = StressOptions(only=("0.3.9+patched",)), []
-    (entry,) = native_calls.entries(effort, said.append)
+    effort, messages = StressOptions(only=("0.3.9+patched",)), []
+    (entry,) = native_calls.entries(effort, messages.append)
     assert entry.defects == ("tiny, plain: load: SIGSEGV",)
     assert (entry.row["calls"], entry.data["signals"]) == ("1,234", 1)
-    assert said == ["0.3.9+patched: calls on every kind of memory"]
+    assert messages == ["0.3.9+patched: calls on every kind of memory"]
     kit.write_text("raise SystemExit('no library')")
-    (entry,) = native_calls.entries(effort, said.append)
+    (entry,) = native_calls.entries(effort, messages.append)
     assert entry.defects == ("the calls ended: no library\n",)
     monkeypatch.setattr(variant, "find", lambda _: None)
-    (entry,) = native_calls.entries(effort, said.append)
+    (entry,) = native_calls.entries(effort, messages.append)
     assert not entry.ran
 
 

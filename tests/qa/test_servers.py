@@ -1,4 +1,4 @@
-"""`python -m qa stress servers`: one release per era, only with built servers."""
+"""Test `python -m qa stress servers`: one release per era, only with built servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASSED, RETRIES = Outcome("pass"), Outcome("fail", "claim", "5 batches were spli
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Replace servers of 0.3.9 by stand-ins: stock splits batches in each fix scenario."""
+    """Replace servers of 0.3.9 by fakes: stock splits batches in each fix scenario."""
     made: list[tuple[str, str]] = []
 
     def find_server(spec: str) -> None:
@@ -66,7 +66,7 @@ def test_built_servers_are_verified(runs: list[tuple[str, str]]) -> None:
 
 
 def test_a_short_run_starts_with_fixes(runs: list[tuple[str, str]]) -> None:
-    """A long run has the others after them; a scenario that has begun is completed."""
+    """A long run continues with the others; a started scenario is completed."""
     entries(seconds=900.0, only=("0.3.9",))
     kinds = {each.id: each.kind for each in SCENARIOS}
     assert "".join("fx"[kinds[name] != "fix"] for _, name in runs).lstrip("f").strip("x") == ""
@@ -77,7 +77,7 @@ def test_a_short_run_starts_with_fixes(runs: list[tuple[str, str]]) -> None:
 
 
 def test_a_bad_verdict_is_a_defect() -> None:
-    """With the reason."""
+    """It has the reason."""
     pair = Pair("server-x", "fix", "-np 4", PASSED, RETRIES)
     found = servers.entry("0.3.9", [ServerCheck("0.3.9", decide([pair]), (pair,))], 1)
     assert found.row["patched fails"] == "server-x"
@@ -86,7 +86,7 @@ def test_a_bad_verdict_is_a_defect() -> None:
 
 
 def test_skipped_scenarios_are_no_runs() -> None:
-    """Neither those that the release cannot run, nor those whose feature is missing."""
+    """Scenarios that the release cannot run, or whose feature is missing, do not count."""
     pairs = (
         Pair("server-x", "fix", "-np 4", RETRIES, PASSED),
         Pair("server-y", "guard", "-np 4", Outcome("skip"), Outcome("skip")),
@@ -97,7 +97,7 @@ def test_skipped_scenarios_are_no_runs() -> None:
 
 
 def test_the_document_has_the_recorded_verdicts() -> None:
-    """A row of docs/server.md for each release that was verified, with its verdict."""
+    """docs/server.md has a row with the verdict of each verified release."""
     text = (summary.ROOT / "docs" / "server.md").read_text("utf-8")
     cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
     rows = [row for row in cells if len(row) == 5 and row[2] in list(Verdict)]

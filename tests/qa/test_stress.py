@@ -1,4 +1,4 @@
-"""`python -m qa stress`: the status shows failures, and the command repeats the run."""
+"""Test `python -m qa stress`: the status shows failures, and the command repeats the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cli(capsys, *words: object) -> tuple[int, str, str]:
 
 @pytest.fixture
 def efforts(monkeypatch: pytest.MonkeyPatch) -> list[StressOptions]:
-    """Let a section find a leak where it is asked for ``bad``, and nothing else anywhere."""
+    """Replace sections: one finds a leak in the entry ``bad``."""
     asked: list[StressOptions] = []
 
     def entries(effort: StressOptions, tick: object) -> list[Entry]:
@@ -38,21 +38,21 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[StressOptions]:
     return asked
 
 
-def test_a_defect_is_a_status(efforts, capsys, tmp_path) -> None:
-    """What passes ends with 0, a defect with 1, and both are written."""
+def test_defect_exits_with_1(efforts, capsys, tmp_path) -> None:
+    """Without a defect, the status is 0; both results are written."""
     path = tmp_path / "reliability.json"
     code, out, _ = cli(capsys, "stress", "leaks", "--only", "good", "--write", path, "--json")
     assert (code, [each["name"] for each in json.loads(out)]) == (0, ["good"])
-    code, out, said = cli(capsys, "stress", "leaks", "--write", path)
+    code, out, message = cli(capsys, "stress", "leaks", "--write", path)
     assert code == 1
     assert "| bad | it leaks |" in out
-    assert re.search(r"leaks: ran 2 in \d+ s, defects: 1\n", said)
-    assert said.endswith("defects: 1\n  leaks, bad: it leaks\n")
+    assert re.search(r"leaks: ran 2 in \d+ s, defects: 1\n", message)
+    assert message.endswith("defects: 1\n  leaks, bad: it leaks\n")
     assert [entry.passed for entry in summary.read(path, Entry)] == [True, False]
 
 
-def test_the_command_is_the_one_that_measures_it_again(efforts, capsys) -> None:
-    """The command contains every option that changes the run, and no default."""
+def test_printed_command_contains_the_options_of_the_run(efforts, capsys) -> None:
+    """It contains every option that changes the run, and no default."""
     options = ("--seconds", "30", "--seed", "7", "--only", "good")
     _, out, _ = cli(capsys, "stress", "leaks", *options)
     assert "`python -m qa stress leaks --seconds 30 --seed 7 --only good`" in out
@@ -74,7 +74,7 @@ def test_brackets_and_control_characters_in_progress_are_escaped(
 
     def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         tick("test_paths[/x]")
-        # Several times as long as between two drawings.
+        # Several times as long as between two updates.
         time.sleep(0.5)
         return [Entry("leaks", "good", {})]
 
@@ -83,9 +83,9 @@ def test_brackets_and_control_characters_in_progress_are_escaped(
     assert not broken
 
 
-def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:
-    """A section or a name that there is not is refused with the closest, and nothing printed."""
-    for words, said in (
+def test_unknown_names_are_refused_before_the_first_run(efforts, capsys) -> None:
+    """The error has the closest names, and no result is printed."""
+    for words, message in (
         (("leeks",), "there is no section 'leeks'"),
         (
             ("leaks", "--only", "goood"),
@@ -99,12 +99,12 @@ def test_names_are_looked_at_before_anything_is_tried(efforts, capsys) -> None:
         ),
     ):
         code, out, error = cli(capsys, "stress", *words)
-        assert code == UsageError.exit_code and said in error and not out, error
+        assert code == UsageError.exit_code and message in error and not out, error
     assert not efforts
 
 
 def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) -> None:
-    """Those without any are left out: a release is no kind of leak, and the other way around."""
+    """Sections without any named entry are omitted."""
     for section in SECTIONS:
         if section != "leaks":
             monkeypatch.setattr(selection.module(section), "entries", None)
@@ -121,17 +121,17 @@ def test_a_section_has_the_names_that_are_its_own(efforts, capsys, monkeypatch) 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "random_operations"])
 def test_every_section_has_names(section: str) -> None:
-    """Each can be asked for by --only; those of schedules are releases."""
+    """Each can be selected by --only; those of schedules are releases."""
     names = selection.module(section).names()
     assert names and len(set(names)) == len(names)
     assert all(selection.select((), [name])[section] == (name,) for name in names)
 
 
 def test_run_without_any_test_is_an_error(efforts, capsys, monkeypatch) -> None:
-    """What has no build, say, does not pass for a trial."""
+    """If nothing is built, for example, the run does not pass."""
     monkeypatch.setattr(leaks, "entries", lambda *_: [])
-    code, out, said = cli(capsys, "stress", "leaks", "--only", "good")
-    assert code and "nothing was tested" in said and not out
+    code, out, message = cli(capsys, "stress", "leaks", "--only", "good")
+    assert code and "nothing was tested" in message and not out
 
 
 @pytest.mark.parametrize("error", [NotBuilt("it is not there"), ZeroDivisionError("ours")])
@@ -161,7 +161,7 @@ def test_failed_section_keeps_the_other_sections(
 
 
 def test_an_interrupted_run_prints_its_results(efforts, capsys, monkeypatch) -> None:
-    """Hours of one section are not lost with the next one."""
+    """An interrupt keeps the results of completed sections."""
 
     def interrupted(effort: StressOptions, tick: object) -> list[Entry]:
         raise KeyboardInterrupt
@@ -172,13 +172,13 @@ def test_an_interrupted_run_prints_its_results(efforts, capsys, monkeypatch) -> 
 
 
 def test_invalid_output_file_is_refused_before_the_run(efforts, capsys, tmp_path: Path) -> None:
-    """A directory, another suffix, and a file that something else wrote."""
+    """It is a directory, has another suffix, or was written by another program."""
     (tmp_path / "odd.json").write_text("[]", encoding="utf-8")
     strange = '{"results": [{"section": "leeks", "name": "x", "row": {}, "defects": []}]}'
     (tmp_path / "old.json").write_text(strange, encoding="utf-8")
     for name in (".", "R.md", "odd.json/R.json", "odd.json", "old.json"):
-        code, out, said = cli(capsys, "stress", "leaks", "--write", tmp_path / name)
-        assert code == UsageError.exit_code and said.startswith("UsageError: "), (name, said)
+        code, out, message = cli(capsys, "stress", "leaks", "--write", tmp_path / name)
+        assert code == UsageError.exit_code and message.startswith("UsageError: "), (name, message)
         assert not out
     assert not efforts
 
@@ -198,9 +198,9 @@ def test_a_skipped_entry_replaces_no_result(
     monkeypatch.setattr(fuzzing, "entries", entries)
     assert cli(capsys, "stress", "fuzzing", "--write", path)[0] == 0
     lacks = True
-    code, out, said = cli(capsys, "stress", "fuzzing", "--write", path)
+    code, out, message = cli(capsys, "stress", "fuzzing", "--write", path)
     assert code == 0 and "skipped: no clang |" in out
-    assert re.search(r"ran 1 in \d+ s, defects: none; wire skipped: no clang\n", said)
+    assert re.search(r"ran 1 in \d+ s, defects: none; wire skipped: no clang\n", message)
     assert [each.row["inputs"] for each in summary.read(path, Entry)] == ["9", "9"]
-    code, _, said = cli(capsys, "stress", "fuzzing", "--only", "wire")
-    assert code and "nothing was tested: wire skipped: no clang" in said
+    code, _, message = cli(capsys, "stress", "fuzzing", "--only", "wire")
+    assert code and "nothing was tested: wire skipped: no clang" in message

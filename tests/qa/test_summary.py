@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and RELIABILITY.md agree with the results."""
+"""Test that BENCHMARKS.md and RELIABILITY.md agree with the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_pages_are_current() -> None:
 
 
 def test_check_reports_a_stale_page(monkeypatch, tmp_path, capsys) -> None:
-    """`--check` writes nothing; without it the page is written, and then it is current."""
+    """`--check` writes nothing; without it the page is written, and is then current."""
     monkeypatch.setattr(summary, "ROOT", tmp_path)
     monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
     (tmp_path / "PAGE.md").write_text("old\n", "utf-8")
@@ -55,7 +55,7 @@ def test_results_among_the_results_renew_the_pages(monkeypatch, tmp_path, capsys
 
 
 def test_a_stored_figure_has_numbers_and_no_samples(tmp_path) -> None:
-    """Median, interval, samples and the commit are stored; figures of no claim are left out."""
+    """Median, interval, samples and the commit are stored; figures without a claim are not."""
     path = tmp_path / "figures.json"
     data = {"run": {"times": [5.0, 1.0, 2.0]}, "lost": 0}
     one = Figure("Loop", "greedy", "1.5 [1, 2.0] x", data=data, how="text").dated("x")
@@ -93,7 +93,7 @@ def test_entries_that_did_not_run_again_stay(tmp_path) -> None:
 
 
 def test_a_table_has_defects_and_escapes_bars() -> None:
-    """A row lists its defects, or "none"; bars and line breaks do not end it."""
+    """A row lists its defects, or "none"; bars and newlines are escaped."""
     text = summary.table([entry("kill", "10"), entry("disk", "4", "half|a\nstate")])
     assert "| kill | 10 | none |" in text
     assert "| disk | 4 | half\\|a state |" in text
@@ -101,9 +101,10 @@ def test_a_table_has_defects_and_escapes_bars() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_stored_entries_have_names_that_exist(section: str) -> None:
-    """An entry that was renamed or removed does not stay in the results."""
+    """An entry that was renamed or removed is not kept in the results."""
     names = {e.name for e in summary.read(summary.RELIABILITY, Entry) if e.section == section}
-    assert names and names <= set(selection.module(section).names())
+    assert names
+    assert names <= set(selection.module(section).names())
 
 
 def test_a_missed_target_is_always_listed() -> None:
@@ -129,7 +130,7 @@ def test_a_missed_target_is_always_listed() -> None:
 
 
 def test_a_claim_can_have_several_groups() -> None:
-    """The row has the number of each command. Equal numbers are no range."""
+    """The row has the number of each command. Equal numbers are not shown as a range."""
     lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, date="2026-11-24", command="x")
     more = dataclasses.replace(
         lost, group="Loop 2", value="0 of 3 lost", date="2026-11-23", command="y"
@@ -143,14 +144,14 @@ def test_a_claim_can_have_several_groups() -> None:
 
 
 def test_a_claim_needs_a_figure() -> None:
-    """A claim whose figures were renamed or lost their target is an error, not an empty row."""
+    """If its figures were renamed or have no target, the claim is an error."""
     for lacking in ([], [Figure("Loop", "greedy", "1 x")]):
         with pytest.raises(UsageError, match="no figure with a target supports 'Fast'"):
             summary.benchmarks(lacking, CLAIM)
 
 
 def test_defects_and_undecided_entries_are_open() -> None:
-    """A defect is counted and named; an entry that proves nothing is named as well."""
+    """A defect is counted and named; an entry without enough data is named as well."""
     entries = [
         Entry("leaks", "good", {"operations": "1,000"}, date="2026-11-24", command="x"),
         Entry("leaks", "bad", {"operations": "10"}, ("it leaks",), date="2026-11-23", command="y"),

@@ -34,7 +34,7 @@ def compiler() -> str:
 def fake(*defines: str) -> Path:
     """Return the path of the fake library, compiled once per process and set of macros.
 
-    Each is a folder of its own: ``<temporary>/<number>/libplk.so``.
+    Each has its own directory: ``<temporary>/<number>/libplk.so``.
     """
     global _folder
     tool = compiler()

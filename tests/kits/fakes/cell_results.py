@@ -23,7 +23,7 @@ class Series:
     order = ("full-defrag", "kv-counters")
 
     def definition(self, name: str) -> str:
-        """Refuse what is not in the series."""
+        """Refuse names that are not in the series."""
         if name not in self.order:
             raise UsageError(f"There is no patch {name!r}")
         return name
@@ -58,7 +58,7 @@ def hunk(number: int, state: str = "exact", **more: Any) -> dict[str, Any]:
 
 
 def result(release: str = "0.3.9", verdict: str = "needed", **more: Any) -> CellResult:
-    """Make a result that has something of everything."""
+    """Make a result with an example of everything."""
     spec = more.pop("spec", CellSpec(release))
     facts: dict[str, Any] = {
         "reason": "stock fails 55 of 77 runs, patched passes all",
@@ -113,12 +113,12 @@ def result(release: str = "0.3.9", verdict: str = "needed", **more: Any) -> Cell
 
 
 def failing() -> FailedRun:
-    """Make a run that patched does not pass."""
+    """Make a run that fails on patched."""
     return FailedRun("many-moves", "flash q8_0", "data", "layer 0 differs <here>\x1b")
 
 
 def judge(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
-    """Judge a cell by `VERDICTS`, and leave a trace of it."""
+    """Return the verdict of `VERDICTS` for a cell, and record the call."""
     spec = CellSpec.from_json(raw)
     folder = os.environ.get(TRACE)
     if folder:
@@ -135,7 +135,7 @@ def judge_and_die(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
 
 
 def judge_then_be_killed(raw: dict[str, Any], fresh: bool = False) -> dict[str, Any]:
-    """Judge up to one release, and be killed there."""
+    """Verify cells up to one release, and kill the process there."""
     if raw["release"] == "0.3.6":
         raise KeyboardInterrupt
     return judge(raw, fresh)

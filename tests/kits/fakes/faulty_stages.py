@@ -77,7 +77,7 @@ class Dying(SimulatedNative):
 
 
 class Silent(SimulatedNative):
-    """Never come back from a defragmentation."""
+    """Hang in a defragmentation."""
 
     def defrag(self, context: int) -> Any:
         signal.pause()
@@ -125,7 +125,7 @@ class OnSilent(Simulated):
 
 
 class Far(Simulated):
-    """Take the simulated library for one behind RPC."""
+    """Treat the simulated library as one with RPC."""
 
     def play(self, task: CaseTask) -> Played:
         here = replace(PLAIN, device="rpc", manager=task.combination.manager)
@@ -144,7 +144,7 @@ class FarBroken(Far):
 
 
 class FarBrokenByPatches(Far):
-    """Decode nothing but in the folder of stock."""
+    """Decode nothing except in the directory of stock."""
 
     def __init__(self, folder: Path) -> None:
         self.native = SimulatedNative if folder.name == "stock" else Broken
@@ -161,7 +161,7 @@ class Unmapped(Simulated):
 
 
 class Unquantized(Simulated):
-    """Have no keys of 8 bits but in the folder of stock."""
+    """Have no keys of 8 bits except in the directory of stock."""
 
     def __init__(self, folder: Path) -> None:
         self.lacks = folder.name != "stock"

@@ -1,4 +1,4 @@
-"""Steps that are wrong in one way each, and one that is right, for the trials of faults."""
+"""Steps with one defect each, and a correct one, for the tests of fault injection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Careful(FaultTarget):
 
 
 class InPlace(Careful):
-    """Write the file where others read it: a kill leaves half of it."""
+    """Write the file in place: a kill leaves half of it."""
 
     name = "in place"
 
@@ -77,7 +77,7 @@ class Locking(Careful):
 
 
 class Believing(Careful):
-    """Believe the clock."""
+    """Trust the clock."""
 
     name = "believing"
 
@@ -90,7 +90,7 @@ class Believing(Careful):
 
 
 class Silent(Careful):
-    """Take a write that failed for one that was done."""
+    """Treat a failed write as a success."""
 
     name = "silent"
 
@@ -103,7 +103,7 @@ class Silent(Careful):
 
 
 class Forgiving(Careful):
-    """Do without what cannot be written, as with a cache."""
+    """Ignore a failed write, as for a cache."""
 
     name = "forgiving"
 
@@ -115,7 +115,7 @@ class Forgiving(Careful):
 
 
 class Starved(Careful):
-    """Import as the interpreter does where it gets no memory."""
+    """Import like the interpreter does without memory."""
 
     name = "starved"
     error: Exception = OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -127,7 +127,7 @@ class Starved(Careful):
 
 
 class Confused(Starved):
-    """Take a lack of memory for something else."""
+    """Report a lack of memory as another error."""
 
     name = "confused"
     error = ValueError("no such file")
@@ -143,7 +143,7 @@ class Hungry(Careful):
 
 
 class Refusing(FaultTarget):
-    """Need something that the library lacks."""
+    """Need a capability that the library lacks."""
 
     name = "refusing"
 

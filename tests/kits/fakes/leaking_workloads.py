@@ -1,4 +1,4 @@
-"""Work that leaks in one way each, and some that does not, for the trials of leaks."""
+"""Workloads with one leak each, and some without, for the leak tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KEPT: list[bytes] = []
 
 
 def steady(variant: Path, folder: Path) -> Iterator[int]:
-    """Take and give back."""
+    """Allocate and free."""
     while True:
         _ = [bytes(4096) for _ in range(50)]
         yield 50
 
 
 def growing(variant: Path, folder: Path) -> Iterator[int]:
-    """Keep a little of everything."""
+    """Leak a little of everything."""
     while True:
         for _ in range(50):
             _KEPT.append(bytes(4096))
@@ -28,7 +28,7 @@ def growing(variant: Path, folder: Path) -> Iterator[int]:
 
 
 def descriptors(variant: Path, folder: Path) -> Iterator[int]:
-    """Forget to close, now and then."""
+    """Forget to close files sometimes."""
     while True:
         if not len(_KEPT) % 40 and len(_KEPT) < 4000:
             os.open(os.devnull, os.O_RDONLY)

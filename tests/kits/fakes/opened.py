@@ -1,4 +1,4 @@
-"""Open the fake library, here and in a worker, and what tests of the binding need besides."""
+"""Open the fake library, here and in a worker, with helpers for tests of the binding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def feed(native: Native, context: ContextHandle, seq: int, n: int, start: int = 
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait until something is true."""
+    """Wait until a condition is true."""
     end = time.monotonic() + LONG
     while not true():
         assert time.monotonic() < end
@@ -68,7 +68,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def reaped(pid: int) -> bool:
-    """Return whether a child of ours is gone and no zombie."""
+    """Return whether a child process has ended and is not a zombie."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

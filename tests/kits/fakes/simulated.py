@@ -111,7 +111,7 @@ class SimulatedCells:
         for place, cell in zip(places, added, strict=True):
             self.slots[place] = cell
         values = np.array([cell.token + cell.pos / 1024 for cell in added])
-        # Positions at the end of what C takes are more than a half float holds.
+        # Larger positions exceed the range of a half float.
         with np.errstate(over="ignore"):
             for layer in range(N_LAYER):
                 self.rows[layer, places] = values + layer / 2

@@ -1,4 +1,4 @@
-"""The benchmark of threads: the default counts against the best number, and never hangs."""
+"""Test the benchmark of threads: the default is compared with the best number, and it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qa.bench import busy_machine
 
 
 def test_the_default_is_compared_with_the_best() -> None:
-    """By medians; a number that ran out of patience is the slowest."""
+    """Medians are compared; a number that exceeded the timeout counts as the slowest."""
     good = busy_machine.figure("0.3.9", 1, {None: [3.0, 0.3, 0.4], 1: [0.4, 0.2], 2: [60.0]})
     assert good.met and good.value.startswith("1.00 x: default 0.40 s, n_threads=1 0.40 s")
     assert good.value.endswith("n_threads=2 over 60.00 s")
@@ -22,7 +22,7 @@ def test_the_default_is_compared_with_the_best() -> None:
 
 
 def test_rounds_alternate_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that took too long once is not measured again."""
+    """A number that exceeded the timeout is not measured again."""
     calls: list[int | None] = []
 
     def generate(_model: object, number: int | None) -> float:
@@ -60,7 +60,7 @@ def test_busy_processes_end_and_the_variable_returns(monkeypatch: pytest.MonkeyP
 
 
 def test_a_library_that_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other releases are measured all the same."""
+    """The other releases are still measured."""
 
     def compare(spec: str, _tick: object) -> list[str]:
         if spec == "b2":

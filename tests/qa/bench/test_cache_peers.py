@@ -1,4 +1,4 @@
-"""The comparison of prompt caches: its workloads, its systems and its verdicts; never a time."""
+"""Test the comparison of prompt caches: workloads, systems and results, but no times."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def longest(seen: Sequence[Sequence[int]], prompt: Sequence[int]) -> int:
 
 
 class Ideal:
-    """A system that reuses every prefix, in a time per evaluated token."""
+    """A system that reuses every prefix, with a constant time per evaluated token."""
 
     def __init__(self, speed: float, *, keeps: bool) -> None:
         self.speed, self.keeps = speed, keeps
         self.seen: list[list[int]] = []
 
     def answer(self, prompt: list[int], n: int) -> PeerAnswer:
-        """Return made-up tokens."""
+        """Return generated tokens."""
         evaluated = len(prompt) - min(longest(self.seen, prompt), len(prompt) - 1)
         tokens = [7] * n
         self.seen.append([*prompt, *tokens[:-1]])
@@ -54,10 +54,10 @@ class Ideal:
     resume = answer
 
     def close(self) -> None:
-        """End nothing."""
+        """Do nothing."""
 
 
-def test_each_workload_reuses_what_came_before() -> None:
+def test_each_workload_reuses_earlier_prompts() -> None:
     """Chats share a system prompt; without a cache on disk, a restart loses the prefix."""
     systems = {OURS: Ideal(1.0, keeps=True), SERVER: Ideal(2.0, keeps=False)}
     found = cache_peers.run(systems, WORDS, SMALL, lambda: None)
@@ -93,7 +93,7 @@ def test_targets_are_those_of_the_whole_interval() -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_a_store_of_this_package_survives_a_restart(tmp_path: Path) -> None:
+def test_stored_prefixes_are_reused_after_a_restart(tmp_path: Path) -> None:
     """Only one token is evaluated again."""
     with (
         kv.open(built("0.3.9+patched").folder) as library,
@@ -110,7 +110,7 @@ def test_a_store_of_this_package_survives_a_restart(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.slow
 def test_every_system_runs(tmp_path: Path) -> None:
-    """With a generated model; the caches of all systems know a prefix."""
+    """With a generated model, the caches of all systems find a prefix."""
     pytest.importorskip("httpx")
     model = synthetic_models.model("bytes")
     try:

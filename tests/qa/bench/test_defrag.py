@@ -1,4 +1,4 @@
-"""The benchmarks of defragmentation: their plan, arithmetic and tables; never a time."""
+"""Test the benchmarks of defragmentation: plans, arithmetic and tables, but no times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUP = "A group"
 
 
 def measured(cache: CacheShape, pattern: str = "alternate", **changes: object) -> Measured:
-    """Return a workload where ours takes twice the strided copy and a quarter of the published."""
+    """Return a workload: twice the time of the strided copy, a quarter of the published one."""
     found = Measured(cache, pattern, moves=30, least_moves=20, bytes=4_000_000)
     found = replace(
         found, ours=[2.0] * 6, strided=[1.0] * 6, straight=[0.5] * 6, published=[8.0] * 5
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_shapes() -> None:
 
 
 def test_cache_larger_than_memory_has_a_reason() -> None:
-    """Cache and buffer must fit at the same time; without a known limit, the run is tried."""
+    """Cache and buffer must fit at the same time; without a known limit, the run is attempted."""
     cache = CacheShape("8B", FLASH, 131072)
     assert cache.skipped(9_000_000_000) == "skipped: needs 54 GB, 9 GB there"
     assert cache.skipped(3 * cache.bytes + defrag_workloads.BESIDE) == ""
@@ -65,8 +65,8 @@ def test_cache_larger_than_memory_has_a_reason() -> None:
     ("pattern", "share"),
     list(zip(PATTERNS, (0.5, 0.1, 0.5, 0.9, 0.5), strict=True)),
 )
-def test_patterns_leave_what_they_say(pattern: str, share: float) -> None:
-    """The same cells each time, and about as many as the name says."""
+def test_patterns_keep_the_named_share_of_cells(pattern: str, share: float) -> None:
+    """The same cells are used each time, in about the number of the name."""
     mask = defrag_workloads.live(pattern, 4096)
     assert np.array_equal(mask, defrag_workloads.live(pattern, 4096))
     assert abs(mask.mean() - share) < 0.03
@@ -74,8 +74,8 @@ def test_patterns_leave_what_they_say(pattern: str, share: float) -> None:
         assert mask[:16].all() and not mask[16:32].any()
 
 
-def test_least_moves_is_what_no_plan_can_beat() -> None:
-    """Holes below and runs above each take one; the plan of the patch takes no fewer."""
+def test_least_moves_is_a_lower_bound_of_every_plan() -> None:
+    """Each hole below and each run above needs a move; the plan of the patch has no fewer."""
     found = {
         text: defrag_workloads.least_moves(_mask(text)) for text in ("1111", "10101010", "110011")
     }
@@ -95,7 +95,7 @@ def _mask(text: str) -> defrag_workloads.Live:
 
 
 def test_table_joins_neighbours() -> None:
-    """Cells that stay neighbours are one move."""
+    """Cells that stay adjacent are one move."""
     source, target = np.array([4, 5, 7, 8]), np.array([0, 1, 2, 3])
     found = memory_bandwidth.table(Moves(np.zeros(4, dtype=np.int64), source, target))
     assert found.tolist() == [[4, 0, 2], [7, 2, 2]]
@@ -103,8 +103,8 @@ def test_table_joins_neighbours() -> None:
     assert memory_bandwidth.table(Moves(empty, empty, empty)).shape == (0, 3)
 
 
-def test_ratios_go_as_far_as_both_do() -> None:
-    """The published algorithm may have fewer rounds: they are paired with the first of ours."""
+def test_ratios_pair_the_rounds_of_both_algorithms() -> None:
+    """The published algorithm may have fewer rounds, which are paired with the first ones."""
     found = measured(CacheShape("1B", FLASH, 4096))
     assert found.over_strided.median == 2.0
     assert found.over_straight.median == 4.0
@@ -113,7 +113,7 @@ def test_ratios_go_as_far_as_both_do() -> None:
 
 
 def test_targets_are_judged_by_the_worst() -> None:
-    """Each promise names the workload that keeps it least, and says met or missed."""
+    """Each target has the worst workload, and is met or missed."""
     good = measured(CacheShape("1B", FLASH, 16384), strided=[1.9] * 6, published=[50.0] * 5)
     bad = measured(CacheShape("1B", FLASH, 65536))
     none = measured(CacheShape("1B", NONE, 16384))
@@ -157,7 +157,7 @@ def test_table_has_a_row_per_pattern_and_a_column_per_setting() -> None:
 def test_a_missing_build_is_reported_and_others_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measuring the later release is no condition for measuring the default one."""
+    """The later release is measured even if the default one cannot be."""
 
     def measure(*_: object, **__: object) -> list[Measured]:
         msg = "not built"
@@ -172,7 +172,7 @@ def test_a_missing_build_is_reported_and_others_are_measured(
 def test_a_comparison_without_a_compiler_reports_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without a compiler there is nothing to compare with."""
+    """The comparison needs a compiler."""
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(Untestable, match="install gcc or clang"):
         c_library.load("limits.c", tmp_path)
@@ -183,7 +183,7 @@ def test_a_comparison_without_a_compiler_reports_it(
 def test_a_small_grid_is_measured(
     patched: Variant, monkeypatch: pytest.MonkeyPatch, setting: defrag_workloads.CacheTypes
 ) -> None:
-    """Every pattern of a cache of 256 cells; only the published algorithm computes graphs."""
+    """All patterns of a cache of 256 cells; only the published algorithm computes graphs."""
     small = Shape("kv-small", n_layer=2, n_head=2, n_head_kv=2, head=32, n_ctx=1024)
     monkeypatch.setitem(defrag_workloads.SHAPES, "1B", small)
     cache = CacheShape("1B", setting, 256)
@@ -211,7 +211,7 @@ def test_a_small_grid_is_measured(
 def test_cache_larger_than_memory_opens_no_context(
     patched: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache larger than the memory is a reason in its place, and no context."""
+    """The reason is in its place, and no context is created."""
     monkeypatch.setattr(contexts, "available_bytes", lambda: 1000)
     plan = [(CacheShape("1B", FLASH, 256), PATTERNS[:2])]
     found = contexts.measure(plan, lambda: None, spec="0.3.9+patched", budget=0.0)

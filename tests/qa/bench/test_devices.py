@@ -1,4 +1,4 @@
-"""The benchmark of device buffers runs on a server here, and keeps to time and memory."""
+"""Test the benchmark of device buffers on an RPC server here, within time and memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SMALL = CacheShape("1B", SETTINGS[0], 256)
 
 
 def stand(library: Any = None, *, seconds: float = 60.0, rounds: int = 15) -> DeviceBenchmark:
-    """Make one that has so many seconds left."""
+    """Return a benchmark with the given seconds left."""
     return DeviceBenchmark("CUDA", library, rounds, lambda: None, time.monotonic() + seconds)
 
 
 @pytest.mark.slow
 @pytest.mark.native
 def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All movers run on memory that is not the host's; without time left nothing is begun."""
+    """All movers run on memory that is not the host's; without time left, none starts."""
     monkeypatch.setattr(devices, "RPC_PLAN", ((SMALL, "alternate"),))
     (rpc,) = devices.figures(lambda: None, patched.manifest.release, rounds=1)
     assert set(rpc.data) == set(MOVERS)
@@ -45,8 +45,8 @@ def test_a_server_is_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch)
     assert none.value == "not measured: it takes 0 s or more, 0 s are left"
 
 
-def test_a_size_that_takes_too_long_is_not_begun() -> None:
-    """The times of smaller caches predict that of a larger one, also in another setting."""
+def test_size_predicted_to_exceed_the_time_is_skipped() -> None:
+    """The times of smaller caches predict those of a larger one, also in another setting."""
     there = stand(seconds=100)
     there.paces[SETTINGS[0], 2] = 1 / SMALL.bytes
     large = CacheShape("1B", SETTINGS[1], 256 * 200)
@@ -60,8 +60,8 @@ def test_a_size_that_takes_too_long_is_not_begun() -> None:
     assert figure.met is None
 
 
-def test_a_size_that_does_not_fit_is_not_begun() -> None:
-    """Each mover has a cache; a size that a device does not report excludes none."""
+def test_size_that_does_not_fit_is_skipped() -> None:
+    """Each mover has a cache; if a device reports no memory size, none is excluded."""
     needed = len(MOVERS) * SMALL.bytes + defrag_workloads.BESIDE
     for free, fits in ((needed, True), (needed - 1, False), (0, True)):
         gpu = SimpleNamespace(kind="gpu", memory_free=free)
@@ -75,7 +75,7 @@ def test_a_size_that_does_not_fit_is_not_begun() -> None:
 
 
 def test_failed_context_is_a_row_of_the_result() -> None:
-    """A context that the device has no room for loses no other figure."""
+    """If a device has no memory for a context, the other figures are still measured."""
 
     class Library:
         def load_model(self, *_words: Any, **_more: Any) -> None:
@@ -99,7 +99,7 @@ def test_failed_context_is_a_row_of_the_result() -> None:
 def test_the_bandwidth_counts_where_v_is_in_rows(
     device: str, setting: CacheTypes, share: float | None, met: bool | None
 ) -> None:
-    """Without flash attention, V is transposed; a slower defragmentation misses any target."""
+    """Without flash attention V is transposed; a slower defragmentation misses all targets."""
     there = dataclasses.replace(stand(), device=device)
     cache = CacheShape("1B", setting, 256)
     assert devices._met(there, cache, True, share) is met
@@ -109,7 +109,7 @@ def test_the_bandwidth_counts_where_v_is_in_rows(
 @pytest.mark.slow
 @pytest.mark.native
 def test_a_sparse_cache_on_a_device(patched: Variant) -> None:
-    """Both caches are behind the server, and the compaction moves the cells that were left."""
+    """Both caches are on the server, and the compaction moves the remaining cells."""
     release = patched.manifest.release
     found = devices.sparse_on(lambda: None, "rpc", release, cells=2048, pairs=2)
     assert found.name == f"RPC, {release}, 8B, 2048 cells, 200 live at the end"
@@ -117,7 +117,7 @@ def test_a_sparse_cache_on_a_device(patched: Variant) -> None:
     assert f"a compaction moves {sparse.LIVE} cells" in found.value
 
 
-def test_a_sparse_cache_that_does_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_cache_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA it has the size of a current context; elsewhere it is small."""
     opened: list[str] = []
 
@@ -146,7 +146,7 @@ int cudaDeviceSynchronize(void) { usleep(20000); return 0; }
 
 @pytest.mark.parametrize("status", [0, 2])
 def test_the_bandwidth_of_a_gpu_is_measured(tmp_path: Path, status: int) -> None:
-    """In a child, with the runtime of the toolkit; a GPU that refuses is no figure."""
+    """It runs in a child with the toolkit's runtime; a GPU that refuses has no figure."""
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
     toolkit = cuda.Toolkit(tmp_path / "bin" / "nvcc", "13.0.88", {})
     with pytest.raises(Untestable, match="has no libcudart"):
@@ -167,7 +167,7 @@ def test_the_bandwidth_of_a_gpu_is_measured(tmp_path: Path, status: int) -> None
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return a clock that each defragmentation moves by one second."""
+    """Return a clock that each defragmentation advances by one second."""
     now = [0.0]
 
     def complete(*_words: Any) -> SimpleNamespace:
@@ -180,7 +180,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run(until: float, share: float) -> Rounds:
-    """Run rounds of three seconds until the end of everything, or of their share."""
+    """Run rounds of three seconds until the time or its share is used."""
     rounds = Rounds(DeviceBenchmark("CUDA", None, 15, lambda: None, until), 0.0, share)
     carver = SimpleNamespace(fragment=lambda _mask: None)
     rounds.run(
@@ -190,21 +190,21 @@ def run(until: float, share: float) -> Rounds:
 
 
 def test_rounds_end_in_time(seconds: list[float]) -> None:
-    """Only whole ones count: two while there is any time, the others in their share."""
+    """Only complete rounds count: two if there is time, the others within their share."""
     rounds = run(until=100, share=13.5)
     assert {len(each) for each in rounds.seconds.values()} == {3}
     assert seconds == [12.0]
     assert rounds.stand.paces == {(SMALL.setting, 3): 6 / SMALL.bytes}
 
 
-def test_a_share_that_is_too_small_still_gives_a_round(seconds: list[float]) -> None:
-    """The first warms up and the second counts."""
+def test_too_small_time_share_measures_one_round(seconds: list[float]) -> None:
+    """The first one warms up, and the second one counts."""
     assert {len(each) for each in run(until=100, share=1).seconds.values()} == {1}
     assert seconds == [6.0]
 
 
 def test_time_that_is_too_short_for_a_round(seconds: list[float]) -> None:
-    """It is reported, and at most one mover exceeds it."""
+    """It is reported, and at most one mover exceeds the time."""
     with pytest.raises(Untestable, match="too few for one round"):
         run(until=5.5, share=5.5)
     assert seconds == [3.0]

@@ -1,4 +1,4 @@
-"""The benchmark of several clients: its prompts, its check of tokens, its arithmetic; no times."""
+"""Test the benchmark of several clients: prompts, check of tokens, arithmetic, but no times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def one_by_one(
     variant: Variant, model: Path, work: ClientWorkload, api: str, wrong: int = 0
 ) -> Iterator[Runner]:
-    """Serve the clients as llama-cpp-python does; ``wrong`` is added to the last token."""
+    """Serve the clients like llama-cpp-python; ``wrong`` is added to the last token."""
     assert api == "clients"
     rounds = iter(work.prompts)
     with (
@@ -92,7 +92,7 @@ def test_every_token_is_compared(patched: Variant, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.native
 def test_no_prompt_starts_like_another(patched: Variant) -> None:
-    """So neither side reuses cells of an earlier prompt."""
+    """Neither side can reuse cells of an earlier prompt."""
     work = generation.workload(patched, synthetic_models.model("bytes"), 4, 3)
     assert (len(work.prompts), work.clients) == (3, 4)
     assert len({prompt[0] for those in work.prompts for prompt in those}) == 12
@@ -100,7 +100,7 @@ def test_no_prompt_starts_like_another(patched: Variant) -> None:
 
 
 def test_throughputs_are_compared_by_cpu_time() -> None:
-    """Tokens per second and CPU per token of both sides, ours first; the wall clock is shown."""
+    """Tokens per second and CPU per token of both sides; the wall-clock time is shown."""
     work, model = ClientWorkload([[[1, 2]] * 4], steps=25), Path("m.gguf")
     wall, cpu = Pairs([3.0] * 9, [1.0] * 9), Pairs([1.0] * 9, [0.5] * 9)
     cost = Pairs([3.0] * 9, [2.0] * 9)
@@ -116,7 +116,7 @@ def test_throughputs_are_compared_by_cpu_time() -> None:
 
 
 def test_llama_cpp_python_serves_one_client_after_the_other() -> None:
-    """Each call of the child's loop is one round, with the asked number of greedy tokens."""
+    """Each call of the child's loop is one round, with the given number of greedy tokens."""
     asked = []
 
     class Llama:

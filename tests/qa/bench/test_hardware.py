@@ -1,4 +1,4 @@
-"""What runs on a GPU machine runs here on an RPC server: build, scenarios, benchmarks."""
+"""Test the script for GPU machines on an RPC server: build, scenarios, benchmarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_all_steps_on_a_server(
+def test_hardware_benchmark_runs_every_step(
     stock: Variant, patched: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tools, both builds, the verdict and the figures are in one group, with the total time."""
@@ -58,7 +58,7 @@ def test_all_steps_on_a_server(
 
 
 def test_late_failure_keeps_completed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is handed on as it ends, and a verdict or a benchmark that fails is a row."""
+    """Each step is stored when it ends, and a failed verdict or benchmark is a row."""
 
     def fail(*_words, **_more):
         raise ContextError("no room on the device\nmore")
@@ -98,7 +98,7 @@ def test_late_failure_keeps_completed_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build nothing, and measure nothing but servers."""
+    """Build nothing, and measure only servers."""
     manifest = SimpleNamespace(cpu_seconds=1.0, patches=("full-defrag",))
     monkeypatch.setattr(hardware, "build", lambda *_, **__: SimpleNamespace(manifest=manifest))
     monkeypatch.setattr(hardware, "_tools", lambda _backend: "a GPU")
@@ -115,7 +115,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_servers_run_on_the_device(
     monkeypatch: pytest.MonkeyPatch, verdict: str, code: int, met: bool
 ) -> None:
-    """Both are built for it; a verdict meets the target where patched passes."""
+    """Both are built for it; the target of a verdict is that patched passes."""
     asked: list[tuple[str, str]] = []
 
     def build_server(spec: str, *, backend: str, **_more: object) -> None:
@@ -149,7 +149,7 @@ def test_servers_run_on_the_device(
 def test_servers_that_cannot_run_there_have_no_verdict(
     monkeypatch: pytest.MonkeyPatch, backend: str, error: Exception | None, rows: list[str]
 ) -> None:
-    """On RPC they would compute on the CPU; a failed build is a row."""
+    """With RPC they would compute on the CPU; a failed build is a row."""
 
     def build_server(*_words: object, **_more: object) -> None:
         assert error is not None
@@ -177,7 +177,7 @@ def test_an_unknown_bandwidth_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_are_stored_after_each_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A step that ends the command leaves what was measured before it."""
+    """If a step ends the command, the results of earlier steps are kept."""
 
     def figures(_tick, backend, names, keep):
         keep([Figure(f"On a device: {backend}, {names[0]}", "tools", "1 x", "2 x", met=False)])
@@ -196,7 +196,7 @@ def test_results_are_stored_after_each_step(
 
 @pytest.mark.parametrize("there", [False, True])
 def test_the_script_installs_a_toolkit(tmp_path: Path, there: bool) -> None:
-    """Its wheels come along where there is no nvcc."""
+    """Without nvcc, the wheels of the toolkit are installed."""
     tools = tmp_path / "tools"
     text = (ROOT / "tools" / "cuda.sh").read_text(encoding="utf-8")
     script(tools / "cuda.sh", text.replace("/usr/local/cuda", str(tmp_path / "cuda")))

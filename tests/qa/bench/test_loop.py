@@ -1,4 +1,4 @@
-"""The benchmark of the decode loop: its work, its arithmetic and its refusals; never a time."""
+"""Test the benchmark of the decode loop: work, arithmetic and errors, but no times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = Workload("prompt", "prompt", 1, 300, ("eval",))
 
 @pytest.fixture
 def dropin(tmp_path: Path) -> Variant:
-    """Return a variant with an ordinary library that is none."""
+    """Return a variant whose ordinary library is not one."""
     folder = tmp_path / "variant"
     (folder / "lib").mkdir(parents=True)
     (folder / "lib" / "libllama.so").touch()
@@ -35,7 +35,7 @@ def dropin(tmp_path: Path) -> Variant:
 
 
 def test_workloads_fit_their_contexts() -> None:
-    """Check cells, batches and tokens of each workload, and that bursts are whole."""
+    """Check cells, batches and tokens of each workload, and that bursts are complete."""
     for work in loop.WORKLOADS:
         assert work.n_ctx >= work.steps * work.sequences
         assert all(0 < token < 256 for token in work.tokens)
@@ -46,8 +46,8 @@ def test_workloads_fit_their_contexts() -> None:
     assert len({work.name for work in loop.WORKLOADS}) == len(loop.WORKLOADS)
 
 
-def test_speed_beside_c_is_their_time_over_ours() -> None:
-    """Check share, target, and that the whole interval has to hold it."""
+def test_speed_ratio_to_c_divides_c_time_by_python_time() -> None:
+    """Check the ratio, the target, and that the whole interval must meet it."""
     good = loop.beside_c(EIGHT, Path("m.gguf"), Pairs([1.0] * 30, [1.0] * 30))
     assert (good.value, good.met) == ("1.00 [1.00, 1.00] of the speed of plain C", True)
     assert good.limit.startswith("250000 us in plain C")
@@ -56,7 +56,7 @@ def test_speed_beside_c_is_their_time_over_ours() -> None:
     assert loop.beside_c(PROMPT, Path("m.gguf"), Pairs([0.9] * 30, [1.0] * 30)).met is None
 
 
-def test_llama_cpp_python_s_factor_is_its_time_over_ours() -> None:
+def test_speed_ratio_to_llama_cpp_python_divides_its_time() -> None:
     """Check factor and target."""
     ahead = loop.beside_peer(EIGHT, "llama_decode", Pairs([3.0] * 30, [2.0] * 30))
     assert (ahead.value, ahead.met) == ("takes 1.50 [1.50, 1.50] times as long", True)
@@ -66,7 +66,7 @@ def test_llama_cpp_python_s_factor_is_its_time_over_ours() -> None:
     assert (missing.value, missing.met, missing.how) == ("not measured", None, "pip install it")
 
 
-def test_loops_must_do_the_same() -> None:
+def test_loops_with_different_results_are_refused() -> None:
     """Check equal, nearly equal and different results."""
     require_same_result("x", Round(1, [1.0, 2.0]), Round(2, [1.0, 2.00001]))
     for other in ([1.0, 3.0], [1.0], []):
@@ -74,8 +74,8 @@ def test_loops_must_do_the_same() -> None:
             require_same_result("x", Round(1, [1.0, 2.0]), Round(1, other))
 
 
-def test_figures_are_in_order_and_say_what_is_missing(monkeypatch, tmp_path: Path) -> None:
-    """Check the plan of a whole run over loops that only pretend."""
+def test_loop_figures_are_ordered_and_name_missing_ones(monkeypatch, tmp_path: Path) -> None:
+    """Check the plan of a whole run with fake loops."""
 
     class Pretended:
         def __init__(self, seconds: float) -> None:
@@ -109,8 +109,8 @@ def test_figures_are_in_order_and_say_what_is_missing(monkeypatch, tmp_path: Pat
         loop.figures(lambda: None)
 
 
-def test_a_loop_in_c_that_does_not_compile_says_so(monkeypatch, dropin: Variant) -> None:
-    """Check the compiler's first error, and a machine without compiler."""
+def test_uncompilable_c_loop_reports_the_compiler_error(monkeypatch, dropin: Variant) -> None:
+    """Check the first compiler error, and a machine without a compiler."""
     monkeypatch.setattr(decode_loops, "_headers", lambda variant, folder: None)
     source = dropin.folder / "wrong.c"
     source.write_text("int prepare(void) { return nothing; }\n", encoding="utf-8")
@@ -126,14 +126,14 @@ def test_a_loop_in_c_that_does_not_compile_says_so(monkeypatch, dropin: Variant)
 
 
 def test_a_loop_in_c_that_fails_is_a_typed_error() -> None:
-    """Check the code in the message."""
+    """Check the exit code in the message."""
     decode_loops._answer(0, "decode")
     with pytest.raises(HarnessError, match="could not decode: it gave -3"):
         decode_loops._answer(-3, "decode")
 
 
 def python_that(folder: Path, code: str) -> str:
-    """Return the path of a program that runs this code instead of the child's."""
+    """Return the path of a program that runs this code in place of the child's."""
     program = folder / "python"
     program.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -149,8 +149,8 @@ for line in sys.stdin:
 """
 
 
-def test_the_child_answers_round_by_round(monkeypatch, dropin: Variant) -> None:
-    """Check rounds of a child that pretends, and another version."""
+def test_peer_process_returns_one_result_per_round(monkeypatch, dropin: Variant) -> None:
+    """Check rounds of a fake child, and another version."""
     good = python_that(dropin.folder, ANSWERS.replace("VERSION", "'0.3.9'"))
     monkeypatch.setenv(peer_loops.VARIABLE, good)
     with peer_loops.peer(dropin, Path("m.gguf"), EIGHT, "llama_decode") as run:
@@ -172,10 +172,10 @@ def test_the_child_answers_round_by_round(monkeypatch, dropin: Variant) -> None:
         ("", "ended with 0"),
     ],
 )
-def test_a_child_that_cannot_is_untestable(
+def test_peer_process_that_fails_is_untestable(
     monkeypatch, dropin: Variant, code: str, message: str
 ) -> None:
-    """Check the reason and the fix."""
+    """Check the reason and the remedy."""
     monkeypatch.setenv(peer_loops.VARIABLE, python_that(dropin.folder, code))
     with (
         pytest.raises(Untestable, match=message),
@@ -192,7 +192,7 @@ def test_a_child_that_cannot_is_untestable(
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_ours_and_plain_c_come_to_the_same(patched: Variant) -> None:
+def test_python_and_c_loops_have_the_same_result(patched: Variant) -> None:
     """Check every workload, shortened, on the generated model."""
     from pyllamakv.home import home
     from pyllamakv.scenarios import synthetic_models

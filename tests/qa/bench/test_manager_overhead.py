@@ -1,4 +1,4 @@
-"""The benchmarks of cache managers and the soak: their work and their verdicts; never a time."""
+"""Test the benchmarks of cache managers and the soak: work and results, but no times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 
-def test_no_two_rounds_have_a_beginning_in_common() -> None:
-    """What a manager might reuse would not be the same work."""
+def test_prompts_of_all_rounds_differ_in_the_first_token() -> None:
+    """If a manager could reuse cells, the work would differ."""
     for work in (manager_overhead.ONE, manager_overhead.EIGHT):
         firsts = [p[0] for n in range(1, 32) for p in work.prompts(n)]
         assert len(set(firsts)) == len(firsts)
@@ -28,8 +28,8 @@ def test_no_two_rounds_have_a_beginning_in_common() -> None:
         assert work.n_ctx >= work.n_batch
 
 
-def test_the_sides_do_the_same(tmp_path: Path) -> None:
-    """By hand, on a lease and batched: the same last tokens, round after round."""
+def test_manager_and_manual_loop_generate_the_same_tokens(tmp_path: Path) -> None:
+    """By hand, on a lease and batched: the last tokens are equal in each round."""
     model = kit.model(tmp_path)
     for work in (
         manager_overhead.ManagerWorkload("one", 1, 5, 6),
@@ -47,8 +47,8 @@ def test_the_sides_do_the_same(tmp_path: Path) -> None:
                 assert [each(number).result for each in others] == [expected] * len(others)
 
 
-def test_verdicts() -> None:
-    """The whole interval has to hold the limit; different work is refused."""
+def test_overhead_figure_requires_the_interval_below_the_limit() -> None:
+    """The whole interval must meet the limit; different work is refused."""
     good = manager_overhead.figure("x", manager_overhead.ONE, Pairs([1.04] * 30, [1.0] * 30), "m")
     assert good.met
     assert good.value.startswith("1.040 [1.040, 1.040]")
@@ -63,7 +63,7 @@ def test_verdicts() -> None:
 
 @pytest.mark.native
 def test_managers_are_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every figure of the group, over shortened rounds of the real library."""
+    """All figures are measured, with shortened rounds of the real library."""
     monkeypatch.delenv("PYLLAMAKV_TEST_MODEL", raising=False)
     monkeypatch.setattr(
         manager_overhead, "ONE", manager_overhead.ManagerWorkload("1 sequence", 1, 8, 6)

@@ -1,4 +1,4 @@
-"""Mapped memory beside the heap, on a build and a model that are small."""
+"""Test the benchmark of mapped memory and the heap, with a small model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ SMALL = architectures.Shape("small-wide", n_layer=2, n_embd=64, n_head=2, n_head
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_figures(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every claim is measured; what does not depend on the clock holds."""
+def test_mapped_memory_figures_cover_every_claim(
+    patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every claim is measured; those independent of time are met."""
     monkeypatch.setattr(mapped_memory, "PROMPT", 300)
     monkeypatch.setattr(mapped_memory, "USED", 500)
     found = mapped_memory.figures(lambda: None, patched.folder, pairs=2, large=16384, shape=SMALL)

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks; never a time."""
+"""Test the arithmetic of benchmarks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from qa.bench import measure
 
 
-def test_interval_holds_the_median_and_says_how_sure_it_is() -> None:
-    """The bounds enclose the median, and meet it where all values are equal."""
+def test_confidence_interval_contains_the_median() -> None:
+    """The bounds enclose the median, and are equal to it if all values are equal."""
     found = measure.interval([float(n) for n in range(101)])
     assert found.low <= found.median == 50 <= found.high
     assert found.high - found.low < 60
@@ -19,7 +19,7 @@ def test_interval_holds_the_median_and_says_how_sure_it_is() -> None:
 
 
 def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
-    """Neither side is always first, so that neither pays for the other's caches."""
+    """Neither side is always first, so neither has cold caches more often."""
     order: list[str] = []
 
     def first() -> float:
@@ -37,7 +37,7 @@ def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
 
 
 def test_rounding_keeps_significant_digits() -> None:
-    """Small and large numbers keep three digits."""
+    """Small and large numbers keep three significant digits."""
     assert measure.rounded(0.0012345) == 0.00123
     assert measure.rounded(123456.0) == 123000.0
     assert measure.rounded(0.0) == 0.0

@@ -1,4 +1,4 @@
-"""The benchmarks of sparse caches run, and report their figures."""
+"""Test that the benchmarks of sparse caches run and report their figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = synthetic_models.SHAPES["tiny"]
 
 @pytest.mark.slow
 def test_a_sparse_cache_is_measured(stock: Variant, patched: Variant) -> None:
-    """A line per setting has every sample, and the cache was compacted in between."""
+    """Each setting has all samples, and the cache was compacted in between."""
     ticks: list[None] = []
     found = sparse.figures(
         lambda: ticks.append(None),

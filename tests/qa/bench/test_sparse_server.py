@@ -1,4 +1,4 @@
-"""The benchmark of sparse caches in llama-server: its work, never a time."""
+"""Test the benchmark of sparse caches in llama-server: its work, but no times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qa.bench import sparse_server
 @pytest.mark.native
 @pytest.mark.slow
 def test_the_last_slot_keeps_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer reuses the live tokens; a prompt that is evaluated again is an error."""
+    """Each response reuses the live tokens; evaluating a prompt again is an error."""
     pytest.importorskip("httpx")
     try:
         for side in ("stock", "patched"):
@@ -40,8 +40,8 @@ def test_the_last_slot_keeps_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
             server.answer()
 
 
-def test_cpu_time_of_a_process() -> None:
-    """It grows with the work of the process; a process that does not exist has none."""
+def test_cpu_time_of_a_process_grows_with_its_work() -> None:
+    """It grows with the work of the process, and is absent for an unknown process."""
     before = sparse_server.cpu_seconds(os.getpid())
     sum(range(1_000_000))
     assert sparse_server.cpu_seconds(os.getpid()) > before > 0

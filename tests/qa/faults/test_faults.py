@@ -1,4 +1,4 @@
-"""The trials of faults see what is planted: half states, litter, locks, clocks, silent losses."""
+"""Test that fault injection finds planted faults: partial files, locks, clocks, lost data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="faults need a C 
 
 
 def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, InjectionRecord]:
-    """Try faults on one of the planted steps; return the records by kind."""
+    """Inject faults into one of the planted steps; return the records by kind."""
     steps = [(f"fakes.faulty_steps:{name}", [])]
     tried: list[str] = []
     records = preloaded_process.run_injections(
@@ -46,15 +46,15 @@ def conduct(name: str, *kinds: str, seconds: float = 4.0) -> dict[str, Injection
 
 @pytest.mark.slow
 def test_correct_step_passes_every_fault() -> None:
-    """Each change is a place for each kind of fault; the repeats all work."""
+    """Each change is a fault location for each kind; all repeats succeed."""
     found = conduct("Careful", *FILES, "stop", "clock", "memory", seconds=30.0)
     for kind in (*FILES, "stop", "clock", "memory"):
         assert found[kind].defects == []
         assert found[kind].tried > 3
         assert found[kind].tried >= found[kind].struck == found[kind].repeated
-    # As many as there are changes, whatever the kind.
+    # As many as there are changes, for each kind.
     assert found["kill"].tried == found["eio"].tried == found["stop"].tried
-    # Every kill strikes; a write that needs no room any more, or a clock nobody reads, does not.
+    # Every kill has an effect; a write that needs no more space, or an unused clock, has none.
     assert found["kill"].struck == found["one"].struck == found["stop"].struck
     assert found["kill"].struck == found["kill"].tried > found["once"].struck > 0
     assert found["clock"].struck == 0
@@ -87,8 +87,8 @@ def test_planted_defects_are_found_by_fault_injection(step: str, kind: str, word
 
 
 @pytest.mark.slow
-def test_little_memory_is_an_error() -> None:
-    """Runs that get too little end with MemoryError, the others as ever."""
+def test_memory_limit_raises_memory_error() -> None:
+    """Runs with too little memory end with MemoryError, the others succeed."""
     found = conduct("Hungry", "memory")["memory"]
     assert found.defects == []
     assert 0 < found.errors["MemoryError"] < found.tried
@@ -103,8 +103,8 @@ def test_import_error_under_a_memory_limit_is_accepted() -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_with_little_room() -> None:
-    """A real full disk, where one can be mounted."""
+def test_full_mounted_disk_is_reported_as_a_defect() -> None:
+    """A real full disk, if one can be mounted."""
     found = conduct("InPlace", "room")
     if "room" not in found:
         pytest.skip("no disk can be mounted here")
@@ -112,14 +112,14 @@ def test_a_disk_with_little_room() -> None:
 
 
 def test_a_missing_step_is_an_error() -> None:
-    """A step that is not there is a fault of the harness, not a trial that passed."""
+    """A missing step is an error of the harness, not a passed step."""
     with pytest.raises(HarnessError, match="NoSuchStep"):
         conduct("NoSuchStep", "kill")
 
 
 @pytest.mark.slow
-def test_fault_entry_lists_what_was_tried() -> None:
-    """Only what was asked for is tried, and the product's own results stand."""
+def test_fault_entry_lists_attempted_faults() -> None:
+    """Only the selected steps run, and the repository's own results are unchanged."""
     effort = StressOptions(seconds=3.0, seed=5, only=("results",))
     (results,) = faults.entries(effort, lambda _: None)
     assert results.defects == ()
@@ -131,9 +131,9 @@ def test_fault_entry_lists_what_was_tried() -> None:
 
 @pytest.mark.slow
 def test_faults_that_are_never_reached_are_not_counted() -> None:
-    """Limits that are never met, changes that are never reached: tried, and not counted."""
+    """Unreached limits and changes are attempted, and not counted."""
     found = conduct("Careful", "fsize", "memory", seconds=30.0)
-    # What it writes has some 700 bytes, of which smaller limits cut off the rest.
+    # It writes some 700 bytes, so smaller limits truncate it.
     assert found["fsize"].tried == 11 and found["fsize"].struck == 4
     assert found["memory"].struck < found["memory"].tried
     assert conduct("Forgiving", "fsize", seconds=30.0)["fsize"].struck == 4
@@ -161,7 +161,7 @@ def test_step_without_changes_or_build_has_a_reason(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_skipped_kind_of_fault_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no disk can be mounted, limits of files alone prove little of full disks."""
+    """If no disk can be mounted, file size limits are only a weak test of full disks."""
     met = [InjectionRecord("x", "fsize", tried=3, struck=2)]
     monkeypatch.setattr(faults, "_walked", lambda *_: met)
     monkeypatch.setattr(faults, "_lost", lambda *_: [])
@@ -173,8 +173,8 @@ def test_a_skipped_kind_of_fault_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert not entry.skip_reason
 
 
-def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> None:
-    """Who reads it meanwhile would run again what is there."""
+def test_partial_result_is_detected_before_the_repeat(tmp_path: Path) -> None:
+    """A concurrent reader would repeat work whose result exists."""
     step, kept = StoreResults(), tmp_path / "home" / "results" / "runs" / "one.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
@@ -186,7 +186,7 @@ def test_a_half_result_is_seen_before_the_repeat_replaces_it(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_fault_entry_counts_all_places() -> None:
-    """Each change is a place for each kind; those that time did not reach count as well."""
+    """Each change is a location for each kind; those that were not reached in time count too."""
     whole, short = (
         conduct("Careful", "kill", "eio", seconds=30.0),
         conduct("Careful", "eio", "kill", seconds=0.0),
@@ -203,10 +203,8 @@ def test_fault_entry_counts_all_places() -> None:
 
 
 @pytest.mark.parametrize("last", [1.0, 2.0])
-def test_the_last_repeat_must_come_to_the_same(
-    last: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing comes after it that would see what the last loss left."""
+def test_different_last_repeat_is_a_defect(last: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later repeat would detect data that the last one lost."""
     logits = iter([1.0, 1.0, last])
     monkeypatch.setattr(process_kill, "_logits", lambda _: np.array([next(logits)]))
     monkeypatch.setattr(process_kill, "_strike", lambda *_: "")
@@ -224,7 +222,7 @@ def test_the_last_repeat_must_come_to_the_same(
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) -> None:
+def test_disturbed_matrix_has_the_same_results(stock: Variant, patched: Variant) -> None:
     """A real cell is verified on stock and patched; one that a fault ended is verified again."""
     (matrix,) = faults.entries(StressOptions(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
     assert matrix.defects == ()
@@ -233,8 +231,10 @@ def test_a_disturbed_matrix_comes_to_the_same(stock: Variant, patched: Variant) 
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way to lose one is an error of its own; an error of another kind is a defect."""
+def test_lost_worker_raises_the_expected_error(
+    patched: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way to lose a worker has its own error; another kind of error is a defect."""
     found = process_kill.workers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
     assert found.tried == found.struck == found.repeated == 4
@@ -246,8 +246,8 @@ def test_lost_workers(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_lost_servers(patched: Variant) -> None:
-    """A server that is gone is a lost device, a silent one a timeout."""
+def test_lost_server_raises_the_expected_error(patched: Variant) -> None:
+    """A server that ended is DeviceLost, a silent one a timeout."""
     found = process_kill.servers(patched.folder, 0.0, 1, lambda _: None)
     assert found.defects == []
     assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}
@@ -256,7 +256,7 @@ def test_lost_servers(patched: Variant) -> None:
 def test_a_step_that_a_release_does_not_support_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only steps that may be refused; every other failure without a fault is a defect."""
+    """Only some steps may be refused; any other failure without a fault is a defect."""
     found = conduct("Refused", "kill")
     assert found["none"].defects == []
     assert "fails without a fault: Unsupported" in conduct("Refusing", "kill")["none"].defects[0]
@@ -268,7 +268,7 @@ def test_a_step_that_a_release_does_not_support_is_skipped(
 
 
 def test_a_long_run_tests_caches_of_every_era(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases that are built; one that is asked for by name and is not built is skipped."""
+    """Built releases are tested; a named one that is not built is skipped."""
     built = SimpleNamespace(folder=Path("/builds/x"))
     monkeypatch.setattr(variant, "find", lambda spec: built if spec == "0.3.36+patched" else None)
     monkeypatch.setattr(
@@ -342,7 +342,7 @@ def test_a_repeat_keeps_the_pages_of_an_undisturbed_run(
     monkeypatch: pytest.MonkeyPatch,
     step: type[caching.StorePrefixes],
 ) -> None:
-    """The interrupted run has written the pages of the last flush, and has removed none."""
+    """The interrupted run wrote the pages of the last flush, and removed none."""
     model = "recurrent" if step is caching.StoreStates else "tiny"
     one = step(patched.folder, synthetic_models.model(model))
     assert not one.allowed_leftovers

@@ -1,4 +1,4 @@
-"""Fuzzing reports planted faults, and inputs that once revealed a defect stay harmless."""
+"""Test that fuzzing finds planted faults, and that inputs of earlier findings are harmless."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
 
 
 def target(name: str, folder: Path) -> Target:
-    """Return a target by its name in the section."""
+    """Return a target of the section by its name."""
     module, _, function = fuzzing.TARGETS[name].partition(":")
     made = getattr(importlib.import_module(f"qa.fuzzing.{module}"), function)(folder)
     assert isinstance(made, Target)
@@ -61,7 +61,7 @@ def fuzz(name: str, folder: Path, seconds: float = 20.0, timeout: int = 60) -> F
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_accepts_its_seeds(name: str, tmp_path: Path) -> None:
-    """Mutations of a refused input would seldom pass the first check."""
+    """Mutations of an invalid input would rarely pass the first check."""
     reader = target(name, tmp_path)
     for seed in reader.seeds:
         assert list(reader.run(seed)) != ["none"]
@@ -69,68 +69,67 @@ def test_every_reader_accepts_its_seeds(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.regression(
-    "answers of a worker that are no messages, or of another shape, were bare errors of Python",
+    "malformed responses of a worker raised untyped errors",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "an answer of a worker that claims a body larger than memory was a bare error of Python",
+    "a response of a worker with a body larger than memory raised an untyped error",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a saved sequence that counts fewer than no tokens, or more than there can be, was a bare "
-    "error or got past the check",
+    "a saved sequence with an invalid number of tokens raised an untyped error or passed the check",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a saved sequence whose head nests without end was a bare RecursionError",
+    "a saved sequence with a deeply nested header raised RecursionError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a lock, a `series.toml` or a `patch.toml` that nests without end was a bare RecursionError",
+    "a deeply nested lock, `series.toml` or `patch.toml` raised RecursionError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a `series.toml` could name a patch outside of its folder, which was then read",
+    "a patch outside of its directory could be named by a `series.toml`, and was read",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "ids, bases and names of files in a series that no file can have were bare errors of Python",
+    "ids, bases and file names of a series that are invalid as paths raised untyped errors",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a quilt list of patches that is not a text was a bare UnicodeDecodeError",
+    "a quilt series file that is not UTF-8 raised UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a patch with half a line where a mode or a name belongs was a bare IndexError",
+    "a patch with a truncated line of a mode or a name raised IndexError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "a mode in a patch that is not a text was a bare UnicodeDecodeError",
+    "a mode in a patch that is not ASCII raised UnicodeDecodeError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "an author in a patch with comments within comments was a bare RecursionError",
+    "an author in a patch with deeply nested comments raised RecursionError",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "an author in a patch whose encoding cannot be undone was a bare error of Python",
+    "an author in a patch with an invalid encoding raised an untyped error",
     by="fuzzing",
     of="Python",
 )
 @pytest.mark.regression(
-    "`/dev/null` passed for the name of a file that a patch renames or copies",
+    "`/dev/null` was accepted as the name of a renamed or copied file",
     by="hostile input",
     of="Python",
 )
@@ -150,15 +149,14 @@ def test_readers_accept_or_refuse_inputs_of_earlier_findings(name: str, tmp_path
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.regression(
-    "a state whose cells lie at other positions than its save says was restored, so that cells "
-    "and ledger differed",
+    "a state with other positions than its save was restored, so that cells and ledger differed",
     by="fuzzing",
     of="Python",
 )
-def test_contexts_survive_seeds_and_inputs_of_earlier_findings(
+def test_contexts_accept_or_refuse_inputs_of_earlier_findings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The inputs run in a process of their own, which must not end."""
+    """The inputs run in their own process, which must not end."""
     monkeypatch.setattr(fuzzing, "home", lambda: tmp_path)
     try:
         made, (accepted, _) = fuzzing.run(name, 0, 1)
@@ -175,7 +173,7 @@ def test_contexts_survive_seeds_and_inputs_of_earlier_findings(
 def test_a_context_that_no_longer_decodes_is_a_finding(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is not taken for the refusal of an input, and later inputs run again."""
+    """The error does not count as a refusal of the input, and later inputs run again."""
     made = target(name, tmp_path)
     with monkeypatch.context() as patch:
 
@@ -215,7 +213,7 @@ def test_only_a_full_cache_may_refuse_a_decode(patched: Variant) -> None:
     ],
 )
 def test_planted_faults_of_readers_are_found(name: str, what: str, tmp_path: Path) -> None:
-    """An exception, a crash, an endless loop in Python and in C, a huge length, a refused seed."""
+    """They are exceptions, crashes, endless loops, a huge length and a refused seed."""
     (finding,) = fuzz(name, tmp_path, timeout=2).findings.values()
     assert finding.what.startswith(what)
     assert name == "greedy" or finding.data
@@ -234,7 +232,7 @@ def test_a_correct_reader_has_no_findings(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_target_that_cannot_start_is_an_error_of_the_harness(tmp_path: Path) -> None:
-    """An import error is no finding."""
+    """An import error is not a finding."""
     with pytest.raises(HarnessError, match="no attribute 'nothing'"):
         fuzz("nothing", tmp_path, 5)
 
@@ -270,7 +268,7 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_entry_points_are_read_from_the_header() -> None:
-    """The calls cover all of plk.h, and a function that is added to it."""
+    """The calls cover all functions of plk.h, and one that is added to it."""
     generator = CallGenerator(entries())
     drawn = {name for n in range(300) for name, _ in generator.calls(n.to_bytes(2, "big"))[1]}
     assert drawn == set(entries()) - set(EXCLUDED)
@@ -283,7 +281,7 @@ def test_entry_points_are_read_from_the_header() -> None:
 
 
 def test_equal_inputs_draw_equal_calls() -> None:
-    """An input is a random seed: it repeats the calls of a finding."""
+    """An input is a random seed, so it repeats the calls of a finding."""
     generator = CallGenerator(entries())
     assert generator.calls(b"\1\2") == generator.calls(b"\1\2") != generator.calls(b"\1\3")
 
@@ -332,7 +330,7 @@ def test_corrected_checksums_are_those_of_the_header(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.usefixtures("patched")
 def test_a_kept_file_with_an_unknown_sequence_is_refused(tmp_path: Path) -> None:
-    """Cells of sequences that the context does not have are damage, also with right checksums."""
+    """Cells of unknown sequences are damage, even with correct checksums."""
     made = target("kept", tmp_path)
     strange = bytearray(made.seeds[1])
     strange[native_targets.SIZE + 8] = 1 << 5  # the first cell is that of sequence 5, of three
@@ -342,7 +340,7 @@ def test_a_kept_file_with_an_unknown_sequence_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_planted_faults_of_the_header_are_found(tmp_path: Path) -> None:
-    """A crash in place of an error is found, with the input that led to it."""
+    """A crash in place of an error is found, with its input."""
     right = 'throw error(FAILURE_DAMAGED, path + " is damaged: the sum of its content is wrong");'
     text = libfuzzer.header_text()
     assert text.count(right) == 1

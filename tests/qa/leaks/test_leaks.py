@@ -1,4 +1,4 @@
-"""The trials of leaks see what is planted: memory, descriptors, threads; and nothing else."""
+"""Test that leak tests find planted leaks of memory, descriptors and threads, and no others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COUNTS = list(range(0, 5000, 100))
 
 
 def noisy(per_operation: float) -> list[float]:
-    """Return sizes that grow, under noise of some pages."""
+    """Return sizes that grow, with noise of some pages."""
     chance = random.Random(1)
     return [per_operation * count + chance.gauss(0, 8192) for count in COUNTS]
 
 
 def test_a_leak_is_distinguished_from_noise_and_steps() -> None:
-    """Noise, a pool that grows once, and memory that is given back are no leaks."""
+    """Noise, a pool that grows once, and memory that is released are not leaks."""
     leak = Slope.of(COUNTS, noisy(100.0))
     assert 90 < leak.value < 110
     assert leak.noise < 10
@@ -47,13 +47,13 @@ def test_one_step_of_memory_is_no_leak(where: int) -> None:
 
 
 def test_many_steps_are_a_slope_and_so_is_a_large_one() -> None:
-    """Growth that continues is a leak, however slow; a single growth beyond the pool as well."""
+    """Continued growth is a leak, however slow; so is a single growth beyond a pool's size."""
     assert Slope.of(COUNTS, [float(n // 1000) * 540_000 for n in COUNTS]).exceeds(64)
     assert Slope.of(COUNTS, [float(n > 2500) * 5_400_000 + n for n in COUNTS]).value > 1
 
 
 def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
-    """Churn one of the planted kinds of work; return the defects."""
+    """Run one of the planted kinds of work repeatedly; return the defects."""
     kind = LeakWorkload(f"fakes.leaking_workloads:{work}", target, 64)
     samples = leaks.run_workload(kind, Path("/nowhere"), 2.0)
     entry = leaks.evaluate(work, kind, samples, 1)
@@ -63,7 +63,7 @@ def judged(work: str, target: int = 50_000) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_freed_memory_has_no_slope() -> None:
-    """Memory that is taken and freed leaves no slope."""
+    """Memory that is allocated and freed has no slope."""
     assert judged("steady") == ()
 
 
@@ -78,19 +78,19 @@ def test_freed_memory_has_no_slope() -> None:
     ],
 )
 def test_planted_leaks_are_named(work: str, words: tuple[str, ...]) -> None:
-    """The report of each leak names what leaks."""
+    """The report of each leak names its kind."""
     found = judged(work)
     assert all(any(word in defect for defect in found) for word in words), found
 
 
 def test_a_failed_workload_is_a_defect() -> None:
-    """Churning that stopped halfway proves nothing."""
+    """A workload that stopped early proves nothing."""
     with pytest.raises(HarnessError, match="ValueError: broken"):
         judged("breaking")
 
 
 def test_too_few_samples_prove_nothing() -> None:
-    """Of two points every line can be drawn."""
+    """Any line fits two points."""
     sample = {"heap": 1, "resident": 1, "maps": 1, "fds": 1, "threads": 1}
     kind = LeakWorkload("x", 10, 1.0)
     (defect,) = leaks.evaluate("x", kind, [{"count": n, **sample} for n in (1, 2)], 1).defects
@@ -98,7 +98,7 @@ def test_too_few_samples_prove_nothing() -> None:
 
 
 def test_single_growth_is_not_a_leak() -> None:
-    """A short run may touch pages for the first time; less of that is on the heap, or a mapping."""
+    """A short run may touch pages for the first time; less is allowed for heap and mappings."""
 
     def grown(what: str, size: int) -> tuple[str, ...]:
         flat = {"heap": 0, "resident": 0, "maps": 9, "fds": 1, "threads": 1}
@@ -112,21 +112,21 @@ def test_single_growth_is_not_a_leak() -> None:
 
 
 def flat(count: int) -> list[dict[str, int]]:
-    """Return a hundred samples of so many operations that lose nothing."""
+    """Return a hundred samples of the given number of operations without a leak."""
     same = {"heap": 1, "resident": 1, "maps": 1, "fds": 1, "threads": 1}
     return [{**same, "count": max(1, count * n // 100)} for n in range(1, 101)]
 
 
 def test_the_bound_that_is_shown_is_the_one_that_holds() -> None:
-    """What grows once is spread over the operations, until the kind's own bound is the larger."""
+    """A single growth is divided by the operations, until the bound of the kind is larger."""
     kind = LeakWorkload("x", 10, 512)
     rows = [leaks.evaluate("x", kind, flat(count), 1).row for count in (100, 10_000)]
-    assert [row["heap bound"] for row in rows] == ["655 B", "512 B"]
+    assert [row["heap bound"] for row in rows] == ["1,311 B", "512 B"]
     assert [row["resident bound"] for row in rows] == ["10,486 B", "512 B"]
 
 
 def test_few_operations_decide_nothing() -> None:
-    """Twenty workers may lose 50 KB each, and their row reports it together with real leaks."""
+    """The limit for twenty workers is 50 KB each, which their row reports with real leaks."""
     kind = LeakWorkload("x", 10, 512)
     few, enough = (leaks.evaluate("x", kind, flat(count), 1) for count in (99, 100))
     assert few.passed and "| too few operations |" in summary.table([few])
@@ -137,7 +137,7 @@ def test_few_operations_decide_nothing() -> None:
 
 
 def test_an_uncounted_heap_is_ignored() -> None:
-    """Before glibc 2.33 there is no count of it, and none never grows."""
+    """Before glibc 2.33 it is not reported, and an absent count never grows."""
     blind = [each | {"heap": 0} for each in flat(100)]
     entry = leaks.evaluate("x", LeakWorkload("x", 10, 512), blind, 1)
     assert entry.passed and entry.skip_reason == "this libc does not count the heap"
@@ -145,7 +145,7 @@ def test_an_uncounted_heap_is_ignored() -> None:
 
 @pytest.mark.slow
 def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The named kinds run, and without any no build is needed."""
+    """The named kinds run, and those without a library need no build."""
     assert leaks.entries(StressOptions(only=("no such kind",)), lambda _: None) == []
     kinds = {
         name: LeakWorkload(f"fakes.leaking_workloads:{name}", 5000, 64)
@@ -161,8 +161,8 @@ def test_work_that_breaks_is_a_defect_of_its_kind(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.native
-def test_every_kind_works(patched: Variant) -> None:
-    """Each kind of work runs some rounds and is flat in descriptors and threads."""
+def test_leak_workloads_keep_descriptors_and_threads(patched: Variant) -> None:
+    """Each kind of work runs some rounds, with constant numbers of descriptors and threads."""
     for entry in leaks.entries(StressOptions(seconds=7.0), lambda _: None):
         assert entry.row["operations"] != "0"
         assert not [each for each in entry.defects if "fds" in each or "threads" in each]

@@ -1,4 +1,4 @@
-"""The batcher gets each request when it arrives, and its answers are timed."""
+"""Test that the batcher gets each request at its arrival, and responses are timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = tuple(range(4, 12))
 
 
 def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a context with the cells of a server; one that no slot can take is lost."""
+    """The context has the cells of a server; a request that no slot can hold is lost."""
     opened = kit.library()
     model = kit.write_gguf(tmp_path / "tiny.gguf")
     sizes: list[int] = []
@@ -37,7 +37,7 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return clock[-1]
 
     def open_library(_folder: Path) -> Any:
-        # CPU time includes the start, as that of a server does.
+        # CPU time includes the start, like that of a server.
         assert clock == [5.0]
         return opened
 
@@ -59,8 +59,10 @@ def test_requests_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.cpu_seconds == 2.5
 
 
-def test_a_closed_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more requests than clients are submitted at a time, to a context of so many cells."""
+def test_closed_loop_submits_one_request_per_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most one request per client is submitted at a time."""
     opened = kit.library()
     model = kit.write_gguf(tmp_path / "tiny.gguf")
     most: list[int] = []

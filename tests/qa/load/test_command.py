@@ -1,4 +1,4 @@
-"""The command prints, writes and draws, and fails if patched loses a request."""
+"""Test that the command prints, writes and draws, and fails if patched loses a request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(*words: str, status: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_output(losing: set[str], tmp_path: Path) -> None:
+def test_load_command_writes_table_json_and_picture(losing: set[str], tmp_path: Path) -> None:
     """A table, JSON and a picture of stock beside patched."""
     losing.add("stock")
     picture, file = tmp_path / "run.svg", tmp_path / "figures.json"
@@ -72,10 +72,10 @@ def test_output(losing: set[str], tmp_path: Path) -> None:
     assert [cells[0][name] for name in options] == [1, 20.0, 1, "stories.gguf"]
 
 
-def test_figures_have_the_day_of_their_cells(
+def test_load_figures_have_the_date_of_their_cells(
     losing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stored results are not measured today, except with --fresh."""
+    """Stored results have another date than today, except with --fresh."""
     assert not losing
     stored = LoadResult((RequestTiming(0.0, 1.0, 2.0, 3),), 1.0, day="2026-01-02")
     monkeypatch.setattr(load_cells.LoadCell, "read", lambda _cell: stored)
@@ -84,8 +84,8 @@ def test_figures_have_the_day_of_their_cells(
     assert "Measured 2026-01-02, " not in run(*words, "--fresh")
 
 
-def test_a_lost_request_of_ours_fails(losing: set[str]) -> None:
-    """Those of stock are a result."""
+def test_lost_request_on_patched_fails_the_command(losing: set[str]) -> None:
+    """Requests that stock loses are a result."""
     losing.update(load_cells.SYSTEMS)
     run("--system", "patched", "--workload", "fits", status=1)
     run("--system", "batcher", "--workload", "fits", status=1)
@@ -100,10 +100,10 @@ def test_a_path_of_the_user_is_not_in_results() -> None:
     assert command._command(plan).endswith("--rounds 1 --model m.gguf --trace t.jsonl")
 
 
-def test_mistakes_are_found_before_the_first_cell(
+def test_invalid_load_arguments_are_refused_before_the_first_cell(
     losing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cell takes minutes."""
+    """A cell would take minutes."""
     assert not losing
 
     def find_server(spec: str) -> None:
@@ -122,6 +122,6 @@ def test_mistakes_are_found_before_the_first_cell(
 
 
 def test_unknown_systems_are_refused() -> None:
-    """With the known ones."""
+    """The error lists the known ones."""
     made = CliRunner().invoke(command.app, ["--system", "vllm"])
     assert "choose from stock, patched, batcher" in str(made.exception)

@@ -1,4 +1,4 @@
-"""A cell is measured once; systems alternate; other options are other cells."""
+"""Test that a cell is measured once, systems are interleaved, and options identify cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def every(plan: LoadPlan) -> list[LoadCell]:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
-    """Replace servers and batchers; return what ran."""
+    """Replace servers and batchers; return the systems that ran."""
     ran: list[tuple[str, object]] = []
 
     def result(requests: list[Any]) -> LoadResult:
@@ -63,7 +63,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, obj
 
 
 def test_systems_alternate() -> None:
-    """Drift of the machine then affects them alike."""
+    """A drift of the machine then affects them alike."""
     cells = every(PLAN)
     assert len(cells) == 2 * 2 * 2 * 3
     assert [each.system for each in cells[:6]] == [
@@ -75,7 +75,7 @@ def test_systems_alternate() -> None:
 
 
 def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
-    """Its result is read from its file; a damaged file is none."""
+    """Its result is read from its file; a damaged file is ignored."""
     for cell in every(PLAN)[:3]:
         assert cell.read() is None
         found = cell.measure(lambda _done: None)
@@ -90,7 +90,7 @@ def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
 def test_code_of_the_batcher_is_part_of_its_cells(
     runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As are the options of its context; a server uses neither."""
+    """So are the options of its context; a server uses neither."""
     assert runs == []
     cells = every(PLAN)[:3]
     assert [cell.system for cell in cells] == ["stock", "patched", "batcher"]
@@ -107,8 +107,10 @@ def test_code_of_the_batcher_is_part_of_its_cells(
         assert same == [True, True, False], name
 
 
-def test_other_options_are_other_cells(runs: list[tuple[str, object]], tmp_path: Path) -> None:
-    """Also another build, model or trace."""
+def test_changed_options_select_another_cell(
+    runs: list[tuple[str, object]], tmp_path: Path
+) -> None:
+    """So does another build, model or trace."""
     assert runs == []
     trace = tmp_path / "trace"
     trace.write_text("1", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A row per cell over its rounds; a ratio only of enough rounds that lost nothing."""
+"""Test the rows of cells over rounds, and ratios of enough rounds without losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def every(plan: LoadPlan) -> list[LoadCell]:
 
 
 def results(rounds: int, *, lost: bool = False) -> dict[LoadCell, LoadResult]:
-    """Return the results of a plan; patched needs twice the CPU time and time to begin."""
+    """Return the results of a plan; patched needs twice the CPU time, and time to start."""
     plan = LoadPlan(
         ("0.3.9",), ("fits",), (4,), ("stock", "patched"), rounds=rounds, model=__file__
     )
@@ -62,7 +62,7 @@ def test_figures_of_another_model_replace_none() -> None:
 
 
 def test_the_longest_request_of_an_overcommitted_cache() -> None:
-    """Is compared with the usual ones, of the same system and clients; stock has no target."""
+    """It is compared with the usual ones of the same system and clients; stock has no target."""
     workloads = ("overcommit-1", "overcommit-2")
     plan = LoadPlan(("b11549",), workloads, (8,), ("stock", "patched"), model=__file__)
     ended = {"overcommit-1": 2.0, "overcommit-2": 12.5}
@@ -80,7 +80,7 @@ def test_the_longest_request_of_an_overcommitted_cache() -> None:
 
 
 def test_load_ratios_are_paired_by_round() -> None:
-    """Pair by pair, with a target that doubled CPU time misses."""
+    """Rounds are compared in pairs; the target is missed if CPU time doubles."""
     *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))
     assert ratio.name == "CPU per token, patched over stock, 4 clients"
     assert ratio.value == "2.00 [2.00, 2.00]"

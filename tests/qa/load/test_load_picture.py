@@ -1,4 +1,4 @@
-"""The picture shows answered and lost requests, and where the server ended."""
+"""Test that the picture shows answered and lost requests, and ends of the server."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_losses_and_aborts_are_drawn() -> None:
 
 
 def test_an_empty_run_is_drawn() -> None:
-    """Without a division by zero."""
+    """It causes no division by zero."""
     assert svg(draw("nothing", {"stock": LoadResult((), 0.0)}))

@@ -1,4 +1,4 @@
-"""A result counts complete answers, and survives a file."""
+"""Test that a result counts complete responses, and is saved and loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULT = LoadResult(
 
 
 def test_lost_requests_have_no_latency_and_tokens() -> None:
-    """Lost requests have no latency, and their tokens are no result."""
+    """Lost requests have no latency, and their tokens do not count."""
     assert (RESULT.lost, RESULT.tokens, RESULT.seconds) == (1, 12, 5.0)
     assert RESULT.tokens_per_second == pytest.approx(2.4)
     assert RESULT.cpu_per_token == pytest.approx(0.5)
@@ -32,20 +32,20 @@ def test_lost_requests_have_no_latency_and_tokens() -> None:
 
 
 def test_a_result_is_read_again() -> None:
-    """As it was written."""
+    """The loaded result is equal."""
     assert LoadResult.from_json(json.loads(json.dumps(RESULT.to_json()))) == RESULT
     with pytest.raises(KeyError):
         LoadResult.from_json({})
 
 
-def test_percentiles() -> None:
-    """Of nothing, they are no number."""
+def test_percentiles_of_an_empty_tuple_are_nan() -> None:
+    """They are NaN."""
     assert percentiles(tuple(map(float, range(101)))) == (50.0, 95.0, 99.0)
     assert all(map(math.isnan, percentiles(())))
 
 
-def test_an_empty_run() -> None:
-    """Divides by nothing."""
+def test_empty_run_has_no_rate() -> None:
+    """It causes no division by zero."""
     empty = LoadResult((), 0.0)
     assert (empty.lost, empty.tokens_per_second) == (0, 0.0)
     assert math.isnan(empty.cpu_per_token)

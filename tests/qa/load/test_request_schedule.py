@@ -1,4 +1,4 @@
-"""Every system gets the same requests, at the rate and with the lengths of the workload."""
+"""Test that all systems get the same requests, at the rate and lengths of the workload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rows(path: Path, *lengths: tuple[int, list[int]]) -> Path:
-    """Write a trace with one request a second."""
+    """Write a trace with one request per second."""
     lines = [
         {"timestamp": 1000 * n, "input_length": size, "output_length": 80, "hash_ids": blocks}
         for n, (size, blocks) in enumerate(lengths)
@@ -26,8 +26,8 @@ def rows(path: Path, *lengths: tuple[int, list[int]]) -> Path:
 
 
 @pytest.mark.parametrize("workload", ["fits", "shift"])
-def test_poisson_arrivals(workload: str) -> None:
-    """In order, at the mean rate; in `shift`, about half of the answers outgrow their slots."""
+def test_poisson_arrivals_are_ordered_at_the_mean_rate(workload: str) -> None:
+    """In `shift`, about half of the responses exceed their slots."""
     found = schedule(workload, 1000, 10.0)
     assert found == schedule(workload, 1000, 10.0)
     times = [each.at for each in found if each.at is not None]
@@ -43,7 +43,7 @@ def test_poisson_arrivals(workload: str) -> None:
 
 
 def test_a_trace_is_scaled_down(tmp_path: Path) -> None:
-    """In time and in lengths; equal blocks are equal tokens, and everything fits into a slot."""
+    """Times and lengths are scaled; equal blocks are equal tokens, and all fit into a slot."""
     path = rows(tmp_path / "trace", (1024, [1, 2]), (2048, [1, 2, 3, 4]), (10**6, [5]))
     one, two, three = schedule("trace", 3, 1.0, trace=path)
     assert [each.at for each in (one, two, three)] == [0.0, 1.5, 3.0]
@@ -54,8 +54,8 @@ def test_a_trace_is_scaled_down(tmp_path: Path) -> None:
     assert len(three.prompt) + three.n_predict < SLOT
 
 
-def test_a_closed_loop() -> None:
-    """Requests arrive when a client is free, fit alone, and together need more than the cells."""
+def test_closed_loop_schedule_overcommits_the_cells() -> None:
+    """A request arrives when a client is free; each fits alone, but not all together."""
     found = schedule("overcommit-4", 1000, 10.0)
     assert found == schedule("overcommit-8", 1000, 1.0)
     assert {each.at for each in found} == {None}

@@ -1,4 +1,4 @@
-"""Requests are sent from all clients; a server that ends loses what it held, and is replaced."""
+"""Test that all clients send requests, and that a server that ends is replaced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FRAGILE = "if b'\"n_predict\":99,' in self.rfile.read(size): os.abort()"
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """Return a server that answers every request with two tokens."""
+    """Return a server that responds to every request with two tokens."""
     pytest.importorskip("httpx")
     made = serving(tmp_path, {"/completion": (200, EVENTS)}, log=RETRY)
     text = made.read_text("utf-8")
@@ -38,13 +38,13 @@ def program(tmp_path: Path) -> Path:
 
 
 def request(n_predict: int = 2) -> LoadRequest:
-    """Return a request that arrives at once."""
+    """Return a request that arrives immediately."""
     return LoadRequest(0.0, (40, 41), n_predict)
 
 
 @pytest.mark.slow
 def test_every_request_is_answered(program: Path) -> None:
-    """Their times and tokens are noted in the order of arrival."""
+    """Times and tokens are recorded in the order of arrival."""
     ticks: list[int] = []
     found = server_load.send(
         lambda: ServerProcess(program, ["--port", "0"]), [request()] * 9, 3, ticks.append
@@ -58,7 +58,7 @@ def test_every_request_is_answered(program: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_loop(program: Path) -> None:
+def test_closed_loop_sends_one_request_per_client(program: Path) -> None:
     """A request arrives when a client is free, so none waits for another one."""
     requests = [LoadRequest(None, (40, 41), 2)] * 6
     found = server_load.send(
@@ -71,7 +71,7 @@ def test_a_closed_loop(program: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_ends_is_replaced(program: Path) -> None:
-    """Only the request that ended it is lost, if there is one client."""
+    """With one client, only the request that ended it is lost."""
     found = server_load.send(
         lambda: ServerProcess(program, ["--port", "0"]),
         [request(), request(99), request(), request(3)],
@@ -89,7 +89,7 @@ def test_a_server_that_ends_is_replaced(program: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_hangs_is_replaced(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end is noted once; it would lose every later request."""
+    """Its end is recorded once; it would lose every later request."""
     text = program.read_text("utf-8")
     hanging = text.replace("os.abort()", "__import__('time').sleep(60)")
     program.write_text(hanging, encoding="utf-8")
@@ -107,7 +107,7 @@ def test_a_server_that_hangs_is_replaced(program: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_server_that_ends_after_its_last_answer(program: Path) -> None:
-    """It loses no request, but its end is noted."""
+    """It loses no request, but its end is recorded."""
     running: list[ServerProcess] = []
 
     def start() -> ServerProcess:
@@ -123,7 +123,7 @@ def test_a_server_that_ends_after_its_last_answer(program: Path) -> None:
 
 
 def test_cpu_time_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that of earlier servers."""
+    """The time of earlier servers is excluded."""
     pytest.importorskip("httpx")
     seconds = iter((100.0, 107.5))
     monkeypatch.setattr(server_load, "_cpu_seconds", lambda: next(seconds))
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_a_load_test(program: Path) -> None:
 
 
 def test_a_closed_connection_stops_no_other_client() -> None:
-    """While one client waits whether the server ends, the others get its address."""
+    """While one client waits for the end of the server, the others get the new address."""
     order: list[str] = []
     asked, released = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""llama-cpp-python beside us: how it is installed, what its tests say, what slots it finds."""
+"""Test llama-cpp-python on built variants: installation, its test suite, slot failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEST = 'MODEL = "./vendor/llama.cpp/models/vocab.gguf"\n'
 
 
 def sdist(folder: Path, files: dict[str, str]) -> Path:
-    """Write an sdist that holds these files."""
+    """Write an sdist with the given files."""
     path = folder / "llama_cpp_python-0.3.9.tar.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as tar:
@@ -60,7 +60,7 @@ FILES = {
 
 @pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Release:
-    """Return a small release in a home of its own, whose sdist needs no network."""
+    """Return a small release in its own data directory, whose sdist needs no network."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path / "home"))
     found = made_release(open_store(), "0.3.9", {"models/vocab.gguf": b"words", "a.cpp": b""})
     monkeypatch.setattr(fetch, "fetch", lambda one, **_: one)
@@ -79,14 +79,16 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a stand-in for pip in place; return the file that its calls are noted in."""
+    """Replace pip; return the file with its calls."""
     monkeypatch.setenv("PIP_CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(sys, "executable", str(script(tmp_path / "python", PIP)))
     return tmp_path / "calls"
 
 
-def test_install(release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs go into the shared environment, the package into its own, without its library."""
+def test_installation_has_a_shared_and_an_own_environment(
+    release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dependencies are shared, the package has its own environment, without its library."""
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=ON")
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     assert install.installed("0.3.9") is None
@@ -109,17 +111,17 @@ def test_install(release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(calls.read_text("utf-8").splitlines()) == 3
 
 
-def test_an_install_that_broke_off_is_done_again(
+def test_interrupted_installation_is_repeated(
     release: Release, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What pip says is in the error; nothing counts as installed before the end."""
+    """The error has pip's message; the package counts as installed only at the end."""
     monkeypatch.setenv("PIP_FAILS", "1")
     with pytest.raises(CommandFailed, match="it has no wheel"):
         install.install(release)
     assert install.installed("0.3.9") is None
     monkeypatch.delenv("PIP_FAILS")
     assert install.install(release).python.exists()
-    # An environment cannot be moved: the one of a copied home is made anew.
+    # An environment cannot be moved: that of a copied data directory is recreated.
     moved = install.root().parent.with_name("moved")
     shutil.copytree(install.root().parent, moved, symlinks=True)
     monkeypatch.setenv("PYLLAMAKV_HOME", str(moved))
@@ -152,8 +154,8 @@ REPORT = b"""<?xml version="1.0"?><testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_outcomes() -> None:
-    """Each test has one outcome; asking for a model that would be downloaded is one of its own."""
+def test_suite_outcomes_are_counted_and_compared() -> None:
+    """Each test has one outcome; a test that would download a model has its own."""
     found = suite.Suite(suite.read(REPORT))
     assert found.counts() == {"passed": 1, "failed": 2, "skipped": 1, "not run": 1}
     assert str(found) == "1 passed, 2 failed, 1 skipped, 1 not run (needs a model hub)"
@@ -180,7 +182,7 @@ def peer_with(folder: Path, body: str) -> install.LlamaCppPythonEnv:
 
 
 def test_the_suite_runs_on_the_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in its folder, with the variant's libraries, without what the caller has set."""
+    """It runs in its directory, with the variant's libraries, without variables of the caller."""
     monkeypatch.setenv("LLAMA_CPP_LIB", "/elsewhere")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--nothing")
     found = variant(tmp_path / "v")
@@ -202,8 +204,8 @@ exit 1
 
 
 @pytest.mark.slow
-def test_a_suite_that_dies_or_hangs_is_a_result(tmp_path: Path) -> None:
-    """The last words of a crash are kept, and a hang ends."""
+def test_crashing_or_hanging_suite_is_a_result(tmp_path: Path) -> None:
+    """The last lines of a crash are kept, and a hang is ended."""
     found = variant(tmp_path / "v")
     dead = suite.run(peer_with(tmp_path / "dead", "echo boom >&2; exit 7\n"), found)
     assert dead.crash == "it ended with status 7: boom" and not dead.outcomes
@@ -211,8 +213,10 @@ def test_a_suite_that_dies_or_hangs_is_a_result(tmp_path: Path) -> None:
     assert "no end after" in slow.crash
 
 
-def test_the_hub_is_not_asked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that would download a model are skipped with the reason, also by a bound name."""
+def test_tests_that_download_a_model_are_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the reason, also if the function was imported by name."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(pytester.path))
@@ -240,13 +244,13 @@ def test_the_hub_is_not_asked(pytester: pytest.Pytester, monkeypatch: pytest.Mon
 
 
 def answering(folder: Path, library: Path, code: str, difference: str) -> Path:
-    """Return a Python that answers as the child does."""
+    """Return a Python that responds like the child."""
     facts = f'{{"version": "0.3.9", "library": "{library}", "code": {code}, '
     return script(folder / "p", f"echo 'hello'\necho '{facts}\"difference\": {difference}}}'\n")
 
 
 @pytest.mark.parametrize(
-    ("code", "difference", "placed", "said"),
+    ("code", "difference", "placed", "shown"),
     [
         ("0", "0.001", True, "placed"),
         ("1", "null", False, "no slot: `llama_decode` returns 1"),
@@ -254,16 +258,18 @@ def answering(folder: Path, library: Path, code: str, difference: str) -> Path:
         ("0", "0.5", False, "wrong logits, off by 0.5"),
     ],
 )
-def test_slots(tmp_path: Path, code: str, difference: str, placed: bool, said: str) -> None:
-    """Placed means that the decode succeeds and the logits are right."""
+def test_slot_result_is_placed_if_the_logits_are_right(
+    tmp_path: Path, code: str, difference: str, placed: bool, shown: str
+) -> None:
+    """The decode must succeed with the right logits."""
     found = variant(tmp_path / "v")
     python = answering(tmp_path, found.dropin / "libllama.so", code, difference)
     asked = slots.ask(python, found, tmp_path / "m.gguf")
-    assert (asked.placed, str(asked)) == (placed, said)
+    assert (asked.placed, str(asked)) == (placed, shown)
 
 
 def test_another_library_is_reported(tmp_path: Path) -> None:
-    """What answers has to run on the variant."""
+    """The peer must run on the variant."""
     found = variant(tmp_path / "v")
     with pytest.raises(Untestable, match="not the libraries"):
         slots.ask(answering(tmp_path, Path("/lib/libllama.so"), "0", "0"), found, tmp_path)
@@ -274,13 +280,13 @@ def test_another_library_is_reported(tmp_path: Path) -> None:
 
 
 def side(name: str, code: int, **outcomes: str) -> peer_comparison.PeerResult:
-    """Return one side of a trial."""
+    """Return one side of a run."""
     found = slots.Slots("0.3.9", "", code, None if code else 0.0)
     return peer_comparison.PeerResult(name, suite.Suite(outcomes), found)
 
 
-def test_a_trial_names_what_is_wrong() -> None:
-    """Only what is worse than stock is a fault, and a slot that patched does not find."""
+def test_comparison_reports_only_regressions_from_stock() -> None:
+    """Only worse outcomes than on stock are faults, and slot failures on patched."""
     stock = side("s", 1, a="passed", b="failed")
     good = peer_comparison.PeerComparison(
         "0.3.9", "unified", stock, side("p", 0, a="passed", b="failed")
@@ -298,8 +304,10 @@ def test_a_trial_names_what_is_wrong() -> None:
     assert json.dumps(bad.to_json())
 
 
-def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It tries what is named, oldest first, one per era on request, and exits 1 on a fault."""
+def test_peer_command_exits_with_1_on_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs the named releases, oldest first, or one per era; a fault exits with 1."""
     tried: list[str] = []
     codes = {"0.3.16": 1}
 
@@ -321,8 +329,8 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert "scattered cells: placed" in capsys.readouterr().out
     tried.clear()
     assert call("0.3.16", "0.2.90", "--json") == 1 and tried == ["0.2.90", "0.3.16"]
-    told = json.loads(capsys.readouterr().out)
-    assert [bool(one["faults"]) for one in told] == [False, True]
+    results = json.loads(capsys.readouterr().out)
+    assert [bool(one["faults"]) for one in results] == [False, True]
     tried.clear()
     assert call("0.2.90", "--sample", "--markdown") == 1
     eras = [spec_resolver.resolve(name).era for name in verb._one_per_era()]
@@ -333,7 +341,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_the_document_has_a_row_per_era() -> None:
-    """The table shows the releases that its command tries, and no slot failure on patched."""
+    """The table has the releases of its command, and no slot failure on patched."""
     text = (Path(__file__).parents[3] / "docs" / "drop-in.md").read_text("utf-8")
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 0.")]
     assert [row[1].strip() for row in rows] == ["0.2.90", *verb._one_per_era()]
@@ -346,8 +354,10 @@ def test_the_document_has_a_row_per_era() -> None:
 @pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.peer
-def test_the_slot_failure_and_its_fix(stock: Variant, patched: Variant) -> None:
-    """Through llama_cpp stock finds no slot among scattered cells, patched does."""
+def test_slot_failure_through_llama_cpp_is_fixed_by_patched(
+    stock: Variant, patched: Variant
+) -> None:
+    """With fragmented cells, stock finds no slot through llama_cpp, patched does."""
     model = synthetic_models.model("deep")
     set_up = install.installed("0.3.9")
     python = set_up.python if set_up else Path(sys.executable)
@@ -364,8 +374,10 @@ def test_the_slot_failure_and_its_fix(stock: Variant, patched: Variant) -> None:
 
 @pytest.mark.native
 @pytest.mark.peer
-def test_its_own_tests(stock: Variant, patched: Variant) -> None:
-    """Where it is set up, its own suite does on patched what it does on stock."""
+def test_llama_cpp_python_suite_has_equal_outcomes_on_stock_and_patched(
+    stock: Variant, patched: Variant
+) -> None:
+    """If it is installed, its suite has the same outcomes on patched as on stock."""
     peer = install.installed("0.3.9")
     if peer is None:
         pytest.skip("`pyllamakv dropin setup 0.3.9`, or `make dropin`, installs it")
@@ -378,7 +390,7 @@ def test_its_own_tests(stock: Variant, patched: Variant) -> None:
 @pytest.mark.peer
 @pytest.mark.slow
 def test_a_variable_compacts_the_cache_of_llama(tmp_path: Path) -> None:
-    """The program of docs/drop-in.md prints what the page shows, on the newest release."""
+    """The program of docs/drop-in.md has the output of the page, on the newest release."""
     release = verb._one_per_era()[-1]
     peer, patched = install.installed(release), find(f"{release}+patched")
     if peer is None or patched is None:

@@ -1,4 +1,4 @@
-"""Hypothesis plays schedules too: what is right passes, and a fault is found."""
+"""Test random operations driven by hypothesis: a correct library passes, a fault is found."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PLAIN = Combination()
 
 
 class Machine(RuleBasedStateMachine):
-    """Choose operations and their numbers as hypothesis likes, and shrink both.
+    """Let hypothesis choose operations and their arguments, and minimize both.
 
-    A seeded draw makes the long runs: it needs no database, counts what it did, and a schedule is a
-    pure function of its seed. Hypothesis shrinks numbers as well, and steers towards what is rare.
+    Long runs use a seeded generator: it needs no database, counts operations, and a schedule is a
+    pure function of its seed. Hypothesis also minimizes arguments, and prefers rare values.
     """
 
     model: Callable[[], Model]
@@ -71,14 +71,14 @@ for _name in WEIGHTS:
 
 @pytest.mark.slow
 def test_hypothesis_finds_nothing_in_a_right_library(tmp_path: Path) -> None:
-    """Whatever it chooses, cells, ledgers, bytes and logits agree after each step."""
+    """Cells, ledgers, bytes and logits agree after each step."""
     few = settings(max_examples=20, stateful_step_count=20)
     run_state_machine_as_test(machine(tmp_path, SimulatedNative), settings=few)
 
 
 @pytest.mark.slow
 def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
-    """A cell that is left behind in an emptied cache is found; to shrink it takes minutes.
+    """A stale cell in an emptied cache is found; minimizing it would take minutes.
 
     The search ends at the first example that fails: most runs need fewer than 50.
     """
@@ -88,7 +88,7 @@ def test_hypothesis_finds_a_fault(tmp_path: Path) -> None:
 
 
 def machine(folder: Path, native: type[SimulatedNative]) -> type[Machine]:
-    """Return the machine of a simulated library, each time a new one."""
+    """Return a new machine with a simulated library."""
     runtime_kit.model(folder)
 
     def model() -> Model:
@@ -107,7 +107,7 @@ def on(model: Callable[[], Model], **options: Any) -> type[Machine]:
 @pytest.mark.native
 @pytest.mark.parametrize("cache", ["flash f16", "flash q8_0", "plain q4_0/f16"])
 def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> None:
-    """The same machine on the library itself: what it chooses there holds as well."""
+    """The same machine passes on the real library."""
     few = settings(max_examples=10, stateful_step_count=25, deadline=None)
     options = {**replace(PLAIN, cache=cache).options, "defrag_policy": "on_failure"}
     with pyllamakv.open(patched.folder, isolated=True) as library:
@@ -119,7 +119,7 @@ def test_hypothesis_finds_nothing_in_llama_cpp(patched: Variant, cache: str) -> 
 def test_hypothesis_finds_a_fault_of_llama_cpp(
     patched: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A removal of which one position is kept back is found on the library as well."""
+    """A removal that keeps one position is found on the library as well."""
     right = Remote.seq_rm
     monkeypatch.setattr(
         Remote,

@@ -1,4 +1,4 @@
-"""Random operations pass on every manager and memory, and see faults that are planted in them."""
+"""Test random operations on all managers and memories, and that planted faults are found."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def full() -> KVCacheFull:
 
 
 def run(folder: Path, kind: str, seeds: range) -> tuple[Played, ScenarioFailed | None]:
-    """Run cases on the simulated library until one fails; return their counts and the failure."""
+    """Run cases on the simulated library until one fails; return the counts and the failure."""
     total = Played()
     for seed in seeds:
 
@@ -60,7 +60,7 @@ def run(folder: Path, kind: str, seeds: range) -> tuple[Played, ScenarioFailed |
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_manager_passes(tmp_path: Path, kind: str) -> None:
-    """Every operation of the manager acts, and prompts reuse tokens."""
+    """Each operation of the manager has an effect, and prompts reuse tokens."""
     total, failed = run(tmp_path, kind, range(1, 4))
     assert failed is None
     without = {"flush"} if kind != "prefix store" else set()
@@ -97,7 +97,7 @@ def test_a_seed_selects_the_options_of_a_manager(tmp_path: Path, kind: str) -> N
 def test_other_tokens_in_the_cache_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork that has one token less than it says leads to other logits."""
+    """A fork with one token less than reported leads to other logits."""
     fork = Sequence.fork
 
     def short(self: Sequence, length: int | None = None) -> Sequence:
@@ -154,7 +154,7 @@ def test_an_inconsistent_manager_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_lease_with_other_tokens_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eviction takes a token of a lease."""
+    """An eviction removes a token of a lease."""
     evict = Allocator.evict
 
     def greedy(cache: Allocator, node: Any, keep: int = 0) -> Any:
@@ -169,7 +169,7 @@ def test_a_lease_with_other_tokens_is_found(
 
 
 def test_a_generation_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batcher that does not park ends a generation without cells."""
+    """A batcher that does not park ends a generation when no cell is free."""
     submit = Batcher.submit
 
     def failing(self: Batcher, *words: Any, **options: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_generation_that_fails_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_token_that_is_not_the_best_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a generation chose, its logits decide."""
+    """The logits must confirm every chosen token."""
     sample = SimulatedNative.sample_all
     monkeypatch.setattr(SimulatedNative, "sample_all", lambda *words: [7 for _ in sample(*words)])
     monkeypatch.setattr(SimulatedNative, "sample", lambda *_: 7)
@@ -196,7 +196,7 @@ def test_a_token_that_is_not_the_best_is_found(
 def test_a_refusal_without_a_reason_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that fits alone is not refused while nothing is leased."""
+    """A prompt that fits alone must not be refused while nothing is leased."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise full()
@@ -209,7 +209,7 @@ def test_a_refusal_without_a_reason_is_found(
 def test_unsupported_error_on_attention_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only releases that cannot begin a state may refuse one."""
+    """Only releases that cannot save a partial state may refuse one."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise Unsupported("a state begins")
@@ -282,7 +282,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[CaseSession]:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MODELS)
 def test_every_memory_passes(session: CaseSession, memory: str) -> None:
-    """On a real library; a memory that the release lacks is absent."""
+    """A memory that the real library lacks is absent."""
     for kind in KINDS:
         combination = Combination(memory=memory, manager=kind, cache="plain f16")
         played = session.play(CaseTask(combination, generate_operations(3, MANAGED, kind)))

@@ -1,4 +1,4 @@
-"""Random schedules pass with every mover, plan and policy, and find what is wrong."""
+"""Test that random schedules pass with all movers, plans and policies, and find faults."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ COMBINATIONS = list(itertools.product(MOVERS, PLANS, POLICIES, KINDS))
 
 
 def native_opener(model: kv.Model, **options: Any) -> operation_cases.Opener:
-    """Return what opens contexts whose batches are several micro-batches, and soon fill them."""
+    """Return a function that opens contexts which soon fill up with several micro-batches."""
     return lambda: model.context(n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=5, **options)
 
 
 def simulated_opener(folder: Path, **options: Any) -> operation_cases.Opener:
-    """Return what opens contexts of a simulated library that heals itself."""
+    """Return a function that opens contexts of a simulated library that defragments."""
     model = runtime_kit.model(folder, heals=True, **options)
     return lambda: model.context(n_ctx=64, n_batch=32, n_ubatch=8, n_seq_max=4)
 
@@ -59,7 +59,7 @@ def simulated_opener(folder: Path, **options: Any) -> operation_cases.Opener:
 def test_memory_without_states_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every check saves states: a memory without that support is refused before the first step."""
+    """Every check saves states, so a memory without them is refused before the first step."""
 
     def refuse(*_: object) -> bytes:
         raise Unsupported("this release cannot save a sequence of a hybrid model", "STATES")
@@ -75,19 +75,19 @@ def test_memory_without_states_is_refused_before_the_first_step(
 
 
 def test_seed_determines_the_schedule() -> None:
-    """A schedule is a pure function of its seed, and its start is one of a longer one."""
+    """Its start is the schedule of the same seed with fewer steps."""
     assert operation_cases.generate_operations(7, 50) == operation_cases.generate_operations(7, 50)
     assert operation_cases.generate_operations(7, 50) != operation_cases.generate_operations(8, 50)
     assert {each.name for each in operation_cases.generate_operations(1, 2000)} == set(WEIGHTS)
 
 
 def test_every_name_is_an_operation() -> None:
-    """What a schedule is drawn from can be done."""
+    """Every name of a schedule can be run."""
     assert all(callable(getattr(Operations, f"_{name}")) for name in WEIGHTS)
 
 
-def test_only_what_acts_is_counted(tmp_path: Path) -> None:
-    """An operation that finds nothing to do was not tried."""
+def test_operations_without_effect_are_not_counted(tmp_path: Path) -> None:
+    """An operation without anything to do was not tested."""
     works: list[Operations] = []
     idle = [Operation(name, 1) for name in ("restore", "save", "thin")]
     acts = [Operation("decode", 1), Operation("save", 1)]
@@ -108,7 +108,7 @@ def test_only_what_acts_is_counted(tmp_path: Path) -> None:
 def test_any_schedule_passes(
     tmp_path_factory: pytest.TempPathFactory, operations: list[Operation]
 ) -> None:
-    """Whatever is done in whatever order, a right library and the ledger agree."""
+    """A correct library agrees with the ledger for any operations in any order."""
     failed = operation_cases.CaseRunner(simulated_opener(tmp_path_factory.mktemp("model"))).play(
         operations
     )
@@ -168,7 +168,7 @@ def test_planted_fault_fails_within_a_few_cases(
 def test_a_failure_has_its_seed_and_the_shortest_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What still fails is a script, and each operation of it is needed."""
+    """The minimized case is a script that still fails, and each of its operations is needed."""
     right = SimulatedCells.compact
     monkeypatch.setattr(SimulatedCells, "compact", lambda cache: (right(cache), vanish(cache))[0])
     opener = simulated_opener(tmp_path)
@@ -179,10 +179,10 @@ def test_a_failure_has_its_seed_and_the_shortest_case(
     )
     with pytest.raises(ScenarioFailed, match=f"^seed {seed}: ") as caught:
         operation_cases.run_seed(opener, seed, 30)
-    told = caught.value.evidence["script"]
-    lines = list(script.parse(told))
+    recorded = caught.value.evidence["script"]
+    lines = list(script.parse(recorded))
     assert lines[-1].op in ("defrag", "decode", "verify")
-    assert str(caught.value).endswith("\n".join(told))
+    assert str(caught.value).endswith("\n".join(recorded))
     short = caught.value.evidence["operations"]
     assert set(short) <= set(operation_cases.generate_operations(seed, 30))
     for number in range(len(short)):
@@ -192,7 +192,7 @@ def test_a_failure_has_its_seed_and_the_shortest_case(
 
 @pytest.mark.slow
 def test_a_library_without_defragmentation_may_find_no_slot(tmp_path: Path) -> None:
-    """Without the promise a decode may fail for fragmentation, and all else holds."""
+    """Without that promise, a decode may fail for fragmentation; all other checks apply."""
     model = runtime_kit.model(tmp_path)
     opener: operation_cases.Opener = lambda: model.context(64, 32, 8, 4)  # noqa: E731
     drawn = [operation_cases.generate_operations(seed, 30) for seed in range(10)]
@@ -216,7 +216,7 @@ def opened(patched: Variant) -> Iterator[kv.Model]:
 
 @pytest.fixture(scope="module")
 def unguarded(patched: Variant) -> Iterator[kv.Model]:
-    """Load it where nothing of ours checks or undoes what the library does."""
+    """Load it without the guard and the checks of this package."""
     with kv.open(patched.folder, isolated=True) as library:
         yield library.load_model(synthetic_models.model("grouped"))
 
@@ -228,7 +228,7 @@ def unguarded(patched: Variant) -> Iterator[kv.Model]:
 def test_every_combination_passes(
     opened: kv.Model, mover: Any, plan: Any, policy: Any, kind: str
 ) -> None:
-    """Cells, K and V, and logits are right after every operation, with every mover and policy."""
+    """Cells, K and V, and logits are right after every operation, with all movers and policies."""
     opener = native_opener(
         opened, defrag_mover=mover, defrag_plan=plan, defrag_policy=policy, **KINDS[kind]
     )
@@ -242,7 +242,7 @@ def test_every_combination_passes(
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("mover", MOVERS)
 def test_the_library_alone_passes(unguarded: kv.Model, mover: Any, plan: Any, kind: str) -> None:
-    """So they are where only the patch undoes a decode that fails."""
+    """They are if only the patch rolls back a failed decode."""
     opener = native_opener(
         unguarded, guard="off", defrag_mover=mover, defrag_plan=plan, **KINDS[kind]
     )
@@ -253,7 +253,7 @@ def test_the_library_alone_passes(unguarded: kv.Model, mover: Any, plan: Any, ki
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_later_release_passes(plan: Any, policy: Any) -> None:
-    """So it is where slots are scattered and `compaction` moves cells, if that is built here."""
+    """It does if slots are scattered and `compaction` moves cells, if that is built here."""
     found = built("0.3.36+patched")
     options = {"defrag_plan": plan, "defrag_policy": policy}
     with kv.open(found.folder) as library:
@@ -265,7 +265,7 @@ def test_a_later_release_passes(plan: Any, policy: Any) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("release", ["0.3.16", "0.3.36"])
 @pytest.mark.parametrize("name", ["grouped", "hybrid"])
-def test_streams_pass(release: str, name: str) -> None:
+def test_random_operations_pass_with_streams(release: str, name: str) -> None:
     """Cells, K and V, and logits are right in caches with a stream per sequence."""
     found = built(f"{release}+patched")
     with kv.open(found.folder, isolated=True, env={"LLAMA_SET_ROWS": "1"}) as library:
@@ -279,7 +279,7 @@ def test_streams_pass(release: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_stock_breaks_the_promise(stock: Variant) -> None:
-    """Stock finds no cells where enough are free; with a policy it does, and all else holds."""
+    """Stock finds no slot although enough cells are free; with a policy it does."""
     drawn = [operation_cases.generate_operations(seed, 40) for seed in range(12)]
     with kv.open(stock.folder, isolated=True) as library:
         model = library.load_model(synthetic_models.model("grouped"))
@@ -300,6 +300,6 @@ def test_stock_breaks_the_promise(stock: Variant) -> None:
 
 
 def prove_many(opener: operation_cases.Opener, first: int) -> None:
-    """Play `COUNT` operations in schedules of 100; seeds differ by more than there are tests."""
+    """Play `COUNT` operations in schedules of 100; seeds differ between tests."""
     for number, start in enumerate(range(0, COUNT, 100)):
         operation_cases.run_seed(opener, first + 10_000 * number, min(100, COUNT - start))

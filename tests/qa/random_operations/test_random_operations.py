@@ -1,4 +1,4 @@
-"""The trial of random schedules plays every combination, and a planted fault becomes a trace."""
+"""Test that the section plays all combinations, and that a planted fault becomes a trace."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ PLAIN = Combination()
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a home of its own to what is written."""
+    """Use a separate data directory."""
     monkeypatch.setenv("PYLLAMAKV_HOME", str(tmp_path))
     return tmp_path
 
 
 def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, list[str]]:
     """Return the entry of a run with that many cases, and its progress messages."""
-    told: list[str] = []
+    messages: list[str] = []
     effort = StressOptions(seconds=600.0, seed=3)
-    return trial.run_cases("simulated", folder, effort, told.append, make, most), told
+    return trial.run_cases("simulated", folder, effort, messages.append, make, most), messages
 
 
 # Without a build...
@@ -69,7 +69,7 @@ def try_out(folder: Path, make: type[Simulated], most: int = 3) -> tuple[Entry, 
 
 @pytest.mark.slow
 def test_run_continues_until_the_minimum_of_operations(folder: Path) -> None:
-    """Seconds that are over do not end it before; where nothing can be done they do."""
+    """It continues after its time, unless no operation has any effect."""
     entry = trial.run_cases(
         "simulated", folder, StressOptions(0.0, operations=150), print, Simulated
     )
@@ -79,7 +79,7 @@ def test_run_continues_until_the_minimum_of_operations(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_entry_may_operate_managers_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name has the release first; every case has a manager, in each memory."""
+    """Its name starts with the release; every case has a manager, in each memory."""
     assert "0.3.9 managers" in trial.names()
     with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.36$"):
         trial.entries(StressOptions(only=("0.3.36", "0.3.36 managers")), print)
@@ -94,8 +94,8 @@ def test_an_entry_may_operate_managers_only(folder: Path, monkeypatch: pytest.Mo
     assert found == {each for each in VALUES["manager"] if each != "none"}
 
 
-def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
-    """As many combinations as the largest deck has cards have every value; a seed decides."""
+def test_all_values_occur_early_in_an_order_fixed_by_the_seed() -> None:
+    """After as many combinations as the largest list has entries; a seed selects the order."""
     size = max(map(len, VALUES.values()))
     first = list(itertools.islice(walk(1), 4 * size))
     assert first == list(itertools.islice(walk(1), 4 * size))
@@ -106,15 +106,15 @@ def test_every_value_comes_soon_and_always_in_the_same_order() -> None:
 
 
 def test_slow_combinations_play_shorter_cases() -> None:
-    """Behind RPC every row of a window's many layers is a message."""
+    """With RPC, every row of a window's many layers is a message."""
     far = [each for each in itertools.islice(walk(1), 500) if each.device == "rpc"]
     assert {each.length for each in far if each.model == "sliding"} == {SHORT}
     assert {each.length for each in far if each.model != "sliding"} == {LENGTH}
     assert Combination(memory="window").length == LENGTH
 
 
-def test_senseless_combinations_are_not_played() -> None:
-    """A device has no mapped memory, a state no cells, and only cells go without a guard."""
+def test_meaningless_combinations_are_skipped() -> None:
+    """A device has no mapped memory, a state no cells, and only cells have no guard."""
     far = normalize(Combination(device="rpc", backing="kept", mover="host"))
     assert (far.backing, far.mover) == ("heap", "auto")
     states = normalize(Combination(memory="recurrent", cache="flash q8_0", guard="off"))
@@ -126,7 +126,7 @@ def test_senseless_combinations_are_not_played() -> None:
 def test_guard_off_is_tried_only_with_rollback(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 0.3.10 on a broken-off decode keeps micro-batches, which the guard takes back."""
+    """From 0.3.10, an aborted decode keeps micro-batches, which the guard rolls back."""
     tried: dict[str, Any] = {}
     monkeypatch.setattr(
         trial, "run_cases", lambda name, *_, undoes, **__: tried.update({name: undoes})
@@ -147,7 +147,7 @@ def test_guard_off_is_tried_only_with_rollback(
 
 @pytest.mark.slow
 def test_device_without_a_feature_is_no_failure(folder: Path) -> None:
-    """Where even a first batch fails it is not there; where only a schedule does, it failed."""
+    """If the first batch fails, the feature is absent; if only a schedule fails, it is a defect."""
     entry, _ = try_out(folder, FarBroken)
     assert entry.data["absent"]
     assert all("rpc" in each for each in entry.data["absent"])
@@ -158,8 +158,8 @@ def test_device_without_a_feature_is_no_failure(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
-    """Stock is asked where it is built; where it is not, only a release that is known may."""
+def test_device_missing_only_on_patched_is_a_defect(folder: Path) -> None:
+    """Stock is compared if it is built; otherwise only a known release may lack it."""
 
     def lost(name: str, make: type[Simulated], built: bool) -> list[str]:
         stock: Any = SimpleNamespace(folder=folder / "stock") if built else None
@@ -177,7 +177,7 @@ def test_a_device_that_only_patches_lose_is_a_defect(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
-    """What is absent must be so with stock, too; a backing may be what it cannot have."""
+    """It must be absent on stock as well; a backing may be one that it cannot have."""
 
     def lost(make: type[Simulated], stock: Any) -> list[str]:
         made = trial.run_cases(
@@ -195,7 +195,7 @@ def test_a_cache_that_only_patches_lose_is_a_defect(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> None:
-    """One that dropped out of the library says "absent", as one that it never had."""
+    """A backing that was lost reports "absent", like one that never existed."""
 
     def lost(*can: str) -> list[str]:
         effort = StressOptions(600.0, seed=3)
@@ -207,7 +207,7 @@ def test_a_backing_that_a_build_promises_must_have_been_played(folder: Path) -> 
 
 
 @pytest.mark.native
-def test_what_a_build_supports(patched: Variant, stock: Variant) -> None:
+def test_supported_backings_are_those_of_the_build(patched: Variant, stock: Variant) -> None:
     """Mapped caches come with their patch, and streams with the release."""
     assert trial._can(patched) == ("mmap", "file", "kept", "rpc")
     assert trial._can(stock) == ("rpc",)
@@ -222,7 +222,7 @@ def test_streams_are_drawn_where_the_release_has_them() -> None:
 @pytest.mark.slow
 def test_a_right_library_passes(folder: Path) -> None:
     """The entry reports the number of operations and the combinations."""
-    entry, told = try_out(folder, Simulated)
+    entry, messages = try_out(folder, Simulated)
     assert entry.passed, entry.defects
     assert int(entry.row["operations"].replace(",", "")) == sum(entry.data["operations"].values())
     assert entry.data["operations"]["decode"] > 5
@@ -231,7 +231,7 @@ def test_a_right_library_passes(folder: Path) -> None:
     assert int(entry.row["logits compared"]) > 0
     assert int(entry.row["K and V compared"]) > 0
     assert set(entry.data["values"]) == set(asdict(PLAIN))
-    assert any("operations" in each for each in told)
+    assert any("operations" in each for each in messages)
     assert not (folder / "random_operations").exists()
 
 
@@ -268,7 +268,7 @@ def test_a_fault_is_found_and_its_trace_replays_to_it(
 def divergences(
     native: type[SimulatedNative], head: Any, lines: Any, *, strict: bool = True
 ) -> list:
-    """Return where a trace comes out otherwise on a simulated library."""
+    """Return where a trace diverges on a simulated library."""
     stand = Stand(native(heals=True), file=home() / "models" / "x.gguf")
     try:
         return replay.replay(head, lines, stand, strict=strict)[1]
@@ -277,10 +277,10 @@ def divergences(
 
 
 @pytest.mark.slow
-def test_a_crash_is_a_finding_and_not_the_end(
+def test_crash_is_a_finding_and_the_run_continues(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The schedule is shortened in one process after the other, and other schedules follow."""
+    """Each attempt of the minimization has its own process, and other schedules follow."""
     monkeypatch.setitem(VALUES, "manager", ("none",))  # type: ignore[arg-type]
     monkeypatch.setattr(combination, "LENGTH", 12)
     entry, _ = try_out(folder, OnDying, 3)
@@ -293,7 +293,7 @@ def test_a_crash_is_a_finding_and_not_the_end(
 
 @pytest.mark.slow
 def test_missing_trace_is_not_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the process ends before it records anything."""
+    """The process ended before it recorded anything."""
     monkeypatch.setattr(combination, "LENGTH", 4)
     entry, _ = try_out(folder, Unopened, 1)
     assert entry.defects[-1].endswith("; it has no trace")
@@ -317,7 +317,7 @@ def test_a_hang_is_a_finding(folder: Path) -> None:
 def test_only_a_repeated_hang_is_a_finding(
     folder: Path, monkeypatch: pytest.MonkeyPatch, times: int, hangs: int
 ) -> None:
-    """A machine that was stopped for minutes is no finding."""
+    """A machine that was suspended is no finding."""
     silent = ScenarioFailed("nothing", failure="hang", evidence={"done": 0, "proven": 0})
     left = [Played(failed=silent)] * times
 
@@ -344,7 +344,7 @@ def test_failed_open_is_a_finding(folder: Path) -> None:
 def test_missing_build_is_reported_before_the_first_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the command that builds it."""
+    """The error names the command that builds it."""
     monkeypatch.setattr(variant, "find", lambda _: None)
     with pytest.raises(NotBuilt, match=r"pyllamakv build 0\.3\.9 && pyllamakv build 0\.3\.36"):
         trial.entries(StressOptions(only=("0.3.9", "0.3.36")), print)
@@ -357,7 +357,7 @@ def test_missing_build_is_reported_before_the_first_case(
 @pytest.mark.native
 @pytest.mark.parametrize("memory", ["attention", "window", "recurrent"])
 def test_every_operation_is_done(patched: Variant, memory: str) -> None:
-    """Each of them twice on a kept cache; what a memory lacks is left out, and nothing else."""
+    """Each runs twice on a kept cache; only those that a memory lacks are omitted."""
     names = [each for name in WEIGHTS for each in ("decode", name)]
     operations = tuple(Operation(name, 7 * n) for n in (1, 2) for name in names)
     combination = normalize(Combination(memory=memory, backing="kept"))
@@ -372,7 +372,7 @@ def test_every_operation_is_done(patched: Variant, memory: str) -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_random_operations_pass_on_the_test_release(patched: Variant) -> None:
-    """The test release is tried without any choice, and holds."""
+    """The test release is used without any option, and passes."""
     effort = StressOptions(seconds=10.0, only=("0.3.9",))
     (entry,) = trial.entries(effort, lambda _: None)
     assert entry.passed, entry.defects
@@ -383,7 +383,7 @@ def test_random_operations_pass_on_the_test_release(patched: Variant) -> None:
 @pytest.mark.slow
 @pytest.mark.native
 def test_stock_fails_and_the_trace_replays(stock: Variant, folder: Path) -> None:
-    """What patches are for is found on stock, and replayed in a worker on that very build."""
+    """The defect of stock is found, and replayed in a worker on the same build."""
     operations = next(
         each
         for each in (operation_cases.generate_operations(seed, 60) for seed in range(20))

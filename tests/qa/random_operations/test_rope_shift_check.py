@@ -1,4 +1,4 @@
-"""Keys that a shift rotated by another distance than the positions moved are found, bit by bit."""
+"""Test that keys rotated by another distance than their positions are found, bit by bit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 
-def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of the simulated library are independent of its rows."""
+def test_wrong_rotation_of_a_shift_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of the simulated library do not depend on its rows."""
 
     def update(native: Any, context: int) -> None:
         cache = native._get(context).cache
@@ -48,13 +50,13 @@ def test_a_wrong_turn_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(params=["q8_0", "q4_0", "f16"])
 def work(patched: Variant, request: pytest.FixtureRequest) -> Iterator[Operations]:
-    """Play on the test release with keys of some type."""
+    """Play on the test release with the given type of keys."""
     with kv.open(patched.folder, isolated=True) as library:
         yield opened(library, type_k=request.param)
 
 
 def opened(library: Any, **options: Any) -> Operations:
-    """Return what plays on a context that has two sequences with a gap in the first."""
+    """Return a player on a context that has two sequences with a gap in the first."""
     model = library.load_model(synthetic_models.model("grouped"))
     context = partial(model.context, n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=3)
     work = Operations(context(**options), context(**options))
@@ -65,8 +67,8 @@ def opened(library: Any, **options: Any) -> Operations:
 
 
 @pytest.mark.native
-def test_moves_that_wait_are_turned_at_once(work: Operations) -> None:
-    """However they add up, one turn by the sum is what a twin shows; what was removed is gone."""
+def test_pending_shifts_are_applied_in_one_rotation(work: Operations) -> None:
+    """Shifts are added up and applied as one rotation, like in the twin; removed ones are not."""
     subject, turning = work.subject, work.proof.turning
     turning.begin(watching=True)
     subject.shift(0, 4, -1, 9)
@@ -85,8 +87,8 @@ def test_moves_that_wait_are_turned_at_once(work: Operations) -> None:
 
 
 @pytest.mark.native
-def test_turning_twice_rounds_twice(work: Operations) -> None:
-    """Even that shows: positions are right, keys are all but right."""
+def test_two_rotations_round_differently_from_one(work: Operations) -> None:
+    """The test detects this as well: positions are right, keys differ by rounding."""
     subject, turning = work.subject, work.proof.turning
     turning.begin(watching=True)
     for first, by in ((4, 9), (13, -12)):
@@ -100,7 +102,7 @@ def test_turning_twice_rounds_twice(work: Operations) -> None:
 
 @pytest.mark.native
 def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
-    """Damage to a sequence shows in its logits after a shift, also with quantized keys."""
+    """Damage to a sequence is visible in its logits after a shift, also with quantized keys."""
     subject = work.subject
     work.proof.turning.begin(watching=True)
     subject.shift(0, 4, -1, -3)
@@ -116,8 +118,8 @@ def test_the_reference_judges_keys_that_were_shifted(work: Operations) -> None:
 
 
 @pytest.mark.native
-def test_the_reference_turns_as_often(work: Operations) -> None:
-    """A decode that fails turns keys too: what rounds once more here rounds once more there."""
+def test_reference_rotates_as_often_as_the_subject(work: Operations) -> None:
+    """A failed decode rotates keys too, so both must round equally often."""
     subject = work.subject
     for by in (-1, 1) * 8:
         work.proof.turning.begin(watching=False)
@@ -133,13 +135,13 @@ def test_the_reference_turns_as_often(work: Operations) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("spec", ["0.3.9+patched", "0.3.14+patched", "0.3.36+patched"])
 @pytest.mark.regression(
-    "`Sequence.divide` turned keys the wrong way round from 0.3.14 to 0.3.36, and what was "
-    "decoded on top of them was wrong",
+    "`Sequence.divide` rotated keys in the wrong direction between 0.3.14 and 0.3.36, and later "
+    "decodes were wrong",
     by="random_operations",
     of="llama.cpp",
 )
-def test_divided_positions_turn_keys_the_right_way(spec: str) -> None:
-    """Left to itself llama.cpp turns them the other way, wherever cells are a class."""
+def test_divided_positions_rotate_keys_in_the_right_direction(spec: str) -> None:
+    """Unpatched llama.cpp rotates them in the other direction if cells are a class."""
     with kv.open(built(spec).folder, isolated=True) as library:
         work = opened(library)
         for by in (2, 3):

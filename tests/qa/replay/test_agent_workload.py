@@ -1,4 +1,4 @@
-"""Generated agents send their history again; turns are retried, branched and delegated."""
+"""Test generated agents, which send their history again, retry, branch and delegate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SMALL = AgentTraffic(agents=30, parallel=10)
 
 
 def test_a_seed_defines_the_requests() -> None:
-    """The same seed, the same requests; another seed, others."""
+    """The same seed has the same requests; another seed has others."""
     assert generate(SMALL) == generate(SMALL)
     assert generate(SMALL) != generate(AgentTraffic(agents=30, parallel=10, seed=2))
 
 
 def test_turns_continue_retry_branch_and_delegate() -> None:
-    """Every kind of turn occurs; prompts begin with few system prompts."""
+    """Every kind of turn occurs; prompts start with few system prompts."""
     found = generate(SMALL)
     ends = {each.cells for each in found}
     prompts = [each.prompt for each in found]

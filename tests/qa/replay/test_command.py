@@ -1,4 +1,4 @@
-"""The command compares policies, writes figures, and fails if the default one is below LRU."""
+"""Test that the command compares policies, writes figures, and fails far below LRU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: str, status: int = 0) -> str:
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a trace of three chats of two turns."""
+    """Write a trace of three chats with two turns each."""
     monkeypatch.delenv(command.VARIABLE, raising=False)
     path = tmp_path / "chats.jsonl"
     rows = [[0, 10 * n, 10 * n + 1] + [10 * n + 2] * turn for turn in (0, 1) for n in (1, 2, 3)]
@@ -57,17 +57,17 @@ def test_policies_are_compared_with_lru_and_the_bound(trace: Path) -> None:
 
 
 def test_the_trace_may_be_named_by_a_variable(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As JSON; without a limit, each chat finds its first turn, and each other one the system."""
+    """The output is JSON; without a limit, each chat reuses its first turn or the system prompt."""
     monkeypatch.setenv(command.VARIABLE, str(trace))
     figures = {each["name"]: each["data"] for each in json.loads(run("lru", "--json"))}
     assert figures["chats, unlimited"] == {"reused": 11, "possible": 11, "prompts": 21}
-    assert figures["chats, 20 %, `lru` (default)"]["capacity"] == 4
+    assert figures["chats, 20 %, `lru`"]["capacity"] == 4
 
 
 def test_a_default_below_lru_fails(
     trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The figures are written nevertheless."""
+    """The figures are still written."""
 
     def worse(requests: list, capacity: int, policy: str, **options: object) -> ReplayResult:
         found = replay(requests, capacity, policy, **options)
@@ -79,4 +79,6 @@ def test_a_default_below_lru_fails(
     path = tmp_path / "figures.json"
     run("lfu", "--write", str(path), status=1)
     found = summary.read(path, Figure)
-    assert [each.name for each in found if each.met is False] == ["agents, 20 %, `lfu` (default)"]
+    assert [each.name for each in found if each.met is False] == [
+        "agents, 20 %, `adaptive` (default)"
+    ]

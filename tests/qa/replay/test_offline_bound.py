@@ -1,4 +1,4 @@
-"""The bound is that of the best offline choice, found by brute force, and no policy exceeds it."""
+"""Test that the bound is the best offline choice by brute force, and limits all policies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUESTS = st.lists(
 
 
 def best(requests: list[ReplayedRequest], capacity: int) -> int:
-    """Try every set of cells that may stay between two requests: prefixes of what was there."""
+    """Try all sets of cells that may stay between two requests: prefixes of existing ones."""
 
     @cache
     def from_here(number: int, held: frozenset[tuple[int, ...]]) -> int:
@@ -57,13 +57,13 @@ def _subsets(cells: frozenset[tuple[int, ...]], size: int) -> set[frozenset[tupl
 def test_no_offline_choice_exceeds_the_bound(
     requests: list[ReplayedRequest], capacity: int
 ) -> None:
-    """The brute force may hold a whole request beyond the capacity while it is served."""
+    """The brute force may exceed the capacity while a request is served."""
     found = best(requests, capacity)
     assert found <= most_reused(requests, capacity) <= possible(requests)
 
 
 def test_the_bound_is_reached() -> None:
-    """One prompt of two stays: the one that comes back first, then the other."""
+    """One of two prompts stays: the one that is used next, then the other."""
     a, b = ReplayedRequest((1, 1, 1)), ReplayedRequest((2, 2, 2))
     requests = [a, b, a, b]
     assert [most_reused(requests, n) for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
@@ -72,7 +72,7 @@ def test_the_bound_is_reached() -> None:
 
 
 def test_a_text_is_never_reused_while_it_is_generated() -> None:
-    """The same answer again is decoded again, and its prompt too except for one cell."""
+    """The same response is decoded again, and so is its prompt except for one cell."""
     again = ReplayedRequest((1, 2), (3, 4))
     assert possible([again, again]) == 1
     assert possible([again, ReplayedRequest((1, 2, 3, 4, 5))]) == 4

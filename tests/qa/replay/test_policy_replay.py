@@ -1,4 +1,4 @@
-"""The library that computes nothing leads to the decisions of a real one."""
+"""Test that the library without computation leads to the decisions of a real one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def requests() -> list[ReplayedRequest]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", get_args(EvictionPolicyName))
 def test_a_real_library_leads_to_the_same_decisions(policy: EvictionPolicyName) -> None:
-    """Every request reuses the same cells, and leaves as many in the cache."""
+    """Every request reuses the same cells, and leaves the same number in the cache."""
     many = requests()
     capacity = share_of(0.3, many)
     with (
@@ -59,7 +59,7 @@ def test_a_real_library_leads_to_the_same_decisions(policy: EvictionPolicyName) 
 
 
 def test_the_cache_never_exceeds_its_capacity() -> None:
-    """Also while a request is served."""
+    """It does not while a request is served either."""
     many = requests()
     capacity = share_of(0.1, many)
     result = policy_replay.replay(many, capacity, "lru", tokens=1)
@@ -68,8 +68,8 @@ def test_the_cache_never_exceeds_its_capacity() -> None:
     assert result.evictions > 0
 
 
-def test_the_cache_has_the_policy() -> None:
-    """A prompt that came often survives prompts that come once, with LFU alone."""
+def test_replayed_cache_uses_the_named_policy() -> None:
+    """A frequent prompt is kept over prompts used once, unless the oldest one is evicted."""
     often = [ReplayedRequest((1, 1, 1, 1))] * 5
     scan = [ReplayedRequest((n, n, n, n)) for n in range(10, 14)]
     reused = {

@@ -1,4 +1,4 @@
-"""Traces are read as cells, and capacities are shares of the unique ones."""
+"""Test that traces are read as cells, and capacities are shares of the unique ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
-    """A cell per block, in the order of the lines."""
+    """There is a cell per block, in the order of the lines."""
     path = tmp_path / "trace.jsonl"
     rows = [[0, 1, 2], [0, 3], [0, 1, 2, 4]]
     path.write_text("".join(json.dumps({"hash_ids": row}) + "\n" for row in rows), "utf-8")
@@ -30,7 +30,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     "text", ["", "[]\n", '{"hash_ids": []}\n', '{"hash_ids": [-1]}\n', "{", '{"hash_ids": 3}\n']
 )
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
-    """A file of another format, or without requests."""
+    """Another format is refused, and so is a file without requests."""
     path = tmp_path / "trace.jsonl"
     path.write_text(text, "utf-8")
     with pytest.raises(UsageError, match=r"trace\.jsonl"):

@@ -1,4 +1,4 @@
-"""Sanitizer runs: reports are parsed, and a sanitizer that misses a planted fault is a defect."""
+"""Test that sanitizer reports are parsed, and a missed planted fault is a defect."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ int main(int argc, char **argv) {
 
 
 def built(folder: Path) -> SimpleNamespace:
-    """Return what a part uses of a variant."""
+    """Return the files that a part uses of a variant."""
     return SimpleNamespace(folder=folder, library=folder / "libplk.so")
 
 
@@ -90,7 +90,7 @@ def needs_sanitizers() -> None:
     ],
 )
 def test_reports_are_read(text: str, what: str, function: str, file: str) -> None:
-    """A report names what it is and the first function that is no runtime's own."""
+    """A report has its kind and the first function outside of the runtime."""
     found = reports.parse(text)
     assert what in found[0].what
     assert (found[0].function, found[0].file.endswith(file)) == (function, True)
@@ -111,7 +111,7 @@ def test_no_report_names_a_folder_of_this_machine() -> None:
 
 
 def test_the_same_report_counts_once(tmp_path: Path) -> None:
-    """Reports that differ in numbers are one, wherever they were logged."""
+    """Reports that differ in numbers are equal, wherever they were logged."""
     for number in (1, 2):
         (tmp_path / f"undefined.log.{number}").write_text(UNDEFINED)
     (tmp_path / "address.log.1").write_text(ADDRESS)
@@ -119,7 +119,7 @@ def test_the_same_report_counts_once(tmp_path: Path) -> None:
 
 
 def test_reports_of_upstream_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report on the list is counted apart; the same in another function is a defect."""
+    """A listed report is counted separately; the same one in another function is a defect."""
     known = KnownReport("overflow", "llama_batch::grow", "llama-batch.cpp", "it wraps on purpose")
     monkeypatch.setattr(reports, "UPSTREAM", (known,))
     mine = Report("signed integer overflow", "plk_decode", "shim/decode.cpp")
@@ -128,7 +128,7 @@ def test_reports_of_upstream_are_counted_apart(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_excused_report_has_a_reason() -> None:
-    """Nothing is excused by a name alone, and nothing in the shim or in what patches change."""
+    """A report is not excluded by a name alone, nor in the shim or in patched code."""
     texts = [path.read_text(encoding="utf-8") for path in data("patches").glob("*/*.patch")]
     for known in reports.UPSTREAM:
         assert known.what
@@ -142,7 +142,7 @@ def test_every_excused_report_has_a_reason() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), [("address", "heap"), ("thread", "race")])
 def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
-    """What is planted in the library is reported from a process that preloads the runtime."""
+    """A fault in the library is reported by a process that preloads the runtime."""
     needs_sanitizers()
     source = tmp_path / "planted.cpp"
     source.write_text(f'#include "{instrument.native("planted.h")}"\n')
@@ -154,7 +154,7 @@ def test_planted_faults_are_seen(tmp_path: Path, kind: str, fault: str) -> None:
 
 
 def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that reports none of what is planted in it proves nothing."""
+    """A library that reports none of its planted faults proves nothing."""
     blind = built(tmp_path)
     monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: blind)
     monkeypatch.setattr(sanitized_process, "planted", lambda *_: [])
@@ -166,7 +166,7 @@ def test_a_blind_sanitizer_is_a_defect(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_single_part_also_runs_its_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without planted faults, a silent sanitizer could not be distinguished from a missing one."""
+    """Without them, a silent sanitizer could not be distinguished from a missing one."""
     parts = {name: (kind, lambda *_: None) for name, (kind, _) in sanitizers.PARTS.items()}
     monkeypatch.setattr(sanitizers, "PARTS", parts)
 
@@ -180,10 +180,10 @@ def test_single_part_also_runs_its_planted_faults(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_a_fault_in_what_is_run_is_a_defect(
+def test_report_in_an_instrumented_driver_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A report in one of the drivers reaches the entry, and the sound ones beside it do not."""
+    """The entry has the report of the driver, and none of the correct drivers."""
     needs_sanitizers()
     source = tmp_path / "tests" / "native" / "tiny.cpp"
     source.parent.mkdir(parents=True)
@@ -200,8 +200,8 @@ def test_a_fault_in_what_is_run_is_a_defect(
     assert entry.passed
 
 
-def test_a_program_that_lists_nothing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that crashes at its start has no groups, and what is reported of it counts."""
+def test_program_that_crashes_at_its_start_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no groups, and its report counts."""
     bad = Report("heap-use-after-free", "main", "tiny.cpp")
     tiny = headers.Header("full-defrag", "src/llama-kv-defrag.h", "tiny")
     monkeypatch.setattr(sanitizer_targets, "HEADERS", (tiny,))
@@ -239,7 +239,7 @@ def test_a_row_names_the_instrumented_part(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
-    """The fake library's cancel is a plain write, which the thread that serves requests reads."""
+    """The fake library's cancel is a plain write, which the serving thread reads."""
     needs_sanitizers()
     words = (
         "-std=gnu11",
@@ -255,7 +255,7 @@ def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
     assert any("_cancel" in report.text for report in races), ended
 
 
-def test_a_worker_whose_races_are_not_seen_is_a_defect(
+def test_undetected_race_in_a_worker_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So is one whose driver fails, and a report of it."""
@@ -297,7 +297,7 @@ def test_a_hang_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_of_a_scenario_that_reports_is_a_defect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports, last words and crashes on patched count; what a setting lacks was not run."""
+    """Reports, crashes and errors on patched count; runs that a setting lacks do not."""
     library = built(tmp_path)
     monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: library)
     bad = Report("heap-use-after-free", "plk_decode", "shim/decode.cpp")

@@ -1,4 +1,4 @@
-"""Slips in the cache managers apply to their modules, and are tested in a copy."""
+"""Test that slips in the cache managers apply to their modules, and are tested in a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qa.slips.cache_slips import CacheSlip
 
 
 def test_the_slips_apply_to_the_managers() -> None:
-    """The text of each occurs once, and the module with the slip compiles."""
+    """The text of each occurs once, and the changed module compiles."""
     root = checkout()
     assert root is not None
     modules = cache_slips.modules(root)
@@ -38,7 +38,7 @@ def test_a_slip_of_the_managers_must_match_once(was: str, places: str) -> None:
 
 
 def test_a_slip_of_the_managers_is_defined_once(tmp_path: Path) -> None:
-    """Two slips of one id are an error."""
+    """Two slips with the same id are an error."""
     path = tmp_path / "slips.toml"
     slip = '\n[[slip]]\nid = "off"\nfirst = "eviction"\nkind = "lost pin"\nwas = "a"\n'
     path.write_text("schema = 1\n" + slip, "utf-8")
@@ -50,7 +50,7 @@ def test_a_slip_of_the_managers_is_defined_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slip_is_detected_and_a_comment_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry counts both, and the copy is the original again after each."""
+    """A failed import does not count, and the copy is restored after each slip."""
     pinned = next(slip for slip in cache_slips.load() if slip.id == "pinned-branch-is-dropped")
     comment = CacheSlip(
         "comment", "eviction", "none", pinned.was, pinned.was + "  # nothing changes"
@@ -58,13 +58,13 @@ def test_a_slip_is_detected_and_a_comment_is_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cache_slips, "load", lambda: (pinned, comment))
     effort = StressOptions(seconds=600.0, only=(slips.MANAGERS,))
     (entry,) = slips.entries(effort, lambda _: None)
-    assert entry.row["caught"] == "1 of 2"
+    assert entry.row["caught"] == "1 of 3"
     assert entry.row["by quick tests"] == "1"
     assert entry.defects == ("none: comment is not detected",)
 
 
 def test_tests_that_fail_without_a_slip_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They could not detect any."""
+    """They could not detect any slip."""
     failed = ("tests/cache/test_x.py::test_y", "it fails")
     monkeypatch.setattr(cache_slips.ManagersCopy, "_run_tests", lambda *_: failed)
     with pytest.raises(HarnessError, match="test_y fails without a slip: it fails"):

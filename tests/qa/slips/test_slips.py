@@ -1,4 +1,4 @@
-"""Hand-written slips apply to the patched releases, and an undetected one is a defect."""
+"""Test that slips apply to the patched releases, and an undetected one is a defect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fetched() -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_shipped_slips_apply() -> None:
+def test_shipped_slips_apply_to_each_release() -> None:
     """The text of every slip occurs once in the patch's files of each fetched release."""
     shipped_slips = slips.load()
     assert len({(slip.patch, slip.id) for slip in shipped_slips}) >= 60
@@ -59,7 +59,7 @@ def test_the_shipped_slips_apply() -> None:
 
 @pytest.mark.parametrize(("text", "places"), [("b", "no file"), ("aa", r"f \(2\)")])
 def test_a_slip_must_match_once(text: str, places: str) -> None:
-    """A slip whose text is missing or ambiguous raises an error that names the files."""
+    """A missing or ambiguous text raises an error that names the files."""
     slip = slips.Slip("off", "p", "lost hunk", ("0.3.9",), "a", "")
     with pytest.raises(HarnessError, match=f"found it in {places}"):
         slip.apply({"f": text.encode()})
@@ -77,20 +77,20 @@ def test_a_slip_is_defined_once(tmp_path: Path) -> None:
 
 
 class FakeTester:
-    """Return given results by the slip's id, as a `SlipTester` does."""
+    """Return predefined results by the slip's id, like `SlipTester`."""
 
     def __init__(self, results: dict[str, str]) -> None:
         self.results = results
         self.asked: list[str] = []
 
     def test(self, slip: slips.Slip) -> slips.SlipResult:
-        """Return the given result."""
+        """Return the predefined result."""
         self.asked.append(slip.id)
         return slips.SlipResult(self.results[slip.id], "fragmented")
 
 
 def slip_named(name: str) -> slips.Slip:
-    """Return a slip of a made-up patch."""
+    """Return a slip of a generated patch."""
     return slips.Slip(name, "p", "bound", ("0.3.9",), "x", "y")
 
 
@@ -99,7 +99,7 @@ def slip_named(name: str) -> slips.Slip:
     [(slips.SCENARIO, 1), (slips.HEADER_TEST, 1), (slips.UNDETECTED, 0), (slips.COMPILER, 0)],
 )
 def test_a_slip_that_no_test_catches_is_a_defect(outcome: str, caught: int) -> None:
-    """Header tests and scenarios catch a slip; the compiler does not count."""
+    """Header tests and scenarios detect a slip; a compile error does not count."""
     tester: Any = FakeTester({"y": outcome})
     results = slips.run([slip_named("y")], tester, float("inf"), lambda _: None)
     entry = slips.entry_of("0.3.9 p", results, 1)
@@ -120,7 +120,7 @@ def test_after_the_deadline_a_minimum_of_slips_runs() -> None:
 def test_the_patched_tree_with_a_slip_is_built_and_run(
     patched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real slip fails its scenario, a comment passes it, and an error stops the compiler."""
+    """A slip fails its scenario, a comment passes it, and an error stops the compiler."""
     catalogue = discovery.discover()
     monkeypatch.setattr(
         slips.discovery, "discover", lambda: {"fragmented": catalogue["fragmented"]}
@@ -140,7 +140,7 @@ def test_the_patched_tree_with_a_slip_is_built_and_run(
 @pytest.mark.parametrize(
     ("seconds", "built", "why"), [(90.0, True, "a short run"), (3600.0, False, "is not built")]
 )
-def test_other_releases_need_time_and_a_build(
+def test_slips_of_other_releases_require_time_and_a_build(
     monkeypatch: pytest.MonkeyPatch, seconds: float, built: bool, why: str
 ) -> None:
     """A short run skips them, and so does a long one without their build."""

@@ -1,4 +1,4 @@
-"""The command writes the page, prints the sample, and fails for a broken tree."""
+"""Test that the command writes the page, prints the sample, and fails for a broken tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*words: str, status: int = 0) -> str:
 
 @pytest.mark.slow
 def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit status is 1 after a broken carry, unless it is of a state that is not drawn."""
+    """The exit status is 1 after a broken carry, unless its state is not in the sample."""
     sandbox(tmp_path, monkeypatch)
     assert run("--sample", "2").splitlines() == ["0.3.2 2026-08-02 forward"]
     states = json.loads(run("--json", "--sample", "1"))

@@ -1,4 +1,4 @@
-"""Every fetched state counts as new, in several ways; what needs a person is not a success."""
+"""Test the measurement of fetched states: several modes, and manual work is no success."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_port_is_as_old_as_the_oldest_state_that_it_fits(bench: SeriesSandbox)
 
 
 @pytest.mark.slow
-def test_carrying_comes_first(bench: SeriesSandbox) -> None:
+def test_carry_first_mode_prefers_a_carried_port(bench: SeriesSandbox) -> None:
     """A port that fits strictly is not used if another can be carried."""
     further = {"src/a.cpp": ONE["src/a.cpp"].replace(b"second_7();", b"second_7(a);")}
     bench.add_release("b50", ONE | further, "2026-08-02")
@@ -110,7 +110,7 @@ def test_hooks_are_counted_again_for_the_ports_of_a_newer_state(bench: SeriesSan
 def test_a_changed_definition_is_measured_again(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    """Its bounds, what it requires, and what one of its ports requires."""
+    """They are its bounds, its requirements, and those of its ports."""
     calls = []
     plain = Measurement._measured
     monkeypatch.setattr(Measurement, "_measured", lambda *all_: calls.append(all_) or plain(*all_))
@@ -144,7 +144,7 @@ def test_a_blocked_patch_needs_manual_work(bench: SeriesSandbox) -> None:
 def test_a_carried_tree_is_compared_with_the_ports_of_today(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A person wrote the same lines for that state."""
+    """For that state, a person wrote the same lines."""
     bench.add_patch("other", {"0.3.1": (ONE, ONE | {"src/b.cpp": b"int d;\n"}),
                               "0.3.4": (FOUR, FOUR | {"src/b.cpp": b"int d;\n"})},
                     marker=("src/a.cpp", "first_8"))  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_carried_tree_is_compared_with_the_ports_of_today(
 def test_an_interrupted_measurement_continues(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known results are read again."""
+    """Stored results are read."""
     count = 0
     plain = Measurement._measured
 

@@ -1,4 +1,4 @@
-"""The page counts states by mode and patch, and lists the verified sample."""
+"""Test that the page counts states by mode and patch, and lists the verified sample."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_state_with_one_manual_patch_is_manual() -> None:
 
 
 def test_manual_state_names_the_nearest_port() -> None:
-    """The nearest port counts; without any, the patch is new."""
+    """Without a port, the patch is new."""
     for reason, cause in (
         ("x; cannot be carried from 0.3.1: requires fix", "0.3.1: requires fix"),
         ("has no port", "no such port"),
@@ -53,7 +53,7 @@ def test_manual_state_names_the_nearest_port() -> None:
 
 
 def test_miss_is_counted_once_by_its_first_patch() -> None:
-    """A miss counts once, by its first patch; a rewritten function is one with few lines left."""
+    """It counts for its first patch; a rewritten function is one with few lines left."""
     facts = ("rows", "2026-01-01", TODAY, {"fix": "manual", "more": "manual"})
     conflict = {"fix": "cannot be carried from 0.3.1: a.cpp:3: upstream changed the lines that x"}
     found = [
@@ -73,7 +73,7 @@ def test_miss_is_counted_once_by_its_first_patch() -> None:
 
 
 def test_only_hooks_changed_upstream_are_listed() -> None:
-    """Only those that upstream changed are listed."""
+    """Hooks that upstream did not change are not listed."""
     hooks = [Hook("fix", "src/a.cpp", n, "first", 4 - n, 4, n) for n in (0, 1)]
     text = page(FOUND, hooks)
     assert "have 2 hooks. All 4 states of its era\nhave the lines of 1 of them" in text
@@ -81,8 +81,8 @@ def test_only_hooks_changed_upstream_are_listed() -> None:
     assert "4 of 4" not in text
 
 
-def test_the_sample() -> None:
-    """Its verdicts with mode, ports and date; without one, the command."""
+def test_page_lists_the_verdicts_of_the_sample() -> None:
+    """They have mode, ports and date; without one, the page has the command."""
     assert "No carried state has been built" in page(FOUND)
     facts = ("0.3.2", "2026-07-02", FORWARD, {"fix": "0.3.1"}, "0" * 40)
     one = Verified(*facts, verdict="needed", reason="", verified="2026-11-26")
@@ -96,8 +96,8 @@ def test_the_sample() -> None:
     assert took in page(FOUND, verified=[timed, whole])
 
 
-def test_a_broken_tree_of_the_sample() -> None:
-    """The reason is under the table, with what the ports of today have for the state."""
+def test_page_shows_the_reason_of_a_broken_sample_tree() -> None:
+    """It is below the table, with the present ports of the state."""
     facts = ("0.3.2", "2026-07-02", CARRY_FIRST, {"fix": "0.3.1"}, "0" * 40)
     one = Verified(*facts, verdict="broken-carry", reason="x fails", verified="2026-11-26")
     assert page(FOUND, verified=[one]).endswith(" |\n\n- 0.3.2, forward, carry first: x fails.\n")

@@ -1,4 +1,4 @@
-"""Carried states are drawn with a seed, and the tree of the mode is what is verified."""
+"""Test that carried states are drawn with a seed, and the tree of the mode is verified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(name: str, date: str, mode: str = CARRY_FIRST, patch: str = "carried 0
 
 
 def test_half_of_a_sample_is_after_july() -> None:
-    """Strict and manual states are not drawn; the seed decides."""
+    """Strict and manual states are not drawn; the seed selects the others."""
     found = [state(f"old{n}", OLD) for n in range(20)] + [state(f"new{n}", NEW) for n in range(9)]
     found += [state("strict", NEW, patch="strict"), state("manual", NEW, patch="manual")]
     drawn = sample.draw(found, 12, 1)
@@ -50,7 +50,7 @@ def test_a_state_that_is_carried_forward_is_preferred() -> None:
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the network and the compiler; return what was fetched and built."""
+    """Replace the network and the compiler; return the fetched and built releases."""
     made: list[str] = []
 
     def fetched(release, *, progress):
@@ -77,7 +77,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurement:
 def test_the_carried_tree_is_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch, steps: list[str]
 ) -> None:
-    """The check gets a series that makes exactly this tree; a second run verifies nothing."""
+    """The check gets a series with exactly this tree; a second run verifies nothing."""
     questions = []
 
     def checked(question, *, progress):
@@ -111,7 +111,7 @@ def test_the_carried_tree_is_verified(
 def test_a_step_that_was_not_made_has_no_duration(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a network nothing is fetched; a build that exists or fails has no duration either."""
+    """Without a network nothing is fetched; an existing or failed build has no duration."""
     made = SimpleNamespace(verdict="needed", exit_code=0, reason="")
     monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
 
@@ -145,7 +145,7 @@ def test_a_named_state_is_carried() -> None:
 
 @pytest.mark.slow
 def test_a_broken_tree_is_named(measured: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever failed, the carrying is at fault; another tree of the state is verified again."""
+    """Any failure is attributed to the carry; another tree of the state is verified again."""
     made = SimpleNamespace(verdict="broken-build", exit_code=1, reason="error: x")
     monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
     chosen = sample.draw(measured.run(), 1, 1)
@@ -180,7 +180,7 @@ def test_what_a_carried_tree_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_result_expires_with_its_tree(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ports of today make another tree, or the state is not chosen, or not fetched."""
+    """It expires if the present ports make another tree, or the state is not chosen or fetched."""
     made = SimpleNamespace(verdict="needed", exit_code=0, reason="")
     monkeypatch.setattr(sample.check, "check", lambda *_, **__: SimpleNamespace(decision=made))
     chosen = sample.draw(measured.run(), 1, 1)
@@ -195,7 +195,7 @@ def test_a_result_expires_with_its_tree(
 def test_another_tree_is_never_verified(
     measured: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of this program, not of the patch."""
+    """It is an error of this program, not of the patch."""
     other = SimpleNamespace(tree="0" * 40)
     monkeypatch.setattr(sample.apply, "apply", lambda *_, **__: other)
     with pytest.raises(HarnessError, match="makes tree 0000"):
