@@ -1,5 +1,5 @@
-// A program that knows nothing of the patches: it writes to every byte of the buffers of a KV cache, which ggml permits,
-// and decodes before and after that. It prints what is logged about variables and backings, and what it wrote to.
+// A program that uses only upstream's API. It writes to every byte of the buffers of a KV cache, which ggml allows, and
+// decodes before and after that. It prints the log messages about variables and backings, and the number of buffers.
 // Usage: buffers MODEL
 #include "ggml-backend.h"
 #include "llama.h"
@@ -16,10 +16,10 @@ namespace {
 
 struct Found {
     std::set<ggml_backend_buffer_t> buffers;
-    std::set<ggml_tensor *> tensors; // of the cache
+    std::set<ggml_tensor *> tensors; // tensors of the cache
 };
 
-// Collect the tensors of the cache from the operations that a decode computes.
+// Collect the tensors of the cache from the operations of a decode (cb_eval).
 bool collect(ggml_tensor *node, bool, void *to) {
     auto &found = *static_cast<Found *>(to);
     for (ggml_tensor *each : {node, node->src[0], node->src[1], node->src[2]}) {

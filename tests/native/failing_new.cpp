@@ -1,5 +1,5 @@
-// Preloaded into a process: operator new fails once, at a chosen call of the thread that chose it,
-// and the allocations that were not freed are counted.
+// Library to preload: operator new fails once, at a selected call of the thread that selected it.
+// Allocations that were not freed are counted.
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -14,26 +14,26 @@ void *operator new(std::size_t size) {
     if (calls >= 0 && calls++ == fails_at) {
         throw std::bad_alloc();
     }
-    void *const found = std::malloc(size != 0 ? size : 1);
-    if (found == nullptr) {
+    void *const block = std::malloc(size != 0 ? size : 1);
+    if (block == nullptr) {
         throw std::bad_alloc();
     }
     ++live;
-    return found;
+    return block;
 }
 
-void operator delete(void *place) noexcept {
-    if (place != nullptr) {
+void operator delete(void *block) noexcept {
+    if (block != nullptr) {
         --live;
-        std::free(place);
+        std::free(block);
     }
 }
 
-void operator delete(void *place, std::size_t) noexcept { ::operator delete(place); }
+void operator delete(void *block, std::size_t) noexcept { ::operator delete(block); }
 
 extern "C" {
 
-// Count the calls of this thread from 0, and let one of them fail; -1: none.
+// Start to count the calls of this thread; the call with index `at` fails (-1: none).
 void failing_new_begin(long at) {
     fails_at = at;
     calls = 0;
@@ -41,9 +41,9 @@ void failing_new_begin(long at) {
 
 // Stop counting and return the number of calls.
 long failing_new_end() {
-    const long found = calls;
+    const long n_calls = calls;
     calls = fails_at = -1;
-    return found;
+    return n_calls;
 }
 
 long failing_new_live() { return live.load(); }

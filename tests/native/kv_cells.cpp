@@ -1,4 +1,4 @@
-// Move cells of llama_kv_cells about and compare with a plain model of them, step by step.
+// Random test of llama_kv_cells: change and move cells, and compare with a simple model after each step.
 #undef NDEBUG
 #include "llama-kv-cells.h"
 
@@ -35,11 +35,11 @@ constexpr int n_seq = 5;
 struct Cell {
     llama_pos pos = -1;
     llama_pos shift = 0;
-    int mark = 0; // stands for what else is known about a token
+    int mark = 0; // in the extra data of a cell, if the release has any
     std::set<int> seqs;
 };
 
-// Releases differ in what they keep beside position and sequences.
+// Some releases store extra data per cell (llama_kv_cell_ext).
 template <typename Cells>
 auto set_mark(Cells &cells, uint32_t i, int mark, int) -> decltype(cells.ext_get(i), void()) {
     auto ext = cells.is_empty(i) ? typename std::decay<decltype(cells.ext_get(i))>::type{}
@@ -95,7 +95,8 @@ void compare(const llama_kv_cells &cells, const std::vector<Cell> &model, int st
 
 #ifdef WITH_CELL_MOVES
 
-// Start the moves of a plan, and let the data of the first n cells move. Only a part allocates memory afterwards.
+// Start the moves of a plan and commit the first n cells. Return the number of allocations of the commit; a partial commit
+// may allocate and returns 0.
 size_t move_cells(llama_kv_cells &cells, const std::vector<llama_kv_defrag::move> &moves, uint32_t n) {
     llama_kv_defrag::plan plan;
     plan.moves = moves;
@@ -114,7 +115,8 @@ void move_cell(llama_kv_cells &cells, uint32_t src, uint32_t dst, int step) {
     EXPECT(move_cells(cells, {{src, dst, 1}}, 1) == 0);
 }
 
-// Move all cells to the start in their order, where sources are destinations of later cells, but only the first ones.
+// Plan to move all used cells to the start in their order, and commit only the first n moves. Sources of moves are
+// destinations of later ones.
 int compact(llama_kv_cells &cells, std::vector<Cell> &model, uint32_t n, int step) {
     std::vector<llama_kv_defrag::move> moves;
     uint32_t end = 0;
@@ -212,13 +214,13 @@ int main() {
             }
             moved += compact(cells, model, draw(3) ? n_cells : draw(n_cells), step);
         }
-        // A cell without a sequence is free, as far as the cache is concerned.
+        // The cache treats a cell without sequences as free.
         if (model[i].pos >= 0 && model[i].seqs.empty()) {
             cells.rm(i);
             model[i] = Cell();
         }
         compare(cells, model, step);
     }
-    std::printf("%d moved\n", moved);
+    std::printf("%d cells moved\n", moved);
     return moved > 1000 ? 0 : 1;
 }

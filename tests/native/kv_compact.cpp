@@ -1,6 +1,6 @@
-// Tests of llama-kv-compact-impl.h by itself, over caches of two streams, some with a mirror.
+// Unit tests of llama-kv-compact-impl.h with stub caches of two streams, some with a mirror.
 
-#define AROUND_MEMORY
+#define STUB_MEMORY
 
 #include "groups.h"
 
@@ -12,12 +12,12 @@ using namespace llama_kv_compaction;
 
 static const uint32_t N_CELLS = 4096;
 
-// a cache with a value per cell: the position that the cell has at first
+// a cache with one value per cell: its initial position
 struct cache : llama_kv_cache {
     ggml_tensor                          t = {};
     std::unique_ptr<ggml_backend_buffer> buf;
 
-    // how many cells of each stream are used: every `step`-th, so that the last one is at (n - 1)*step
+    // n cells of each stream are used: every `step`-th, the last one at (n - 1)*step
     cache(uint32_t n, uint32_t step, uint32_t size = N_CELLS) : cells_(size) {
         cells.resize(2);
         t.type  = GGML_TYPE_I32;
@@ -46,7 +46,7 @@ struct cache : llama_kv_cache {
 
     int32_t & value(uint32_t s, uint32_t i) { return ((int32_t *) t.data)[s*cells_ + i]; }
 
-    // the first n cells of the stream are used, and their values are their positions
+    // true if exactly the first n cells of the stream are used, with their positions as values
     bool is_compact(uint32_t s, uint32_t n) {
         std::set<int> seen;
         for (uint32_t i = 0; i < cells_; ++i) {
@@ -61,12 +61,13 @@ struct cache : llama_kv_cache {
     const uint32_t cells_;
 };
 
+// a type of memory that compaction does not support
 struct unknown : cache {
     using cache::cache;
 };
 
-// what the context under test has
-static std::vector<target> & known() {
+// the caches of the context under test
+static std::vector<target> & targets() {
     static std::vector<target> all;
     return all;
 }
@@ -75,7 +76,7 @@ bool llama_kv_compaction::get_targets(const llama_memory_i * memory, std::vector
     if (as<llama_kv_cache>(memory) || !as<cache>(memory)) {
         return false;
     }
-    res = known();
+    res = targets();
     return true;
 }
 
@@ -85,14 +86,14 @@ struct context : llama_context {
     bool throws = false;
 
     explicit context(std::vector<target> all) {
-        known() = std::move(all);
-        memory  = known().front().kv;
+        targets() = std::move(all);
+        memory  = targets().front().kv;
         update  = [this] {
             requests.push_back(compact_requested);
             if (throws && compact_requested) {
                 throw std::bad_alloc();
             }
-            for (const auto & t : known()) {
+            for (const auto & t : targets()) {
                 t.kv->do_compact = !fails && is_due(this, t.kv);
                 if (t.kv->do_compact) {
                     CHECK(compact(this, t.kv) && !t.kv->do_compact);
@@ -103,7 +104,7 @@ struct context : llama_context {
     }
 };
 
-static bool says(const char * reason, const char * word) {
+static bool contains(const char * reason, const char * word) {
     return reason && std::string(reason).find(word) != std::string::npos;
 }
 
@@ -113,7 +114,7 @@ static void same() {
     auto & two = right.cells[0];
     const auto differ = [&] {
         CHECK(!has_same_cells(one, two) && !has_same_cells(two, one));
-        CHECK(says(get_refusal({ &left, &right }), "mirrors"));
+        CHECK(contains(get_refusal({ &left, &right }), "mirrors"));
         two = one;
     };
     CHECK(has_same_cells(one, two) && !get_refusal({ &left, &right }) && !get_refusal({ &left, nullptr }));
@@ -128,20 +129,20 @@ static void same() {
     two.all.pop_back();
     differ();
     right.cells[1].all[0].pos = 99;
-    CHECK(says(get_refusal({ &left, &right }), "mirrors"));
+    CHECK(contains(get_refusal({ &left, &right }), "mirrors"));
     right.cells.pop_back();
-    CHECK(says(get_refusal({ &left, &right }), "mirrors"));
+    CHECK(contains(get_refusal({ &left, &right }), "mirrors"));
 }
 
 static void sparse() {
     cache full(4096, 1), half(2048, 2), few(1024, 2), one(1, 1);
     CHECK(!has_holes(&full) && has_holes(&half) && has_holes(&few) && !has_holes(&one));
     CHECK(get_sparsity(&full) == 0.0f && get_sparsity(&half) == 0.5f && get_sparsity(&one) == 0.0f);
-    // 2048 cells are enough to care, 1792 are not
+    // 2048 attended cells reach the minimum (LLAMA_KV_DEFRAG_MIN_CELLS), 1792 do not
     CHECK(get_sparsity(&few) == 0.5f);
     few.cells[0] = few.cells[1] = cache(896, 2).cells[0];
     CHECK(get_sparsity(&few) == 0.0f);
-    // the worst stream counts, wherever it is
+    // the stream with the highest sparsity decides, in any order
     half.cells[0] = full.cells[0];
     CHECK(get_sparsity(&half) == 0.5f);
     std::swap(half.cells[0], half.cells[1]);
@@ -178,14 +179,14 @@ static void thold() {
     cache kv(1024, 4);
     context ctx({ { &kv, nullptr } });
     setenv("LLAMA_KV_DEFRAG_THOLD", "0.25", 1);
-    // the variable instead of the default
+    // the variable overrides the built-in default
     CHECK(llama_kv_compact_thold(&ctx) == 0.25f && is_due(&ctx, &kv));
-    // the process instead of the variable; less than 0 is never, not the default
+    // the default of the process overrides the variable; a negative one disables compaction
     llama_kv_compact_set_default_thold(0.9f);
     CHECK(llama_kv_compact_thold(&ctx) == 0.9f && !is_due(&ctx, &kv));
     llama_kv_compact_set_default_thold(-1.0f);
     CHECK(llama_kv_compact_thold(&ctx) == 0.0f && !is_due(&ctx, &kv));
-    // the context instead of both
+    // the threshold of the context overrides both
     ctx.defrag_thold = 0.5f;
     CHECK(llama_kv_compact_thold(&ctx) == 0.5f && is_due(&ctx, &kv));
     llama_kv_compact_set_default_thold(0.1f);
@@ -198,17 +199,17 @@ static void refused() {
     context ctx({ { &next, nullptr }, { &kv, &mirror } });
     CHECK(!llama_kv_compact_refusal(&ctx));
     mirror.cells[1].all[0].pos = 5;
-    CHECK(says(llama_kv_compact_refusal(&ctx), "mirrors"));
+    CHECK(contains(llama_kv_compact_refusal(&ctx), "mirrors"));
     CHECK(llama_kv_compact(&ctx) == -1 && ctx.requests.empty() && has_holes(&next));
     mirror.cells[1] = kv.cells[1];
     kv.is_shared    = true;
-    CHECK(says(llama_kv_compact_refusal(&ctx), "shared"));
+    CHECK(contains(llama_kv_compact_refusal(&ctx), "shared"));
     kv.is_shared = false;
     unknown kind(1, 1);
     ctx.memory = &kind;
-    CHECK(says(llama_kv_compact_refusal(&ctx), "kind of memory"));
+    CHECK(contains(llama_kv_compact_refusal(&ctx), "kind of memory"));
     ctx.memory = nullptr;
-    CHECK(says(llama_kv_compact_refusal(&ctx), "no memory"));
+    CHECK(contains(llama_kv_compact_refusal(&ctx), "no memory"));
 }
 
 static void moves() {
@@ -216,7 +217,7 @@ static void moves() {
     next.use(1, 40, 77, { 1, 2 });
     context ctx({ { &kv, &mirror }, { &next, nullptr } });
     CHECK(llama_kv_compact(&ctx) == 0 && ctx.n_reserved == 1);
-    // what is pending first
+    // pending updates run before the compaction
     CHECK(ctx.requests == (std::vector<bool>{ false, true }) && !ctx.compact_requested);
     for (uint32_t s = 0; s < 2; ++s) {
         CHECK(kv.is_compact(s, 9) && mirror.is_compact(s, 9) && next.is_compact(s, 5 + s));
@@ -243,7 +244,7 @@ static void failed() {
     }
 }
 
-// after a failed graph, the later streams are not tried
+// after a failed graph, the compaction stops before the next stream
 static void failed_graph() {
     cache kv(9, 3, 64);
     context ctx({ { &kv, nullptr } });
@@ -255,7 +256,7 @@ static void failed_graph() {
     CHECK(kv.defrag_stats.n_graphs == 1 && kv.defrag_stats.n_defrags == 0);
 }
 
-// the cells of the graphs that were computed have moved in both caches, the others have not
+// exactly the cells of the computed graphs have moved, in both caches
 static void some_graphs() {
     for (const auto order : { llama_kv_defrag::ORDER_FEWEST, llama_kv_defrag::ORDER_KEPT }) {
         cache kv(9, 3, 64), mirror(9, 3, 64);

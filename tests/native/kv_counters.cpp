@@ -1,4 +1,4 @@
-// Tests of llama-kv-counters-impl.h by itself, over caches with and without the sums of full-defrag or compaction.
+// Unit tests of llama-kv-counters-impl.h, with and without the counters of full-defrag or compaction.
 
 #include "groups.h"
 
@@ -25,10 +25,10 @@ static void sums() {
     CHECK(all.slot_searches == 17 && all.slot_failures == 2 && all.decode_retries == 11 && all.defrags == 22);
     CHECK(all.moves == 33 && all.cells_moved == 44 && all.bytes_moved == 55 && all.graphs == 66);
     CHECK(all.ns == 88 && all.plan_ns == 99);
-    CHECK(all.scratch_bytes == 70); // a maximum
+    CHECK(all.scratch_bytes == 70); // the maximum, not the sum
 }
 
-// what a build does not count is -1, however many caches there are
+// counters that a build lacks are -1, not a sum of -1 per cache
 static void unknown() {
     const plain one{ 7, 5 }, two{ 10, 10 };
     const auto all = llama_kv_counting::sum<plain>({ &one, &two });

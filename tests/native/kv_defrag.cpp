@@ -1,5 +1,5 @@
-// Tests of llama-kv-defrag.h by itself: every result is compared with one that is found cell by cell.
-// Usage: kv_defrag GROUP; exit code 0 if the group holds, else a line that says what does not.
+// Unit tests of llama-kv-defrag.h: results are compared with those of reference implementations that work cell by cell.
+// Usage: kv_defrag GROUP. Returns 0 if the group passes; a failed CHECK exits with 1.
 
 #include "check.h"
 #include "failing.h"
@@ -24,8 +24,8 @@ static uint32_t below(uint32_t n) {
     return generator() % n;
 }
 
-// caches as they occur: scattered, in runs, full, empty, compact
-static std::vector<uint8_t> some_cache(uint32_t size) {
+// random occupancy of a cache: scattered, in runs, alternating, periodic or compact
+static std::vector<uint8_t> random_cache(uint32_t size) {
     std::vector<uint8_t> used(size);
     const uint32_t kind = below(5);
     const uint32_t density = below(101);
@@ -59,7 +59,7 @@ static void check_plan(const std::vector<uint8_t> & used) {
 
     CHECK(p.n_used == n);
 
-    // the fewest cells that can move are the ones that lie beyond where the last one may
+    // the minimum number of moved cells is the number of used cells beyond the first n
     uint32_t n_beyond = 0;
     for (uint32_t i = n; i < size; ++i) {
         n_beyond += used[i] != 0;
@@ -79,7 +79,7 @@ static void check_plan(const std::vector<uint8_t> & used) {
         if (i > 0) {
             const move & l = p.moves[i - 1];
             CHECK(m.src >= l.src + l.len && m.dst >= l.dst + l.len);
-            CHECK(m.src != l.src + l.len || m.dst != l.dst + l.len); // else one move would have done
+            CHECK(m.src != l.src + l.len || m.dst != l.dst + l.len); // adjacent moves are merged
         }
 
         for (uint32_t k = 0; k < m.len; ++k) {
@@ -103,11 +103,11 @@ static void check_ordered(const std::vector<uint8_t> & used) {
 
     CHECK(p.n_used == count(used));
 
-    // where each cell ends up: at its rank
-    std::vector<uint32_t> place;
+    // the cell with rank i is expected at index i
+    std::vector<uint32_t> by_rank;
     for (uint32_t i = 0; i < size; ++i) {
         if (used[i]) {
-            place.push_back(i);
+            by_rank.push_back(i);
         }
     }
 
@@ -128,12 +128,12 @@ static void check_ordered(const std::vector<uint8_t> & used) {
     CHECK(n_cells == p.n_cells);
 
     for (uint32_t i = 0; i < p.n_used; ++i) {
-        CHECK(now[i] == place[i]);
+        CHECK(now[i] == by_rank[i]);
     }
 
     CHECK(count_without_overlaps(p.moves) == without_overlaps(p.moves).size());
 
-    // cut into moves that do not overlap themselves, it is still the same
+    // moves that were split so that none overlaps itself have the same result
     for (uint32_t i = 0; i < size; ++i) {
         now[i] = i;
     }
@@ -141,13 +141,13 @@ static void check_ordered(const std::vector<uint8_t> & used) {
     for (const move & m : without_overlaps(p.moves)) {
         CHECK(m.len > 0 && m.dst + m.len <= m.src);
         n_cells += m.len;
-        for (uint32_t k = m.len; k-- > 0;) { // backwards, for no direction may matter
+        for (uint32_t k = m.len; k-- > 0;) { // backwards, because the direction must not matter
             now[m.dst + k] = now[m.src + k];
         }
     }
     CHECK(n_cells == p.n_cells);
     for (uint32_t i = 0; i < p.n_used; ++i) {
-        CHECK(now[i] == place[i]);
+        CHECK(now[i] == by_rank[i]);
     }
 }
 
@@ -166,7 +166,7 @@ static void test_plan_exhaustive() {
 
 static void test_plan_random() {
     for (int i = 0; i < 3000; ++i) {
-        const auto used = some_cache(1 + below(700));
+        const auto used = random_cache(1 + below(700));
 
         check_plan(used);
         check_ordered(used);
@@ -194,7 +194,7 @@ static void test_plan_linear() {
     CHECK(plan_ordered(used.data(), size).moves.size() == size/2);
 }
 
-// all moves in one batch; returns the bytes that are needed beside the data
+// makes all moves in one batch; returns the bytes of scratch memory
 static size_t move_data(const std::vector<layout> & layouts, const move * moves, size_t n_moves, uint32_t n_threads, size_t n_alone = 1 << 22) {
     const bool rows = std::any_of(layouts.begin(), layouts.end(), [](const layout & l) { return l.n_rows > 1; });
     host_moves ready(moves, n_moves, n_moves + 1, rows);
@@ -204,8 +204,8 @@ static size_t move_data(const std::vector<layout> & layouts, const move * moves,
     return ready.n_scratch();
 }
 
-// the copy that needs no thought: one cell, one row, one byte at a time
-static void move_data_slowly(const layout & l, const std::vector<move> & moves) {
+// reference implementation: copies cell by cell, row by row, byte by byte
+static void move_data_reference(const layout & l, const std::vector<move> & moves) {
     for (const move & m : moves) {
         for (uint32_t k = 0; k < m.len; ++k) {
             for (size_t r = 0; r < l.n_rows; ++r) {
@@ -219,11 +219,11 @@ static void move_data_slowly(const layout & l, const std::vector<move> & moves) 
 
 static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding) {
     const bool kept = below(2);
-    const auto used = some_cache(size);
+    const auto used = random_cache(size);
     const plan p = kept ? plan_ordered(used.data(), size) : plan_fewest(used.data(), size);
     const size_t stride = size*cell + padding;
 
-    // exactly as large as it must be, for the address sanitizer: the last row has no padding
+    // exact size without padding of the last row, so that the address sanitizer detects overruns
     std::vector<uint8_t> fast(stride*(n_rows - 1) + size*cell);
     for (uint8_t & b : fast) {
         b = generator();
@@ -234,31 +234,31 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
     std::vector<uint8_t> other = fast;
 
     move_data({ { fast.data(), cell, n_rows, stride } }, p.moves.data(), p.moves.size(), 1);
-    move_data_slowly({ slow.data(), cell, n_rows, stride }, p.moves);
+    move_data_reference({ slow.data(), cell, n_rows, stride }, p.moves);
     CHECK(fast == slow);
 
-    // as it is done where there is much to do: several tensors and threads, written around the caches
+    // as for large data: several tensors and threads, and non-temporal stores
     const size_t n_scratch = move_data({ { large.data(), cell, n_rows, stride }, { other.data(), cell, n_rows, stride } },
             p.moves.data(), p.moves.size(), 3, 0);
     CHECK(large == slow && other == slow);
-    // single values of short runs move by a list of cells, all else needs nothing beside the cache
+    // short runs of single values need a list of cells; all other moves need no scratch memory
     const bool listed = n_rows > 1 && p.n_cells < host_moves::LONG_RUN*p.moves.size();
     CHECK(n_scratch == (listed ? 8*p.n_cells : 0));
 
-    // in batches; where no cell is source and destination any order must do, so the last one first
+    // in batches, and in reverse order if no cell is both source and destination, because any order must be correct
     const size_t n_batch = 1 + below(5);
     const size_t n = p.moves.size();
     host_moves ready(p.moves.data(), n, n_batch, n_rows > 1);
     host_mover mover({ { parts.data(), cell, n_rows, stride } }, 3, 0);
-    size_t n_room = 0;
+    size_t n_expected = 0;
     for (size_t i = 0; n_rows > 1 && i < n; i += n_batch) {
         size_t n_cells = 0;
         for (size_t k = i; k < std::min(i + n_batch, n); ++k) {
             n_cells += p.moves[k].len;
         }
-        n_room = std::max(n_room, n_cells < host_moves::LONG_RUN*(std::min(i + n_batch, n) - i) ? 8*n_cells : 0);
+        n_expected = std::max(n_expected, n_cells < host_moves::LONG_RUN*(std::min(i + n_batch, n) - i) ? 8*n_cells : 0);
     }
-    CHECK(ready.n_scratch() == n_room);
+    CHECK(ready.n_scratch() == n_expected);
     for (size_t i = 0; i < n; i += n_batch) {
         const size_t end   = kept ? std::min(i + n_batch, n) : n - i;
         const size_t begin = kept ? i : end > n_batch ? end - n_batch : 0;
@@ -266,8 +266,8 @@ static void check_data(uint32_t size, size_t cell, size_t n_rows, size_t padding
         mover.run(ready);
     }
     CHECK(parts == slow);
-    // the room that was made for the largest batch is enough for each of them, where they are cut alike
-    CHECK(ready.n_scratch() == n_room || (!kept && n % n_batch != 0));
+    // the scratch memory of the largest batch is enough for all, if the batches have the same boundaries
+    CHECK(ready.n_scratch() == n_expected || (!kept && n % n_batch != 0));
 }
 
 static void test_data_rows() {
@@ -279,7 +279,7 @@ static void test_data_rows() {
     }
 }
 
-// threads beside the one that calls, to move 80 bytes of two tensors
+// returns the number of threads that are started to move 80 bytes of each of two tensors
 static uint32_t threads_for(uint32_t n_threads, size_t n_small) {
     std::vector<uint8_t> one(80);
     std::vector<uint8_t> two(80);
@@ -290,14 +290,14 @@ static uint32_t threads_for(uint32_t n_threads, size_t n_small) {
 }
 
 static void test_threads() {
-    CHECK(threads_for(3, 0)  == 1); // a tensor each
+    CHECK(threads_for(3, 0)  == 1); // one tensor per thread
     CHECK(threads_for(2, 0)  == 1);
     CHECK(threads_for(1, 0)  == 0);
     CHECK(threads_for(3, 79) == 1);
-    CHECK(threads_for(3, 80) == 0); // so little is done at once
+    CHECK(threads_for(3, 80) == 0); // small data: no threads
 }
 
-// each allocation and each thread fails once: the data is as it was, or it has moved, and nothing else comes of it
+// fault injection into each allocation and each thread start: the data is unchanged, or all of it has moved
 static void test_faults() {
     const std::vector<move> moves = { { 10, 0, 10 }, { 30, 10, 10 } };
     for (const size_t n_rows : { 1, 130 }) {
@@ -307,7 +307,7 @@ static void test_faults() {
             b = generator();
         }
         std::vector<uint8_t> after = before;
-        move_data_slowly({ after.data(), 4, n_rows, stride }, moves);
+        move_data_reference({ after.data(), 4, n_rows, stride }, moves);
         bool hit = true;
         int n_failed = 0, n_moved = 0;
         for (long at = 0; hit; ++at) {
@@ -328,7 +328,7 @@ static void test_faults() {
             }
             (failed ? n_failed : n_moved) += hit;
         }
-        CHECK(n_failed >= 3 && n_moved >= 4); // of lists, and of threads
+        CHECK(n_failed >= 3 && n_moved >= 4); // failed allocations and failed thread starts
     }
 }
 
@@ -337,13 +337,13 @@ static void test_data_transposed() {
         for (int i = 0; i < 40; ++i) {
             check_data(1 + below(150), cell, 1 + below(20), below(3)*cell);
         }
-        // more rows than one thread takes at a time
+        // row counts around multiples of the number of rows that a thread processes at a time
         for (size_t n_rows : { 63, 64, 65, 128, 130 }) {
             check_data(1 + below(150), cell, n_rows, 0);
         }
     }
 
-    // a run of this length is moved as one
+    // a run of this length needs no list of cells
     std::vector<uint8_t> data(200);
     const move longest = { 20, 0, host_moves::LONG_RUN };
     const move shorter = { 20, 0, host_moves::LONG_RUN - 1 };
@@ -358,7 +358,7 @@ static void test_data_wide() {
 
     void * map = mmap(nullptr, cell*size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) {
-        return; // a machine that does not lend so much address space
+        return; // the address space is too small
     }
 
     uint8_t * data = static_cast<uint8_t *>(map);
@@ -383,7 +383,7 @@ struct some_cell {
 static void test_cells() {
     for (int round = 0; round < 400; ++round) {
         const uint32_t size = 1 + below(200);
-        const std::vector<uint8_t> used = some_cache(size);
+        const std::vector<uint8_t> used = random_cache(size);
         const plan p = below(2) ? plan_fewest(used.data(), size) : plan_ordered(used.data(), size);
 
         std::vector<some_cell> cells(size);
@@ -397,7 +397,7 @@ static void test_cells() {
                     }
                 }
             } else {
-                cells[i].delta = below(2); // left behind by a former owner
+                cells[i].delta = below(2); // a stale value of an earlier cell
             }
         }
 
@@ -423,7 +423,7 @@ struct some_range {
 static void test_ranges() {
     for (int round = 0; round < 4000; ++round) {
         const uint32_t size = 1 + below(150);
-        const std::vector<uint8_t> used = some_cache(size);
+        const std::vector<uint8_t> used = random_cache(size);
         const bool kept = below(2);
         const plan p = kept ? plan_ordered(used.data(), size) : plan_fewest(used.data(), size);
 
@@ -447,7 +447,7 @@ static void test_ranges() {
             std::swap(ranges.front(), ranges.back());
         }
 
-        // all moves, some from the front, or, where the order does not matter, one batch out of the middle
+        // all moves, a prefix of them or, if the order does not matter, a batch from the middle
         const size_t n = p.moves.size();
         const size_t begin = kept || below(2) ? 0 : below(uint32_t(n) + 1);
         const size_t end = below(2) ? n : begin + below(uint32_t(n - begin) + 1);
@@ -465,7 +465,7 @@ static void test_ranges() {
         }
         CHECK(want.size() == pending.size());
 
-        // in two steps, which need no memory
+        // in two steps, which allocate no memory
         auto spare = reserve_remap(ranges);
         const size_t middle = begin + below(uint32_t(end - begin) + 1);
         arm(0);
@@ -498,7 +498,7 @@ static void test_graphs() {
     CHECK(moves_per_graph(65536, 0) == 1);
     CHECK(moves_per_graph(65536, 128) == 170); // 64 layers
     CHECK(moves_per_graph(1024, 128) == 2);
-    CHECK(moves_per_graph(100, 128) == 1);     // too small for even one: try it all the same
+    CHECK(moves_per_graph(100, 128) == 1);     // too small for one move, which is the minimum
 
     for (int i = 0; i < 2000; ++i) {
         const size_t n_tensors = 1 + below(300);

@@ -1,12 +1,12 @@
-// Tests of llama-kv-defrag-ggml.h by itself: caches on hosts and devices of every ability are compared
-// byte by byte with what the moves say, and what was done for it with what was to be done.
+// Unit tests of llama-kv-defrag-ggml.h with caches in host and device memory and backends of different capabilities: the
+// bytes are compared with the expected result of the moves, and the operations with the expected ones.
 
 #include "failing.h"
 #include "groups.h"
 
 #include <cstddef>
 
-// the most rows that a kernel collects
+// maximum number of rows per ggml_get_rows()
 static size_t max_rows = 65535;
 #define LLAMA_KV_DEFRAG_MAX_ROWS max_rows
 
@@ -27,21 +27,21 @@ static uint32_t below(uint32_t n) {
     return generator() % n;
 }
 
-// one machine: memory of the host, of a device and of another that is reached over a network
+// a machine with host memory, two devices and a remote device (RPC)
 struct machine {
     ggml_backend_buffer_type other  = { "OTHER", false };
     ggml_backend_buffer_type device = { "DEVICE", false };
     ggml_backend_buffer_type remote = { "RPC[host:50052]", false };
 
-    // what all but the processor can do with rows; the processor can do everything
+    // supported operations of the devices; the CPU supports all
     bool copies = true, gathers = true, scatters = true;
 
     std::vector<ggml_backend> all;
     ggml_backend_sched        sched;
     graphs                    how;
 
-    int n_calls = 0, fails_at = -1; // of the computations
-    bool half = false;              // the one that fails has written
+    int n_calls = 0, fails_at = -1; // number of computed graphs, and index of the one that fails
+    bool fails_late = false;        // the graph that fails is computed first
 
     explicit machine(size_t max_nodes = 4096) {
         auto * host = ggml_backend_cpu_buffer_type();
@@ -50,7 +50,7 @@ struct machine {
         };
         all = {
             { "other", { &other }, can }, { "device", { &device }, can }, { "remote", { &remote }, can },
-            { "processor", { host }, [](const ggml_tensor *) { return true; } },
+            { "cpu", { host }, [](const ggml_tensor *) { return true; } },
         };
         for (auto & each : all) {
             sched.backends.push_back(&each);
@@ -61,7 +61,7 @@ struct machine {
             if (n_calls++ != fails_at) {
                 return sched.compute(gf);
             }
-            if (half) {
+            if (fails_late) {
                 sched.compute(gf);
             }
             return false;
@@ -70,18 +70,18 @@ struct machine {
 
     ~machine() { schedulers().erase(&sched); }
 
-    // what was collected is written back by a copy of words, which all of them can do
+    // gathered rows are written back by a copy of 32-bit words, which all backends support
     static bool of_words(const ggml_tensor * t) { return t->src[0]->op == GGML_OP_GET_ROWS || t->src[0]->op == GGML_OP_TRANSPOSE; }
 };
 
-// a tensor of a cache, its memory, and what it is before anything moves
+// a tensor of a cache, its memory, and its initial bytes
 struct cache_tensor {
     ggml_tensor t = {};
     std::unique_ptr<ggml_backend_buffer> buf;
     std::vector<char> before;
     bool transposed;
 
-    // cells of `n_embd` values; some caches have dimensions for heads and streams, some have none but one
+    // cells of `n_embd` values; the number of dimensions differs between releases
     cache_tensor(ggml_backend_buffer_type_t where, ggml_type type, int64_t n_embd, uint32_t n_cells, uint32_t n_stream = 1, bool trans = false)
         : transposed(trans) {
         switch (below(3)) {
@@ -99,15 +99,15 @@ struct cache_tensor {
         before = buf->memory;
     }
 
-    // cell c of a stream holds what cell `was` did
-    bool holds(uint32_t c, uint32_t was, uint32_t n_cells, uint32_t stream = 0, uint32_t n_stream = 1) const {
+    // true if cell c of a stream has the initial bytes of cell `source`
+    bool holds(uint32_t c, uint32_t source, uint32_t n_cells, uint32_t stream = 0, uint32_t n_stream = 1) const {
         const size_t size   = before.size()/n_stream;
         const size_t n_rows = transposed ? size/(ggml_type_size(t.type)*n_cells) : 1;
         const size_t stride = size/n_rows;
         const size_t n      = stride/n_cells;
         for (size_t row = 0; row < n_rows; ++row) {
             const size_t at = stream*size + row*stride;
-            if (std::memcmp(buf->memory.data() + at + c*n, before.data() + at + was*n, n) != 0) {
+            if (std::memcmp(buf->memory.data() + at + c*n, before.data() + at + source*n, n) != 0) {
                 return false;
             }
         }
@@ -115,7 +115,7 @@ struct cache_tensor {
     }
 };
 
-static std::vector<uint8_t> some_cells(uint32_t size) {
+static std::vector<uint8_t> random_cells(uint32_t size) {
     std::vector<uint8_t> used(size);
     const uint32_t density = 5 + below(91);
     for (uint32_t i = 0; i < size; ++i) {
@@ -138,11 +138,11 @@ static plan planned(const std::vector<uint8_t> & used, order wanted = ORDER_FEWE
     return make_plan(used.data(), used.size(), wanted, ignored);
 }
 
-// one stream of a cache, whose moves are followed cell by cell
+// model of one stream of a cache, which follows moves cell by cell
 struct stream {
     const std::vector<std::unique_ptr<cache_tensor>> & tensors;
     const uint32_t n_cells, which, n_stream;
-    std::vector<uint32_t> from; // which cell lies here; cells that are given up are nobody's
+    std::vector<uint32_t> from; // initial index of the cell at this index, if it is not free
     std::vector<bool>     free;
 
     stream(const std::vector<std::unique_ptr<cache_tensor>> & all, const std::vector<uint8_t> & used, uint32_t s = 0, uint32_t n = 1)
@@ -173,7 +173,7 @@ struct stream {
         }
     }
 
-    // the used cells hold what they did, and nothing else than [0, n_used) was written
+    // checks that used cells have their bytes, and that only cells of [0, n_used) were written
     void check(uint32_t n_used) const {
         for (const auto & each : tensors) {
             for (uint32_t s = 0; s < n_stream; ++s) {
@@ -189,7 +189,7 @@ struct stream {
 struct outcome {
     result res;
     stats  sum;
-    size_t n_moved = 0; // moves that were told
+    size_t n_moved = 0; // moves reported to the callback
 };
 
 static outcome carried_out(stream & s, const plan & p, machine * m, mover wanted = MOVER_AUTO, order kept = ORDER_FEWEST, uint32_t n_threads = 1) {
@@ -207,7 +207,7 @@ static outcome carried_out(stream & s, const plan & p, machine * m, mover wanted
     return out;
 }
 
-static std::vector<std::unique_ptr<cache_tensor>> one(ggml_backend_buffer_type_t where, ggml_type type, int64_t n_embd, uint32_t n_cells, bool trans = false) {
+static std::vector<std::unique_ptr<cache_tensor>> single_tensor(ggml_backend_buffer_type_t where, ggml_type type, int64_t n_embd, uint32_t n_cells, bool trans = false) {
     std::vector<std::unique_ptr<cache_tensor>> res;
     res.emplace_back(new cache_tensor(where, type, n_embd, n_cells, 1, trans));
     return res;
@@ -236,7 +236,7 @@ static void test_cells() {
     }
 }
 
-// which mover is taken for what, and that nothing is left of the question
+// the selected mover by memory, type and supported operations; the selection leaves no ggml_context
 static void test_picks() {
     const plan p = planned(alternate(64)); // 16 moves of a cell each, 32 cells used
     struct {
@@ -251,31 +251,31 @@ static void test_picks() {
     } cases[] = {
         { "host memory",                'h', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   7,  MOVER_HOST },
         { "host memory",                'h', GGML_TYPE_F16,  8,  true,  MOVER_HOST,   7,  MOVER_HOST },
-        { "the processor may gather",   'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, 7,  MOVER_GATHER },
-        { "the processor may copy",     'h', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
-        { "no graphs in host memory",   'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, -1, MOVER_HOST },
-        { "no graphs in host memory",   'h', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  -1, MOVER_HOST },
-        { "staged is staged",           'h', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
-        { "staged is staged",           'd', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
-        { "no graphs on a device",      'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   -1, MOVER_STAGED },
-        { "no graphs on a device",      'd', GGML_TYPE_F16,  8,  true,  MOVER_GATHER, -1, MOVER_STAGED },
-        { "many moves are gathered",    'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   7,  MOVER_GATHER },
-        { "hosts' moves no device can", 'd', GGML_TYPE_F16,  8,  false, MOVER_HOST,   7,  MOVER_GATHER },
-        { "without rows by number",     'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   3,  MOVER_GATHER },
-        { "without copies",             'd', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  6,  MOVER_GATHER },
-        { "what is not words",          'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 7,  MOVER_GRAPH },
-        { "what is not words, staged",  'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 6,  MOVER_STAGED },
-        { "blocks that are words",      'd', GGML_TYPE_Q8_0, 1024, false, MOVER_AUTO, 7,  MOVER_GATHER },
-        { "blocks that are none",       'd', GGML_TYPE_Q8_0, 32, false, MOVER_AUTO,   7,  MOVER_GRAPH },
-        { "cannot gather",              'd', GGML_TYPE_F32,  8,  false, MOVER_GATHER, 1,  MOVER_GRAPH },
-        { "cannot gather",              'd', GGML_TYPE_F32,  8,  true,  MOVER_AUTO,   1,  MOVER_GRAPH },
-        { "can do nothing",             'd', GGML_TYPE_F32,  8,  false, MOVER_AUTO,   0,  MOVER_STAGED },
-        { "can do nothing",             'd', GGML_TYPE_F32,  8,  true,  MOVER_GRAPH,  4,  MOVER_STAGED },
-        { "transposed halves",          'd', GGML_TYPE_F16,  8,  true,  MOVER_AUTO,   7,  MOVER_GATHER },
-        { "transposed words",           'd', GGML_TYPE_F32,  7,  true,  MOVER_AUTO,   2,  MOVER_GATHER },
-        { "an odd number of halves",    'd', GGML_TYPE_F16,  7,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
-        { "transposed what else",       'd', GGML_TYPE_I64,  8,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
-        { "copies as wanted",           'r', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
+        { "gather in host memory",      'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, 7,  MOVER_GATHER },
+        { "copy in host memory",        'h', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
+        { "host memory, no graphs",     'h', GGML_TYPE_F16,  8,  false, MOVER_GATHER, -1, MOVER_HOST },
+        { "host memory, no graphs",     'h', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  -1, MOVER_HOST },
+        { "staged as requested",        'h', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
+        { "staged as requested",        'd', GGML_TYPE_F16,  8,  false, MOVER_STAGED, 7,  MOVER_STAGED },
+        { "device, no graphs",          'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   -1, MOVER_STAGED },
+        { "device, no graphs",          'd', GGML_TYPE_F16,  8,  true,  MOVER_GATHER, -1, MOVER_STAGED },
+        { "gather for many moves",      'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   7,  MOVER_GATHER },
+        { "no host mover on a device",  'd', GGML_TYPE_F16,  8,  false, MOVER_HOST,   7,  MOVER_GATHER },
+        { "no set_rows",                'd', GGML_TYPE_F16,  8,  false, MOVER_AUTO,   3,  MOVER_GATHER },
+        { "no copies",                  'd', GGML_TYPE_F16,  8,  false, MOVER_GRAPH,  6,  MOVER_GATHER },
+        { "rows not of whole words",    'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 7,  MOVER_GRAPH },
+        { "not whole words, staged",    'd', GGML_TYPE_F16,  7,  false, MOVER_GATHER, 6,  MOVER_STAGED },
+        { "blocks of whole words",      'd', GGML_TYPE_Q8_0, 1024, false, MOVER_AUTO, 7,  MOVER_GATHER },
+        { "blocks not of whole words",  'd', GGML_TYPE_Q8_0, 32, false, MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "no get_rows",                'd', GGML_TYPE_F32,  8,  false, MOVER_GATHER, 1,  MOVER_GRAPH },
+        { "no get_rows",                'd', GGML_TYPE_F32,  8,  true,  MOVER_AUTO,   1,  MOVER_GRAPH },
+        { "no operations",              'd', GGML_TYPE_F32,  8,  false, MOVER_AUTO,   0,  MOVER_STAGED },
+        { "no operations",              'd', GGML_TYPE_F32,  8,  true,  MOVER_GRAPH,  4,  MOVER_STAGED },
+        { "transposed f16",             'd', GGML_TYPE_F16,  8,  true,  MOVER_AUTO,   7,  MOVER_GATHER },
+        { "transposed f32",             'd', GGML_TYPE_F32,  7,  true,  MOVER_AUTO,   2,  MOVER_GATHER },
+        { "odd number of f16 values",   'd', GGML_TYPE_F16,  7,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "transposed i64",             'd', GGML_TYPE_I64,  8,  true,  MOVER_AUTO,   7,  MOVER_GRAPH },
+        { "copies as requested",        'r', GGML_TYPE_F16,  8,  true,  MOVER_GRAPH,  7,  MOVER_GRAPH },
     };
     for (const auto & c : cases) {
         machine m;
@@ -283,7 +283,7 @@ static void test_picks() {
         m.gathers  = c.able & 2;
         m.scatters = c.able & 4;
         auto * where = c.where == 'h' ? ggml_backend_cpu_buffer_type() : c.where == 'd' ? &m.device : &m.remote;
-        const auto tensors = one(where, c.type, c.n_embd, 64, c.trans);
+        const auto tensors = single_tensor(where, c.type, c.n_embd, 64, c.trans);
         stream s(tensors, alternate(64));
         const mover found = pick_mover(s.cells()[0], c.wanted, c.able < 0 ? nullptr : &m.how, p, p.moves.size());
         if (found != c.expected) {
@@ -302,7 +302,7 @@ static void test_picks() {
     }
 }
 
-// a copy is worth so many bytes, of what is collected otherwise
+// copies are selected if a gather would move more bytes per copy
 static void test_worth() {
     struct { bool remote; bool trans; size_t worth; } cases[] = {
         { true, false, 16384 }, { true, true, 2048 }, { false, false, 1 << 20 }, { false, true, 1 << 17 },
@@ -310,7 +310,7 @@ static void test_worth() {
     for (const auto & c : cases) {
         machine m;
         auto * where = c.remote ? &m.remote : &m.device;
-        const auto tensors = one(where, GGML_TYPE_F32, 32, 64, c.trans); // 128 bytes per cell
+        const auto tensors = single_tensor(where, GGML_TYPE_F32, 32, 64, c.trans); // 128 bytes per cell
         const stream s(tensors, std::vector<uint8_t>(64, 1));
         const auto ct = s.cells()[0];
         CHECK(copy_worth(ct) == c.worth);
@@ -326,7 +326,7 @@ static void test_worth() {
     }
 }
 
-// a move that overlaps itself is many copies, and their number decides
+// a move that overlaps itself needs many copies, and the mover is selected by the number of copies
 static void test_overlaps() {
     const uint32_t n_cells = 3600;
     std::vector<uint8_t> used(n_cells, 1);
@@ -340,7 +340,7 @@ static void test_overlaps() {
         for (const bool gathers : { false, true }) {
             machine m(16384);
             m.gathers = gathers;
-            const auto tensors = one(remote ? &m.remote : &m.device, GGML_TYPE_F32, 32, n_cells);
+            const auto tensors = single_tensor(remote ? &m.remote : &m.device, GGML_TYPE_F32, 32, n_cells);
             stream s(tensors, used);
             options how;
             how.order = ORDER_KEPT;
@@ -351,9 +351,9 @@ static void test_overlaps() {
             CHECK(sum.n_graphs == 1 && sum.n_moves == (gathers ? 1 : 3584));
         }
     }
-    // the same number of moves that do not overlap is few
+    // a move that overlaps itself less needs few copies
     machine m;
-    const auto tensors = one(&m.device, GGML_TYPE_F32, 4096, 256);
+    const auto tensors = single_tensor(&m.device, GGML_TYPE_F32, 4096, 256);
     std::vector<uint8_t> far(256, 1);
     for (uint32_t i = 3; i < 103; ++i) {
         far[i] = 0;
@@ -364,7 +364,7 @@ static void test_overlaps() {
     CHECK(carried_out(s, q, &m, MOVER_AUTO, ORDER_KEPT).res == RESULT_GRAPHS && m.sched.n_computed[GGML_OP_CPY] == 2);
 }
 
-// graphs that computations of `n` nodes need: 12 of a tensor's part, and of numbers
+// expected number of graphs to gather `n_parts` tensors: 12 nodes per tensor, and 12 for the row indices
 static int64_t gathers_for(size_t n_parts, size_t max_nodes) {
     const size_t n_batch = std::max<size_t>(1, (max_nodes - 12)/12);
     return (n_parts + n_batch - 1)/n_batch;
@@ -386,14 +386,14 @@ static void test_moves() {
             const bool quantized = type == GGML_TYPE_Q8_0;
             tensors.emplace_back(new cache_tensor(places[below(4)], type, quantized ? 32*(1 + below(4)) : 1 + below(40), n_cells, n_stream, !quantized && below(2)));
         }
-        const auto used  = some_cells(n_cells);
+        const auto used  = random_cells(n_cells);
         const auto kept  = below(2) ? ORDER_KEPT : ORDER_FEWEST;
         const plan p     = planned(used, kept);
         const bool alone = below(4) == 0;
         const auto wanted = (mover) below(MOVER_STAGED + 1);
 
         stream s(tensors, used, which, n_stream);
-        // a computation of before, which has written nothing yet
+        // an earlier computation that is pending, and must be complete before cells move
         auto & late = tensors[0]->before[0];
         late ^= 1;
         m.sched.pending.push_back([&] { tensors[0]->buf->memory[0] ^= 1; });
@@ -404,7 +404,7 @@ static void test_moves() {
         const auto out = carried_out(s, p, alone ? nullptr : &m, wanted, kept, 1 + below(3));
         s.check(p.n_used);
         CHECK(contexts().empty() && m.sched.pending.empty() && m.sched.placed.empty());
-        CHECK(m.sched.is_clean == (m.sched.n_graphs > 0)); // what computes no graph leaves the scheduler as it is
+        CHECK(m.sched.is_clean == (m.sched.n_graphs > 0)); // without graphs the scheduler is not reset
 
         if (p.moves.empty()) {
             CHECK(out.res == RESULT_HOST && out.n_moved == 0 && out.sum.n_defrags == 0 && out.sum.n_scratch == 0);
@@ -422,14 +422,14 @@ static void test_moves() {
     }
 }
 
-// copies take as many graphs as it takes, and one for each memory; what is collected takes one
+// graphs are split by the maximum number of nodes and by memory
 static void test_graphs() {
     const auto used = alternate(40); // 10 moves
     const plan p = planned(used);
     for (const size_t max_nodes : { 8, 16, 32, 64, 256 }) {
         for (const bool both : { false, true }) {
             machine m(max_nodes);
-            auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+            auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 40);
             tensors.emplace_back(new cache_tensor(both ? &m.other : &m.device, GGML_TYPE_F16, 6, 40, 1, true));
             stream s(tensors, used);
             const auto out = carried_out(s, p, &m, MOVER_GRAPH);
@@ -451,11 +451,11 @@ static void test_graphs() {
         CHECK(out.sum.n_graphs == gathers_for(5, max_nodes) + 1 && out.n_moved == p.moves.size());
         CHECK(out.sum.n_graphs == m.sched.n_graphs && m.sched.n_computed[GGML_OP_GET_ROWS] == 6);
     }
-    // what goes by way of the host moves in the batches of the copies
+    // staged tensors move in the batches of the copies
     for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
         machine m(16); // 5 moves per graph
         m.all[1].can = [](const ggml_tensor * op) { return op->op == GGML_OP_CPY && op->type != GGML_TYPE_Q8_0; };
-        auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+        auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 40);
         tensors.emplace_back(new cache_tensor(&m.device, GGML_TYPE_Q8_0, 32, 40));
         stream s(tensors, used);
         const plan q = planned(used, kept);
@@ -465,7 +465,7 @@ static void test_graphs() {
     }
 }
 
-// Nothing collects more rows at once than a kernel can, and pieces move the same cells as a whole would.
+// No ggml_get_rows() exceeds the maximum number of rows of a kernel, and split gathers move the same cells.
 static void test_rows() {
     const auto rows_of = [](const ggml_tensor * t) { return (size_t) t->src[1]->ne[0]; };
 
@@ -482,7 +482,7 @@ static void test_rows() {
                 return can(t);
             };
             const auto used = limit == 65535 ? alternate(140000) : alternate(181);
-            const auto tensors = one(&m.device, GGML_TYPE_F32, trans ? 2 : 1, used.size(), trans);
+            const auto tensors = single_tensor(&m.device, GGML_TYPE_F32, trans ? 2 : 1, used.size(), trans);
             stream s(tensors, used);
             const plan p = planned(used, kept);
             CHECK(carried_out(s, p, &m, MOVER_GATHER, kept).res == RESULT_GRAPHS);
@@ -493,10 +493,10 @@ static void test_rows() {
             CHECK(limit != 65535 || p.n_used > limit);
         }
     }
-    // more pieces than a graph has nodes: copied instead
+    // more parts than nodes of a graph: uses copies instead
     max_rows = 1;
     machine m(100);
-    const auto tensors = one(&m.device, GGML_TYPE_F32, 1, 181);
+    const auto tensors = single_tensor(&m.device, GGML_TYPE_F32, 1, 181);
     const auto used = alternate(181);
     stream s(tensors, used);
     CHECK(carried_out(s, planned(used), &m, MOVER_GATHER).res == RESULT_GRAPHS);
@@ -504,14 +504,14 @@ static void test_rows() {
     max_rows = 65535;
 }
 
-// A single graph is allocated before it writes, and moves that do not overlap can be made again: only several graphs of
-// an ordered plan are reserved, because this takes time.
+// Reserving graphs takes time, so only several graphs of an ordered plan are reserved: a single graph is allocated before
+// it writes, and moves that do not overlap can be repeated.
 static void test_reservations() {
     const auto used = alternate(40);
     for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
         for (const bool both : { false, true }) {
             machine m;
-            auto tensors = one(&m.device, GGML_TYPE_F16, 4, 40);
+            auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 40);
             if (both) {
                 tensors.emplace_back(new cache_tensor(&m.other, GGML_TYPE_F16, 4, 40));
             }
@@ -522,49 +522,49 @@ static void test_reservations() {
     }
 }
 
-// what is needed beside the cache, at most at a time
+// the maximum scratch memory of each mover
 static void test_scratch() {
-    const auto used = alternate(40); // 20 used cells: 10 stay, 10 come, from up to the last
+    const auto used = alternate(40); // 20 used cells: 10 stay, 10 move
     const plan p = planned(used);
     const auto & last = p.moves.back();
     const int64_t n_kept = last.dst + last.len - p.moves[0].dst, n_span = last.src + last.len - p.moves[0].dst;
     const int64_t numbers = 4*n_kept + (4 + 8)*p.n_cells;
 
     machine m;
-    auto rows = one(&m.device, GGML_TYPE_F32, 32, 40);
+    auto rows = single_tensor(&m.device, GGML_TYPE_F32, 32, 40);
     rows.emplace_back(new cache_tensor(&m.device, GGML_TYPE_F32, 16, 40));
     stream a(rows, used);
     CHECK(carried_out(a, p, &m, MOVER_GATHER).sum.n_scratch == 32*4*n_kept + numbers);
 
-    const auto turned = one(&m.device, GGML_TYPE_F16, 48, 40, true);
-    stream b(turned, used);
+    const auto transposed = single_tensor(&m.device, GGML_TYPE_F16, 48, 40, true);
+    stream b(transposed, used);
     CHECK(carried_out(b, p, &m, MOVER_GATHER).sum.n_scratch == 48*2*(n_kept + n_span) + numbers);
 
-    // the most, not the sum, and not the last
+    // the maximum of the tensors, not their sum, and not the last one
     for (const bool swapped : { false, true }) {
-        auto two = one(&m.device, GGML_TYPE_F16, swapped ? 4 : 8, 40);
+        auto two = single_tensor(&m.device, GGML_TYPE_F16, swapped ? 4 : 8, 40);
         two.emplace_back(new cache_tensor(&m.device, GGML_TYPE_F16, swapped ? 8 : 4, 40));
         stream c(two, used);
         CHECK(carried_out(c, p, &m, MOVER_STAGED).sum.n_scratch == 16*40);
     }
-    const auto in_rows = one(&m.device, GGML_TYPE_F16, 4, 40, true);
+    const auto in_rows = single_tensor(&m.device, GGML_TYPE_F16, 4, 40, true);
     stream d(in_rows, used);
-    const int64_t beside = host_moves(p.moves.data(), p.moves.size(), p.moves.size(), true).n_scratch();
-    CHECK(beside > 0);
-    CHECK(carried_out(d, p, &m, MOVER_STAGED).sum.n_scratch == 8*40 + beside);
+    const int64_t n_list = host_moves(p.moves.data(), p.moves.size(), p.moves.size(), true).n_scratch();
+    CHECK(n_list > 0);
+    CHECK(carried_out(d, p, &m, MOVER_STAGED).sum.n_scratch == 8*40 + n_list);
 
-    const auto here = one(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40, true);
+    const auto here = single_tensor(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40, true);
     stream e(here, used);
-    CHECK(carried_out(e, p, &m).sum.n_scratch == beside);
-    const auto rows_here = one(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40);
+    CHECK(carried_out(e, p, &m).sum.n_scratch == n_list);
+    const auto rows_here = single_tensor(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 40);
     stream g(rows_here, used);
     CHECK(carried_out(g, p, &m).sum.n_scratch == 0);
-    const auto copied = one(&m.device, GGML_TYPE_F16, 4, 40);
+    const auto copied = single_tensor(&m.device, GGML_TYPE_F16, 4, 40);
     stream f(copied, used);
     const auto out = carried_out(f, p, &m, MOVER_GRAPH);
     CHECK(out.sum.n_scratch == 0);
 
-    // of more than one defragmentation it is the most
+    // the maximum of several defragmentations
     stats sum;
     for (const int64_t before : { (int64_t) 1, (int64_t) 1 << 40 }) {
         sum.n_scratch = before;
@@ -575,7 +575,7 @@ static void test_scratch() {
     }
 }
 
-// tensors that would need more than there is for it are collected in slices, of rows or of words
+// tensors that would need more than the maximum scratch memory are gathered in slices of rows or words
 static void test_slices() {
     const uint32_t n_cells = 1 << 17;
     std::vector<uint8_t> used(n_cells, 0);
@@ -583,15 +583,15 @@ static void test_slices() {
     const plan p = planned(used);
     {
         machine m;
-        const auto tensors = one(&m.device, GGML_TYPE_F16, 132, n_cells, true);
+        const auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 132, n_cells, true);
         stream s(tensors, used);
         const auto out = carried_out(s, p, &m, MOVER_GATHER);
-        // 256 KiB and some bytes for each row: 127 of them, rounded down to 112
+        // a row takes more than 256 KiB, so that 127 rows fit, rounded down to 112
         CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == 2 && out.sum.n_graphs == 1);
         const int64_t n_span = n_cells - p.moves[0].dst, n_kept = 3 - p.moves[0].dst;
         CHECK(out.sum.n_scratch == 112*2*(n_span + n_kept) + 4*n_kept + 12*p.n_cells);
     }
-    // half a million cells, so that a word of all takes 2 MiB, of which two holes are far from each other
+    // 512 Ki cells, so that one word of all cells takes 2 MiB; the two holes are far apart
     const uint32_t n_full = 1 << 19;
     std::vector<uint8_t> full(n_full, 1);
     full[0] = full[n_full - 4] = 0;
@@ -599,26 +599,26 @@ static void test_slices() {
     for (const bool scatters : { false, true }) {
         machine m;
         m.scatters = scatters;
-        const auto tensors = one(&m.device, GGML_TYPE_F32, 20, n_full);
+        const auto tensors = single_tensor(&m.device, GGML_TYPE_F32, 20, n_full);
         stream s(tensors, full);
         const auto out = carried_out(s, far, &m, MOVER_GATHER);
-        // without ggml_set_rows, 524,285 rows take nine pieces
+        // without ggml_set_rows(), 524,285 rows take nine parts
         CHECK(m.sched.n_computed[GGML_OP_GET_ROWS] == (scatters ? 2 : 2*9) && out.sum.n_graphs == 1 && far.n_cells == 2);
         CHECK(out.sum.n_scratch == 16*4*(n_full - 3) + 4*(n_full - 3) + 12*2);
     }
 }
 
-// a graph that fails leaves all cells that were not told where they are, and says so
+// a failed graph returns RESULT_FAILED, and all cells whose moves were not reported keep their data
 static void test_failures() {
     const auto used = alternate(48); // 12 moves
     const plan p = planned(used);
     for (const mover wanted : { MOVER_GRAPH, MOVER_GATHER }) {
-        for (const bool half : { false, true }) {
+        for (const bool fails_late : { false, true }) {
             for (int at = 0; at < 6; ++at) {
                 machine m(16); // 5 moves per graph
-                m.half     = half;
-                m.fails_at = at;
-                auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+                m.fails_late = fails_late;
+                m.fails_at   = at;
+                auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 48);
                 tensors.emplace_back(new cache_tensor(&m.other, GGML_TYPE_F16, 4, 48));
                 tensors.emplace_back(new cache_tensor(ggml_backend_cpu_buffer_type(), GGML_TYPE_F16, 4, 48));
                 stream s(tensors, used);
@@ -627,7 +627,7 @@ static void test_failures() {
                 CHECK(out.res == (at < n_graphs ? RESULT_FAILED : RESULT_GRAPHS));
                 CHECK(out.sum.n_defrags == (at < n_graphs ? 0 : 1));
                 CHECK(out.n_moved == (at >= n_graphs ? p.moves.size() : wanted == MOVER_GRAPH ? 5*(at/3) : 0));
-                // holes may have been written, sources have not
+                // destinations may have been written, sources have not
                 for (uint32_t c = 0; c < s.n_cells; ++c) {
                     for (const auto & each : tensors) {
                         CHECK(s.free[c] || each->holds(c, s.from[c], s.n_cells));
@@ -637,12 +637,12 @@ static void test_failures() {
             }
         }
     }
-    // no memory for a graph: nothing has begun
+    // no memory for a graph: nothing is computed
     for (const mover wanted : { MOVER_GRAPH, MOVER_GATHER }) {
         for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
             machine m;
             m.sched.n_until_full = 0;
-            const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+            const auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 48);
             stream s(tensors, used);
             const auto out = carried_out(s, planned(used, kept), &m, wanted, kept);
             CHECK(out.res == RESULT_FAILED && out.n_moved == 0 && m.n_calls == 0 && tensors[0]->buf->memory == tensors[0]->before);
@@ -650,7 +650,7 @@ static void test_failures() {
     }
 }
 
-// one tensor each in all memories, or in some
+// one tensor per letter: host, device, other or remote memory
 static std::vector<std::unique_ptr<cache_tensor>> spread(machine & m, const std::string & where, uint32_t n_cells) {
     std::vector<std::unique_ptr<cache_tensor>> res;
     for (const char each : where) {
@@ -660,8 +660,8 @@ static std::vector<std::unique_ptr<cache_tensor>> spread(machine & m, const std:
     return res;
 }
 
-// Every allocation and every thread fails once. Cells and data agree: without graphs all moves are made, or none; with
-// graphs, those that were told. The process lives, and the scheduler knows nothing of what is gone.
+// Fault injection into each allocation and each thread start. Cells and data stay consistent: without graphs, all moves or
+// none are made; with graphs, the reported ones. The scheduler does not refer to freed tensors.
 static void test_faults() {
     const auto used = alternate(48);
     const char * const places[] = { "hh", "dd", "dor", "hdohd" };
@@ -696,7 +696,7 @@ static void test_faults() {
                         hit = disarm();
                         n_failed += res == RESULT_FAILED;
                         CHECK(hit || res != RESULT_FAILED);
-                        // the used cells hold what they did, whether they have moved or not
+                        // used cells have their data, whether they have moved or not
                         for (uint32_t c = 0; c < s.n_cells; ++c) {
                             for (const auto & each : tensors) {
                                 CHECK(s.free[c] || each->holds(c, s.from[c], s.n_cells));
@@ -711,7 +711,7 @@ static void test_faults() {
                                 CHECK(each->buf->memory == each->before);
                             }
                         }
-                        // without copies in graphs there is but one batch
+                        // only copies in graphs have more than one batch
                         CHECK(res != RESULT_FAILED || n_moved == 0 || wanted == MOVER_GRAPH);
                         CHECK(contexts().empty() && m.sched.pending.empty() && m.sched.placed.empty());
                     }
@@ -720,7 +720,7 @@ static void test_faults() {
             }
         }
     }
-    // so much that threads are started: where none can be, there is one less
+    // enough data for threads; a failed thread start reduces their number
     for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
         const auto few = alternate(16);
         const plan p = planned(few, kept);
@@ -756,19 +756,19 @@ static void test_faults() {
     }
 }
 
-// an exception out of a computation is a graph that failed
+// an exception in a computation is handled as a failed graph
 static void test_throws() {
     const auto used = alternate(48);
     machine m;
     m.how.compute = [](ggml_cgraph *) -> bool { throw std::bad_alloc(); };
-    const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+    const auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 48);
     stream s(tensors, used);
     const auto out = carried_out(s, planned(used), &m);
     CHECK(out.res == RESULT_FAILED && out.n_moved == 0 && out.sum.n_graphs == 1 && tensors[0]->buf->memory == tensors[0]->before);
     CHECK(contexts().empty() && m.sched.is_clean && m.sched.placed.empty());
 }
 
-// the moves of an ordered plan overlap: half of them can be neither resumed nor undone
+// moves of an ordered plan overlap, so that a failure between them can be neither resumed nor undone: the process aborts
 static void test_middle() {
     const auto used = alternate(48);
     for (const order kept : { ORDER_FEWEST, ORDER_KEPT }) {
@@ -777,7 +777,7 @@ static void test_middle() {
             std::signal(SIGABRT, SIG_DFL);
             machine m;
             m.fails_at = 0;
-            const auto tensors = one(&m.device, GGML_TYPE_F16, 4, 48);
+            const auto tensors = single_tensor(&m.device, GGML_TYPE_F16, 4, 48);
             stream s(tensors, used);
             _exit(carried_out(s, planned(used, kept), &m, MOVER_GATHER, kept).res == RESULT_FAILED ? 0 : 1);
         }

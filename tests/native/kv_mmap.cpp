@@ -1,5 +1,5 @@
-// Tests of llama-kv-mmap.h by itself. Usage: kv_mmap GROUP FOLDER; exit code 0 if the group holds,
-// else a line that says what does not. FOLDER is empty, and stays so.
+// Unit tests of llama-kv-mmap.h. Usage: kv_mmap GROUP FOLDER, with an empty folder, which is empty again afterwards.
+// Returns 0 if the group passes; a failed CHECK exits with 1.
 
 #include "check.h"
 #include "llama-kv-mmap.h"
@@ -17,59 +17,59 @@
 
 using namespace llama_kv_mmap;
 
-// what a call of the system says the next time, once; 0: what the system says
-static int open_says           = 0;
-static int open_temporary_says = 0;
-static int ftruncate_says      = 0;
-static int fallocate_says      = 0;
+// errno of the next call of a system function, which fails once; 0: no failure
+static int open_error           = 0;
+static int open_temporary_error = 0; // open() with O_TMPFILE
+static int ftruncate_error      = 0;
+static int fallocate_error      = 0;
 static bool fallocate_kills    = false;
-static int zero_says           = 0;
-static int flock_says          = 0;
-static int msync_says          = 0;
-static int mincore_says        = 0;
-static int pagemap_says        = 0; // opening /proc/self/pagemap
-static int pwrite_says         = 0;
-static int fsync_says          = 0;
+static int zero_error           = 0;
+static int flock_error          = 0;
+static int msync_error          = 0;
+static int mincore_error        = 0;
+static int pagemap_error        = 0; // opening /proc/self/pagemap
+static int pwrite_error         = 0;
+static int fsync_error          = 0;
 
-static ssize_t pwrite_most = -1; // bytes that are written at once; -1: all
+static ssize_t pwrite_most = -1; // maximum bytes per call of pwrite(); -1: unlimited
 static int     n_fsynced   = 0;
 
-// what another does before a file is made
-static std::function<void()> in_between;
+// called before a file is created, to simulate another process
+static std::function<void()> before_create;
 
-static int once(int & says) {
-    if (says == 0) {
+static int fail_once(int & code) {
+    if (code == 0) {
         return 0;
     }
-    errno = says;
-    says  = 0;
+    errno = code;
+    code  = 0;
     return -1;
 }
 
-// in the place of the library's own: file systems differ, and this machine has one
+// These override the functions of libc, to simulate errors of other file systems.
 extern "C" int open(const char * path, int flags, ...) {
     va_list more;
     va_start(more, flags);
     const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, int) : 0;
     va_end(more);
     if (std::strcmp(path, "/proc/self/pagemap") == 0) {
-        return once(pagemap_says) != 0 ? -1 : (int) ::syscall(SYS_openat, AT_FDCWD, path, flags, 0);
+        return fail_once(pagemap_error) != 0 ? -1 : (int) ::syscall(SYS_openat, AT_FDCWD, path, flags, 0);
     }
-    if (once((flags & O_TMPFILE) == O_TMPFILE ? open_temporary_says : open_says) != 0) {
+    if (fail_once((flags & O_TMPFILE) == O_TMPFILE ? open_temporary_error : open_error) != 0) {
         return -1;
     }
-    if (flags & O_EXCL && in_between) {
-        in_between();
+    if (flags & O_EXCL && before_create) {
+        before_create();
     }
     return (int) ::syscall(SYS_openat, AT_FDCWD, path, flags, mode);
 }
 
 extern "C" int ftruncate(int fd, off_t length) noexcept {
-    return once(ftruncate_says) != 0 ? -1 : (int) ::syscall(SYS_ftruncate, fd, length);
+    return fail_once(ftruncate_error) != 0 ? -1 : (int) ::syscall(SYS_ftruncate, fd, length);
 }
 
 extern "C" ssize_t pwrite(int fd, const void * data, size_t n, off_t at) {
-    if (once(pwrite_says) != 0) {
+    if (fail_once(pwrite_error) != 0) {
         return -1;
     }
     return ::syscall(SYS_pwrite64, fd, data, pwrite_most < 0 ? n : std::min(n, (size_t) pwrite_most), at);
@@ -77,11 +77,11 @@ extern "C" ssize_t pwrite(int fd, const void * data, size_t n, off_t at) {
 
 extern "C" int fsync(int fd) {
     n_fsynced++;
-    return once(fsync_says) != 0 ? -1 : (int) ::syscall(SYS_fsync, fd);
+    return fail_once(fsync_error) != 0 ? -1 : (int) ::syscall(SYS_fsync, fd);
 }
 
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t len) {
-    if (once(mode & FALLOC_FL_ZERO_RANGE ? zero_says : fallocate_says) != 0) {
+    if (fail_once(mode & FALLOC_FL_ZERO_RANGE ? zero_error : fallocate_error) != 0) {
         return -1;
     }
     const int res = (int) ::syscall(SYS_fallocate, fd, mode, offset, len);
@@ -92,10 +92,10 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t len) {
 }
 
 extern "C" int flock(int fd, int operation) noexcept {
-    return once(flock_says) != 0 ? -1 : (int) ::syscall(SYS_flock, fd, operation);
+    return fail_once(flock_error) != 0 ? -1 : (int) ::syscall(SYS_flock, fd, operation);
 }
 
-// the huge pages that were asked for last
+// last advice about huge pages
 static int advised = -1;
 
 extern "C" int madvise(void * begin, size_t len, int advice) noexcept {
@@ -105,12 +105,12 @@ extern "C" int madvise(void * begin, size_t len, int advice) noexcept {
     return (int) ::syscall(SYS_madvise, begin, len, advice);
 }
 
-// what reached the disk, in its order: headers by their mark, everything else as DATA
+// order of msync() calls: a header as its state, everything else as DATA
 static const uint32_t        DATA = 1000;
 static std::vector<uint32_t> synced;
 
 extern "C" int msync(void * begin, size_t len, int flags) {
-    if (once(msync_says) != 0) {
+    if (fail_once(msync_error) != 0) {
         return -1;
     }
     CHECK(flags == MS_SYNC);
@@ -119,9 +119,9 @@ extern "C" int msync(void * begin, size_t len, int flags) {
     return (int) ::syscall(SYS_msync, begin, len, flags);
 }
 
-// the first two pages are there, if any; only the lowest bit says so
+// reports the first two pages as resident; only the lowest bit is significant
 extern "C" int mincore(void *, size_t len, unsigned char * pages) noexcept {
-    if (once(mincore_says) != 0) {
+    if (fail_once(mincore_error) != 0) {
         return -1;
     }
     for (size_t i = 0; i < len/page_size(); ++i) {
@@ -158,7 +158,7 @@ static std::vector<tensor> some_tensors() {
     return res;
 }
 
-// cells as a cache has them
+// a cache: its cells and a backing
 struct cache {
     std::vector<std::map<uint32_t, std::pair<int32_t, uint64_t>>> cells;
     std::shared_ptr<backing> mapped;
@@ -166,7 +166,7 @@ struct cache {
 
     explicit cache(const options & opts, uint32_t number = 0) : cells(N_STREAM) {
         mapped = std::make_shared<backing>(opts, number, some_tensors(), N_CELLS, N_STREAM);
-        mapped->clear(); // as upstream does; no effect yet
+        mapped->clear(); // as upstream does; no effect before attach()
         mapped->attach(
             [this](uint32_t s, int32_t * pos, uint64_t * seqs, uint32_t n_words) {
                 CHECK(n_words == 1);
@@ -187,7 +187,7 @@ struct cache {
             });
     }
 
-    // every byte of a cell, in every tensor
+    // calls f for every byte of a cell in all tensors
     void each(uint32_t s, uint32_t cell, const std::function<void(char &, size_t)> & f) const {
         size_t k = 0;
         for (const auto & t : mapped->get_tensors()) {
@@ -263,7 +263,7 @@ static enum failure opening(const options & opts) {
     return failure_of([&] { cache c(opts); });
 }
 
-// f in a process that is killed at its end
+// runs f in a child process that is then killed
 static void killed(const std::function<void()> & f) {
     const pid_t child = fork();
     CHECK(child >= 0);
@@ -282,7 +282,7 @@ static void poke(const std::string & path, long at, char byte) {
     CHECK(std::fwrite(&byte, 1, 1, f) == 1 && std::fclose(f) == 0);
 }
 
-// the header of a file, changed by whoever knows how its sum is made
+// changes the header of a file and updates its checksum
 static void change_header(const std::string & path, const std::function<void(header &)> & change) {
     header h;
     std::FILE * f = std::fopen(path.c_str(), "r+b");
@@ -342,7 +342,7 @@ static void test_lazy() {
     c.each(1, 150, [](char & byte, size_t) { CHECK(byte == 0); });
 }
 
-// memory by itself: of any range, and no other byte
+// zero() clears every byte of a range, and no other
 static void test_zero() {
     const size_t n = 4*page_size();
     const std::pair<size_t, size_t> ranges[] = {
@@ -359,7 +359,7 @@ static void test_zero() {
     CHECK(failure_of([] { mapping m(nullptr, (size_t) 1 << 62, false); }) == FAILURE_MEMORY);
 }
 
-// the resident bytes, by the two sources of the system
+// resident bytes from /proc/self/pagemap, or from mincore() if that cannot be opened
 static void test_counting() {
     cache c(anonymous());
     const int next = ::dup(1);
@@ -372,7 +372,7 @@ static void test_counting() {
     CHECK(seen >= c.mapped->get_tensors().size()*page_size());
     CHECK(::dup(1) == next && ::close(next) == 0); // no file is left open
 
-    // a child process that shares the pages changes no number, here or there
+    // a child process that shares the pages does not change the count of either process
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -382,7 +382,7 @@ static void test_counting() {
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 
-    // a page of written zeros is resident, too
+    // a page of written zeros is resident
     const auto & v = c.mapped->get_tensors()[3];
     const size_t before = c.mapped->committed();
     std::memset(c.mapped->data() + v.offset + 3*page_size(), 0, page_size());
@@ -391,12 +391,12 @@ static void test_counting() {
     // without pagemap: what mincore() reports
     const size_t after = before + page_size();
     const size_t first = c.mapped->get_tensors()[0].n_committed;
-    pagemap_says = EACCES;
-    CHECK(c.mapped->committed() == after - first + 2*page_size() && pagemap_says == 0);
+    pagemap_error = EACCES;
+    CHECK(c.mapped->committed() == after - first + 2*page_size() && pagemap_error == 0);
     CHECK(c.mapped->get_tensors()[0].n_committed == 2*page_size());
-    pagemap_says = EACCES;
-    mincore_says = ENOMEM;
-    CHECK(c.mapped->committed() == after - first && mincore_says == 0);
+    pagemap_error = EACCES;
+    mincore_error = ENOMEM;
+    CHECK(c.mapped->committed() == after - first && mincore_error == 0);
     CHECK(c.mapped->committed() == after);
 }
 
@@ -422,7 +422,7 @@ static void test_trim() {
         CHECK(c.mapped->trim() == 0);
         CHECK(c.holds(0, 0, 10) && c.holds(0, 20, 1000) && c.holds(1, 4000, N_CELLS));
 
-        // all of a stream goes in one piece, and what is written again is right
+        // an empty stream is released completely, and released cells can be written again
         c.free(1, 4000, N_CELLS);
         const size_t rest = c.mapped->trim();
         CHECK(kind == 1 || rest >= 2*page_size());
@@ -439,8 +439,8 @@ static void test_copy() {
     for (uint32_t i = 0; i < 300; ++i) {
         c.cells[1][i] = c.cells[0][i];
     }
-    c.cells[1][299].first = 0; // the last one is at the first position
-    // the source is free already, the copy is not made yet
+    c.cells[1][299].first = 0; // the last cell has the first position
+    // the cells of the source are free before the data is copied
     c.free(0, 0, 300);
     const size_t before = c.mapped->committed();
     c.mapped->copy(0, 1);
@@ -450,7 +450,7 @@ static void test_copy() {
     CHECK(c.mapped->committed() <= 2*before);
 }
 
-// a layer without values has a tensor of no bytes
+// a layer without V has a tensor of 0 bytes
 static void test_empty() {
     const auto opts = named("empty");
     for (int round = 0; round < 2; ++round) {
@@ -486,7 +486,7 @@ static void test_keep() {
         c.head = 77;
         c.mapped->flush(tokens.data());
         CHECK(c.mapped->get_generation() == 1);
-        // the file can be opened by its own process again only when this one is closed
+        // the same process cannot open the file again before it is closed
         CHECK(opening(opts) == FAILURE_BUSY);
     }
     {
@@ -501,7 +501,7 @@ static void test_keep() {
         CHECK(c.mapped->get_tokens()[3] == -1);
     }
     {
-        // looked at and left: still clean
+        // opened without a change: still clean
         cache c(opts);
         CHECK(c.mapped->get_generation() == 2);
     }
@@ -516,13 +516,13 @@ static void test_keep() {
         cache c(opts);
         CHECK(c.cells[0].empty() && c.cells[1].empty() && c.mapped->get_generation() == 3);
     }
-    // the second cache of a context has a file of its own
+    // the second cache of a context has its own file
     { cache c(opts, 1); c.fill(0, 0, 1); c.mapped->flush(nullptr); }
     CHECK(exists(opts.path + ".1"));
     ::unlink((opts.path + ".1").c_str());
     ::unlink(opts.path.c_str());
 
-    // one that is flushed is kept, whatever is in it, and cells are searched from within
+    // a flushed cache without cells is kept, and a search position beyond the last cell is clamped
     { cache c(opts); c.head = N_CELLS; c.mapped->flush(nullptr); }
     { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.head + 1 == N_CELLS - 1); }
     ::unlink(opts.path.c_str());
@@ -530,24 +530,24 @@ static void test_keep() {
 
 static void test_owners() {
     const auto opts = named("owners");
-    // another makes the file at the same moment, and has it still, or no longer
+    // another process creates the file at the same time, and keeps it open or has closed it
     int other = -1;
-    in_between = [&] {
+    before_create = [&] {
         other = (int) ::syscall(SYS_openat, AT_FDCWD, opts.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
         ::flock(other, LOCK_EX);
     };
     CHECK(opening(opts) == FAILURE_BUSY && exists(opts.path));
-    in_between = nullptr;
+    before_create = nullptr;
     CHECK(message_of([&] { cache c(opts); }) == opts.path + " is in use by another context or process");
     ::close(other);
-    flock_says = ENOLCK;
+    flock_error = ENOLCK;
     CHECK(message_of([&] { cache c(opts); }).find("in use") == std::string::npos);
     ::unlink(opts.path.c_str());
-    in_between = [&] {
+    before_create = [&] {
         ::close((int) ::syscall(SYS_openat, AT_FDCWD, opts.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     };
     CHECK(opening(opts) == FAILURE_NONE);
-    in_between = nullptr;
+    before_create = nullptr;
     ::unlink(opts.path.c_str());
 }
 
@@ -555,7 +555,7 @@ static void test_dirty() {
     const auto opts = named("dirty");
     { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); }
 
-    // killed before it wrote anything: nothing is lost
+    // killed before the first change: still clean
     killed([&] { new cache(opts); });
     CHECK(opening(opts) == FAILURE_NONE);
 
@@ -567,14 +567,14 @@ static void test_dirty() {
     auto fresh = opts;
     fresh.keep = KEEP_FRESH;
     { cache c(fresh); CHECK(!c.mapped->get_is_resumed()); c.each(0, 3, [](char & b, size_t) { CHECK(b == 0); }); }
-    // made anew and never flushed
+    // recreated and never flushed
     CHECK(opening(opts) == FAILURE_DIRTY);
 
-    // killed between a flush and the next change: what was flushed is there
+    // killed between a flush and the next change: the flushed data is restored
     killed([&] { auto & c = *new cache(fresh); c.fill(1, 0, 20); c.mapped->flush(nullptr); });
     { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.holds(1, 0, 20)); }
 
-    // whatever changes the data is a change
+    // each operation that changes data makes the file dirty
     const std::function<void(backing &)> changes[] = {
         [](backing & b) { b.trim(); }, [](backing & b) { b.clear(); }, [](backing & b) { b.copy(1, 0); },
     };
@@ -586,13 +586,13 @@ static void test_dirty() {
     }
     ::unlink(opts.path.c_str());
 
-    // killed when its space was there and nothing else: it says whose it is, and can be made anew
+    // killed after fallocate(): the header identifies the file as dirty, and it can be recreated
     killed([&] { fallocate_kills = true; cache c(opts); });
     CHECK(opening(opts) == FAILURE_DIRTY);
     CHECK(opening(fresh) == FAILURE_NONE);
     ::unlink(opts.path.c_str());
 
-    // not even all that it begins with: it is its own from the end of the first word on
+    // a truncated header: the file is dirty if the magic number is complete, and foreign otherwise
     for (const size_t n : { sizeof(header::magic), sizeof(header) - 1 }) {
         { cache c(fresh); c.fill(0, 0, 1); }
         CHECK(::truncate(opts.path.c_str(), (off_t) n) == 0);
@@ -604,7 +604,7 @@ static void test_dirty() {
     CHECK(::truncate(opts.path.c_str(), 7) == 0 && opening(fresh) == FAILURE_FOREIGN);
     ::unlink(opts.path.c_str());
 
-    // a new file that nothing was put into is gone, and no other
+    // a new file is removed when it is closed without a change, but not after one
     { cache c(opts); }
     CHECK(!exists(opts.path));
     { cache c(opts); c.fill(0, 0, 1); }
@@ -612,7 +612,7 @@ static void test_dirty() {
     ::unlink(opts.path.c_str());
 }
 
-// a power cut leaves what had reached the disk: the mark is there before a change, and after all of a flush
+// power failure: the dirty state is on disk before a change, and the clean state after all data of a flush
 static void test_power() {
     const auto opts = named("power");
     const std::vector<uint32_t> flushed = { STATE_DIRTY, DATA, DATA, DATA, DATA, STATE_CLEAN };
@@ -626,20 +626,20 @@ static void test_power() {
     synced.clear();
     c.mapped->touch();
     CHECK(synced == std::vector<uint32_t>{ STATE_DIRTY });
-    c.mapped->touch(); // it is there already
+    c.mapped->touch(); // already dirty
     CHECK(synced.size() == 1);
 
     synced.clear();
     c.mapped->flush(nullptr);
     CHECK(synced == flushed);
 
-    // a flush changes the cells as well
+    // a flush changes the cells, so that the file is dirty until it ends
     synced.clear();
     c.mapped->flush(nullptr);
     CHECK(synced.size() == 1 + flushed.size() && synced[0] == STATE_DIRTY);
     CHECK(std::equal(flushed.begin(), flushed.end(), synced.begin() + 1));
 
-    // what the file begins with is there before its space is; of one without a name nobody asks
+    // the header is synced when a file is created; a temporary file needs no sync
     n_fsynced = 0;
     { cache again(named("begun")); }
     CHECK(n_fsynced == 1);
@@ -649,8 +649,8 @@ static void test_power() {
     { cache again(temporary); }
     CHECK(n_fsynced == 1);
 
-    msync_says = EIO;
-    CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_IO && msync_says == 0);
+    msync_error = EIO;
+    CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_IO && msync_error == 0);
     c.mapped.reset();
     CHECK(opening(opts) == FAILURE_DIRTY);
     ::unlink(opts.path.c_str());
@@ -684,7 +684,7 @@ static void test_foreign() {
     CHECK(shaped([](std::vector<tensor> & l) { l[1].by_row = true; }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
     CHECK(shaped([](std::vector<tensor> & l) { l.pop_back(); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
     CHECK(shaped([](std::vector<tensor> & l) { std::swap(l[0], l[2]); }, N_CELLS, N_STREAM) == FAILURE_FOREIGN);
-    // each number by itself
+    // each number of the header
     struct stat st;
     CHECK(::stat(opts.path.c_str(), &st) == 0);
     change_header(opts.path, [&](header & h) {
@@ -704,24 +704,24 @@ static void test_foreign() {
     }
     CHECK(opening(opts) == FAILURE_NONE);
 
-    // what is told of both, by their types and by how values lie
-    const auto told = [&](const std::function<void(std::vector<tensor> &)> & change) {
+    // the message contains both shapes: types of K and V, and the layout of V
+    const auto shape_message = [&](const std::function<void(std::vector<tensor> &)> & change) {
         auto list = some_tensors();
         change(list);
         return message_of([&] { backing b(opts, 0, list, N_CELLS, N_STREAM); });
     };
     const std::string shape = "has another shape: 2 x 4096 cells, 4 tensors, K f16, V f16 by columns, expected 2 x 4096 cells, ";
-    CHECK(told([](std::vector<tensor> & l) {
+    CHECK(shape_message([](std::vector<tensor> & l) {
         l[0].type = l[2].type = "q8_0";
         std::swap(l[2], l[3]);
     }) == opts.path + " " + shape + "4 tensors, K q8_0, V f16 by columns");
-    CHECK(told([](std::vector<tensor> & l) {
+    CHECK(shape_message([](std::vector<tensor> & l) {
         l.resize(2);
         l[1].by_row = true;
         l[1].type   = "q4_0";
     }) == opts.path + " " + shape + "2 tensors, K f16, V q4_0 by rows");
 
-    // texts without an end
+    // strings without a terminating zero
     change_header(opts.path, [](header & h) { std::memset(h.model, 'm', sizeof(h.model)); });
     CHECK(opening(opts) == FAILURE_FOREIGN);
     CHECK(message_of([&] { cache c(opts); }).find("(" + std::string(127, 'm') + ",") != std::string::npos);
@@ -737,7 +737,7 @@ static void test_foreign() {
     });
     CHECK(opening(opts) == FAILURE_NONE);
 
-    // one that was never flushed says whose it is as well
+    // a file that was never flushed contains the model as well
     const auto never = named("never");
     killed([&] { (new cache(never))->mapped->touch(); });
     other = never;
@@ -745,7 +745,7 @@ static void test_foreign() {
     CHECK(opening(other) == FAILURE_FOREIGN && opening(never) == FAILURE_DIRTY);
     ::unlink(never.path.c_str());
 
-    // something else altogether is never overwritten, whatever is asked
+    // a file that is not a cache is never overwritten, with any option
     const auto alien = named("alien", KEEP_FRESH);
     std::FILE * f = std::fopen(alien.path.c_str(), "w");
     CHECK(f && std::fputs("precious", f) >= 0 && std::fclose(f) == 0);
@@ -772,30 +772,30 @@ static void test_damaged() {
     };
 
     auto tensors = flushed();
-    // a bit of the header, of the cells, of a key, of a value of the second stream
-    const long places[] = {
+    // a byte of the header, of the cells, of K, and of V of the second stream
+    const long offsets[] = {
         (long) offsetof(header, generation), (long) sizeof(header) + 8*50, (long) tensors[0].offset + 99*96,
         (long) (tensors[3].offset + tensors[3].n_bytes/2 + 2*(N_CELLS*2 + 99)),
     };
-    for (const long at : places) {
+    for (const long at : offsets) {
         flushed();
         CHECK(opening(opts) == FAILURE_NONE);
         poke(opts.path, at, (char) 0xa5);
         CHECK(opening(opts) == FAILURE_DAMAGED);
         CHECK(opening(opts) == FAILURE_DAMAGED);
     }
-    // every bit of the mark of its state: none makes one of another
+    // every bit of the state: a flipped bit never results in another valid state
     for (long bit = 0; bit < 32; ++bit) {
         flushed();
         poke(opts.path, (long) offsetof(header, state) + bit/8, (char) ((STATE_CLEAN >> bit/8*8 & 0xff) ^ 1u << bit%8));
         CHECK(opening(opts) == FAILURE_DAMAGED);
     }
-    // what no cell uses may be anything
+    // the bytes of free cells are not checked
     flushed();
     poke(opts.path, (long) tensors[0].offset + 100*96, 7);
     CHECK(opening(opts) == FAILURE_NONE);
 
-    // the last used one may be at the first position
+    // the last used cell may have the first position
     {
         ::unlink(opts.path.c_str());
         cache c(opts);
@@ -807,13 +807,13 @@ static void test_damaged() {
     poke(opts.path, (long) tensors[0].offset + 99*96, (char) 0xa5);
     CHECK(opening(opts) == FAILURE_DAMAGED);
 
-    // cut short, before or behind all that cells use
+    // truncated before or after the last byte of used cells
     for (const size_t n : { (size_t) 100000, tensors[3].offset + tensors[3].n_bytes - 1 }) {
         flushed();
         CHECK(::truncate(opts.path.c_str(), (off_t) n) == 0);
         CHECK(opening(opts) == FAILURE_DAMAGED && opening(opts) == FAILURE_DAMAGED);
     }
-    // the format: of a later version, and of the one with pages between tensors
+    // unsupported formats: a later one, and format 2, which has pages between tensors
     for (const char format : { 77, 2 }) {
         flushed();
         poke(opts.path, 8, format);
@@ -846,16 +846,16 @@ static void test_space() {
         CHECK(c.mapped->get_file_bytes() >= c.mapped->reserved());
         n = c.mapped->size();
     }
-    // a file may be as large as the limit says
+    // a file of the size of the limit is allowed
     limit.rlim_cur = n;
     CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
     CHECK(opening(opts) == FAILURE_NONE);
     limit.rlim_cur = n - 1;
     CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
     n_fsynced = 0;
-    CHECK(opening(opts) == FAILURE_SPACE && n_fsynced == 0); // known before anything is written
+    CHECK(opening(opts) == FAILURE_SPACE && n_fsynced == 0); // fails before anything is written
     CHECK(::setrlimit(RLIMIT_FSIZE, &old) == 0);
-    // one that is there already gets no signal either
+    // an existing file does not cause SIGXFSZ either
     { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); }
     CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0);
     CHECK(opening(opts) == FAILURE_SPACE);
@@ -869,7 +869,7 @@ static void test_space() {
     CHECK(opening(missing) == FAILURE_UNSUPPORTED);
 }
 
-// what file systems may answer that are not this one
+// errors of other file systems
 static void test_answers() {
     CHECK(kind_of(ENOSPC) == FAILURE_SPACE && kind_of(EFBIG) == FAILURE_SPACE && kind_of(EDQUOT) == FAILURE_SPACE);
     CHECK(kind_of(ENOMEM) == FAILURE_MEMORY && kind_of(EIO) == FAILURE_IO && kind_of(EACCES) == FAILURE_IO);
@@ -879,60 +879,60 @@ static void test_answers() {
     temporary.kind = KIND_TEMP;
     temporary.path = folder;
 
-    // where files without a name are not known, one with a name loses it at once
+    // without support for O_TMPFILE, a named file is created and unlinked
     for (const int code : { EOPNOTSUPP, EISDIR, EINVAL }) {
-        open_temporary_says = code;
+        open_temporary_error = code;
         cache c(temporary);
         c.fill(0, 0, 10);
-        CHECK(open_temporary_says == 0 && c.holds(0, 0, 10));
+        CHECK(open_temporary_error == 0 && c.holds(0, 0, 10));
         CHECK(c.mapped->get_kind() == KIND_TEMP);
     }
-    open_temporary_says = ENOSPC; // no other way would do better
+    open_temporary_error = ENOSPC; // no fallback for other errors
     CHECK(opening(temporary) == FAILURE_SPACE);
 
     const auto opts = named("answers");
-    fallocate_says = ENOSPC;
+    fallocate_error = ENOSPC;
     CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
-    fallocate_says = EOPNOTSUPP;
+    fallocate_error = EOPNOTSUPP;
     CHECK(opening(opts) == FAILURE_UNSUPPORTED && !exists(opts.path));
-    open_says = ENOSPC;
+    open_error = ENOSPC;
     CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
-    ftruncate_says = EIO;
+    ftruncate_error = EIO;
     CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
-    flock_says = ENOLCK;
+    flock_error = ENOLCK;
     CHECK(opening(opts) == FAILURE_IO);
     ::unlink(opts.path.c_str());
 
-    // what it begins with: not written, written in part, not on the disk
-    pwrite_says = EIO;
+    // the header: write fails, is partial, or fsync() fails
+    pwrite_error = EIO;
     CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
     for (const ssize_t most : { 0, 8, (int) sizeof(header) - 1 }) {
         pwrite_most = most;
-        errno       = EIO; // of whatever was asked before
+        errno       = EIO; // a stale value
         CHECK(opening(opts) == FAILURE_SPACE && !exists(opts.path));
     }
     pwrite_most = -1;
-    fsync_says  = EIO;
+    fsync_error  = EIO;
     CHECK(opening(opts) == FAILURE_IO && !exists(opts.path));
 
-    // a signal came in between: asked again
-    fallocate_says = EINTR;
-    { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); CHECK(fallocate_says == 0); }
-    fallocate_says = ENOSPC; // one that is there already stays what it is
+    // interrupted by a signal: retried
+    fallocate_error = EINTR;
+    { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); CHECK(fallocate_error == 0); }
+    fallocate_error = ENOSPC; // an existing file is not changed
     CHECK(opening(opts) == FAILURE_SPACE && exists(opts.path));
     CHECK(opening(opts) == FAILURE_NONE);
 
     {
         cache c(opts);
         CHECK(c.holds(0, 0, 10));
-        zero_says = EINTR;
+        zero_error = EINTR;
         c.mapped->clear();
-        CHECK(zero_says == 0);
+        CHECK(zero_error == 0);
         c.each(0, 3, [](char & b, size_t) { CHECK(b == 0); });
         c.fill(0, 0, 4000);
-        // what cannot be given back is overwritten
+        // memory that cannot be released is overwritten with zeros
         for (size_t i = 0; i < c.mapped->get_tensors().size(); ++i) {
-            zero_says = EOPNOTSUPP;
+            zero_error = EOPNOTSUPP;
             c.mapped->clear();
         }
         c.each(0, 3999, [](char & b, size_t) { CHECK(b == 0); });
@@ -940,7 +940,7 @@ static void test_answers() {
     ::unlink(opts.path.c_str());
 }
 
-// a process without standard input gives the first file the number 0
+// in a process without standard input, the first opened file has descriptor 0
 static void test_numbers() {
     const pid_t child = fork();
     CHECK(child >= 0);
@@ -948,22 +948,22 @@ static void test_numbers() {
         ::close(0);
         const auto opts = named("zero");
         { cache c(opts); c.fill(0, 0, 10); c.mapped->flush(nullptr); CHECK(c.mapped->get_file_bytes() > 0); }
-        errno = ENOENT; // of whatever was asked before
+        errno = ENOENT; // a stale value
         { cache c(opts); CHECK(c.mapped->get_is_resumed() && c.holds(0, 0, 10)); }
         ::unlink(opts.path.c_str());
-        // a file that is new has the number 0, and nobody else made it
-        in_between = [] { errno = EEXIST; };
+        // a new file has descriptor 0, and a stale EEXIST does not mean that it existed
+        before_create = [] { errno = EEXIST; };
         { cache c(opts); CHECK(::fcntl(0, F_GETFD) >= 0 && ::fcntl(3, F_GETFD) < 0); }
-        in_between = nullptr;
+        before_create = nullptr;
         CHECK(!exists(opts.path));
         auto temporary = named("", KEEP_NOT);
         temporary.kind = KIND_TEMP;
         temporary.path = folder;
-        errno = EINVAL; // of whatever was asked before
+        errno = EINVAL; // a stale value
         CHECK(opening(temporary) == FAILURE_NONE);
-        open_temporary_says = EINVAL;
+        open_temporary_error = EINVAL;
         CHECK(opening(temporary) == FAILURE_NONE);
-        CHECK(::dup(1) == 0 && ::close(0) == 0); // none is left open
+        CHECK(::dup(1) == 0 && ::close(0) == 0); // no descriptor remains open
         std::exit(0);
     }
     int status = 0;
@@ -979,7 +979,7 @@ static void test_scratch() {
         CHECK(failure_of([&] { c.mapped->flush(nullptr); }) == FAILURE_UNSUPPORTED);
     }
     CHECK(!exists(opts.path));
-    // one that a killed process left behind is used again, and its content is not
+    // the file of a killed process is reused without its content
     killed([&] { auto & c = *new cache(opts); c.fill(0, 0, 10); });
     CHECK(exists(opts.path));
     {
@@ -1021,11 +1021,11 @@ static void test_options() {
     ::setenv("LLAMA_KV_BACKING", ".", 1); // a directory that exists
     CHECK(effective().kind == KIND_TEMP && effective().ignored.empty());
     ::setenv("LLAMA_KV_BACKING", (folder + "/file").c_str(), 1);
-    current().keep = KEEP_IT; // of a file that this thread has named, not of the environment's
+    current().keep = KEEP_IT; // applies to a path of this thread's options, not to one of the environment
     CHECK(effective().kind == KIND_FILE && effective().keep == KEEP_NOT);
     current()      = options();
     current().kind = KIND_ANON;
-    CHECK(effective().kind == KIND_ANON && effective().path.empty()); // the thread's choice, not the environment's
+    CHECK(effective().kind == KIND_ANON && effective().path.empty()); // the thread's options override the environment
     ::unsetenv("LLAMA_KV_BACKING");
     ::unsetenv("LLAMA_KV_BACKING_HUGE");
 
@@ -1036,14 +1036,14 @@ static void test_options() {
     CHECK(use_heap_for("deepseek4")); // the next context, after one whose creation failed
     CHECK(take_made().empty() && effective().kind == KIND_ANON);
     ::setenv("LLAMA_KV_BACKING", "heap", 1);
-    CHECK(use_heap_for("deepseek4")); // the thread's choice still has precedence
+    CHECK(use_heap_for("deepseek4")); // the thread's options still have precedence
     current() = options();
     CHECK(!use_heap_for("deepseek4"));
     ::unsetenv("LLAMA_KV_BACKING");
     current().kind = KIND_ANON;
     {
         const auto one = make(some_tensors(), N_CELLS, N_STREAM);
-        make(some_tensors(), N_CELLS, N_STREAM); // of a context that came to nothing
+        make(some_tensors(), N_CELLS, N_STREAM); // of a context whose creation fails
         const auto all = take_made();
         CHECK(all.size() == 1 && all[0].lock() == one && take_made().empty());
     }
@@ -1066,7 +1066,7 @@ static void test_options() {
 }
 
 static void test_checksum() {
-    // a part of the format: files that are kept carry it
+    // kept files contain checksums, so their values are part of the format
     const char text[] = "sixty-four bytes and a few more, so that there is a rest behind them all";
     CHECK(checksum(text, 0, 1) == 0xa9733ad94afd17c0ull);
     CHECK(checksum(text, 32, 1) == 0xddc4354574c0cd9dull);
@@ -1092,7 +1092,7 @@ static void test_checksum() {
     CHECK(seen.insert(checksum(data.data(), data.size(), 1)).second);
 }
 
-// Every byte of the buffer that ggml gets can be written, and none of them is the header or the cells of a file.
+// Every byte of the buffer for ggml can be written, and the buffer excludes the header and the cells of a file.
 static void test_contract() {
     for (const bool huge : { false, true }) {
         for (const auto & opts : { anonymous(), named("contract") }) {

@@ -1,4 +1,4 @@
-// Tests of llama-kv-mmap-api-impl.h by itself, over contexts of one, two and no mapped caches.
+// Unit tests of llama-kv-mmap-api-impl.h with contexts of zero to two mapped caches.
 
 #include "groups.h"
 
@@ -54,7 +54,7 @@ static options named(const char * name, enum keep keep = KEEP_IT) {
     return res;
 }
 
-static void forget(const char * name) {
+static void remove_file(const char * name) {
     ::unlink((folder() + "/" + name).c_str());
 }
 
@@ -96,8 +96,8 @@ static void test_get() {
     const cache plain(named("", KEEP_NOT), 0, 0);
     ctx.kv_mappings = { plain.mapped };
     CHECK(llama_kv_mmap_get(&ctx, 0, &info) && info.kind == KIND_ANON && !info.kept && info.n_file == 0);
-    forget("a");
-    forget("b");
+    remove_file("a");
+    remove_file("b");
 }
 
 static void test_gone() {
@@ -106,7 +106,7 @@ static void test_gone() {
         const cache one(named("", KEEP_NOT), 0, 10);
         ctx.kv_mappings = { one.mapped };
     }
-    // the cache has gone before its context
+    // the cache was destroyed before its context
     llama_kv_mmap_info   info{};
     llama_kv_mmap_tensor t{};
     CHECK(llama_kv_mmap_count(&ctx) == 1 && !llama_kv_mmap_get(&ctx, 0, &info));
@@ -142,7 +142,7 @@ static void test_flush() {
     for (size_t i = 0; i < tokens.size(); ++i) {
         tokens[i] = (int32_t) i;
     }
-    // a token for each cell of both, no more and no less
+    // the number of tokens must be the number of cells of both caches
     for (const size_t n : { (size_t) 0, tokens.size() - 1, tokens.size() + 1, (size_t) N_CELLS }) {
         logged().clear();
         CHECK(!llama_kv_mmap_flush(&ctx, tokens.data(), n));
@@ -155,10 +155,10 @@ static void test_flush() {
     CHECK(std::equal(tokens.begin() + N_CELLS, tokens.end(), llama_kv_mmap_tokens(&ctx, 1)));
     CHECK(llama_kv_mmap_tokens(&ctx, -1) == nullptr && llama_kv_mmap_tokens(&ctx, 2) == nullptr);
 
-    CHECK(llama_kv_mmap_flush(&ctx, nullptr, 7)); // without tokens nobody counts them
+    CHECK(llama_kv_mmap_flush(&ctx, nullptr, 7)); // without tokens, their number is ignored
     CHECK(*llama_kv_mmap_tokens(&ctx, 0) == -1 && *llama_kv_mmap_tokens(&ctx, 1) == -1);
 
-    // one that is not kept has none, and cannot be flushed
+    // a cache that is not kept has no tokens and cannot be flushed
     ctx.kv_mappings = { plain.mapped };
     CHECK(llama_kv_mmap_tokens(&ctx, 0) == nullptr);
     logged().clear();
@@ -167,8 +167,8 @@ static void test_flush() {
 
     ctx.kv_mappings.clear();
     CHECK(llama_kv_mmap_count(&ctx) == 0 && llama_kv_mmap_flush(&ctx, nullptr, 0));
-    forget("a");
-    forget("b");
+    remove_file("a");
+    remove_file("b");
 }
 
 int main(int argc, char ** argv) {

@@ -1,4 +1,4 @@
-// Tests of llama-kv-mmap-ggml.h by itself: what becomes of the tensors and the cells of a cache.
+// Unit tests of llama-kv-mmap-ggml.h: allocation of tensors in mapped memory, and conversion of cells.
 
 #include "groups.h"
 
@@ -46,14 +46,15 @@ struct graph {
     }
 };
 
-struct asked {
-    explicit asked(enum kind kind, enum keep keep = KEEP_NOT) {
+// sets the options of this thread, and resets them at the end of its scope
+struct thread_options {
+    explicit thread_options(enum kind kind, enum keep keep = KEEP_NOT) {
         current() = options();
         current().kind = kind;
         current().keep = keep;
         current().path = folder() + "/cache";
     }
-    ~asked() {
+    ~thread_options() {
         current() = options();
         take_made();
     }
@@ -87,14 +88,14 @@ static void test_alloc() {
     std::shared_ptr<backing> mapped;
     {
         graph g;
-        const asked nothing(KIND_HEAP);
-        CHECK(allocated(mapped, g)->theirs && !mapped);
+        const thread_options nothing(KIND_HEAP);
+        CHECK(allocated(mapped, g)->is_upstream && !mapped);
     }
     {
         graph g;
-        const asked memory(KIND_ANON);
+        const thread_options memory(KIND_ANON);
         const auto buf = allocated(mapped, g);
-        CHECK(mapped && !buf->theirs && buf->base == mapped->get_buffer() && buf->size == mapped->get_buffer_size());
+        CHECK(mapped && !buf->is_upstream && buf->base == mapped->get_buffer() && buf->size == mapped->get_buffer_size());
         const auto & list = mapped->get_tensors();
         CHECK(list.size() == 2 && list[0].name == "cache_k_l0" && list[1].name == "cache_v_l0" && !list[1].by_row);
         CHECK(mapped->get_n_cells() == N_CELLS && mapped->get_n_stream() == N_STREAM);
@@ -104,19 +105,19 @@ static void test_alloc() {
         }
         CHECK(n == list.size());
     }
-    // no tensors here, or no buffer of such memory: as upstream makes it
+    // without tensors, or if no buffer can wrap the memory: upstream's allocation
     {
         graph g;
         g.ctx.first = nullptr;
-        const asked memory(KIND_ANON);
+        const thread_options memory(KIND_ANON);
         mapped.reset();
-        CHECK(allocated(mapped, g)->theirs && !mapped);
+        CHECK(allocated(mapped, g)->is_upstream && !mapped);
     }
     {
         graph g;
-        const asked memory(KIND_ANON);
+        const thread_options memory(KIND_ANON);
         wraps() = false;
-        CHECK(allocated(mapped, g)->theirs);
+        CHECK(allocated(mapped, g)->is_upstream);
         wraps() = true;
     }
 }
@@ -126,20 +127,20 @@ static void test_devices() {
     std::shared_ptr<backing> mapped;
     for (const auto kind : { KIND_ANON, KIND_FILE }) {
         graph g;
-        const asked memory(kind);
-        CHECK(allocated(mapped, g, &device)->theirs && !mapped);
+        const thread_options memory(kind);
+        CHECK(allocated(mapped, g, &device)->is_upstream && !mapped);
         CHECK(current().failed == FAILURE_NONE);
     }
     graph g;
-    const asked kept(KIND_FILE, KEEP_IT);
-    std::string said;
+    const thread_options kept(KIND_FILE, KEEP_IT);
+    std::string message;
     try {
         allocated(mapped, g, &device);
     } catch (const error & e) {
         CHECK(e.why == FAILURE_UNSUPPORTED);
-        said = e.what();
+        message = e.what();
     }
-    CHECK(said.find("(device)") != std::string::npos);
+    CHECK(message.find("(device)") != std::string::npos);
     CHECK(current().failed == FAILURE_UNSUPPORTED && !mapped);
 }
 
@@ -147,10 +148,10 @@ static void test_clear() {
     std::shared_ptr<backing> mapped;
     ggml_backend_buffer other = { nullptr, 0, 0, true };
     clear(mapped, &other);
-    CHECK(other.cleared == 1);
+    CHECK(other.n_cleared == 1);
 
     graph g;
-    const asked memory(KIND_ANON);
+    const thread_options memory(KIND_ANON);
     const auto buf = allocated(mapped, g);
     mapped->attach(
         [](uint32_t, int32_t * pos, uint64_t *, uint32_t) { std::fill_n(pos, N_CELLS, -1); return 0u; },
@@ -158,9 +159,9 @@ static void test_clear() {
     char & byte = *(mapped->data() + mapped->get_tensors()[1].offset);
     byte = 7;
     clear(mapped, &other);
-    CHECK(other.cleared == 2 && byte == 7);
+    CHECK(other.n_cleared == 2 && byte == 7);
     clear(mapped, buf.get());
-    CHECK(buf->cleared == 0 && byte == 0);
+    CHECK(buf->n_cleared == 0 && byte == 0);
 }
 
 // Upstream's tests write to the whole buffer of a cache, and to the first and last bytes of its tensors.
@@ -168,7 +169,7 @@ static void test_contract() {
     for (const auto kind : { KIND_ANON, KIND_TEMP, KIND_FILE }) {
         std::shared_ptr<backing> mapped;
         graph g;
-        const asked memory(kind);
+        const thread_options memory(kind);
         if (kind == KIND_TEMP) {
             current().path = folder();
         }
@@ -185,13 +186,13 @@ static void test_contract() {
     }
 }
 
-// what is logged of the memory of a cache, and of variables with wrong values
+// log messages about the memory of a cache and about invalid variables
 static void test_log() {
     const auto line = [](const std::string & where) { return "log_backing: KV cache (host) is in " + where + "\n"; };
     const auto logs = [](enum kind kind, enum keep keep = KEEP_NOT) {
         std::shared_ptr<backing> mapped;
         graph g;
-        const asked memory(kind, keep);
+        const thread_options memory(kind, keep);
         logged().clear();
         allocated(mapped, g);
         return logged();
@@ -211,7 +212,7 @@ static void test_log() {
     ::unsetenv("LLAMA_KV_BACKING");
 }
 
-// caches of releases with and without cells that have more than a file contains
+// caches of releases without and with extra data of cells, which files do not contain
 struct plain_cache {};
 struct ext_cache {
     bool more;
@@ -222,7 +223,7 @@ static void test_refusals() {
     const auto why = [](enum keep keep, const std::function<void(const backing &)> & check) {
         std::shared_ptr<backing> mapped;
         graph g;
-        const asked memory(keep == KEEP_NOT ? KIND_ANON : KIND_FILE, keep);
+        const thread_options memory(keep == KEEP_NOT ? KIND_ANON : KIND_FILE, keep);
         const auto buf = allocated(mapped, g);
         try {
             check(*mapped);
@@ -241,7 +242,7 @@ static void test_refusals() {
     CHECK(why(KEEP_NOT, [](const backing & b) { check_cells(b, ext_cache{ true }, true); }) == FAILURE_NONE);
 }
 
-// cells of the years before they were a class
+// a cell of the releases that have no class for cells
 struct cell {
     int32_t           pos = -1;
     std::set<int32_t> seq_id;
@@ -252,8 +253,8 @@ static void test_sets() {
     std::vector<cell> cells(9);
     cells[0] = { 0, { 0 } };
     cells[3] = { 7, { 0, 63, 64, 127 } };
-    cells[4] = { 9, {} };                  // free, whatever its position is
-    cells[5] = { 5, { 1, 128, -1 } };      // beyond what was asked for: left out
+    cells[4] = { 9, {} };                  // free, because it has no sequence
+    cells[5] = { 5, { 1, 128, -1 } };      // sequences out of range are omitted
     std::vector<int32_t>  pos(cells.size(), 77);
     std::vector<uint64_t> seqs(cells.size()*n_words, 77);
     read_sets(cells, pos.data(), seqs.data(), n_words);
@@ -265,7 +266,7 @@ static void test_sets() {
     CHECK(seqs == expected);
 
     std::vector<cell> again(cells.size());
-    pos[2] = 4; // a position of nobody
+    pos[2] = 4; // a position without a sequence
     CHECK(write_sets(again, pos.data(), seqs.data(), n_words) == 3);
     CHECK(again[0].pos == 0 && again[0].seq_id == cells[0].seq_id);
     CHECK(again[3].pos == 7 && again[3].seq_id == cells[3].seq_id);
@@ -275,7 +276,7 @@ static void test_sets() {
     }
 }
 
-// cells as a class, which wants a position before sequences, and each once
+// cells as a class that requires a position before sequences, and each sequence once
 struct cell_class {
     std::vector<cell> all;
 
@@ -302,7 +303,7 @@ static void test_cells() {
     CHECK((seqs == std::vector<uint64_t>{ 1, 0, 0, 0, 1 | 1ull << 63, 1 | 1ull << 63, 0, 0, 0, 0, 2, 0 }));
 
     cell_class again(6);
-    pos[1] = 4; // a position of nobody
+    pos[1] = 4; // a position without a sequence
     write_cells(again, pos.data(), seqs.data(), n_words);
     for (size_t i = 0; i < 6; ++i) {
         CHECK(again.all[i].pos == cells.all[i].pos && again.all[i].seq_id == cells.all[i].seq_id);

@@ -1,4 +1,4 @@
-// Tests of llama-kv-settings.h by itself: what each value of a variable means, and what is logged.
+// Unit tests of llama-kv-settings.h: values of variables, precedence and log messages.
 
 #include "check.h"
 
@@ -19,7 +19,7 @@ static const char * const NAMES[] = {
     "LLAMA_KV_DEFRAG_THOLD", "LLAMA_KV_DEFRAG_MIN_CELLS", "LLAMA_KV_DEFRAG_PLAN", "LLAMA_KV_DEFRAG_MOVER", "LLAMA_KV_DEFRAG_THREADS",
 };
 
-// read the variables of which one has a value
+// returns the settings with one variable set and all others unset
 static settings with(const char * name, const char * value) {
     for (const char * each : NAMES) {
         unsetenv(each);
@@ -35,7 +35,7 @@ static bool is_default(const settings & s) {
     return s.thold == -1.0f && s.min_cells == 2048 && s.defrag.order == ORDER_FEWEST && s.defrag.mover == MOVER_AUTO && s.defrag.n_threads == 0;
 }
 
-// a wrong value has no effect, and one line names the variable, the value and what is expected
+// an invalid value is ignored, and one log line contains the variable, the value and the expected values
 static void check_refused(const char * name, const char * value, const char * expected) {
     CHECK(is_default(with(name, value)));
     const std::string line = std::string(name) + " is '" + value + "', which is ignored; expected " + expected + "\n";
@@ -72,7 +72,7 @@ static void numbers() {
     const std::locale before = std::locale::global(std::locale(std::locale::classic(), new comma));
     CHECK(with("LLAMA_KV_DEFRAG_THOLD", "0.25").thold == 0.25f && logged().empty());
     std::locale::global(before);
-    // a long value is logged in part
+    // a long value is truncated in the log
     const std::string text(1000, '9');
     CHECK(is_default(with("LLAMA_KV_DEFRAG_THOLD", text.c_str())) && logged().size() < 200);
 }
@@ -92,7 +92,7 @@ static void words() {
     }
 }
 
-// the first use decides, and is the only one that logs
+// variables are read and logged at the first use only
 static void once() {
     setenv("LLAMA_KV_DEFRAG_THOLD", "0.5", 1);
     setenv("LLAMA_KV_DEFRAG_PLAN", "best", 1);
@@ -104,7 +104,7 @@ static void once() {
     CHECK(get().thold == 0.5f && effective(options()).order == ORDER_FEWEST && logged() == text);
 }
 
-// a value of the program wins over the variable, and the variable over the default
+// a value of the program overrides the variable, and the variable overrides the default
 static void precedence() {
     options given;
     setenv("LLAMA_KV_DEFRAG_PLAN",    "ordered", 1);

@@ -1,4 +1,4 @@
-// Caches whose cells have to stay: shared with another context's cache, or no longer mirrored.
+// Compaction refuses caches that share cells with another cache or differ from their mirror, and obeys its threshold.
 // Usage: refusals MODEL INDEXED-MODEL
 #include "llama-context.h"
 #include "llama-kv-cache-dsa.h"
@@ -53,7 +53,7 @@ void update(llama_context *ctx, bool optimize) {
     ctx->compact_requested = false;
 }
 
-bool says(llama_context *ctx, const char *word) {
+bool refusal_has(llama_context *ctx, const char *word) {
     const char *reason = llama_kv_compact_refusal(ctx);
     return reason != nullptr && std::strstr(reason, word) != nullptr;
 }
@@ -68,13 +68,13 @@ void shared(const char *path) {
                                    nullptr, nullptr);
         scatter(it.ctx);
         CHECK(has_holes(cache));
-        CHECK(says(it.ctx, "shared"));
+        CHECK(refusal_has(it.ctx, "shared"));
         CHECK(llama_kv_compact(it.ctx) == -1);
         update(it.ctx, false);
         CHECK(has_holes(cache));
     }
     CHECK(!llama_kv_compact_refusal(it.ctx));
-    // A batch found no cells: a compact cache has no more of them.
+    // An update after a failed slot search does not compact, because that frees no cells.
     update(it.ctx, true);
     CHECK(has_holes(cache));
     CHECK(llama_kv_compact(it.ctx) == 0);
@@ -92,16 +92,16 @@ void mirrored(const char *path) {
     CHECK(pair);
     CHECK(!llama_kv_compact_refusal(it.ctx));
     pair->get_lid()->seq_rm(1, 10, 11);
-    CHECK(says(it.ctx, "mirrors"));
+    CHECK(refusal_has(it.ctx, "mirrors"));
     CHECK(llama_kv_compact(it.ctx) == -1);
     CHECK(has_holes(pair->get_mla()));
     pair->get_mla()->seq_rm(1, 10, 11);
     CHECK(!llama_kv_compact_refusal(it.ctx));
-    // The same cells at the same positions, of one sequence more, then of another one.
+    // The mirror has the same cells and positions with one more sequence, then with another sequence.
     pair->get_lid()->seq_cp(1, 0, 30, 31);
-    CHECK(says(it.ctx, "mirrors"));
+    CHECK(refusal_has(it.ctx, "mirrors"));
     pair->get_lid()->seq_rm(1, 30, 31);
-    CHECK(says(it.ctx, "mirrors"));
+    CHECK(refusal_has(it.ctx, "mirrors"));
     update(it.ctx, false);
     CHECK(has_holes(pair->get_mla()));
     pair->get_lid()->seq_cp(0, 1, 30, 31);
@@ -113,7 +113,7 @@ void mirrored(const char *path) {
     llama_model_free(it.model);
 }
 
-// A batch is preceded by a compaction once enough cells are attended to for nothing.
+// A decode compacts first if the fraction of attended cells that are free reaches the threshold.
 void threshold(const char *path) {
     llama_model *model = llama_model_load_from_file(path, llama_model_default_params());
     llama_context_params params = llama_context_default_params();

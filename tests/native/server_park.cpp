@@ -1,4 +1,4 @@
-// Tests of server-park.h by itself: who is parked, who continues, what remains of a batch, the limit and the metrics.
+// Unit tests of server-park.h: requests to park and to resume, seats, entries of a batch, the limit and the metrics.
 
 #include "check.h"
 
@@ -25,14 +25,14 @@ static group parked(uint64_t order, int64_t cells, uint64_t since) {
 }
 
 static void victims() {
-    // the one that was started last
+    // the last started request
     CHECK(server_park::victim({ active(1, 10), active(3, 10), active(2, 10) }) == 1);
-    // neither the only one, nor a parked one
+    // neither the only active request, nor a parked one
     CHECK(server_park::victim({}) == -1);
     CHECK(server_park::victim({ active(1, 10) }) == -1);
     CHECK(server_park::victim({ active(1, 10), parked(2, 10, 0) }) == -1);
     CHECK(server_park::victim({ active(1, 10), active(2, 10), parked(3, 10, 0) }) == 1);
-    // a guarded one only if every other one is guarded
+    // a guarded request only if all other active ones are guarded
     std::vector<group> groups = { active(1, 10), active(2, 10), active(3, 10) };
     groups[2].guarded = true;
     CHECK(server_park::victim(groups) == 1);
@@ -41,7 +41,7 @@ static void victims() {
     groups = { active(2, 10), active(1, 10) };
     groups[0].guarded = true;
     CHECK(server_park::victim(groups) == 1);
-    // one that cannot be parked is active, but no victim
+    // a request that cannot be parked is active, but never a victim
     groups = { active(1, 10), active(2, 10) };
     groups[1].parkable = false;
     CHECK(server_park::victim(groups) == 0 && server_park::last_started(groups) == 1);
@@ -54,23 +54,23 @@ static void victims() {
 static void turns() {
     CHECK(server_park::turn(0) == 64 && server_park::turn(64) == 64 && server_park::turn(65) == 65);
 
-    // none is parked
+    // no parked request
     CHECK(server_park::next_change({ active(1, 10) }, 100, 0).resume == -1);
-    // the cells and the next batch fit, or do not
+    // resumes only if its cells and the next batch fit
     CHECK(server_park::next_change({ active(1, 49), parked(2, 49, 0) }, 100, 1).resume == 1);
     CHECK(server_park::next_change({ active(1, 50), parked(2, 49, 0) }, 100, 1).resume == -1);
     CHECK(server_park::next_change({ active(1, 49, 2), parked(2, 49, 0) }, 100, 1).resume == -1);
-    // nor do the cells that are copied before they are shared
+    // cells that are copied before they are shared count as well
     std::vector<group> groups = { active(1, 40), parked(2, 40, 0) };
     groups[1].extra = 19;
     CHECK(server_park::next_change(groups, 100, 1).resume == 1);
     groups[1].extra = 20;
     CHECK(server_park::next_change(groups, 100, 1).resume == -1);
-    // the one that waits longest, also if another one fits
+    // only the request that waits longest, even if another one would fit
     CHECK(server_park::next_change({ active(1, 40), parked(2, 30, 5), parked(3, 30, 4) }, 100, 5).resume == 2);
     CHECK(server_park::next_change({ active(1, 40), parked(3, 30, 4), parked(2, 30, 4) }, 100, 5).resume == 2);
     CHECK(server_park::next_change({ active(1, 40), parked(2, 10, 5), parked(3, 80, 4) }, 100, 5).resume == -1);
-    // without an active request it continues also if it does not fit, and does not wait
+    // without an active request it resumes even if it does not fit, and without waiting for its retry
     groups = { parked(1, 200, 0), parked(2, 10, 1) };
     groups[0].retry = 100;
     CHECK(server_park::next_change(groups, 100, 1).resume == 0);
@@ -78,7 +78,7 @@ static void turns() {
     groups[0].cells = 10;
     CHECK(server_park::next_change(groups, 100, 99).resume == -1 && server_park::next_change(groups, 100, 100).resume == 0);
 
-    // after a turn, in the place of those that were started last
+    // after a turn it replaces the last started requests
     groups = { active(1, 30), active(3, 30), active(2, 30), parked(4, 40, 100) };
     CHECK(server_park::next_change(groups, 100, 163).resume == -1);
     server_park::change c = server_park::next_change(groups, 100, 164);
@@ -86,11 +86,11 @@ static void turns() {
     groups[3].cells = 30;
     c = server_park::next_change(groups, 100, 164);
     CHECK(c.resume == 3 && c.park == std::vector<int>({ 1 }));
-    // a long one waits longer
+    // a turn is longer for a request with more cells
     groups[3].cells = 90;
     CHECK(server_park::next_change(groups, 200, 189).resume == 3);
     CHECK(server_park::next_change(groups, 100, 189).resume == -1);
-    // guarded ones, and those that cannot be parked, keep their places; none is parked in vain
+    // guarded requests and those that cannot be parked are not replaced; none is parked if that does not free enough
     groups[3].cells = 40;
     groups[1].guarded = true;
     c = server_park::next_change(groups, 100, 200);
@@ -137,7 +137,7 @@ struct slot_with_index {
 static void entries() {
     batch_of_entries batch = { { { 0, 1 }, { 1, 2 }, { 0, 3 }, { 1, 4 }, { 2, 5 }, { 1, 6 }, { 3, 7 } } };
 
-    // slot 0 has its index before the part, slot 1 loses its own, slots 2 and 3 move
+    // the index of slot 0 is before the removed entries, that of slot 1 is removed, those of slots 2 and 3 change
     std::vector<slot_with_index> slots = { { 2 }, { 5 }, { 4 }, { 6 }, { -1 } };
     CHECK(server_park::remove_entries(batch, slots, 1, 3) == 2);
     CHECK(batch.tokens.size() == 5);
@@ -147,7 +147,7 @@ static void entries() {
     }
     CHECK(slots[0].i_batch == 2 && slots[1].i_batch == -1 && slots[2].i_batch == 3 && slots[3].i_batch == 4 && slots[4].i_batch == -1);
 
-    // nothing from the end on, everything of a slot from the start on
+    // from the end: no entries; from the start: all entries of the slot
     CHECK(server_park::remove_entries(batch, slots, 0, 5) == 0 && slots[3].i_batch == 4);
     CHECK(server_park::remove_entries(batch, slots, 0, 0) == 2 && batch.tokens.size() == 3);
     CHECK(slots[0].i_batch == -1 && slots[2].i_batch == 1 && slots[3].i_batch == 2);

@@ -1,5 +1,5 @@
-// A program that knows nothing of the patches: it decodes one token in a cache whose first 3000 cells were freed. It
-// prints how many cells moved, "no counters" with a library that has none, and what is logged about variables.
+// A program that uses only upstream's API. It decodes one token in a cache whose first 3000 cells were freed. It prints
+// the number of moved cells, or "no counters" if the library has none, and the log messages about variables.
 // Usage: sparse MODEL [DEFRAG_THOLD]
 #include "llama.h"
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// The layout of llama-kv-counters.h, of which only one value is read.
+// The layout of llama-kv-counters.h; only one value is used.
 struct counters {
     int64_t before[5];
     int64_t cells_moved;

@@ -1,4 +1,4 @@
-"""Let each allocation of a creation fail: nothing is lost, and the next creation succeeds."""
+"""Inject a failed allocation into each creation: nothing leaks, and the next one succeeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCRIPT = textwrap.dedent(
 
 
     class Failing:
-        '''The C library, one function of which has an allocation that fails.'''
+        '''The C library with one function in which one allocation fails.'''
 
         def __init__(self, name, at):
             self.name, self.at, self.count = name, at, 0
@@ -71,8 +71,8 @@ SCRIPT = textwrap.dedent(
         return model.context(**options, kv_backing=Path(place) / "kept", kv_keep=True)
 
 
-    # What is created, its C function, and the number of the last allocations to try. Before them,
-    # llama.cpp allocates: its own constructors may lose a file or a few small objects.
+    # Function that creates, its C function, and how many of the last allocations to fail. Earlier
+    # allocations are those of llama.cpp, whose constructors may leak a file or small objects.
     CASES = {
         "context": (lambda: model.context(**options), "plk_context_new", 1000),
         "kept": (keep, "plk_context_new", 1000),
@@ -82,16 +82,16 @@ SCRIPT = textwrap.dedent(
     }
     for what, (make, name, last) in CASES.items():
         attempt(make, name, -1)
-        _, n, lost = attempt(make, name, -1)
-        assert n and lost == [0, 0], f"{what}: {lost} objects and files without a fault"
+        _, n, leaked = attempt(make, name, -1)
+        assert n and leaked == [0, 0], f"{what}: {leaked} leaked objects and files without a fault"
         errors = 0
         for at in range(max(0, n - last), n):
-            for _ in range(2):  # the first one may fill caches
+            for _ in range(2):  # the first call may fill caches
                 error, _, (objects, files) = attempt(make, name, at)
-            assert not files, f"{what}, allocation {at} of {n}: {files} files stay open"
-            assert objects <= 2, f"{what}, allocation {at} of {n}: {objects} objects are lost"
+            assert not files, f"{what}, allocation {at} of {n}: {files} files remain open"
+            assert objects <= 2, f"{what}, allocation {at} of {n}: {objects} objects leaked"
             again = attempt(make, name, -1)[0]
-            assert not again, f"{what}, allocation {at} of {n}: then {again}"
+            assert not again, f"{what}, after failed allocation {at} of {n}: {again}"
             errors += bool(error)
         assert errors > min(n, last) / 2, f"{what}: {errors} errors in {n} allocations"
     """
@@ -102,7 +102,7 @@ SCRIPT = textwrap.dedent(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads a library and reads /proc")
 @pytest.mark.parametrize("release", [TEST_RELEASE, "b11549"])
-def test_failed_allocation_in_a_creation_loses_nothing(release: str, tmp_path: Path) -> None:
+def test_failed_allocation_during_creation_leaks_nothing(release: str, tmp_path: Path) -> None:
     """No model, context, sampler, open file or lock of a kept file remains."""
     variant, model = built(f"{release}+patched"), synthetic_models.model("bytes")
     library = tmp_path / "failing_new.so"

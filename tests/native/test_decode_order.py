@@ -1,6 +1,6 @@
-"""Batches whose sequences a hybrid memory with streams cannot split are refused (decode.cpp).
+"""Test that batches which a hybrid memory with streams cannot split are refused (decode.cpp).
 
-llama.cpp asserts on them, and ends the process, in 0.3.15 and 0.3.16; later releases split them.
+llama.cpp 0.3.15 and 0.3.16 abort the process on them; later releases split them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patches in a program that loads the ordinary libraries: variables, buffers, exceptions."""
+"""Test patched libraries in C++ programs: environment variables, buffers, exceptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (),
             "0 cells moved\n",
         ),
-        # The program's own value wins, in both directions.
+        # The program's value overrides the variable, in both directions.
         ({"LLAMA_KV_DEFRAG_THOLD": "0.5"}, ("0",), "0 cells moved\n"),
         ({"LLAMA_KV_DEFRAG_THOLD": "0"}, ("0.5",), "50 cells moved\n"),
         ({}, ("0.5",), "50 cells moved\n"),
@@ -50,7 +50,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compaction_variable_applies_unless_the_program_decides(
     patched: Path, variables: dict[str, str], arguments: tuple[str, ...], printed: str
 ) -> None:
-    """A variable compacts, unless the program decides; a wrong value is logged once."""
+    """The variable is the default of the program's value; an invalid one is logged once."""
     model = str(synthetic_models.model("tiny"))
     assert run(patched, model, *arguments, **variables) == printed
 
@@ -63,7 +63,7 @@ def test_compaction_variable_applies_unless_the_program_decides(
 def test_a_context_reports_its_threshold(
     side: str, given: float, effect: float, moved: int | None
 ) -> None:
-    """The library's own value: of the variable, of the argument, or none."""
+    """The context reports the threshold of the variable, of the argument, or none."""
     env = {"LLAMA_KV_DEFRAG_THOLD": "0.5"}
     with (
         kv.open(built(f"0.3.36+{side}").folder, isolated=True, env=env) as library,
@@ -82,7 +82,7 @@ def test_a_context_reports_its_threshold(
 
 @pytest.mark.slow
 def test_stock_ignores_the_variables(tmp_path: Path) -> None:
-    """The libraries of upstream read no variable, and log nothing about a wrong one."""
+    """Upstream's libraries read no variable, and do not log an invalid one."""
     program = linked("0.3.36+stock", "sparse", tmp_path)
     model = str(synthetic_models.model("tiny"))
     variables = {"LLAMA_KV_DEFRAG_THOLD": "half", "LLAMA_KV_DEFRAG_PLAN": "best"}

@@ -1,4 +1,4 @@
-"""The generated ffi module was written from the header that is there."""
+"""Test that the generated ffi module matches plk.h."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pyllamakv.native import generate
 
 
-def test_declarations_are_the_header_s() -> None:
+def test_recorded_declarations_are_those_of_the_header() -> None:
     """The digest in the module is that of the declarations in plk.h."""
     now = generate.digest(generate.declarations(generate.HEADER.read_text(encoding="utf-8")))
     recorded, _cffi = generate.recorded()
@@ -17,21 +17,21 @@ def test_declarations_are_the_header_s() -> None:
 
 
 def test_regenerating_gives_the_same_bytes() -> None:
-    """With the cffi that wrote the module, writing it again changes nothing."""
+    """The version of cffi that generated the module generates the same bytes again."""
     _digest, wrote = generate.recorded()
     if importlib.metadata.version("cffi") != wrote:
         pytest.skip(f"written by cffi {wrote}")
     assert generate.generate() == generate.GENERATED.read_text(encoding="utf-8")
 
 
-def test_comments_do_not_count() -> None:
-    """Only declarations between the marks make the digest."""
+def test_comments_do_not_change_the_digest() -> None:
+    """The digest depends only on the declarations between the marks."""
     one = "x /* cdef begin */\nint a(void); /* why */\n\n/* cdef end */ y"
     two = "/* cdef begin */\n  int   a(void);\n/* cdef end */"
     assert generate.declarations(one) == generate.declarations(two) == "int a(void);\n"
 
 
-def test_missing_marks_are_refused() -> None:
-    """A header without the marks is no header of ours."""
+def test_header_without_cdef_marks_is_refused() -> None:
+    """A header without the marks raises ValueError."""
     with pytest.raises(ValueError, match="cdef begin"):
         generate.declarations("int a(void);")

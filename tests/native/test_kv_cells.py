@@ -1,4 +1,4 @@
-"""Moving a cell carries all that is known about it, in each release that compaction is for."""
+"""Test that a moved cell keeps all its data, in each release that compaction supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyllamakv.source.store import open_store
 SOURCE = ROOT / "tests" / "native" / "kv_cells.cpp"
 # Releases whose cells differ in their members, moved by upstream's cp(), rm() and set().
 ROWS = ("b6845", "0.3.25", "0.3.36", "b11549")
-# Releases whose cells have a class of their own, and move by upstream's code with one change.
+# Releases with the class llama_kv_cells_unified, whose mv() a patch changes.
 UNIFIED = ("0.3.10", "0.3.12", "0.3.16")
 ADDED = ("src/llama-kv-compact-cells.h", "src/llama-kv-defrag.h")
 HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
@@ -24,20 +24,20 @@ HEADERS = ("src/llama-kv-cells.h", "src/llama-cparams.h", "include/llama.h")
 @pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("base", ROWS)
-def test_cells_move_whole(base: str, tmp_path: Path) -> None:
+def test_cell_moves_with_all_its_data(base: str, tmp_path: Path) -> None:
     """Positions, sequences, shifts, extras and the indexes over them follow the cell."""
     check(base, "compaction", tmp_path)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("base", UNIFIED)
-def test_unified_cells_move_whole(base: str, tmp_path: Path) -> None:
-    """A cell moves with all that is known about it, and no memory is allocated."""
+def test_unified_cell_moves_with_all_its_data(base: str, tmp_path: Path) -> None:
+    """A cell moves with all its data, without an allocation."""
     check(base, "full-defrag", tmp_path, "-Dllama_kv_cells=llama_kv_cells_unified")
 
 
 def check(base: str, patch: str, tmp_path: Path, *flags: str) -> None:
-    """Move the cells that a base has after a patch, and compare them with the model."""
+    """Run kv_cells.cpp with the headers of a base after a patch."""
     store = open_store()
     try:
         release = spec_resolver.resolve(base)

@@ -1,4 +1,4 @@
-"""Check the defects of a tree that CMake recognises by the text of its sources."""
+"""Test how CMake detects known defects of a source tree from the text of its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyllamakv.building import cmake
 
 PROBES = Path(__file__).resolve().parents[2] / "pyllamakv" / "native" / "cmake" / "probes.cmake"
 
-#: The loop that splits a batch, with the end that 0.3.12 has and the one that later releases have.
+#: The end of the loop that splits a batch, in 0.3.12 and in later releases.
 ENDLESS = "    if (balloc.get_n_used() < balloc.get_n_tokens()) {\n        break;\n    }\n"
 ENDING = "    if (ubatch.n_tokens == 0) {\n        break;\n    }\n"
 COUNTER = "static std::atomic<int64_t> current_chunk;\n"
@@ -29,10 +29,10 @@ COUNTER = "static std::atomic<int64_t> current_chunk;\n"
         ({"ggml/src/ggml-cpu/llamafile/sgemm.cpp": "int chunk;\n"}, ""),
     ],
 )
-def test_defects_of_a_tree_are_named_by_its_sources(
+def test_known_defects_are_detected_from_the_sources(
     tmp_path: Path, files: dict[str, str], expected: str
 ) -> None:
-    """Neither the number of architectures nor the name of the release decides."""
+    """The detection uses neither the number of architectures nor the name of the release."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True)

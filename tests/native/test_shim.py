@@ -1,4 +1,4 @@
-"""Check the native library from C, without Python between: behaviour, exports, drop-in."""
+"""Test the native library from C, without Python: behaviour and exported symbols."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def smoke(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.native
 @pytest.mark.parametrize("settings", SETTINGS, ids=":".join)
 @pytest.mark.regression(
-    "`plk_run` did not say how many steps were decoded when it was refused at once",
+    "`plk_run` did not report the number of decoded steps when its arguments were invalid",
     by="fuzzing",
     of="shim",
 )
 def test_c_program_uses_every_kind_of_operation(
     smoke: Path, tiny_model: Path, settings: tuple[str, ...]
 ) -> None:
-    """A C program loads, decodes, defragments, restores, and is refused what would abort."""
+    """A C program loads, decodes, defragments and restores; calls that would abort are refused."""
     command = [str(smoke), str(tiny_model), *settings]
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600
@@ -70,7 +70,7 @@ def test_c_program_uses_every_kind_of_operation(
 
 
 @pytest.mark.slow
-def test_a_kept_cache_belongs_to_the_whole_name_of_a_release(tmp_path: Path) -> None:
+def test_release_of_a_kept_cache_may_contain_hyphens(tmp_path: Path) -> None:
     """Releases of other packages have hyphens in their names; sources without one have their id."""
     names = ("0.3.9", "b11549", "v0.5.0", "xllamacpp-2026.7.10068", "x-stock-cpu")
     releases = {f"{name}-{kind}-0123": name for name in names for kind in ("stock-cpu", "b-cuda")}
@@ -99,7 +99,7 @@ def test_library_exports_only_functions_of_the_header(variant: Variant) -> None:
 @pytest.mark.native
 @pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
 def test_no_symbol_is_shared_between_libraries(variant: Variant) -> None:
-    """No symbol is unique per process: two variants would share it."""
+    """No symbol is unique per process, because two variants would share it."""
     listed = subprocess.run(
         [_tool("nm"), str(variant.library)], check=True, capture_output=True, text=True, timeout=120
     )
@@ -124,7 +124,7 @@ def test_every_section_of_the_alternatives_is_listed() -> None:
 
 @pytest.mark.native
 def test_probes_agree_with_the_manifest(variant: Variant) -> None:
-    """What the library says was chosen is what CMake wrote down, and 0.3.9 lacks no group."""
+    """The library reports the alternatives that CMake chose; 0.3.9 has every required group."""
     import pyllamakv
 
     with pyllamakv.open(variant.folder) as library:

@@ -1,4 +1,4 @@
-// A shift of keys that ends with an exception leaves the abort callback of its context in place.
+// The abort callback of a context is kept if its K-shift throws an exception.
 // Usage: throwing_shift MODEL
 #include "llama.h"
 
@@ -12,7 +12,7 @@
 namespace {
 
 bool throws = false;
-int n_asked = 0; // calls of the abort callback
+int n_abort_calls = 0;
 
 // Throw as soon as a graph rotates a tensor of the cache.
 bool evaluate(ggml_tensor *node, bool, void *) {
@@ -27,7 +27,7 @@ bool evaluate(ggml_tensor *node, bool, void *) {
 }
 
 bool abort_at_once(void *) {
-    ++n_asked;
+    ++n_abort_calls;
     return true;
 }
 
@@ -35,7 +35,7 @@ template <typename F> F *function(const char *name) {
     return reinterpret_cast<F *>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Shift sequence 0, by the name of the call in this release.
+// Shift sequence 0 with the function that this release has.
 void shift(llama_context *ctx, int by) {
     const auto memory = function<void *(llama_context *)>("llama_get_memory");
     const auto add = function<void(void *, llama_seq_id, llama_pos, llama_pos, llama_pos)>("llama_memory_seq_add");
@@ -77,9 +77,9 @@ int main(int n, char **words) {
     shift(ctx, 4);
     throws = true;
     CHECK(decode_one(ctx, 24) < 0);
-    CHECK(n_asked == 0); // a shift cannot be aborted
+    CHECK(n_abort_calls == 0); // the callback is not used during a shift
     throws = false;
-    CHECK(decode_one(ctx, 24) == 2 && n_asked > 0);
+    CHECK(decode_one(ctx, 24) == 2 && n_abort_calls > 0);
     llama_set_abort_callback(ctx, nullptr, nullptr);
     CHECK(decode_one(ctx, 24) == 0);
     std::printf("the callback was kept\n");

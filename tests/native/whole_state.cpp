@@ -1,4 +1,4 @@
-// The state of a whole context, restored into another: it goes on as the first one does.
+// Restore the state of a whole context into another one: both compute the same logits afterwards.
 // Usage: whole_state MODEL
 #include "llama.h"
 
@@ -14,7 +14,7 @@ llama_context *open(llama_model *model) {
     params.n_ctx = 512;
     params.n_batch = params.n_ubatch = 256;
     params.n_seq_max = 2;
-    // Of several streams upstream restores only the last.
+    // Upstream restores only the last of several streams.
     params.kv_unified = true;
     llama_context *ctx = llama_init_from_model(model, params);
     CHECK(ctx);
@@ -27,7 +27,7 @@ void restored(llama_model *model) {
     decode(first, 1, 0, 50);
     llama_memory_seq_rm(llama_get_memory(first), 0, 60, -1);
     decode(first, 1, 50, 20);
-    // What the second one has of its own is lost.
+    // The restored state replaces the second context's cells.
     decode(second, 0, 0, 30);
     std::vector<uint8_t> state(llama_state_get_size(first));
     CHECK(llama_state_get_data(first, state.data(), state.size()) == state.size());
@@ -41,7 +41,7 @@ void restored(llama_model *model) {
         const float *left = llama_get_logits_ith(first, -1);
         const float *right = llama_get_logits_ith(second, -1);
         for (int i = 0; i < n_vocab; ++i) {
-            // Cells lie otherwise, so that sums are taken in another order.
+            // The order of cells differs, and with it the order of floating-point sums.
             CHECK(std::fabs(left[i] - right[i]) <= 1e-3f * (1.0f + std::fabs(left[i])));
         }
     }

@@ -1,12 +1,12 @@
-// What memory allows a defragmentation: the same moves in a block laid out as the cache is, layer
-// after layer its K and then its V, and a plain copy of as many bytes.
+// Memory limits of a defragmentation: the same moves in a block with the layout of the cache (K and
+// V of each layer), and a plain copy of the same number of bytes.
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-// K cells are `k` bytes side by side. So are V cells where `rows` is 1; else V has `rows` rows of
-// values, and a cell is `v` bytes in each.
+// K cells are `k` contiguous bytes. V cells are contiguous too if `rows` is 1; otherwise V has
+// `rows` rows of values, and a cell has `v` bytes in each.
 struct shape {
     uint64_t layers, cells, k, v, rows;
 };
@@ -17,7 +17,7 @@ struct move {
 
 static uint64_t total(const struct shape *s) { return s->layers * s->cells * (s->k + s->v * s->rows); }
 
-// Every page is there before anything is timed.
+// All pages are allocated before the measurement.
 void *limits_new(const struct shape *s) {
     void *block = NULL;
     if (posix_memalign(&block, 64, total(s))) return NULL;
@@ -37,7 +37,7 @@ static void rows(uint8_t *data, uint64_t cell, const struct move *moves, uint64_
         copy(data + moves[i].dst * cell, data + moves[i].src * cell, moves[i].len * cell);
 }
 
-// One value a cell, two bytes wide: f16 is what a transposed V is made of.
+// One value of two bytes per cell: a transposed V has type f16.
 static void values(uint16_t *row, const struct move *moves, uint64_t n) {
     for (uint64_t i = 0; i < n; i++)
         for (uint32_t j = 0; j < moves[i].len; j++) row[moves[i].dst + j] = row[moves[i].src + j];
@@ -55,7 +55,7 @@ void limits_strided(uint8_t *block, const struct shape *s, const struct move *mo
     }
 }
 
-// Out of the upper half into the lower one, again from the start where that is not enough.
+// Copy from the upper half to the lower one, repeatedly if that is not enough.
 void limits_straight(uint8_t *block, const struct shape *s, uint64_t size) {
     const uint64_t half = total(s) / 2;
     while (size) {

@@ -1,5 +1,5 @@
-// The loops that the decode loop in Python is compared with, in plain C over upstream's llama.h:
-// one llama_batch that is filled again for each step, and upstream's sampler chains.
+// Reference for the decode loop in Python, in plain C with upstream's llama.h: one llama_batch that
+// is refilled for each step, and upstream's sampler chains.
 #include "llama.h"
 
 #include <math.h>
@@ -45,7 +45,7 @@ static void put(int32_t token, int32_t pos, int32_t seq, int logits) {
     batch.logits[at] = (int8_t) logits;
 }
 
-// Go on greedily with a token of each sequence; `tokens` are the first ones, then the last.
+// Continue each sequence greedily; `tokens` are the first tokens on entry and the last on return.
 int greedy(int32_t n_seq, int32_t steps, int32_t *tokens, float *last) {
     (void) last;
     for (int32_t i = 0; i < steps; i++) {

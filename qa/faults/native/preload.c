@@ -1,13 +1,13 @@
-/* Make the n-th change of files below one folder go wrong, in a process and all of its children.
+/* Inject a fault into the n-th change of a file below a directory, in a process and its children.
  *
- * Loaded by LD_PRELOAD; what to do is in the environment, read when the process starts and again
- * by plf_arm(): PLF_ROOT (the folder), PLF_SHARED (a file that counts for all processes), PLF_AT
- * (which change, from 1), PLF_DO (what happens: see `act`), PLF_GROUP (the process group to kill)
- * and PLF_CLOCK (seconds that the clock jumps at that change).
+ * Loaded by LD_PRELOAD. The environment has the parameters, read when the process starts and again
+ * by plf_arm(): PLF_ROOT (the directory), PLF_SHARED (a file with the counts of all processes),
+ * PLF_AT (index of the change, from 1), PLF_DO (the fault: see `act`), PLF_GROUP (the process group
+ * to kill) and PLF_CLOCK (seconds that the clock jumps at that change).
  *
- * Without PLF_DO changes are only counted. Names are compared as they are given, so the folder and
- * whoever works in it must use its real, absolute path; relative names are resolved against the
- * current folder or the descriptor.
+ * Without PLF_DO changes are only counted. Names are compared as they are given, so PLF_ROOT and
+ * all processes must use the real, absolute path; relative names are resolved against the current
+ * directory or the descriptor.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,11 +31,11 @@
     static result (*real_##name)(__VA_ARGS__);                   \
     if (!real_##name) real_##name = (result (*)(__VA_ARGS__))dlsym(RTLD_NEXT, #name)
 
-/* What all processes of one attempt share; the driver maps it too. */
+/* Shared memory of all processes of an attempt; the driver maps it too. */
 struct shared {
     _Atomic long count;   /* changes so far */
     _Atomic long stopped; /* the process that stopped itself, 0 before */
-    _Atomic long hit;     /* how often the fault struck, or a limit was met */
+    _Atomic long hit;     /* number of injected faults, or of limits that were reached */
 };
 
 static struct shared *shared;
@@ -72,11 +72,11 @@ void plf_arm(void) {
 
 __attribute__((constructor)) static void begin(void) { plf_arm(); }
 
-/* What kinds of change there are: those that need room, those that only may fail, and removals,
- * which do neither but count as places to be killed at. */
+/* Kinds of changes: those that need space, those that may fail otherwise, and removals, which fail
+ * for neither reason but count as locations for a kill. */
 enum kind { ROOM, PLAIN, REMOVAL };
 
-/* Return 0 to let a change happen, an errno to fail it, or -1 to do half of a write. */
+/* Return 0 to allow a change, an errno to fail it, or -1 to write half of the data. */
 static int act(enum kind kind, int is_write) {
     long number = atomic_fetch_add(&shared->count, 1) + 1;
     if (!*todo || number < at) return 0;
@@ -106,7 +106,7 @@ static void die(void) {
     for (;;) pause();
 }
 
-/* Count what fails by itself for want of room, on the disk or in one file; return it. */
+/* Count errors for lack of space on the disk or in one file; return the result unchanged. */
 static long met(long result) {
     if (result < 0 && (errno == ENOSPC || errno == EFBIG) && shared && !*todo) {
         atomic_fetch_add(&shared->hit, 1);
@@ -114,7 +114,7 @@ static long met(long result) {
     return result;
 }
 
-/* Tell whether a name lies below the folder. */
+/* Return whether a path is below the directory. */
 static int below(const char *path) {
     return !strncmp(path, root, root_length) && (path[root_length] == '/' || !path[root_length]);
 }
@@ -207,7 +207,7 @@ OPENAT(openat64)
 FOPEN(fopen)
 FOPEN(fopen64)
 
-/* A write that is cut short by a kill or a full disk leaves half of itself. */
+/* A write that is interrupted by a kill or a full disk writes half of its data. */
 #define WRITE(name, count_type, first, parameters, arguments, halved)     \
     ssize_t name parameters {                                             \
         static ssize_t (*real) parameters;                                \
@@ -276,11 +276,11 @@ SIMPLE(ROOM, fallocate64, mine(file), (int file, int mode, off64_t from, off64_t
        (file, mode, from, size))
 SIMPLE(PLAIN, fsync, mine(file), (int file), (file))
 SIMPLE(PLAIN, fdatasync, mine(file), (int file), (file))
-/* What lies at an address cannot be told: every flush of a mapping counts. */
+/* The file of a mapping is unknown here, so every msync() counts. */
 SIMPLE(PLAIN, msync, shared && root_length, (void *from, size_t size, int flags),
        (from, size, flags))
 
-/* From the change on at which it jumps, the clock is wrong for everybody. */
+/* After the change at which it jumps, the clock is wrong for all processes. */
 static long jump(void) {
     if (!clock_jump || !shared || shared->count < at) return 0;
     atomic_fetch_add(&shared->hit, 1);

@@ -1,4 +1,4 @@
-// Fuzz how llama-kv-mmap.h reads an existing file: libFuzzer's target.
+// libFuzzer target: llama-kv-mmap.h opens an existing file.
 //
 // An input is a byte that selects the options of opening, and the first bytes of the file; the rest of
 // the file is a kept cache. FUZZ_FOLDER names an empty folder for it.
@@ -114,7 +114,7 @@ uint32_t state_of(const std::string & text) {
     return h.state;
 }
 
-// the sums as who wrote the file would have made them
+// corrects the checksums of the file
 void mend(std::string & text) {
     if (text.size() < N_FRONT) {
         return;
@@ -142,7 +142,7 @@ extern "C" int LLVMFuzzerInitialize(int *, char ***) {
     return 0;
 }
 
-// mutations of the front; an input that has none yet gets the whole of it
+// mutations of the start of the file; an input without one gets a complete start
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t * data, size_t size, size_t max_size, unsigned int seed) {
     if (size < 1 + N_FRONT && max_size >= 1 + N_FRONT && seed % 8) {
         data[0] = size ? data[0] : MEND;
@@ -171,10 +171,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     try {
         cache c(keep);
         generation = c.mapped->get_generation();
-        // nothing but what was never kept is begun anew without a word
+        // only a file that was never flushed is recreated without an error
         CHECK(keep != KEEP_IT || c.mapped->get_is_resumed() || text.empty() || state_of(text) == STATE_SCRATCH);
         c.fill(10);
-        if (how & TRIM) { // which asks the kernel, and so takes a while
+        if (how & TRIM) { // slow, because it needs system calls
             c.mapped->trim();
             CHECK(c.mapped->committed() <= c.mapped->reserved());
         }
@@ -183,7 +183,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         }
     } catch (const error & e) {
         CHECK(*e.what() != 0 && e.why != FAILURE_NONE);
-        CHECK(keep != KEEP_IT || read_file() == text); // left as it is
+        CHECK(keep != KEEP_IT || read_file() == text); // unchanged
         return 0;
     }
     if (keep != KEEP_NOT) {

@@ -1,5 +1,5 @@
-// Faults that a sanitizer must report, inside an object of the library: chosen by PLK_PLANTED when
-// the library is loaded, and nothing at all without it.
+// Planted faults that a sanitizer must report, inside an object of the library. PLK_PLANTED selects
+// one when the library is loaded; without it, nothing happens.
 #ifndef PLK_PLANTED_H
 #define PLK_PLANTED_H
 #include <climits>

@@ -1,6 +1,6 @@
-// Use a library from several threads, as far as plk.h allows it: for the thread sanitizer.
+// Use a library from several threads, within the rules of plk.h, for the thread sanitizer.
 //
-// Usage: threads MODEL THREADS ROUNDS; prints "ok", or the first check that failed.
+// Usage: threads MODEL THREADS ROUNDS; prints "ok", or the first failed check.
 #include "plk.h"
 
 #include <atomic>
@@ -60,7 +60,7 @@ int decode(plk_context *c, int n, int first, int seq) {
     return plk_decode(c, &batch);
 }
 
-// Some threads make records, others take them out, one turns the level up and down.
+// Some threads write log records, others read them, and one changes the level.
 void log_ring() {
     std::atomic<bool> going{true};
     std::vector<std::thread> readers;
@@ -97,7 +97,7 @@ void log_ring() {
     plk_log_level(1);
 }
 
-// One thread decodes, another sets the flag all the while; a decode ends whole or undone.
+// One thread decodes, another one cancels repeatedly; a decode is complete or rolled back.
 void cancel(plk_model *model) {
     plk_context *c = context(model, 1);
     std::atomic<bool> going{true};
@@ -119,7 +119,7 @@ void cancel(plk_model *model) {
     plk_context_free(c);
 }
 
-// Every thread has a context of its own on one model: decode, fragment, defragment by threads, save.
+// Each thread has its own context of one model: decode, fragment, defragment with threads, save.
 void serve(plk_model *model) {
     std::vector<std::thread> workers;
     for (int i = 0; i < 2; ++i) {

@@ -1,4 +1,4 @@
-// Memory of hosts and devices. What lies on a device has an address that nobody may read at.
+// Stub of ggml-backend.h: host and device buffers. A device buffer reports an address that must not be dereferenced.
 #pragma once
 
 #include "ggml.h"
@@ -16,11 +16,11 @@ typedef ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 struct ggml_backend_buffer {
     char * base;
     size_t size;
-    int    cleared; // how often
-    bool   theirs;  // as upstream would have made it
+    int    n_cleared;
+    bool   is_upstream; // made by ggml_backend_alloc_ctx_tensors_from_buft()
 
     ggml_backend_buffer_type_t type;
-    std::vector<char>          memory; // where it really is
+    std::vector<char>          memory; // its bytes
 };
 
 typedef ggml_backend_buffer * ggml_backend_buffer_t;
@@ -32,7 +32,7 @@ inline ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type() {
 
 inline const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft) { return buft->name; }
 
-// false: no buffer can be made of memory that is there already
+// false: ggml_backend_cpu_buffer_from_ptr() fails
 inline bool & wraps() {
     static bool answer = true;
     return answer;
@@ -46,11 +46,11 @@ inline ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(ggml_conte
     return new ggml_backend_buffer{ nullptr, 0, 0, true, buft, {} };
 }
 
-// a buffer with memory, of which a device shows no address
+// returns a buffer with its own memory; the base address of a device buffer is not the one of this memory
 inline std::unique_ptr<ggml_backend_buffer> make_buffer(ggml_backend_buffer_type_t type, size_t size, char filled) {
-    static size_t away = 1 << 12; // the first pages belong to nobody
+    static size_t fake_address = 1 << 12; // the lowest pages are never mapped
     std::unique_ptr<ggml_backend_buffer> res(new ggml_backend_buffer{ nullptr, size, 0, false, type, std::vector<char>(size, filled) });
-    res->base = type->is_host ? res->memory.data() : (char *) (away += 1 << 4);
+    res->base = type->is_host ? res->memory.data() : (char *) (fake_address += 1 << 4);
     return res;
 }
 
@@ -61,7 +61,7 @@ inline void ggml_backend_buffer_clear(ggml_backend_buffer_t buf, int value) {
     if (buf->base && buf->type && buf->type->is_host) {
         std::memset(buf->base, value, buf->size);
     }
-    buf->cleared++;
+    buf->n_cleared++;
 }
 
 inline void ggml_backend_tensor_alloc(ggml_backend_buffer_t buf, ggml_tensor * t, void * at) {
@@ -74,7 +74,7 @@ inline void ggml_backend_view_init(ggml_tensor * t) {
     t->data   = (char *) t->view_src->data + t->view_offs;
 }
 
-// the bytes of a tensor, wherever they are
+// returns the bytes of a tensor in host or device memory
 inline char * bytes(const ggml_tensor * t, size_t offset = 0, size_t size = 0) {
     auto * buf = t->buffer;
     const size_t at = (char *) t->data - buf->base + offset;
@@ -82,7 +82,7 @@ inline char * bytes(const ggml_tensor * t, size_t offset = 0, size_t size = 0) {
     return buf->memory.data() + at;
 }
 
-// how often tensors were read and written from outside of graphs
+// numbers of calls of ggml_backend_tensor_get() and ggml_backend_tensor_set()
 struct traffic_counts {
     int n_get;
     int n_set;

@@ -1,4 +1,4 @@
-// Say which line of a test does not hold, and end it.
+// CHECK: if a condition is false, print its line and text, and exit with code 1.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// What the nodes of a graph do to bytes, one after another.
+// Stub of graph execution: computes the nodes of a graph in order.
 #pragma once
 
 #include "buffers.h"
@@ -8,7 +8,7 @@
 inline void copy_elements(const ggml_tensor * to, const ggml_tensor * from) {
     const size_t  size = ggml_type_size(to->type);
     const int64_t n    = ggml_nelements(to)/ggml_blck_size(to->type);
-    int64_t at[2][2] = {}; // of blocks: column and row in `to` and in `from`
+    int64_t at[2][2] = {}; // column (in blocks) and row, in `to` and in `from`
     const auto step = [](const ggml_tensor * t, int64_t * i) {
         if (++i[0] == t->ne[0]/ggml_blck_size(t->type)) {
             i[0] = 0;
@@ -28,14 +28,14 @@ inline void copy_elements(const ggml_tensor * to, const ggml_tensor * from) {
     }
 }
 
-// row `to` of one tensor becomes row `from` of another
+// copies row `from` of tensor b to row `to` of tensor a
 inline void copy_row(const ggml_tensor * a, int64_t to, const ggml_tensor * b, int64_t from) {
     GGML_ASSERT(to >= 0 && to < a->ne[1] && from >= 0 && from < b->ne[1] && a->ne[0] == b->ne[0]);
     const size_t size = ggml_row_size(a->type, a->ne[0]);
     std::memcpy(bytes(a, to*a->nb[1], size), bytes(b, from*b->nb[1], size), size);
 }
 
-// a copy knows no direction
+// true if two tensors share bytes, which ggml_cpy() does not support
 inline bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
     if (a->buffer != b->buffer) {
         return false;
@@ -49,8 +49,8 @@ inline bool overlap(const ggml_tensor * a, const ggml_tensor * b) {
         }
         return res;
     };
-    const auto one = touched(a), other = touched(b);
-    return std::any_of(one.begin(), one.end(), [&](const char * at) { return other.count(at) > 0; });
+    const auto blocks_a = touched(a), blocks_b = touched(b);
+    return std::any_of(blocks_a.begin(), blocks_a.end(), [&](const char * at) { return blocks_b.count(at) > 0; });
 }
 
 inline void compute_node(const ggml_tensor * t) {

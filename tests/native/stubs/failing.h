@@ -1,4 +1,4 @@
-// The allocations and threads of a program fail as faults.h says. For the one source of a program.
+// operator new and pthread_create() that inject the faults of faults.h. Include in one source file per program.
 #pragma once
 
 #include "faults.h"
@@ -12,10 +12,10 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
-// threads that were started so far
+// number of started threads
 static std::atomic<uint32_t> n_started(0);
 
-// threads beside the one that armed are not counted: when they allocate is not the same twice
+// only allocations of the main thread are counted: the order of those in other threads is not deterministic
 static const pthread_t main_thread = pthread_self();
 
 void * operator new(std::size_t size) {

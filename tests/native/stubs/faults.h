@@ -1,11 +1,11 @@
-// Fault injection: the n-th allocation that a test asks about fails.
+// Fault injection: the n-th counted allocation fails.
 #pragma once
 
-// what fails, and how often it was asked; the program that injects faults defines the operators in failing.h
+// state of fault injection; failing.h defines the operators that use it
 struct fault_counts {
-    long at     = -1; // which one fails, counted from 0; -1: none
-    long n_seen = 0;  // since arm()
-    int  exempt = 0;  // more than 0: an allocation of the test itself
+    long at     = -1; // index of the allocation that fails; -1: none
+    long n_seen = 0;  // allocations since arm()
+    int  exempt = 0;  // more than 0: allocations of the test itself, which are not counted
     bool armed  = false;
 };
 
@@ -27,13 +27,13 @@ inline bool disarm() {
     return faults().at >= 0 && faults().n_seen > faults().at;
 }
 
-// counts an allocation; true if it has to fail
+// counts an allocation; returns true if it must fail
 inline bool fault() {
     auto & f = faults();
     return f.armed && f.exempt == 0 && f.n_seen++ == f.at;
 }
 
-// while it lives, nothing is counted and nothing fails
+// allocations within its scope are not counted and do not fail
 struct exempt {
     exempt() { faults().exempt++; }
     ~exempt() { faults().exempt--; }

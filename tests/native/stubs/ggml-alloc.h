@@ -1,4 +1,4 @@
-// Everything is in ggml-backend.h.
+// Stub of ggml-alloc.h: the declarations are in ggml-backend.h.
 #pragma once
 
 #include "ggml-backend.h"

@@ -1,4 +1,4 @@
-// Backends, and a scheduler that computes late: what is computed is not done before somebody waits.
+// Stubs of ggml backends and of an asynchronous scheduler, which computes nodes only when it is synchronized.
 #pragma once
 
 #include "compute.h"
@@ -12,7 +12,7 @@
 
 struct ggml_backend {
     const char * name;
-    std::vector<ggml_backend_buffer_type_t>  memories; // the first is its own
+    std::vector<ggml_backend_buffer_type_t>  memories; // supported buffer types; the first is the default
     std::function<bool(const ggml_tensor *)> can;
 };
 
@@ -30,20 +30,20 @@ inline bool ggml_backend_supports_op(ggml_backend_t backend, const ggml_tensor *
 struct ggml_backend_sched {
     std::vector<ggml_backend_t> backends;
 
-    int n_until_full = -1; // graphs that can still be allocated; -1: all
+    int n_until_full = -1; // number of graphs that can still be allocated; -1: unlimited
 
-    std::map<ggml_op, int> n_computed; // nodes
+    std::map<ggml_op, int> n_computed; // nodes per operation
     int n_graphs   = 0;
-    int n_reserved = 0; // graphs for which room was made beforehand
+    int n_reserved = 0; // reserved graphs
 
-    bool is_clean = true; // nothing is known of earlier graphs
-    size_t n_room = 0;    // bytes for what is computed, of all graphs so far the most
-    std::set<const ggml_tensor *>                     known; // of the graph that is or may still be computed
+    bool is_clean = true;  // reset since the last allocated graph
+    size_t n_capacity = 0; // bytes for results: the maximum of all graphs so far
+    std::set<const ggml_tensor *>                     known; // tensors of the current graph
     std::map<const ggml_tensor *, ggml_backend_t>     placed;
     std::vector<std::unique_ptr<ggml_backend_buffer>> scratch;
     std::vector<std::function<void()>>                pending;
 
-    // the backend of the memory that a node writes to or, in scratch, of what it was placed on
+    // returns the backend that a node was assigned to, or else the first one that supports the buffer that the node writes to
     ggml_backend_t backend_of(const ggml_tensor * t) const {
         const auto found = placed.find(t);
         if (found != placed.end()) {
@@ -58,7 +58,7 @@ struct ggml_backend_sched {
         return nullptr;
     }
 
-    void give_memory(ggml_tensor * t) {
+    void allocate(ggml_tensor * t) {
         if (t->view_src) {
             ggml_backend_view_init(t);
         } else if (!t->data) {
@@ -70,7 +70,7 @@ struct ggml_backend_sched {
         }
     }
 
-    // makes room for a graph, which has been placed; false if there is no memory for it
+    // splits a graph and allocates memory for its results; returns false if that fails
     bool split(ggml_cgraph * gf) {
         GGML_ASSERT(is_clean && !gf->is_split);
         gf->is_split = true;
@@ -80,10 +80,10 @@ struct ggml_backend_sched {
                 n_bytes += t->view_src || t->data ? 0 : ggml_nbytes(t);
             }
         }
-        if (n_bytes > n_room && fault()) {
+        if (n_bytes > n_capacity && fault()) {
             return false;
         }
-        n_room = std::max(n_room, n_bytes);
+        n_capacity = std::max(n_capacity, n_bytes);
         return true;
     }
 
@@ -131,7 +131,7 @@ inline void ggml_backend_sched_synchronize(ggml_backend_sched_t sched) {
     }
 }
 
-// what is still computed goes on
+// pending computations are not cancelled
 inline void ggml_backend_sched_reset(ggml_backend_sched_t sched) {
     sched->placed.clear();
     sched->is_clean = true;
@@ -141,7 +141,7 @@ inline void ggml_backend_sched_reset(ggml_backend_sched_t sched) {
     }
 }
 
-// the graph is changed by it and cannot be computed; what is allocated next needs no more memory than this
+// allocates memory for a graph and those of at most its size; the graph itself is split and cannot be computed
 inline bool ggml_backend_sched_reserve(ggml_backend_sched_t sched, ggml_cgraph * gf) {
     if (sched->n_until_full == 0 || !sched->split(gf)) {
         return false;
@@ -165,9 +165,9 @@ inline bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgra
     for (auto * list : { &gf->leafs, &gf->nodes }) {
         for (auto * t : *list) {
             if (t->data && t->buffer) {
-                memories.insert(t->buffer->type); // of a cache
+                memories.insert(t->buffer->type); // a cache tensor
             }
-            sched->give_memory(t);
+            sched->allocate(t);
             sched->known.insert(t);
         }
     }
@@ -184,11 +184,11 @@ inline bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgra
     return true;
 }
 
-inline void forget_nothing_of(const ggml_context * ctx) {
+inline void check_unreferenced(const ggml_context * ctx) {
     for (const auto * sched : schedulers()) {
-        GGML_ASSERT(std::none_of(sched->known.begin(), sched->known.end(), [=](const ggml_tensor * t) { return is_of(ctx, t); }));
+        GGML_ASSERT(std::none_of(sched->known.begin(), sched->known.end(), [=](const ggml_tensor * t) { return owns(ctx, t); }));
         for (const auto & each : sched->placed) {
-            GGML_ASSERT(!is_of(ctx, each.first));
+            GGML_ASSERT(!owns(ctx, each.first));
         }
     }
 }

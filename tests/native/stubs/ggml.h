@@ -1,5 +1,5 @@
-// Tensors, what is computed with them, and graphs, as far as the patches ask for them: the rules that
-// ggml lays down for each are checked here, whether this release of it checks them or not.
+// Stub of ggml.h: tensors, operations and graphs, as far as the patches use them. Functions check the preconditions that
+// ggml documents, including those that some releases do not check.
 #pragma once
 
 #include "faults.h"
@@ -49,20 +49,20 @@ struct ggml_cgraph {
     std::vector<ggml_tensor *> nodes;
     std::vector<ggml_tensor *> leafs;
     size_t                     size;
-    bool                       is_split; // a scheduler has changed it
+    bool                       is_split; // changed by a scheduler
 };
 
 struct ggml_context {
     ggml_tensor *           first;
-    size_t                  room; // for tensors and graphs, in bytes
+    size_t                  n_free; // bytes left for tensors and graphs
     std::deque<ggml_tensor> tensors;
     std::deque<ggml_cgraph> graphs;
 };
 
 struct ggml_type_traits {
     const char * name;
-    size_t       size; // of a block
-    int64_t      block;
+    size_t       size;  // bytes per block
+    int64_t      block; // elements per block
 };
 
 inline const ggml_type_traits & traits(ggml_type type) {
@@ -83,12 +83,12 @@ inline size_t ggml_row_size(ggml_type type, int64_t ne) {
 
 inline int64_t ggml_nelements(const ggml_tensor * t) { return t->ne[0]*t->ne[1]*t->ne[2]*t->ne[3]; }
 
-// from the first byte to the last, whatever lies between them
+// bytes from the first to the last one, including gaps
 inline size_t ggml_nbytes(const ggml_tensor * t) {
     if (ggml_nelements(t) == 0) {
         return 0;
     }
-    // a row of blocks lies together
+    // the blocks of a row are contiguous
     const bool blocks = ggml_blck_size(t->type) > 1;
     size_t res = blocks ? ggml_row_size(t->type, t->ne[0]) : ggml_type_size(t->type);
     for (int i = blocks; i < 4; ++i) {
@@ -100,7 +100,7 @@ inline size_t ggml_nbytes(const ggml_tensor * t) {
 inline ggml_tensor * ggml_get_first_tensor(const ggml_context * ctx) { return ctx->first; }
 inline ggml_tensor * ggml_get_next_tensor(const ggml_context *, const ggml_tensor * t) { return t->next; }
 
-// gives a tensor a type and a shape, without gaps
+// sets type, shape and strides of a contiguous tensor
 inline void lay_out(ggml_tensor & t, ggml_type type, int64_t ne0, int64_t ne1 = 1, int64_t ne2 = 1, int64_t ne3 = 1) {
     const int64_t ne[4] = { ne0, ne1, ne2, ne3 };
     t.type  = type;
@@ -126,7 +126,7 @@ struct ggml_init_params {
 inline size_t ggml_tensor_overhead() { return 368; }
 inline size_t ggml_graph_overhead_custom(size_t size, bool) { return 80 + 16*size; }
 
-// contexts that are not freed yet
+// contexts that were not freed
 inline std::vector<ggml_context *> & contexts() {
     static std::vector<ggml_context *> all;
     return all;
@@ -142,27 +142,27 @@ inline ggml_context * ggml_init(ggml_init_params params) {
     return contexts().back();
 }
 
-inline bool is_of(const ggml_context * ctx, const ggml_tensor * t) {
+inline bool owns(const ggml_context * ctx, const ggml_tensor * t) {
     return std::any_of(ctx->tensors.begin(), ctx->tensors.end(), [=](const ggml_tensor & each) { return &each == t; });
 }
 
-// defined by the scheduler, which must have forgotten what is freed
-inline void forget_nothing_of(const ggml_context * ctx);
+// fails if a scheduler refers to a tensor of the context; defined in ggml-backend.h
+inline void check_unreferenced(const ggml_context * ctx);
 
 inline void ggml_free(ggml_context * ctx) {
-    forget_nothing_of(ctx);
+    check_unreferenced(ctx);
     contexts().erase(std::find(contexts().begin(), contexts().end(), ctx));
     delete ctx;
 }
 
-inline void take_room(ggml_context * ctx, size_t bytes) {
-    GGML_ASSERT(bytes <= ctx->room);
-    ctx->room -= bytes;
+inline void reserve(ggml_context * ctx, size_t bytes) {
+    GGML_ASSERT(bytes <= ctx->n_free);
+    ctx->n_free -= bytes;
 }
 
 inline ggml_tensor * add_tensor(ggml_context * ctx, const ggml_tensor & t) {
     const exempt ours;
-    take_room(ctx, ggml_tensor_overhead());
+    reserve(ctx, ggml_tensor_overhead());
     ctx->tensors.push_back(t);
     return &ctx->tensors.back();
 }
@@ -256,7 +256,7 @@ inline ggml_tensor * ggml_set_rows(ggml_context * ctx, ggml_tensor * a, ggml_ten
 
 inline ggml_cgraph * ggml_new_graph_custom(ggml_context * ctx, size_t size, bool) {
     const exempt ours;
-    take_room(ctx, ggml_graph_overhead_custom(size, false));
+    reserve(ctx, ggml_graph_overhead_custom(size, false));
     ctx->graphs.push_back({ {}, {}, size, false });
     return &ctx->graphs.back();
 }

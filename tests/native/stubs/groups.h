@@ -1,6 +1,5 @@
-// How a program of tests is run: without arguments it lists its groups, else it runs the one that is
-// named, in a folder that it leaves empty. Exit code 0 if the group holds, else a line that says
-// what does not.
+// Entry point of a test program. Without arguments it lists its groups of tests. Usage: PROGRAM GROUP FOLDER, with an
+// empty folder, which is empty again afterwards. Returns 0 if the group passes; a failed CHECK exits with 1.
 #pragma once
 
 #include "check.h"

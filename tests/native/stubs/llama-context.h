@@ -1,7 +1,7 @@
-// A context of which only the mapped caches are known, or its memory and how that is updated.
+// Stub of llama_context: with STUB_MEMORY its memory and the update of it, otherwise its mapped caches.
 #pragma once
 
-#ifdef AROUND_MEMORY
+#ifdef STUB_MEMORY
 
 #include "ggml-backend.h"
 #include "llama-kv-cache.h"
@@ -26,7 +26,7 @@ struct llama_context {
     bool  compact_requested = false;
     float defrag_thold      = -1.0f;
 
-    std::function<void()> update; // what memory_update() does
+    std::function<void()> update; // called by memory_update()
     llama_cparams         cparams;
     llm_graph_result      reserved;
     ggml_backend_sched    sched;

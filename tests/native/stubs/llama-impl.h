@@ -1,4 +1,4 @@
-// What is logged is kept.
+// Stub of llama-impl.h: stores log messages.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// A cache, as far as a compaction asks for it, and cells that are a position and a set of sequences.
+// Stubs of llama_kv_cache, as far as compaction uses it, and of llama_kv_cells: a position and a set of sequences per cell.
 #pragma once
 
 #include "ggml.h"
@@ -21,7 +21,7 @@ struct llama_kv_cells {
 
     std::vector<cell> all;
 
-    // which are read at the moment must be there
+    // fails for an index out of range
     const cell & at(uint32_t i) const {
         GGML_ASSERT(i < all.size());
         return all[i];
@@ -82,7 +82,7 @@ struct llama_kv_cells {
 
 struct llama_kv_cache : llama_memory_i {
     std::vector<llama_kv_cells> cells;   // per stream
-    std::vector<ggml_tensor *>  tensors; // with all streams
+    std::vector<ggml_tensor *>  tensors; // of all streams
 
     bool is_shared  = false;
     bool do_compact = false;
