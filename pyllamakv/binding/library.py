@@ -198,8 +198,8 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
     found = next((each.name for each in native.devices() if each.kind == "gpu"), None)
     if found is not None:
         return found
-    hint, said = _HINTS[manifest.backend], [text for _, text in native.logs()]
-    if any(_TOO_OLD in text for text in said):
+    hint, log_lines = _HINTS[manifest.backend], [text for _, text in native.logs()]
+    if any(_TOO_OLD in text for text in log_lines):
         toolkit = manifest.options.get("PLK_CUDA_VERSION", "that built it")
         hint = (
             f"the driver is too old for the toolkit {toolkit}: update it, or build with a toolkit "
@@ -208,7 +208,7 @@ def first_gpu(native: Native, manifest: Manifest) -> str | None:
     raise LoadError(
         f"variant {manifest.variant} is for {manifest.backend}, and no such device was found: "
         f"{hint}, or use a CPU variant",
-        log=said,
+        log=log_lines,
     )
 
 

@@ -237,9 +237,9 @@ class Local:
     def _error(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> KvError:
         # The text belongs to this thread's last call: read it before anything else.
         text = self._lib.plk_last_error()
-        said = ffi.string(text).decode("utf-8", "replace") if text != NULL else ""
+        message = ffi.string(text).decode("utf-8", "replace") if text != NULL else ""
         self._drain()
-        return codes.error(code, what, said, doing=doing, log=self._log.tail(), **more)
+        return codes.error(code, what, message, doing=doing, log=self._log.tail(), **more)
 
     def _done(self, code: int, what: str, doing: codes.Doing = "library", **more: Any) -> None:
         if code < 0:
@@ -457,10 +457,10 @@ class Local:
             code = self._lib.plk_context_new(self._model(model), raw, out)
             del alive
             self._done(code, "make a context", "context")
-            said = self._drain()
+            records = self._drain()
             info = self._read_context(out[0])
             scratch = Scratch(out[0], model, of.n_vocab, info.n_seq_max)
-            scratch.buffers = buffers(said)
+            scratch.buffers = buffers(records)
             ranks = info.pooling is Pooling.RANK
             scratch.n_embd = max(1, of.n_cls_out) if ranks else of.n_embd_out
             if params.kv_backing != Backing.HEAP or "LLAMA_KV_BACKING" in os.environ:

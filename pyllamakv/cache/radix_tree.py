@@ -193,8 +193,8 @@ _FEW_PLACES = 64
 class RadixTree:
     """The root; ``tokens`` counts those of all runs, ``held_tokens`` those of nodes in use.
 
-    ``whole_pages`` says that a page is of use only for the node that it was made for. ``policy``
-    ranks the nodes for eviction (None: the least recently used node goes first).
+    A page may have the runs of several nodes, and needs those of the nodes above. ``policy``
+    chooses the nodes for eviction (None: the least recently used node goes first).
     """
 
     def __init__(self, *, whole_pages: bool = False, policy: EvictionPolicy | None = None) -> None:

@@ -192,8 +192,8 @@ def _failed(error: BaseException, out: stdout.Guarded, as_json: bool) -> int:
         name, status, text = "InternalError", errors.HarnessError.exit_code, repr(error)
     hint = getattr(error, "hint", "")
     if not as_json:
-        said = f"{name}: {text}" if text else name.lower()
-        stdout.note(said + (f"\nhint: {hint}" if hint else ""))
+        message = f"{name}: {text}" if text else name.lower()
+        stdout.note(message + (f"\nhint: {hint}" if hint else ""))
     elif not out.finished:
         facts = {"type": name, "message": text or name.lower(), "exit_code": status}
         stdout.write_json({"error": facts | ({"hint": hint} if hint else {})}, indent=None)

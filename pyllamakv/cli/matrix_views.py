@@ -196,13 +196,13 @@ def _table(results: Sequence[CellResult], compared: Sequence[Comparison]) -> Non
         verdict = Text(result.verdict, style=styles[page.css_class(result.verdict)])
         if result.stale:
             verdict.append(" (old)", style="dim")
-        said: str = "yes" if one.outcome == "same" else one.outcome
+        comparison: str = "yes" if one.outcome == "same" else one.outcome
         if one.outcome != "same" and one.expected:
-            said += f", was {one.expected}"
+            comparison += f", was {one.expected}"
         style = "bold red" if one.regression else ""
         name, backend = Text(result.spec.what), result.spec.backend
         measured = Text(result.measured)
-        table.add_row(name, result.era, backend, verdict, measured, Text(said, style=style))
+        table.add_row(name, result.era, backend, verdict, measured, Text(comparison, style=style))
     if results:
         console.print(table)
     for one in compared:

@@ -282,15 +282,15 @@ def _drift_row(one: Drift) -> str:
     """Return the state of a patch's hunks in one line."""
     if not one.hunks:
         return one.reason.split("; ")[0]
-    said = [f"port {one.base}"] if one.base else []
+    parts = [f"port {one.base}"] if one.base else []
     moved = [hunk.placement.offset for hunk in one.hunks if hunk.placement.offset]
     if one.bad:
-        said.append(f"{len(one.bad)} of {_count(len(one.hunks), 'hunk')} fail")
+        parts.append(f"{len(one.bad)} of {_count(len(one.hunks), 'hunk')} fail")
     else:
-        said.append(_count(len(one.hunks), "hunk"))
+        parts.append(_count(len(one.hunks), "hunk"))
     if moved:
-        said.append(f"{len(moved)} moved by {_span(min(moved), max(moved))}")
-    return ", ".join(said)
+        parts.append(f"{len(moved)} moved by {_span(min(moved), max(moved))}")
+    return ", ".join(parts)
 
 
 def _span(first: int, last: int) -> str:
@@ -348,8 +348,8 @@ def _moved_or_failing(hunks: Sequence[HunkDrift]) -> Iterator[str]:
         elif file not in gone:
             gone.add(file)
             count = sum(other.placement.file == file for other in hunks)
-            said = [f"{file}, {_count(count, 'hunk')}: the file does not exist", *_went(hunk)]
-            yield ", ".join(said)
+            parts = [f"{file}, {_count(count, 'hunk')}: the file does not exist", *_went(hunk)]
+            yield ", ".join(parts)
 
 
 def _count(number: int, what: str, many: str = "") -> str:
@@ -358,20 +358,20 @@ def _count(number: int, what: str, many: str = "") -> str:
 
 def _drifted(hunk: HunkDrift) -> str:
     place = hunk.placement
-    said = [f"{place.file}#{place.hunk} {hunk.function}".rstrip() + f": {place.state}"]
+    parts = [f"{place.file}#{place.hunk} {hunk.function}".rstrip() + f": {place.state}"]
     if place.offset:
-        said.append(f"{place.offset:+d} lines")
+        parts.append(f"{place.offset:+d} lines")
     if place.state in ("function", "already"):
-        said.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
+        parts.append(f"expected {place.expected or 'the old lines'}, found {place.found}")
     elif not place.good:
-        said.append(
+        parts.append(
             f"requires fuzz {hunk.fuzz}" if hunk.fuzz is not None else "fails with any fuzz"
         )
         if hunk.whitespace_only:
-            said.append("only whitespace differs")
+            parts.append("only whitespace differs")
     if not place.good:
-        said += _went(hunk)
-    return ", ".join(said)
+        parts += _went(hunk)
+    return ", ".join(parts)
 
 
 def _went(hunk: HunkDrift) -> Iterator[str]:

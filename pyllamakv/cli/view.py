@@ -99,9 +99,11 @@ def _follow(
         recorded = playback.timeline_of_trace(lines, title)
         unseen = playback.unseen(lines)
         if unseen:
-            said = f"{unseen} decodes recorded no cells: --variant {head.spec or 'SPEC'} shows them"
+            missing = (
+                f"{unseen} decodes recorded no cells: --variant {head.spec or 'SPEC'} shows them"
+            )
             Console(stderr=True).print(
-                printable(said), style="dim", markup=False, highlight=False, soft_wrap=True
+                printable(missing), style="dim", markup=False, highlight=False, soft_wrap=True
             )
         with screen(title) as shown:
             if shown:

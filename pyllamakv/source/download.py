@@ -140,8 +140,8 @@ def _start(response: Any, have: int, part: Path, url: str, name: str) -> int:
     """Return the offset in the file at which the server's response starts."""
     status = int(response.status_code)
     if status == 206:
-        said = response.headers.get("Content-Range", "")
-        if said.startswith(f"bytes {have}-"):
+        content_range = response.headers.get("Content-Range", "")
+        if content_range.startswith(f"bytes {have}-"):
             return have
         part.unlink()
         msg = "the server resumed at another offset"

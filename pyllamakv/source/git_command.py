@@ -147,7 +147,7 @@ def run(
         started = _start(folder, args, stdin=stdin, hold=hold, process_group=group, **options)
         process = stack.enter_context(_process(started))
         try:
-            out, said = process.communicate(data, timeout)
+            out, errors = process.communicate(data, timeout)
         except subprocess.TimeoutExpired as error:
             _kill(process)
             hint = "check the network, or" if network else "check"
@@ -156,7 +156,7 @@ def run(
         except BaseException:
             _kill(process)
             raise
-        return subprocess.CompletedProcess(["git", *args], process.returncode, out, said)
+        return subprocess.CompletedProcess(["git", *args], process.returncode, out, errors)
 
 
 @contextmanager
@@ -168,12 +168,12 @@ def stream(
     git and its child processes are killed if the caller raises an exception. Otherwise, raises
     GitError if git fails, with the start of its stderr.
     """
-    said = bytearray()
+    errors = bytearray()
     started = _start(folder, args, env=env, bounded=bounded, process_group=0)
     with _process(started) as process:
         assert process.stdout is not None
         # A full pipe of stderr would stop git while its stdout is read.
-        drain = threading.Thread(target=_drain, args=(process.stderr, said), daemon=True)
+        drain = threading.Thread(target=_drain, args=(process.stderr, errors), daemon=True)
         try:
             drain.start()
         except RuntimeError as error:
@@ -187,7 +187,7 @@ def stream(
         finally:
             drain.join()
     if process.returncode:
-        raise GitError(["git", *args], process.returncode, _message(bytes(said)))
+        raise GitError(["git", *args], process.returncode, _message(bytes(errors)))
 
 
 def _message(output: bytes) -> str:

@@ -100,7 +100,7 @@ class PackageIndex:
         if none responds.
         """
         found: dict[tuple[str, str], IndexFile] = {}
-        said: list[str] = []
+        problems_found: list[str] = []
         self.unreachable = []
         chosen = self.settings
         sources = [("index", url) for url in chosen.index_urls]
@@ -115,9 +115,9 @@ class PackageIndex:
             except Exception as error:
                 problem = f"{pipconfig.redacted(url)}: {type(error).__name__}: {error}"
                 self.unreachable.append(problem)
-            said += notes
+            problems_found += notes
             self.unreachable += [note for note in notes if not _is_answer(kind, note)]
-        problems = list(dict.fromkeys([*self.unreachable, *said]))
+        problems = list(dict.fromkeys([*self.unreachable, *problems_found]))
         if not found and problems:
             listed = "; ".join(problems)
             msg = (

@@ -99,7 +99,7 @@ class Quarantine:
         try:
             tree = self.git("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}")
             self.git("rev-list", "--objects", "--quiet", tree)
-            said = self.git("cat-file", "commit", commit)
+            commit_text = self.git("cat-file", "commit", commit)
             kind = self.git("cat-file", "-t", commit)
         except GitError as error:
             msg = f"the archive lacks objects of commit {commit}: {error.output.strip()}"
@@ -114,8 +114,8 @@ class Quarantine:
             msg = f"the archive has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
             raise ArchiveError(msg)
         # The caller needs date and parents, so a commit without them must not enter the store.
-        commit_date(said)
-        commit_parents(said)
+        commit_date(commit_text)
+        commit_parents(commit_text)
         move(self.objects, self.store)
         return tree
 

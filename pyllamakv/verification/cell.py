@@ -323,7 +323,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
                 pair.patched.message,
             )
             for pair in answer.pairs
-            if pair.patched is not None and _told(pair.patched, pair.stock)
+            if pair.patched is not None and _is_reported(pair.patched, pair.stock)
         ),
         drift=drifted,
         pictures=tuple(
@@ -336,7 +336,7 @@ def _result(spec: CellSpec, answer: CheckResult, drifted: tuple[dict[str, Any], 
     )
 
 
-def _told(patched: Outcome, stock: Outcome) -> bool:
+def _is_reported(patched: Outcome, stock: Outcome) -> bool:
     """Return whether to report a run that patched did not pass, unless both lack a capability."""
     return patched.failed or (patched.status == "absent" and stock.status != "absent")
 

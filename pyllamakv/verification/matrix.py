@@ -189,7 +189,10 @@ def run(
                 if not mine:
                     continue
                 kept = None if fresh else result_cache.load_result(keys[spec])
-                take(spec, kept or _here(spec, fresh, judge, progress and _told(progress, pace)))
+                take(
+                    spec,
+                    kept or _here(spec, fresh, judge, progress and _with_estimate(progress, pace)),
+                )
     elif left:
         _elsewhere(left, executor, fresh, judge or cells.verify_cell_json, take)
     return tuple(found[spec] for spec in specs)
@@ -240,5 +243,5 @@ def _of(spec: CellSpec, future: Future[dict[str, Any]]) -> CellResult:
         return cells.untestable(spec, f"a worker was lost: {type(error).__name__}: {error}")
 
 
-def _told(progress: Progress, pace: ProgressEstimate) -> Progress:
+def _with_estimate(progress: Progress, pace: ProgressEstimate) -> Progress:
     return lambda what, done, total: progress(f"[{pace}] {what}", done, total)

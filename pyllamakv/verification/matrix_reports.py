@@ -120,10 +120,10 @@ def junit(results: Iterable[CellResult], compared: Iterable[Comparison]) -> str:
         suite = ET.SubElement(root, "testsuite", name=result.spec.name)
         for row in result.scenarios:
             case = ET.SubElement(suite, "testcase", classname=result.spec.name, name=row.id)
-            said = f"{row.word}: stock {row.stock}, patched {row.patched}"
-            ET.SubElement(case, "system-out").text = _xml(said)
+            outcomes = f"{row.word}: stock {row.stock}, patched {row.patched}"
+            ET.SubElement(case, "system-out").text = _xml(outcomes)
             if row.verdict == "untestable":
-                ET.SubElement(case, "skipped", message=_xml(said))
+                ET.SubElement(case, "skipped", message=_xml(outcomes))
         time = f"{result.seconds:.1f}"
         case = ET.SubElement(
             suite, "testcase", classname=result.spec.name, name="verdict", time=time

@@ -245,8 +245,8 @@ def _message(checkout: Checkout, release: Release, results: Sequence[CellResult]
 def _is_own(root: Path, commit: str) -> bool:
     """Return whether a commit was made by `write` and is unchanged since."""
     words = ("show", "-s", f"--format=%ce%n%T%n%(trailers:key={_TRAILER},valueonly)", commit)
-    who, tree, *said = git_command.git(root, *words).split("\n")
-    return who == git_command.EMAIL and said[:1] == [tree]
+    who, tree, *trailers = git_command.git(root, *words).split("\n")
+    return who == git_command.EMAIL and trailers[:1] == [tree]
 
 
 def _parts(root: Path, commit: str) -> tuple[str, ...]:

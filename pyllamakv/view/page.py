@@ -148,10 +148,10 @@ def _timelines(result: CellResult) -> Iterable[tuple[str, str]]:
             made = timeline_drawing.paint(timeline, f"{raw['scenario']}, {raw['side']}")
             failed = next((frame for frame in timeline.frames if frame.failed), None)
             moved = sum(frame.moved for frame in timeline.frames)
-            told = f"{raw['side']}: {f'{moved} cells moved' if moved else 'nothing moved'}"
+            caption = f"{raw['side']}: {f'{moved} cells moved' if moved else 'nothing moved'}"
             if failed:
-                told += f", and operation {failed.number} ended with {failed.failed}"
-            yield told, drawing.svg(made, inside=True)
+                caption += f", and operation {failed.number} ended with {failed.failed}"
+            yield caption, drawing.svg(made, inside=True)
 
 
 def _drift(result: CellResult) -> Iterable[dict[str, Any]]:

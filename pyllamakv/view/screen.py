@@ -95,8 +95,8 @@ class Screen:
 
     def _print(self, frame: Frame) -> None:
         changed = self._last is None or self._last.owner != frame.picture.owner
-        said, mood = self._told[-1]
-        self.console.print(said, style=mood, markup=False, highlight=False, soft_wrap=True)
+        summary, mood = self._operations[-1]
+        self.console.print(summary, style=mood, markup=False, highlight=False, soft_wrap=True)
         if changed or frame.op == "snapshot":
             self.console.print(cell_drawing.draw(frame.picture, self._width), soft_wrap=True)
             for note in self._notes:
@@ -137,12 +137,15 @@ class Screen:
         numbers = Text(picture.numbers())
         if step > 1:
             numbers.append(f" ({step} cells to a place)", style="dim")
-        told = [
-            Text(said, style=mood, no_wrap=True, overflow="ellipsis") for said, mood in self._told
+        operations = [
+            Text(summary, style=mood, no_wrap=True, overflow="ellipsis")
+            for summary, mood in self._operations
         ]
         notes = [Text(printable(each), no_wrap=True, overflow="ellipsis") for each in self._notes]
         cells = cell_drawing.cells(shown, width, step, places)
-        return Group(head, Text(), cells, Text(), numbers, legend(picture), *notes, Text(), *told)
+        return Group(
+            head, Text(), cells, Text(), numbers, legend(picture), *notes, Text(), *operations
+        )
 
 
 def legend(picture: Picture) -> Text:

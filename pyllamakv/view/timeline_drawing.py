@@ -367,12 +367,12 @@ def _legend(plot: Plot, owners: Iterable[int]) -> list[tuple[str, str]]:
 
 def _tips(plot: Plot, bottom: float) -> Iterator[Tooltip]:
     for number, column in enumerate(plot.columns):
-        said = [f"line {frame.number}: {frame.caption()}" for frame in column.frames[:5]]
+        texts = [f"line {frame.number}: {frame.caption()}" for frame in column.frames[:5]]
         if len(column.frames) > 5:
-            said.append(f"and {len(column.frames) - 5} more")
+            texts.append(f"and {len(column.frames) - 5} more")
         left = plot.left(number)
         box = (left, TOP, plot.pitch, bottom - TOP)
-        yield Tooltip(box, "\n".join([*said, column.frames[-1].numbers()]))
+        yield Tooltip(box, "\n".join([*texts, column.frames[-1].numbers()]))
 
 
 def lay_out(timeline: Timeline) -> Plot:

@@ -17,11 +17,11 @@ from typing import Any
 
 def main() -> None:
     """Answer until the input ends."""
-    said = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     import llama_cpp
 
-    llama = llama_cpp.Llama(**said["options"], verbose=False)
-    folder = said["folder"]
+    llama = llama_cpp.Llama(**request["options"], verbose=False)
+    folder = request["folder"]
     llama.set_cache(llama_cpp.LlamaDiskCache(folder) if folder else llama_cpp.LlamaRAMCache())
     _say({"version": llama_cpp.__version__})
     evaluate, generate = llama.eval, llama.generate

@@ -87,12 +87,12 @@ def child(variant: Variant, program: Path, first: Mapping[str, Any]) -> Iterator
 
 
 def _ask(
-    child: subprocess.Popen[str], errors: IO[str], package: str, said: Mapping[str, Any]
+    child: subprocess.Popen[str], errors: IO[str], package: str, request: Mapping[str, Any]
 ) -> dict[str, Any]:
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        child.stdin.write(json.dumps(said) + "\n")
+        child.stdin.write(json.dumps(request) + "\n")
         child.stdin.flush()
         line = child.stdout.readline()
     except BrokenPipeError:

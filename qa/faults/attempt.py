@@ -60,14 +60,14 @@ class Child:
     """A child process that runs a step, from its fork until it is reaped."""
 
     def __init__(self, work: Callable[[], Any], fault: Fault, root: Path, counter: Path) -> None:
-        self._said, says = os.pipe()
+        self._result_fd, result_fd = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._said)
-            _run(work, fault, root, counter, says)
-        os.close(says)
+            os.close(self._result_fd)
+            _run(work, fault, root, counter, result_fd)
+        os.close(result_fd)
         with contextlib.suppress(OSError):
             os.setpgid(self.pid, self.pid)
         self._status: int | None = None
@@ -94,20 +94,20 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(PATIENCE)
         # A surviving grandchild would keep the pipe open; the child's result has arrived.
-        os.set_blocking(self._said, False)
-        said = b""
+        os.set_blocking(self._result_fd, False)
+        data = b""
         with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self._said, 1 << 16):
-                said += piece
-        os.close(self._said)
+            while piece := os.read(self._result_fd, 1 << 16):
+                data += piece
+        os.close(self._result_fd)
         if not in_time:
             return AttemptResult("hung", error=f"no end after {seconds:.0f} s")
-        if self._status == 0 and said:
-            return AttemptResult(**json.loads(said))
+        if self._status == 0 and data:
+            return AttemptResult(**json.loads(data))
         return AttemptResult("killed", error=f"status {self._status}")
 
 
-def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says: int) -> None:
+def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, result_fd: int) -> None:
     """Run the step in the child; never returns."""
     try:
         os.setpgid(0, 0)
@@ -124,9 +124,9 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
         elif fault.kind not in ("none", "room"):
             words["PLF_DO"] = fault.kind
         preload.arm({**words, "PLF_GROUP": str(os.getpid())})
-        said: dict[str, Any]
+        outcome: dict[str, Any]
         try:
-            said = {"ending": "done", "result": work()}
+            outcome = {"ending": "done", "result": work()}
         except BaseException as error:
             _unlimited()  # Reporting the error needs memory as well.
             typed = isinstance(error, KvError | MemoryError)
@@ -137,10 +137,10 @@ def _run(work: Callable[[], Any], fault: Fault, root: Path, counter: Path, says:
             where = traceback.extract_tb(error.__traceback__)
             last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
             text = f"{type(error).__name__}: {error} ({last})"
-            said = {"ending": "error", "error": text, "typed": typed}
+            outcome = {"ending": "error", "error": text, "typed": typed}
         preload.arm({})
         _unlimited()
-        os.write(says, json.dumps(said).encode())
+        os.write(result_fd, json.dumps(outcome).encode())
     finally:
         os._exit(0)
 

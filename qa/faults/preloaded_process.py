@@ -55,8 +55,8 @@ def run_injections(
         command = [sys.executable, "-m", "qa.faults.preloaded_process", str(folder)]
         if mounted:
             command = [*_mounting(folder), *command]
-        with (folder / "stderr").open("w+", encoding="utf-8") as said:
-            return _listen(command, env, said, tick)
+        with (folder / "stderr").open("w+", encoding="utf-8") as log:
+            return _listen(command, env, log, tick)
 
 
 def _mounting(folder: Path) -> list[str]:
@@ -73,27 +73,25 @@ def _mounts(folder: Path) -> bool:
     return done.returncode == 0
 
 
-def _listen(
-    command: list[str], env: dict[str, str], said: Any, tick: Tick
-) -> list[InjectionRecord]:
+def _listen(command: list[str], env: dict[str, str], log: Any, tick: Tick) -> list[InjectionRecord]:
     records = []
-    with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=said, text=True
-    ) as stage:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True) as stage:
         try:
             assert stage.stdout is not None
             for line in stage.stdout:
-                told = json.loads(line)
-                if "step" in told:
-                    records.append(InjectionRecord(**{**told, "errors": Tally(told["errors"])}))
+                message = json.loads(line)
+                if "step" in message:
+                    records.append(
+                        InjectionRecord(**{**message, "errors": Tally(message["errors"])})
+                    )
                 else:
-                    tick(told["tried"])
+                    tick(message["tried"])
         except BaseException:
             stage.terminate()
             raise
     if stage.returncode:
-        said.seek(0)
-        last = said.read()[-2000:]
+        log.seek(0)
+        last = log.read()[-2000:]
         msg = f"the process that injects faults ended with status {stage.returncode}: {last}"
         raise HarnessError(msg)
     return records
@@ -121,9 +119,9 @@ def main(folder: Path) -> None:
             until = begin + orders["seconds"] * (number + 1) / len(orders["steps"])
             left = until - time.monotonic()
             for fault in trial.walk(kinds, orders["seed"] + number, left):
-                _say(answers, {"tried": f"{made.name}, {fault}"})
+                _write(answers, {"tried": f"{made.name}, {fault}"})
             for record in trial.records.values():
-                _say(answers, vars(record))
+                _write(answers, vars(record))
         finally:
             made.close()
 
@@ -132,8 +130,8 @@ def _read(argument: str) -> Any:
     return Path(argument) if argument.startswith("/") else argument
 
 
-def _say(answers: Any, told: dict[str, Any]) -> None:
-    answers.write(json.dumps(told) + "\n")
+def _write(answers: Any, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
     answers.flush()
 
 

@@ -71,7 +71,7 @@ class CallRunner:
         if entry.name in _FREEING:
             return self._free(entry, words)
         result = getattr(world.lib, entry.name)(*arguments.values())
-        said = world.error()
+        message = world.error()
         self._check_code(entry, result)
         status = result if isinstance(result, int) else result != ffi.NULL
         for one in entry.parameters:
@@ -89,7 +89,7 @@ class CallRunner:
         if failed and entry.name not in _MOVING and now != lain:
             raise WrongAnswer(f"{entry.name} failed with {status} and moved cells")
         negative = isinstance(status, int) and status < 0
-        return entry.name, min(status, 3), re.sub(r"-?\d+", "N", said) if negative else ""
+        return entry.name, min(status, 3), re.sub(r"-?\d+", "N", message) if negative else ""
 
     def _complete(self, entry: EntryPoint, words: Mapping[str, Any]) -> dict[str, Any]:
         """Replace placeholders by a state of this context, and empty arrays by numbers."""

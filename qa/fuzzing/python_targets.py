@@ -228,8 +228,8 @@ def patches(_folder: Path) -> Target:
             mail_header.parse(piece)
             found = hunks.parse(piece)
             author, message = mail_header.author_and_message(Port.of(found, Path("a.patch")))
-            said = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
-            if b"\0" in said:
+            text = "".join((*author.values(), message)).encode("utf-8", "surrogateescape")
+            if b"\0" in text:
                 raise WrongAnswer("a zero byte would be passed to git")
             for file in found.files:
                 for number, hunk in enumerate(file.hunks, 1):
@@ -316,7 +316,7 @@ def messages(_folder: Path) -> Target:
             except EOFError:
                 return
 
-    def said(header: list[object], *values: object) -> bytes:
+    def frame(header: list[object], *values: object) -> bytes:
         body: list[object] = []
         packed = [wire.pack(value, body) for value in values]
         ours, theirs = socket.socketpair()
@@ -328,10 +328,10 @@ def messages(_folder: Path) -> Target:
     failed = wire.pack_error(StateError("no", code=-3, log=("a", "b")), error)
     more = [[2, "a line of the log"]]
     seeds = (
-        said([0], None),
-        said([0], [1, 2.5, "x", b"bytes", {"k": 1}, np.arange(6, dtype=np.int32).reshape(2, 3)]),
-        said([0], protocol.SamplerParams()),
-        said([0], protocol.Capability.CELLS),
-        said([1, failed, more]),
+        frame([0], None),
+        frame([0], [1, 2.5, "x", b"bytes", {"k": 1}, np.arange(6, dtype=np.int32).reshape(2, 3)]),
+        frame([0], protocol.SamplerParams()),
+        frame([0], protocol.Capability.CELLS),
+        frame([1, failed, more]),
     )
     return Target(run, seeds)

@@ -193,7 +193,7 @@ def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: Case
     # Failures of one kind count once, whichever operation revealed them.
     kind = failed.failure, re.sub(r"\d+", "#", re.sub(r"^\w+: ", "", _text(failed)))
     tally.kinds[kind] += 1
-    if kind in tally.told:
+    if kind in tally.first_messages:
         return
     assert task.trace is not None
     until = time.monotonic() + SEARCH
@@ -212,7 +212,7 @@ def _find(hand: CaseProcess, task: CaseTask, failed: ScenarioFailed, tally: Case
     elif again is None:
         where += ", whose replay did not fail"
     names = " ".join(f"{each.name}:{each.number}" for each in short)
-    tally.told[kind] = (
+    tally.first_messages[kind] = (
         f"{failed.failure} with {task.combination}: {_text(failed)}, "
         f"after {len(short)} operations ({names}); {where}"
     )

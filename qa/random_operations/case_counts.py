@@ -26,8 +26,8 @@ _OFTEN = 5
 class CaseCounts:
     """Counts of cases, combinations, and results of operations.
 
-    ``kinds`` counts failures of a kind, and ``told`` has the message of the first of each;
-    ``absent`` counts the reasons why a memory or a cache was not available, ``faint`` has the first
+    ``kinds`` counts failures of a kind, and ``first_messages`` has the first message of each kind.
+    ``absent`` counts the reasons why a memory or a cache was not available. ``faint`` has the first
     combination of each failure of a device at a first batch, ``lacking`` that of the other
     failures, with each cache and memory, and ``missing`` counts the backings and devices of these.
     """
@@ -36,7 +36,7 @@ class CaseCounts:
     cases: int = 0
     combinations: Counter[Combination] = field(default_factory=Counter)
     kinds: Counter[Kind] = field(default_factory=Counter)
-    told: dict[Kind, str] = field(default_factory=dict)
+    first_messages: dict[Kind, str] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
     faint: dict[str, Combination] = field(default_factory=dict)
     lacking: dict[tuple[str, str, str], Combination] = field(default_factory=dict)
@@ -117,6 +117,6 @@ class CaseCounts:
         if not self.operations:
             why = "; ".join(self.absent)
             yield f"nothing was tested{': ' if why else ''}{why}"
-        for kind, text in self.told.items():
+        for kind, text in self.first_messages.items():
             times = self.kinds[kind]
             yield text if times == 1 else f"{text} ({times} times)"
