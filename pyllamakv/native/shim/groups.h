@@ -108,7 +108,7 @@ struct Watch {
 };
 extern Watch *const watch;
 // True if creating a context reserves a graph whose tokens are rounded up to a multiple of n_seq_max
-// in a cache with one stream, and aborts if that exceeds the cells (0.3.10 to 0.3.14).
+// in a cache with one stream, and aborts if that exceeds the cells (0.3.10 through 0.3.14).
 extern const bool rounds_up;
 // Return whether each micro-batch must have consecutive sequences; else llama.cpp asserts (hybrid
 // memories with a stream per sequence, 0.3.15 and 0.3.16).

@@ -29,7 +29,7 @@ bool plk::adapters::set(llama_context *ctx, const std::vector<void *> &loras,
 size_t plk::adapters::max_nodes(llama_context *) { return 0; }
 
 #elif defined(PLK_USE_each)
-// Adapters that are set one by one, with the names since January 2025 (0.3.7 to 0.3.16).
+// Adapters that are set one by one, with the names since January 2025 (0.3.7 through 0.3.16).
 
 #include "llama-context.h"
 #include "llama-model.h"

@@ -193,7 +193,7 @@ plk::cells::Look plk::cells::look(llama_context *ctx) {
 }
 
 #elif defined(PLK_USE_split)
-// One array of cells in a struct of llama_context (0.3.6 to 0.3.8).
+// One array of cells in a struct of llama_context (0.3.6 through 0.3.8).
 #include "llama-context.h"
 #include "llama-kv-cache.h"
 

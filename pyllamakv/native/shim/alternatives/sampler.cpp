@@ -17,7 +17,7 @@ using Link = std::unique_ptr<llama_sampler, void (*)(llama_sampler *)>;
 
 Link owned(llama_sampler *link) { return {link, llama_sampler_free}; }
 
-// 0.3.36 and later take the size of the vocabulary, 0.3.7 to 0.3.35 no token, and earlier releases
+// 0.3.36 and later take the size of the vocabulary, 0.3.7 through 0.3.35 no token, and earlier releases
 // also the tokens for end of text and line feed.
 template <typename Int>
 auto make_penalties(Int n_vocab, const plk_model_info &, const plk_sampler_params &p, int)
@@ -57,7 +57,7 @@ struct Breakers {
     }
 };
 
-// 0.3.7 to 0.3.35 take the training context as well, for a penalty_last_n of -1.
+// 0.3.7 through 0.3.35 take the training context as well, for a penalty_last_n of -1.
 template <typename Words>
 auto make_dry(const Words *words, int32_t, const plk_sampler_params &p, Breakers &breakers, int)
     -> decltype(llama_sampler_init_dry(words, p.dry_multiplier, p.dry_base, p.dry_allowed_length,

@@ -129,7 +129,7 @@ struct StateReader {
 };
 
 // Check a recurrent state, or the recurrent part of one: it begins with the number of its cells.
-// llama.cpp dereferences NULL for none, and allocates as many as there are said to be. Return as
+// llama.cpp dereferences NULL for none, and allocates as many as the number states. Return as
 // check_state does.
 inline int check_states(const uint8_t *data, size_t length) {
     constexpr uint32_t most = 256; // sequences of a context

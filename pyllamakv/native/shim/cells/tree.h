@@ -168,7 +168,7 @@ template <typename Any> bool extended(const Any &, long) { return false; }
 
 // Return whether a shift of quantized keys is safe. In releases that may rotate keys before
 // quantization, a shift always uses the rotation matrix and dereferences a null pointer if the
-// cache has none (0.3.20 to 0.3.36).
+// cache has none (0.3.20 through 0.3.36).
 template <typename Any>
 auto rotates(const Any &cache, int) -> decltype(cache.build_input_k_rot(nullptr), bool()) {
     const std::unique_ptr<ggml_context, void (*)(ggml_context *)> scratch(
