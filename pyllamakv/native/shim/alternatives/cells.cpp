@@ -2,143 +2,82 @@
 // CMake defines PLK_USE_NAME of one section: see cmake/probes.cmake.
 #include "groups.h"
 
-#if defined(PLK_USE_single_rows) || defined(PLK_USE_single)
-// One private array of cells per cache; the section defines `contiguous`.
+#if defined(PLK_USE_shared) || defined(PLK_USE_rows) || defined(PLK_USE_streams) ||                \
+    defined(PLK_USE_single_rows) || defined(PLK_USE_single)
+// A tree of caches with private arrays of cells:
+//   shared       two caches may have the same arrays (0.3.30 and later)
+//   rows         an array per stream; slots are always scattered (b6845, 0.3.17 through 0.3.25)
+//   streams      an array per stream (0.3.15, 0.3.16)
+//   single_rows  one array (0.3.12, 0.3.14)
+//   single       one array; slots are always contiguous (between b5590 and 0.3.10)
+// Between 0.3.12 and 0.3.16, slots are contiguous unless LLAMA_SET_ROWS enabled scattered slots when
+// the cache was created.
 #include "cells/private.h"
 
+#if defined(PLK_USE_shared) || defined(PLK_USE_rows)
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#else
 #include "llama-kv-cache-unified-iswa.h"
 #include "llama-kv-cache-unified.h"
+#endif
 
 namespace plk {
 
+#if defined(PLK_USE_shared) || defined(PLK_USE_rows)
+using Cache = llama_kv_cache;
+using Iswa = llama_kv_cache_iswa;
+#else
 using Cache = llama_kv_cache_unified;
 using Iswa = llama_kv_cache_unified_iswa;
-PLK_PRIVATE(Cells, Cache::cells);
-PLK_PRIVATE(Head, Cache::head);
+#endif
 PLK_PRIVATE(Layers, Cache::layers);
 PLK_PRIVATE(Transposed, Cache::v_trans);
 
+inline const auto &layers_of(Cache &cache) { return cache.*plk_member(Layers{}); }
+inline bool transposed(Cache &cache) { return cache.*plk_member(Transposed{}); }
+
+#if defined(PLK_USE_single_rows) || defined(PLK_USE_single)
+PLK_PRIVATE(Cells, Cache::cells);
+PLK_PRIVATE(Head, Cache::head);
+
 constexpr bool counts_streams = false;
-constexpr bool splits_across = false;
 inline uint32_t n_stream(const Cache &) { return 1; }
 inline const auto &cells_of(Cache &cache, uint32_t) { return cache.*plk_member(Cells{}); }
 inline uint32_t head_of(Cache &cache, uint32_t) { return cache.*plk_member(Head{}); }
-inline const auto &layers_of(Cache &cache) { return cache.*plk_member(Layers{}); }
-inline bool transposed(Cache &cache) { return cache.*plk_member(Transposed{}); }
 inline bool copies(Cache &) { return false; }
+#else
+PLK_PRIVATE(Heads, Cache::v_heads);
+PLK_PRIVATE(Copies, Cache::sc_info);
 
-} // namespace plk
+constexpr bool counts_streams = true;
+inline uint32_t n_stream(const Cache &cache) { return cache.get_n_stream(); }
+inline uint32_t head_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Heads{}))[s]; }
+inline bool copies(Cache &cache) { return !(cache.*plk_member(Copies{})).ssrc.empty(); }
+#ifdef PLK_USE_shared
+PLK_PRIVATE(Cells, Cache::v_cells_impl);
+inline const auto &cells_of(Cache &cache, uint32_t s) { return (*(cache.*plk_member(Cells{})))[s]; }
+#else
+PLK_PRIVATE(Cells, Cache::v_cells);
+inline const auto &cells_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Cells{}))[s]; }
+#endif
 #endif
 
-#ifdef PLK_USE_shared
-// Arrays of cells that two caches may share (0.3.30 and later).
-#include "cells/private.h"
-
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache.h"
-
-namespace plk {
-
-using Cache = llama_kv_cache;
-using Iswa = llama_kv_cache_iswa;
-PLK_PRIVATE(Cells, Cache::v_cells_impl);
-PLK_PRIVATE(Heads, Cache::v_heads);
-PLK_PRIVATE(Layers, Cache::layers);
-PLK_PRIVATE(Transposed, Cache::v_trans);
-PLK_PRIVATE(Copies, Cache::sc_info);
-
-constexpr bool counts_streams = true;
-constexpr bool splits_across = false;
-inline uint32_t n_stream(const Cache &cache) { return cache.get_n_stream(); }
-inline const auto &cells_of(Cache &cache, uint32_t s) { return (*(cache.*plk_member(Cells{})))[s]; }
-inline uint32_t head_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Heads{}))[s]; }
-inline const auto &layers_of(Cache &cache) { return cache.*plk_member(Layers{}); }
-inline bool transposed(Cache &cache) { return cache.*plk_member(Transposed{}); }
-inline bool copies(Cache &cache) { return !(cache.*plk_member(Copies{})).ssrc.empty(); }
-inline bool contiguous(Cache &) { return false; }
-
-} // namespace plk
-
-#include "cells/tree.h"
-
-#elif defined(PLK_USE_rows)
-// Private arrays in llama_kv_cache; slots are always scattered (b6845, 0.3.17 to 0.3.25).
-#include "cells/private.h"
-
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache.h"
-
-namespace plk {
-
-using Cache = llama_kv_cache;
-using Iswa = llama_kv_cache_iswa;
-PLK_PRIVATE(Cells, Cache::v_cells);
-PLK_PRIVATE(Heads, Cache::v_heads);
-PLK_PRIVATE(Layers, Cache::layers);
-PLK_PRIVATE(Transposed, Cache::v_trans);
-PLK_PRIVATE(Copies, Cache::sc_info);
-
-constexpr bool counts_streams = true;
-constexpr bool splits_across = false;
-inline uint32_t n_stream(const Cache &cache) { return cache.get_n_stream(); }
-inline const auto &cells_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Cells{}))[s]; }
-inline uint32_t head_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Heads{}))[s]; }
-inline const auto &layers_of(Cache &cache) { return cache.*plk_member(Layers{}); }
-inline bool transposed(Cache &cache) { return cache.*plk_member(Transposed{}); }
-inline bool copies(Cache &cache) { return !(cache.*plk_member(Copies{})).ssrc.empty(); }
-inline bool contiguous(Cache &) { return false; }
-
-} // namespace plk
-
-#include "cells/tree.h"
-
-#elif defined(PLK_USE_streams)
-// Private arrays of cells, one per stream (0.3.15, 0.3.16).
-#include "cells/private.h"
-
-#include "llama-kv-cache-unified-iswa.h"
-#include "llama-kv-cache-unified.h"
-
-namespace plk {
-
-using Cache = llama_kv_cache_unified;
-using Iswa = llama_kv_cache_unified_iswa;
-PLK_PRIVATE(Cells, Cache::v_cells);
-PLK_PRIVATE(Heads, Cache::v_heads);
-PLK_PRIVATE(Layers, Cache::layers);
-PLK_PRIVATE(Transposed, Cache::v_trans);
-PLK_PRIVATE(Copies, Cache::sc_info);
-
-constexpr bool counts_streams = true;
+#ifdef PLK_USE_streams
 constexpr bool splits_across = true;
-inline uint32_t n_stream(const Cache &cache) { return cache.get_n_stream(); }
-inline const auto &cells_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Cells{}))[s]; }
-inline uint32_t head_of(Cache &cache, uint32_t s) { return (cache.*plk_member(Heads{}))[s]; }
-inline const auto &layers_of(Cache &cache) { return cache.*plk_member(Layers{}); }
-inline bool transposed(Cache &cache) { return cache.*plk_member(Transposed{}); }
-inline bool copies(Cache &cache) { return !(cache.*plk_member(Copies{})).ssrc.empty(); }
 inline bool contiguous(Cache &cache) { return !cache.get_supports_set_rows(); }
-
-} // namespace plk
-
-#include "cells/tree.h"
-
-#elif defined(PLK_USE_single_rows)
-// Slots are contiguous unless LLAMA_SET_ROWS enabled scattered slots when the cache was created
-// (0.3.12, 0.3.14).
-
-namespace plk {
+#else
+constexpr bool splits_across = false;
+#ifdef PLK_USE_single_rows
 PLK_PRIVATE(SetRows, Cache::supports_set_rows);
 inline bool contiguous(Cache &cache) { return !(cache.*plk_member(SetRows{})); }
-} // namespace plk
-
-#include "cells/tree.h"
-
 #elif defined(PLK_USE_single)
-// Slots are always contiguous (between b5590 and 0.3.10).
-
-namespace plk {
 inline bool contiguous(Cache &) { return true; }
+#else
+inline bool contiguous(Cache &) { return false; }
+#endif
+#endif
+
 } // namespace plk
 
 #include "cells/tree.h"

@@ -50,6 +50,16 @@ inline void fill(Params &out, const plk_model_params &asked) {
 
 #ifdef PLK_USE_vocab
 // Functions for the vocabulary take a llama_vocab (0.3.7 and later).
+#define PLK_MODEL(name) llama_model_##name
+#define PLK_VOCAB(name) llama_vocab_##name
+
+namespace {
+const llama_vocab *vocab_of(const llama_model *model) { return llama_model_get_vocab(model); }
+
+int32_t n_vocab(const llama_model *model) { return llama_vocab_n_tokens(vocab_of(model)); }
+
+bool adds_bos(const llama_model *model) { return llama_vocab_get_add_bos(vocab_of(model)); }
+} // namespace
 
 llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
     Params params;
@@ -59,48 +69,21 @@ llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
 
 void plk::load::close(llama_model *model) { llama_model_free(model); }
 
-void plk::load::describe(const llama_model *model, plk_model_info &info) {
-    const llama_vocab *vocab = llama_model_get_vocab(model);
-    info.n_vocab = llama_vocab_n_tokens(vocab);
-    info.n_ctx_train = llama_model_n_ctx_train(model);
-    info.n_embd = llama_model_n_embd(model);
-    info.n_layer = llama_model_n_layer(model);
-    info.has_vocab = llama_vocab_type(vocab) != LLAMA_VOCAB_TYPE_NONE;
-    info.token_bos = info.token_eos = info.token_eot = info.token_nl = -1;
-    if (info.has_vocab) {
-        info.token_bos = llama_vocab_bos(vocab);
-        info.token_eos = llama_vocab_eos(vocab);
-        info.token_eot = llama_vocab_eot(vocab);
-        info.token_nl = llama_vocab_nl(vocab);
-        info.add_bos = llama_vocab_get_add_bos(vocab) ? 1 : 0;
-    }
-    plk::fields::describe(model, info);
-}
-
-bool plk::load::has_encoder(const llama_model *model) { return llama_model_has_encoder(model); }
-
-bool plk::load::many_positions(const llama_model *model) {
-    const auto rope = static_cast<int>(llama_model_rope_type(model));
-    return rope >= 0 && (rope & 8); // bit of GGML_ROPE_TYPE_MROPE and of its variants
-}
-
-int32_t plk::load::tokenize(const llama_model *model, const char *text, int32_t length,
-                            int32_t *tokens, int32_t room, bool add_special, bool parse_special) {
-    return llama_tokenize(llama_model_get_vocab(model), text, length, tokens, room, add_special,
-                          parse_special);
-}
-
-int32_t plk::load::piece(const llama_model *model, int32_t token, char *text, int32_t room,
-                         bool special) {
-    return llama_token_to_piece(llama_model_get_vocab(model), token, text, room, 0, special);
-}
-
-bool plk::load::is_eog(const llama_model *model, int32_t token) {
-    return llama_vocab_is_eog(llama_model_get_vocab(model), token);
-}
-
 #elif defined(PLK_USE_model)
 // Functions for the vocabulary take the model (through 0.3.6).
+#define PLK_MODEL(name) llama_##name
+#define PLK_VOCAB(name) llama_token_##name
+
+namespace {
+const llama_model *vocab_of(const llama_model *model) { return model; }
+
+int32_t n_vocab(const llama_model *model) { return llama_n_vocab(model); }
+
+bool adds_bos(const llama_model *model) {
+    const int32_t add = llama_add_bos_token(model);
+    return add >= 0 ? add : llama_vocab_type(model) == LLAMA_VOCAB_TYPE_SPM;
+}
+} // namespace
 
 llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
     Params params;
@@ -110,20 +93,21 @@ llama_model *plk::load::open(const char *path, const plk_model_params &asked) {
 
 void plk::load::close(llama_model *model) { llama_free_model(model); }
 
+#endif
+
 void plk::load::describe(const llama_model *model, plk_model_info &info) {
-    info.n_vocab = llama_n_vocab(model);
-    info.n_ctx_train = llama_n_ctx_train(model);
-    info.n_embd = llama_n_embd(model);
-    info.n_layer = llama_n_layer(model);
-    info.has_vocab = llama_vocab_type(model) != LLAMA_VOCAB_TYPE_NONE;
+    info.n_vocab = n_vocab(model);
+    info.n_ctx_train = PLK_MODEL(n_ctx_train)(model);
+    info.n_embd = PLK_MODEL(n_embd)(model);
+    info.n_layer = PLK_MODEL(n_layer)(model);
+    info.has_vocab = llama_vocab_type(vocab_of(model)) != LLAMA_VOCAB_TYPE_NONE;
     info.token_bos = info.token_eos = info.token_eot = info.token_nl = -1;
     if (info.has_vocab) {
-        info.token_bos = llama_token_bos(model);
-        info.token_eos = llama_token_eos(model);
-        info.token_eot = llama_token_eot(model);
-        info.token_nl = llama_token_nl(model);
-        const int32_t add = llama_add_bos_token(model);
-        info.add_bos = add >= 0 ? add : llama_vocab_type(model) == LLAMA_VOCAB_TYPE_SPM;
+        info.token_bos = PLK_VOCAB(bos)(vocab_of(model));
+        info.token_eos = PLK_VOCAB(eos)(vocab_of(model));
+        info.token_eot = PLK_VOCAB(eot)(vocab_of(model));
+        info.token_nl = PLK_VOCAB(nl)(vocab_of(model));
+        info.add_bos = adds_bos(model) ? 1 : 0;
     }
     plk::fields::describe(model, info);
 }
@@ -131,22 +115,21 @@ void plk::load::describe(const llama_model *model, plk_model_info &info) {
 bool plk::load::has_encoder(const llama_model *model) { return llama_model_has_encoder(model); }
 
 bool plk::load::many_positions(const llama_model *model) {
-    const auto rope = static_cast<int>(llama_rope_type(model));
-    return rope >= 0 && (rope & 8); // bit of GGML_ROPE_TYPE_MROPE; GLM is 4 in older trees
+    const auto rope = static_cast<int>(PLK_MODEL(rope_type)(model));
+    // The bit of GGML_ROPE_TYPE_MROPE and of its variants; GLM is 4 in older trees.
+    return rope >= 0 && (rope & 8);
 }
 
 int32_t plk::load::tokenize(const llama_model *model, const char *text, int32_t length,
                             int32_t *tokens, int32_t room, bool add_special, bool parse_special) {
-    return llama_tokenize(model, text, length, tokens, room, add_special, parse_special);
+    return llama_tokenize(vocab_of(model), text, length, tokens, room, add_special, parse_special);
 }
 
 int32_t plk::load::piece(const llama_model *model, int32_t token, char *text, int32_t room,
                          bool special) {
-    return llama_token_to_piece(model, token, text, room, 0, special);
+    return llama_token_to_piece(vocab_of(model), token, text, room, 0, special);
 }
 
 bool plk::load::is_eog(const llama_model *model, int32_t token) {
-    return llama_token_is_eog(model, token);
+    return PLK_VOCAB(is_eog)(vocab_of(model), token);
 }
-
-#endif

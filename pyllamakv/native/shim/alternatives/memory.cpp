@@ -4,6 +4,7 @@
 
 #ifdef PLK_USE_memory
 // Memory functions llama_memory_* (0.3.10 and later).
+#define PLK_CALL(name, ...) llama_memory_##name(llama_get_memory(ctx), __VA_ARGS__)
 
 const bool plk::memory::shifts_quantized = true;
 const bool plk::memory::expands_positions = true;
@@ -24,22 +25,6 @@ void plk::memory::clear(llama_context *ctx, bool data) {
     llama_memory_clear(llama_get_memory(ctx), data);
 }
 
-bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
-    return llama_memory_seq_rm(llama_get_memory(ctx), seq, p0, p1);
-}
-
-void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
-    llama_memory_seq_cp(llama_get_memory(ctx), from, to, p0, p1);
-}
-
-void plk::memory::seq_keep(llama_context *ctx, int32_t seq) {
-    llama_memory_seq_keep(llama_get_memory(ctx), seq);
-}
-
-void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-    llama_memory_seq_add(llama_get_memory(ctx), seq, p0, p1, delta);
-}
-
 // pos_div of the class for cells makes the shift rotate keys in the wrong direction.
 bool plk::memory::seq_div(llama_context *, int32_t, int32_t, int32_t, int32_t) { return false; }
 
@@ -50,17 +35,18 @@ bool plk::memory::can_shift(llama_context *ctx) {
 bool plk::memory::exists(llama_context *ctx) { return llama_get_memory(ctx) != nullptr; }
 
 int32_t plk::memory::pos_min(llama_context *ctx, int32_t seq) {
-    return llama_memory_seq_pos_min(llama_get_memory(ctx), seq);
+    return PLK_CALL(seq_pos_min, seq);
 }
 
 int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
-    return llama_memory_seq_pos_max(llama_get_memory(ctx), seq);
+    return PLK_CALL(seq_pos_max, seq);
 }
 
 int32_t plk::memory::used(llama_context *) { return -1; }
 
 #elif defined(PLK_USE_self)
 // Memory functions llama_kv_self_* (March to May 2025).
+#define PLK_CALL(name, ...) llama_kv_self_##name(ctx, __VA_ARGS__)
 #include "fields.h"
 
 const bool plk::memory::shifts_quantized = true;
@@ -78,41 +64,13 @@ const bool plk::memory::begins_beside = false;
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_self_clear(ctx); }
 
-bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
-    return llama_kv_self_seq_rm(ctx, seq, p0, p1);
-}
-
-void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
-    llama_kv_self_seq_cp(ctx, from, to, p0, p1);
-}
-
-void plk::memory::seq_keep(llama_context *ctx, int32_t seq) { llama_kv_self_seq_keep(ctx, seq); }
-
-void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-    llama_kv_self_seq_add(ctx, seq, p0, p1, delta);
-}
-
-bool plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
-    llama_kv_self_seq_div(ctx, seq, p0, p1, d);
-    return true;
-}
-
 bool plk::memory::can_shift(llama_context *ctx) { return llama_kv_self_can_shift(ctx); }
-
-bool plk::memory::exists(llama_context *) { return true; }
-
-int32_t plk::memory::pos_min(llama_context *, int32_t) { return -2; }
-
-int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
-    // These releases also return 0 for an empty sequence.
-    const int32_t pos = llama_kv_self_seq_pos_max(ctx, seq);
-    return pos > 0 ? pos : -2;
-}
 
 int32_t plk::memory::used(llama_context *ctx) { return llama_kv_self_used_cells(ctx); }
 
 #elif defined(PLK_USE_cache)
 // Memory functions llama_kv_cache_* (through 0.3.8). A failed decode leaves its first tokens.
+#define PLK_CALL(name, ...) llama_kv_cache_##name(ctx, __VA_ARGS__)
 #include "fields.h"
 
 #if __has_include("ggml-cpu.h")
@@ -120,25 +78,6 @@ int32_t plk::memory::used(llama_context *ctx) { return llama_kv_self_used_cells(
 #endif
 
 void plk::memory::clear(llama_context *ctx, bool) { llama_kv_cache_clear(ctx); }
-
-bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
-    return llama_kv_cache_seq_rm(ctx, seq, p0, p1);
-}
-
-void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
-    llama_kv_cache_seq_cp(ctx, from, to, p0, p1);
-}
-
-void plk::memory::seq_keep(llama_context *ctx, int32_t seq) { llama_kv_cache_seq_keep(ctx, seq); }
-
-void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-    llama_kv_cache_seq_add(ctx, seq, p0, p1, delta);
-}
-
-bool plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
-    llama_kv_cache_seq_div(ctx, seq, p0, p1, d);
-    return true;
-}
 
 namespace {
 // llama_kv_cache_can_shift exists since 0.3.5. Before that, a shift aborts for DeepSeek models.
@@ -186,15 +125,37 @@ const bool plk::memory::begins_beside = false;
 
 bool plk::memory::can_shift(llama_context *ctx) { return ask(ctx, 0); }
 
+int32_t plk::memory::used(llama_context *ctx) { return llama_get_kv_cache_used_cells(ctx); }
+
+#endif
+
+bool plk::memory::seq_rm(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1) {
+    return PLK_CALL(seq_rm, seq, p0, p1);
+}
+
+void plk::memory::seq_cp(llama_context *ctx, int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    PLK_CALL(seq_cp, from, to, p0, p1);
+}
+
+void plk::memory::seq_keep(llama_context *ctx, int32_t seq) { PLK_CALL(seq_keep, seq); }
+
+void plk::memory::seq_add(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+    PLK_CALL(seq_add, seq, p0, p1, delta);
+}
+
+#ifndef PLK_USE_memory
+bool plk::memory::seq_div(llama_context *ctx, int32_t seq, int32_t p0, int32_t p1, int32_t d) {
+    PLK_CALL(seq_div, seq, p0, p1, d);
+    return true;
+}
+
 bool plk::memory::exists(llama_context *) { return true; }
 
 int32_t plk::memory::pos_min(llama_context *, int32_t) { return -2; }
 
 int32_t plk::memory::pos_max(llama_context *ctx, int32_t seq) {
-    const int32_t pos = llama_kv_cache_seq_pos_max(ctx, seq);
+    // These releases also return 0 for an empty sequence.
+    const int32_t pos = PLK_CALL(seq_pos_max, seq);
     return pos > 0 ? pos : -2;
 }
-
-int32_t plk::memory::used(llama_context *ctx) { return llama_get_kv_cache_used_cells(ctx); }
-
 #endif
