@@ -28,7 +28,7 @@ SETTINGS = (("0", "1", "1"), ("1", "1", "1"), ("1", "8", "8"), ("1", "2", "8"))
 def _tool(name: str, variable: str = "") -> str:
     found = shutil.which(os.environ.get(variable, name) if variable else name)
     if found is None:
-        pytest.skip(f"{name} is not here")
+        pytest.skip(f"{name} is not installed")
     return found
 
 
@@ -87,7 +87,7 @@ def test_release_of_a_kept_cache_may_contain_hyphens(tmp_path: Path) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
+@pytest.mark.skipif(sys.platform != "linux", reason="nm -D requires ELF")
 def test_library_exports_only_functions_of_the_header(variant: Variant) -> None:
     """The library exports the functions of plk.h and nothing else."""
     command = [_tool("nm"), "-D", "--defined-only", "--format=posix", str(variant.library)]
@@ -97,7 +97,7 @@ def test_library_exports_only_functions_of_the_header(variant: Variant) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.skipif(sys.platform != "linux", reason="nm -D speaks of ELF")
+@pytest.mark.skipif(sys.platform != "linux", reason="nm -D requires ELF")
 def test_no_symbol_is_shared_between_libraries(variant: Variant) -> None:
     """No symbol is unique per process, because two variants would share it."""
     listed = subprocess.run(
@@ -120,6 +120,23 @@ def test_every_section_of_the_alternatives_is_listed() -> None:
         # The last section of a chain may need no name.
         assert used <= set(listed[1].split()), group
         assert len(set(listed[1].split()) - used) <= 1, group
+
+
+@pytest.mark.slow
+def test_options_for_moves_require_readable_cells(tmp_path: Path) -> None:
+    """A tree with the patches whose cells cannot be read does not get the options."""
+    (tmp_path / "ggml.h").touch()
+    types = "#include <cstdint>\nstruct llama_model; struct llama_context; struct llama_batch;\n"
+    types += "struct llama_context_params; struct llama_token_data {};\n"
+    types += "typedef int32_t llama_token, llama_seq_id;\n"
+    (tmp_path / "llama.h").write_text(types, encoding="utf-8")
+    source = SMOKE.with_name("capabilities.cpp")
+    done = cpp_kit.compiled(source, tmp_path, "-std=c++17", f"-I{NATIVE}", f"-I{SHIM}")
+    assert not done.returncode, done.stderr
+    for readable in ({}, {"READABLE": "1"}):
+        command = [str(tmp_path / "capabilities")]
+        text = subprocess.check_output(command, env=readable, text=True, timeout=60)
+        assert text == f"{len(readable)}\n", readable
 
 
 @pytest.mark.native

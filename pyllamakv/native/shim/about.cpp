@@ -38,8 +38,10 @@ const char *plk_variant(void) { return plk::built::variant; }
 const char *plk_probes(void) { return plk::built::probes; }
 
 uint64_t plk_capabilities(void) {
+    // A context takes the options for moving cells through its caches (cells::set_options).
+    const uint64_t moving = plk::cells::bits != 0 ? plk::moving::bits : 0;
     return plk::context::bits | plk::cells::bits | plk::defrag::bits |
-           plk::rollback::bits | plk::counters::bits | plk::moving::bits | plk::mapping::bits |
+           plk::rollback::bits | plk::counters::bits | moving | plk::mapping::bits |
            plk::sampler::bits | plk::grammar::bits | plk::adapters::bits | plk::pooling::bits |
            threads | PLK_CAP_STATES;
 }
