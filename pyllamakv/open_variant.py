@@ -79,7 +79,7 @@ class OpenLibrary(Library):
             raise UsageError(msg)
         try:
             return models.load(
-                self.native, path, self.handle, params, isolated=self.isolated, kind=self.model_type
+                self.native, path, self.owner, params, isolated=self.isolated, kind=self.model_type
             )
         except ModelError as error:
             if "unknown model architecture" not in str(error):
@@ -93,7 +93,7 @@ class OpenLibrary(Library):
 
     def devices(self) -> list[Device]:
         """List the devices that the library can compute on."""
-        with self.handle:
+        with self.owner:
             return self.native.devices()
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from pyllamakv.binding import arguments, loading
-from pyllamakv.binding.handle import Handle
 from pyllamakv.binding.local import Local
+from pyllamakv.binding.owner import Owner
 from pyllamakv.building import manifest as manifests
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import LoadError, ManifestError, UsageError
@@ -40,7 +40,7 @@ _checked: dict[Path, tuple[int, int]] = {}
 
 
 class Library(ClosedOnExit):
-    """One opened library; models are made on ``handle`` and close before it does."""
+    """One opened library; models are made on ``owner`` and close before it does."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Library(ClosedOnExit):
         self.isolated = isolated
         #: The variant and its capabilities.
         self.about: LibraryInfo = native.about
-        self.handle: Handle[int] = Handle(0, lambda _raw: native.close(), "library")
+        self.owner: Owner[int] = Owner(0, lambda _raw: native.close(), "library")
 
     @classmethod
     def open(
@@ -103,11 +103,11 @@ class Library(ClosedOnExit):
     @property
     def closed(self) -> bool:
         """Return whether it was closed."""
-        return self.handle.closed
+        return self.owner.closed
 
     def close(self) -> None:
         """Close contexts, models, then the library. Raises Busy if one is in use."""
-        self.handle.close()
+        self.owner.close()
 
 
 def variables(env: Mapping[str, str] | None) -> dict[str, str] | None:

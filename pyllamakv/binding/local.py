@@ -1,6 +1,6 @@
 """Implement `protocol.Native` with a library in this process.
 
-cffi releases the GIL around every call. This module has no locks: `handle.Handle` ensures one
+cffi releases the GIL around every call. This module has no locks: `owner.Lock` ensures one
 thread at a time per context. A freed handle is refused. Names of C functions appear only in
 `loading` and here.
 """

@@ -1,19 +1,22 @@
 """Own native objects: the order in which they are freed, and the thread that uses them.
 
-Use a handle with ``with handle as raw: native.decode(raw, ...)``. An exclusive handle (a context)
-serves one operation at a time: another thread gets `Busy`, and so does other code that the same
-thread runs meanwhile, such as a signal handler. In ``with handle.reading()``, a thread waits until
-the running call ends, and calls of other threads wait for it. A shared handle (a model) serves
-several, and cannot be closed meanwhile. Closing closes the children first, or nothing if one of
-them is in use. A finaliser frees an object that was dropped without `close`, in the same order.
+A handle is the number of a native object. Get it with ``with owner as handle: native.decode(handle,
+...)``. An `Owner` (of a library, model or adapter) serves several threads, and cannot be closed
+meanwhile. A `Lock` (of a context or sampler) serves one operation at a time: another thread gets
+`Busy`, and so does other code that the same thread runs meanwhile, such as a signal handler. In
+``with lock.reading()``, a thread waits until the running call ends, and calls of other threads wait
+for it. Closing closes the children first, or nothing if one of them is in use. A finaliser frees an
+object that was dropped without `close`, in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from contextlib import contextmanager, suppress
+from itertools import starmap
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -30,6 +33,10 @@ Raw = TypeVar("Raw", bound=int)
 R = TypeVar("R")
 
 _CONTEXTLIB = vars(contextlib)
+#: Arguments of ways to acquire a lock, each in a list: at once, within 10 ms, and ever.
+_AT_ONCE, _SOON, _EVER = ((False,),), ((True, 0.01),), ((True,),)
+#: Flags of code whose frames may be suspended.
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 #: Packages whose frames belong to the operation that called them.
 _OURS = frozenset({__name__.partition(".")[0], "contextlib", "functools"})
 
@@ -56,7 +63,7 @@ def _holder(frame: FrameType) -> FrameType:
 
 
 class _Node(Generic[Raw]):
-    """The state that must outlive the handle, so that a finaliser can close it in order."""
+    """The state that must outlive the owner, so that a finaliser can close it in order."""
 
     __slots__ = (
         "children",
@@ -69,6 +76,7 @@ class _Node(Generic[Raw]):
         "raw",
         "readers",
         "reading",
+        "surplus",
         "turn",
         "users",
         "what",
@@ -89,64 +97,86 @@ class _Node(Generic[Raw]):
         # The frame that entered first. Signal handlers and callbacks run in the same thread, so
         # only frames show whether a call is a part of the operation.
         self.holder: FrameType | None = None
+        # How often the lock is held for uses that a signal handler ended without `leave`.
+        self.surplus = 0
         # Held while `raw` is used without the lock (cancel), and while it is freed. Reentrant,
         # because a signal handler may cancel.
         self.gate = threading.RLock()
-        # Number of threads in `Handle.reading`; other threads wait for them.
+        # Number of threads in `Lock.reading`; other threads wait for them.
         self.readers = 0
         # Whether the thread that holds the lock is one of them.
         self.reading = False
         self.turn = threading.Condition()
 
-    def acquire(self) -> bool:
+    def acquire(self, locked: list[bool]) -> bool:
         """Lock the node; wait up to a second for reads of other threads, but not for their calls.
 
-        Returns whether the node is locked.
+        Returns whether the node is locked, and adds that to a list in the call of C that locks: a
+        signal handler cannot raise between both.
         """
         for _ in range(100):
-            if self.lock.acquire(blocking=False):
+            locked.extend(starmap(self.lock.acquire, _AT_ONCE))
+            if locked[-1]:
                 return True
             if self.users and not self.reading:
                 return False
             # A holder that is not counted has just begun, or is about to leave.
-            if self.lock.acquire(timeout=0.01):
+            locked.extend(starmap(self.lock.acquire, _SOON))
+            if locked[-1]:
                 return True
         return False
 
-    def check_nested(self, frame: FrameType) -> None:
-        """Raise Busy, with the node unlocked, for code that the operation in progress has called.
+    def check_nested(self, frame: FrameType) -> FrameType | None:
+        """Return the holder of a further use. Raise Busy for code that an operation has called.
 
         ``frame`` is of the thread that has locked the node, and asks for it.
         """
-        nested = _is_nested(frame, self.holder)
-        if nested is None:
-            # The exception of a signal handler struck when the last holder left.
-            self.holder = frame
-        elif not nested:
-            self.lock.release()
+        holder = self.holder
+        nested = _is_nested(frame, holder)
+        if self._is_abandoned(frame):
+            self.surplus += self.users
+            self.users = 0
+        if nested is False:
             raise Busy(
                 f"the {self.what} is in use by a call that this one interrupted or that called "
                 "it: use it after that call"
             )
+        return holder if nested else frame
+
+    def _is_abandoned(self, frame: FrameType) -> bool:
+        """Return whether the exception of a signal handler struck as the last holder left.
+
+        ``frame`` is of the thread that has locked the node.
+        """
+        holder = self.holder
+        return (
+            holder is not None
+            and not holder.f_code.co_flags & _SUSPENDS
+            and _is_nested(frame, holder) is None
+        )
 
     def leave(self) -> None:
         """Count one use less, and unlock the node."""
+        # Without a call before the last one: a signal handler cannot raise in the middle.
         self.users -= 1
         if not self.users:
             self.holder = None
+            while self.surplus:
+                self.surplus -= 1
+                self.lock.release()
         self.lock.release()
 
     def wait_for_readers(self) -> None:
-        """Wait up to a second until no thread is, or waits, in `Handle.reading`."""
+        """Wait up to a second until no thread is, or waits, in `Lock.reading`."""
         with self.turn:
             self.turn.wait_for(lambda: not self.readers, timeout=1.0)
 
     def take(self, taken: list[_Node[int]]) -> _Node[int] | None:
         """Lock this node and all below it; return the first one that is in use."""
-        if not self.acquire():
+        if not self.acquire([]):
             return self  # type: ignore[return-value]
         taken.append(self)  # type: ignore[arg-type]
-        if self.users:
+        if self.users and not self._is_abandoned(_getframe()):
             return self  # type: ignore[return-value]
         # A copy: a finaliser in another thread may take a child out of the list meanwhile.
         for child in tuple(self.children):
@@ -183,26 +213,19 @@ class _Node(Generic[Raw]):
                 self.parent.children.remove(self)  # type: ignore[arg-type]
 
 
-class Handle(NotCopied, Generic[Raw]):
-    """Own one native object: a library, a model, a context or a sampler."""
+class Owner(NotCopied, Generic[Raw]):
+    """Own one native object, which several threads may use: a library, a model or an adapter."""
 
     _node: _Node[Raw]
 
     def __init__(
-        self,
-        raw: Raw,
-        free: Callable[[Raw], None],
-        what: str,
-        parent: Handle[int] | None = None,
-        *,
-        exclusive: bool = False,
+        self, raw: Raw, free: Callable[[Raw], None], what: str, parent: Owner[int] | None = None
     ) -> None:
         """Own ``raw``; ``free`` frees it, and ``what`` names it in messages.
 
         A child references its parent, so that a parent is never collected before its children.
         """
         self._parent = parent
-        self._exclusive = exclusive
         above = parent._node if parent is not None else None
         node = self._node = _Node(raw, free, what, above)
         if above is not None:
@@ -220,34 +243,24 @@ class Handle(NotCopied, Generic[Raw]):
 
     @property
     def raw(self) -> Raw:
-        """Return the native handle; raises Closed. Only for handles of one thread."""
+        """Return the handle; raises Closed. Only for objects of one thread."""
         node = self._node
         if node.closed:
             raise Closed(f"the {node.what} was closed; create a new one")
         return node.raw
 
     def __enter__(self) -> Raw:
-        """Begin to use it; raises Busy when another operation does, Closed when it is gone."""
-        node = self._node
-        if self._exclusive:
-            if node.readers and not node.users:
-                # Without this, a loop of calls would take the lock again before a reader gets it.
-                node.wait_for_readers()
-            if not node.acquire():
-                raise self._busy()
-            if node.users:
-                node.check_nested(_getframe(1))
-            else:
-                node.holder = _holder(_getframe(1))
-            node.users += 1
-        else:
-            # A shared lock is held briefly: to count, and to close.
+        """Begin to use the object; raises Closed if it was freed."""
+        node, used = self._node, False
+        try:
+            # The node's lock is held briefly: to count, and to close.
             with node.lock:
-                node.users += 1
-        if node.closed:
-            self.__exit__(None, None, None)
-            raise Closed(f"the {node.what} was closed; create a new one")
-        return node.raw
+                node.users, used = node.users + 1, True
+            return self.raw
+        except BaseException:  # also of a signal handler
+            if used:
+                self.__exit__(None, None, None)
+            raise
 
     def __exit__(
         self,
@@ -256,66 +269,8 @@ class Handle(NotCopied, Generic[Raw]):
         trace: TracebackType | None,
     ) -> None:
         node = self._node
-        if self._exclusive:
-            node.leave()
-        else:
-            with node.lock:
-                node.users -= 1
-
-    def _busy(self) -> Busy:
-        what = self._node.what
-        return Busy(
-            f"the {what} is in use by another thread: use one {what} per thread, or wait for it"
-        )
-
-    def let_readers(self) -> None:
-        """Let waiting `reading` of other threads in, between two calls of one operation."""
-        node = self._node
-        if not node.readers or node.users != 1:
-            return
-        holder = node.holder
-        node.leave()
-        node.wait_for_readers()
-        node.lock.acquire()
-        node.users, node.holder = 1, holder
-        _ = self.raw
-
-    @contextmanager
-    def reading(self) -> Iterator[Raw]:
-        """Wait until no other thread uses the object, then use it for a short read.
-
-        Raises Closed. Meanwhile, calls of other threads wait instead of raising Busy. Raises Busy
-        for code that an operation of this thread has called.
-        """
-        node, frame = self._node, _getframe(2)
-        with node.turn:
-            node.readers += 1
-        try:
-            node.lock.acquire()
-            outermost = not node.users
-            if outermost:
-                node.holder = frame
-            else:
-                node.check_nested(frame)
-            node.users += 1
-            node.reading = node.reading or outermost
-            try:
-                yield self.raw
-            finally:
-                node.reading = node.reading and not outermost
-                node.leave()
-        finally:
-            with node.turn:
-                node.readers -= 1
-                node.turn.notify_all()
-
-    def interrupt(self, call: Callable[[Raw], R]) -> R:
-        """Call with the raw handle while another thread may be using it: `Native.cancel`.
-
-        It cannot be freed meanwhile. Raises Closed.
-        """
-        with self._node.gate:
-            return call(self.raw)
+        with node.lock:
+            node.users -= 1
 
     def close(self) -> None:
         """Free the object after its children. A second call does nothing.
@@ -331,28 +286,140 @@ class Handle(NotCopied, Generic[Raw]):
         self._finalizer.detach()
 
 
-class Results(Generic[Raw]):
-    """Use an exclusive handle as `Handle` does, to read the results of the last call.
+class Lock(Owner[Raw]):
+    """Own one native object that serves one operation at a time: a context or a sampler."""
+
+    def __enter__(self) -> Raw:
+        """Begin to use it; raises Busy if another operation does, Closed if it was freed."""
+        node, used = self._node, False
+        locked: list[bool] = []
+        try:
+            if node.readers and not node.users:
+                # Without this, a loop of calls would take the lock again before a reader gets it.
+                node.wait_for_readers()
+            # A token takes two locks, so the usual case needs no further call of Python.
+            locked.extend(starmap(node.lock.acquire, _AT_ONCE))
+            if not locked[0] and not node.acquire(locked):
+                raise self._busy()
+            frame = _getframe(1)
+            if node.users:
+                holder = node.check_nested(frame)
+            else:
+                holder = frame if frame.f_globals is not _CONTEXTLIB else _holder(frame)
+            # In one line: a call of a handler before it would leave no holder of this use.
+            node.users, node.holder, used = node.users + 1, holder, True
+            if node.closed:
+                raise Closed(f"the {node.what} was closed; create a new one")
+            return node.raw
+        except BaseException:  # also of a signal handler
+            if used:
+                self.__exit__(None, None, None)
+            elif True in locked:
+                node.lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._node.leave()
+
+    def _busy(self) -> Busy:
+        what = self._node.what
+        return Busy(
+            f"the {what} is in use by another thread: use one {what} per thread, or wait for it"
+        )
+
+    def let_readers(self) -> None:
+        """Let waiting `reading` of other threads in, between two calls of one operation."""
+        node = self._node
+        if not node.readers or node.users != 1:
+            return
+        holder = node.holder
+        locked: list[bool] = []
+        try:
+            node.leave()
+            node.wait_for_readers()
+        finally:  # also if a signal handler raises: the operation leaves it once more
+            try:
+                locked.extend(starmap(node.lock.acquire, _EVER))
+            finally:
+                if not locked:
+                    node.lock.acquire()
+                node.users, node.holder = 1, holder
+        _ = self.raw
+
+    @contextmanager
+    def reading(self) -> Iterator[Raw]:
+        """Wait until no other thread uses the object, then use it for a short read.
+
+        Raises Closed. Meanwhile, calls of other threads wait instead of raising Busy. Raises Busy
+        for code that an operation of this thread has called.
+        """
+        node, frame, used, outermost = self._node, _getframe(2), False, False
+        locked: list[bool] = []
+        waits = False
+        try:
+            with node.turn:
+                node.readers, waits = node.readers + 1, True
+            locked.extend(starmap(node.lock.acquire, _EVER))
+            outermost = not node.users
+            holder = frame if outermost else node.check_nested(frame)
+            node.users, node.holder, used = node.users + 1, holder, True
+            node.reading = node.reading or outermost
+            yield self.raw
+        finally:
+            if used:
+                node.reading = node.reading and not outermost
+                node.leave()
+            elif locked:
+                node.lock.release()
+            with node.turn:
+                node.readers -= waits
+                node.turn.notify_all()
+
+    def interrupt(self, call: Callable[[Raw], R]) -> R:
+        """Call with the handle while another thread may be using it: `Native.cancel`.
+
+        It cannot be freed meanwhile. Raises Closed.
+        """
+        with self._node.gate:
+            return call(self.raw)
+
+
+class ReadLock(Generic[Raw]):
+    """Use a context as its `Lock` does, to read the results of the last call.
 
     A callback of an operation, such as a sampler, may do so during the operation.
     """
 
-    def __init__(self, handle: Handle[Raw]) -> None:
-        self._handle = handle
+    def __init__(self, lock: Lock[Raw]) -> None:
+        self._lock = lock
 
     def __enter__(self) -> Raw:
-        node = self._handle._node
-        if not node.acquire():
-            raise self._handle._busy()
-        if not node.users:
-            node.holder = _holder(_getframe(1))
-        node.users += 1
-        if node.closed:
-            node.leave()
-        return self._handle.raw
+        node, used = self._lock._node, False
+        locked: list[bool] = []
+        try:
+            locked.extend(starmap(node.lock.acquire, _AT_ONCE))
+            if not locked[0] and not node.acquire(locked):
+                raise self._lock._busy()
+            holder = node.holder
+            if not node.users:
+                frame = _getframe(1)
+                holder = frame if frame.f_globals is not _CONTEXTLIB else _holder(frame)
+            node.users, node.holder, used = node.users + 1, holder, True
+            return node.raw if not node.closed else self._lock.raw
+        except BaseException:
+            if used:
+                node.leave()
+            elif True in locked:
+                node.lock.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._handle._node.leave()
+        self._lock._node.leave()
 
 
 def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:
@@ -369,4 +436,4 @@ class LoadedModel:
     """
 
     native: Native
-    life: Handle[Any]
+    owner: Owner[Any]

@@ -18,7 +18,7 @@ import numpy as np
 
 from pyllamakv import content_digest
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle, free_quietly
+from pyllamakv.binding.owner import Owner, free_quietly
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import AdapterError, ModelError, UsageError
@@ -59,8 +59,8 @@ class Adapter(ClosedOnExit):
         #: Identifies the content within the model object: the same file has the same name.
         self.name = secrets.token_hex(8) if facts is None else ":".join(map(str, facts))
         self._digest: str | None = None
-        self.life: Handle[Any] = Handle(
-            handle, partial(free_quietly, model.native.adapter_free), "adapter", model.life
+        self.owner: Owner[Any] = Owner(
+            handle, partial(free_quietly, model.native.adapter_free), "adapter", model.owner
         )
 
     @property
@@ -80,11 +80,11 @@ class Adapter(ClosedOnExit):
     @property
     def closed(self) -> bool:
         """Whether this adapter, its model or its library was closed."""
-        return self.life.closed
+        return self.owner.closed
 
     def close(self) -> None:
         """Free the adapter, once no context uses it. A second call does nothing."""
-        self.life.close()
+        self.owner.close()
 
     def __repr__(self) -> str:
         return f"<Adapter {self.path.name}{', closed' if self.closed else ''}>"
@@ -99,7 +99,7 @@ def load(model: Model, path: str | os.PathLike[str]) -> Adapter:
     except ModelError as error:
         raise AdapterError(str(error)) from error
     n_pairs = _check(file, model)
-    with model.life as raw:
+    with model.owner as raw:
         handle = model.native.adapter_load(raw, str(place.resolve()), n_pairs)
     try:
         return Adapter(model, handle, file)
@@ -121,7 +121,7 @@ def checked_adapters(model: Model, adapters: Any) -> AdapterScales:
         if adapter.model is not model:
             msg = f"{adapter} was loaded for another model: load it with model.load_adapter"
             raise UsageError(msg)
-        _ = adapter.life.raw
+        _ = adapter.owner.raw
         factor = arguments.number("a scale", scale, -_LARGEST_SCALE, _LARGEST_SCALE)
         factor = float(np.float32(factor))
         if factor:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pyllamakv.binding import arguments, codes
-from pyllamakv.binding.handle import Handle, Results, free_quietly
+from pyllamakv.binding import arguments
+from pyllamakv.binding.owner import Lock, ReadLock, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
     DecodeStatus,
@@ -212,7 +212,7 @@ class Context(ClosedOnExit):
         free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
         #: Held by the operation that uses the context. Other threads, signal handlers and callbacks
         #: get Busy.
-        self.lock: Handle[Any] = Handle(handle, free, "context", model.life, exclusive=True)
+        self.lock: Lock[Any] = Lock(handle, free, "context", model.owner)
         #: The same lock for reads of results, which a sampler called by an operation needs.
         self.results = Results(self.lock)
         self.n_vocab, self.epoch = model.info.n_vocab, 0
@@ -364,7 +364,7 @@ class Context(ClosedOnExit):
     def start_adapters(self, chosen: AdapterScales) -> None:
         """Use checked adapters in a context without tokens, for `Model.context`."""
         with self.lock as handle:
-            raw = [each.life.raw for each, _ in chosen]
+            raw = [each.owner.raw for each, _ in chosen]
             self.native.adapters_set(handle, raw, [scale for _, scale in chosen])
             self._adapters, self.adapters_key = chosen, adapter.identify(chosen)
             self.epoch += 1  # logits of the former adapters are stale

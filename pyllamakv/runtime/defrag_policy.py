@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import LoadedModel
+from pyllamakv.binding.owner import LoadedModel
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decode_failure

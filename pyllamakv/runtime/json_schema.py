@@ -80,7 +80,7 @@ class Vocabulary:
         self.eos_token_id = self.ends[0] if self.ends else model.info.token_eos
         self.bos_token_id = model.info.token_bos if model.info.token_bos >= 0 else None
         # Not the model: it keeps this object, in a cycle that the collector of Python cannot see.
-        self._native, self._life = model.native, model.life
+        self._native, self._owner = model.native, model.owner
         self._before = self._tokenize(_BEFORE)
 
     def __call__(self, text: bytes) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pyllamakv import content_digest
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
+from pyllamakv.binding.owner import LoadedModel, Owner, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
     ContextParams,
@@ -56,7 +56,7 @@ class Model(LoadedModel, ClosedOnExit):
         native: Native,
         handle: ModelHandle,
         file: ModelFile,
-        parent: Handle[int],
+        parent: Owner[int],
         *,
         isolated: bool,
         on_host: bool = True,
@@ -67,7 +67,7 @@ class Model(LoadedModel, ClosedOnExit):
         self.handle = handle
         self.file = file
         self.isolated = isolated
-        self.life: Handle[Any] = Handle(
+        self.owner: Owner[Any] = Owner(
             handle, partial(free_quietly, native.model_free), "model", parent
         )
         #: A random name of this object, in what is saved and restored within it.
@@ -99,7 +99,7 @@ class Model(LoadedModel, ClosedOnExit):
 
     def meta(self, key: str) -> str | None:
         """Return a metadata value of the file as text, or None."""
-        _ = self.life.raw
+        _ = self.owner.raw
         return self.native.model_meta(self.handle, arguments.c_text("key", key))
 
     def tokenize(
@@ -192,7 +192,7 @@ class Model(LoadedModel, ClosedOnExit):
             token = arguments.integer("token", token)
         found = self._ends.get(token)
         if found is None:
-            _ = self.life.raw
+            _ = self.owner.raw
             self._check_token(token)
             found = self.native.token_is_eog(self.handle, token)
             self._ends[token] = found
@@ -271,7 +271,7 @@ class Model(LoadedModel, ClosedOnExit):
         ModelUnverified for a kept file, NotEnoughMemory before any allocation, or ContextError if
         the library refuses.
         """
-        _ = self.life.raw
+        _ = self.owner.raw
         arguments.choice("guard", guard, ("on", "off"))
         if guard == "off" and not self.isolated:
             msg = (
@@ -315,7 +315,7 @@ class Model(LoadedModel, ClosedOnExit):
             uneven = self.file.has_partial_layers
             check_memory(self.info, params, uneven=uneven, pid=worker_pid(self))
         adapts = n_threads is n_threads_batch is None and not os.environ.get(_THREADS)
-        with self.life as model:
+        with self.owner as model:
             handle = new_context(self.native, model, params)
             try:
                 context = Context(self, handle, params, adapt_threads=adapts)
@@ -360,15 +360,15 @@ class Model(LoadedModel, ClosedOnExit):
 
     def close(self) -> None:
         """Free the model after its contexts. A second call does nothing."""
-        self.life.close()
+        self.owner.close()
 
     @property
     def closed(self) -> bool:
         """Whether this model or its library was closed."""
-        return self.life.closed
+        return self.owner.closed
 
     def __enter__(self) -> Model:
-        _ = self.life.raw
+        _ = self.owner.raw
         return self
 
     def __repr__(self) -> str:
@@ -387,7 +387,7 @@ class Model(LoadedModel, ClosedOnExit):
         return min(usable_cpus(), _MOST_THREADS) if safe else 1
 
     def _need_vocab(self) -> None:
-        _ = self.life.raw
+        _ = self.owner.raw
         if not self.info.has_vocab:
             msg = "this model has no vocabulary: pass tokens instead of text"
             raise Unsupported(msg, "vocabulary")
@@ -404,7 +404,7 @@ class Model(LoadedModel, ClosedOnExit):
 def load(
     native: Native,
     path: str | os.PathLike[str],
-    parent: Handle[int],
+    parent: Owner[int],
     params: ModelParams,
     *,
     isolated: bool,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyllamakv.binding import arguments
-from pyllamakv.binding.handle import Handle, LoadedModel, free_quietly
+from pyllamakv.binding.owner import LoadedModel, Lock, free_quietly
 from pyllamakv.binding.protocol import Capability, SamplerParams
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import Unsupported, UsageError
@@ -93,7 +93,7 @@ def sample_token(sampler: TokenSampler, context: Context, index: int = -1) -> in
     return token
 
 
-def context_lock(context: Context) -> Handle[Any]:
+def context_lock(context: Context) -> Lock[Any]:
     """Return the lock of a context; raise ArgumentTypeError for another object."""
     try:
         return context.lock
@@ -227,14 +227,14 @@ class Sampler(SampledAhead, ClosedOnExit):
         self._native, self._n_vocab = model.native, model.info.n_vocab
         last = max(dict(params.logit_bias), default=0)
         arguments.integer("a token of logit_bias", last, 0, self._n_vocab - 1)
-        with model.life as raw:
+        with model.owner as raw:
             if json_schema is not None:
                 self.processors.append(SchemaProcessor(model, json_schema))
             made = self._native.sampler_new(raw, params)
             free = partial(free_quietly, self._native.sampler_free)
             try:
                 #: Held by the thread that samples.
-                self.life: Handle[Any] = Handle(made, free, "sampler", model.life, exclusive=True)
+                self.lock: Lock[Any] = Lock(made, free, "sampler", model.owner)
             except BaseException:
                 free(made)
                 raise
@@ -246,7 +246,7 @@ class Sampler(SampledAhead, ClosedOnExit):
         """
         if type(index) is not int:
             index = arguments.integer("index", index)
-        with context_lock(context) as raw, self.life as handle:
+        with context_lock(context) as raw, self.lock as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             context.outputs.check(index)
@@ -285,7 +285,12 @@ class Sampler(SampledAhead, ClosedOnExit):
 
         Raises UsageError if the sampler keeps a history, which would mix several sequences.
         """
-        with context_lock(context) as raw, self.life as handle:
+        with context_lock(context) as raw:
+            return self.sample_locked(context, raw)
+
+    def sample_locked(self, context: Context, raw: ContextHandle) -> list[int]:
+        """Do what `sample_all` does, for a caller that holds the context's lock as ``raw``."""
+        with self.lock as handle:
             if context.model.native is not self._native:
                 self.check_context(context)
             n = context.outputs.count()
@@ -300,7 +305,7 @@ class Sampler(SampledAhead, ClosedOnExit):
         A grammar or schema still begins with the first sampled token.
         """
         numbers = as_int32(tokens, "tokens")
-        with self.life as handle:
+        with self.lock as handle:
             self._native.sampler_accept(handle, numbers)
 
     def begin(self, text: object, *, new: bool) -> None:
@@ -344,7 +349,7 @@ class Sampler(SampledAhead, ClosedOnExit):
 
     def reset(self) -> None:
         """Drop the token history and restart from the seed."""
-        with self.life as handle:
+        with self.lock as handle:
             self._native.sampler_reset(handle)
             self._ahead = self._text = None
             self._sampled = False
@@ -353,10 +358,10 @@ class Sampler(SampledAhead, ClosedOnExit):
 
     def close(self) -> None:
         """Free the sampler; further use raises Closed."""
-        self.life.close()
+        self.lock.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.life.closed else _changed_options(self.params)
+        state = "closed" if self.lock.closed else _changed_options(self.params)
         return f"<Sampler {state}>"
 
 

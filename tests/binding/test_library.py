@@ -238,10 +238,10 @@ def test_old_cuda_driver_is_named_with_the_toolkit(
 def test_closed_library_is_refused_and_busy_library_stays_open() -> None:
     """A closed library cannot be used, and a library in use cannot be closed."""
     opened = open_library(fake())
-    with opened.handle, pytest.raises(Busy):
+    with opened.owner, pytest.raises(Busy):
         opened.close()
     opened.close()
     opened.close()
     assert opened.closed
     with pytest.raises(Closed):
-        _ = opened.handle.raw
+        _ = opened.owner.raw

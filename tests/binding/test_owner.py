@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import itertools
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pyllamakv.binding.handle import Handle, free_quietly
+from pyllamakv.binding.owner import Lock, Owner, ReadLock, free_quietly
 from pyllamakv.errors import Busy, Closed, NativeError, WorkerDied
 
 
@@ -22,16 +26,16 @@ class Tree:
     def __init__(self) -> None:
         self.freed: list[int] = []
         free = self.freed.append
-        self.library = Handle(0, free, "library")
-        self.models = [Handle(10 * i, free, "model", self.library) for i in (1, 2)]
+        self.library = Owner(0, free, "library")
+        self.models = [Owner(10 * i, free, "model", self.library) for i in (1, 2)]
         self.contexts = [
-            Handle(11, free, "context", self.models[0], exclusive=True),
-            Handle(12, free, "context", self.models[0], exclusive=True),
-            Handle(21, free, "context", self.models[1], exclusive=True),
+            Lock(11, free, "context", self.models[0]),
+            Lock(12, free, "context", self.models[0]),
+            Lock(21, free, "context", self.models[1]),
         ]
 
-    def all(self) -> list[Handle[int]]:
-        """Return every handle."""
+    def all(self) -> list[Owner[int]]:
+        """Return every owner."""
         return [self.library, *self.models, *self.contexts]
 
 
@@ -67,10 +71,11 @@ def test_use_of_a_closed_object_is_refused() -> None:
         with pytest.raises(Closed, match="was closed"), owner:
             pass
         with pytest.raises(Closed):
-            _ = handle.raw
-        with pytest.raises(Closed):
-            handle.interrupt(lambda raw: raw)
-        handle.close()
+            _ = owner.raw
+        if isinstance(owner, Lock):
+            with pytest.raises(Closed):
+                owner.interrupt(lambda raw: raw)
+        owner.close()
     assert not tree.contexts[2].closed
     with tree.contexts[2] as raw:
         assert raw == 21
@@ -82,7 +87,7 @@ def test_object_created_on_a_closed_parent_is_freed() -> None:
     tree.models[1].close()
     del tree.freed[:]
     with pytest.raises(Closed, match="model was closed"):
-        Handle(22, tree.freed.append, "context", tree.models[1])
+        Owner(22, tree.freed.append, "context", tree.models[1])
     assert tree.freed == [22]
 
 
@@ -100,6 +105,99 @@ def test_second_thread_using_a_lock_is_busy() -> None:
         assert isinstance(in_thread(use), Busy)
         assert in_thread(lambda: context.interrupt(lambda raw: raw)) is None
     assert in_thread(use) is None
+
+
+@pytest.mark.regression(
+    "after a signal handler had raised as a call began or ended, its context stayed in use",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.parametrize(
+    "way", ["enter", "nested", pytest.param("reading", marks=pytest.mark.slow), "results"]
+)
+def test_an_interrupt_of_an_entry_leaves_the_lock_usable(way: str) -> None:
+    """A handler raises wherever Python calls one: other threads can use and close the object."""
+    number, left = 0, 0
+    last: dict[object, str] = {}
+    file = Owner.close.__code__.co_filename
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            called = last.get(frame, "") in {"RESUME", "CALL", "JUMP_BACKWARD"}
+            last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= called
+            if called and not left:
+                raise KeyboardInterrupt
+        return trace
+
+    def use(context: Lock[int]) -> None:
+        outer = context if way == "nested" else nullcontext()
+        with (
+            outer,
+            {"reading": context.reading, "results": lambda: ReadLock(context)}.get(
+                way, lambda: context
+            )(),
+        ):
+            pass
+
+    before = sys.gettrace()
+    while left <= 0:
+        number += 1
+        context, left = Tree().contexts[0], number
+        try:
+            sys.settrace(trace)
+            use(context)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        with context:  # if it was not left, the next call of the thread leaves it
+            pass
+        assert in_thread(partial(use, context)) is None
+        assert in_thread(context.close) is None
+    assert number > 5
+
+
+@pytest.mark.parametrize("way", ["lock", "results"])
+def test_a_call_between_two_lines_of_an_entry_leaves_its_holder(way: str) -> None:
+    """A finaliser uses the context there: later nested uses leave the lock as usual."""
+    context = Tree().contexts[0]
+    entered = context if way == "lock" else ReadLock(context)
+    calls = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal calls
+        if frame.f_code is not type(entered).__enter__.__code__:
+            return None
+        if event == "line":
+            calls += 1
+            sys.settrace(None)
+            with suppress(Busy), context:
+                pass
+            sys.settrace(trace)
+        return trace
+
+    def use() -> None:
+        with context:
+            pass
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        entered.__enter__()
+    finally:
+        sys.settrace(before)
+    for _ in range(2):
+        with context:
+            pass
+    assert isinstance(in_thread(use), Busy)
+    entered.__exit__(None, None, None)
+    assert in_thread(use) is None
+    assert calls > 5
 
 
 def test_a_reader_waits_for_the_running_call() -> None:
@@ -145,7 +243,7 @@ def test_calls_and_close_wait_for_a_short_read() -> None:
         context = tree.contexts[0]
         entered, leave = threading.Event(), threading.Event()
 
-        def read(context: Handle[int] = context, entered=entered, leave=leave) -> None:
+        def read(context: Lock[int] = context, entered=entered, leave=leave) -> None:
             with context.reading():
                 entered.set()
                 leave.wait(60)
@@ -218,13 +316,13 @@ def test_objects_in_a_cycle_are_freed_before_their_parents() -> None:
 
 EXIT = """
 import threading
-from pyllamakv.binding.handle import Handle
+from pyllamakv.binding.owner import Lock, Owner
 say = lambda raw: print(raw, flush=True)
-library = Handle(0, say, "library")
-model = Handle(1, say, "model", library)
-context = Handle(2, say, "context", model, exclusive=True)
-other = Handle(5, say, "library")
-used = Handle(6, say, "context", other, exclusive=True)
+library = Owner(0, say, "library")
+model = Owner(1, say, "model", library)
+context = Lock(2, say, "context", model)
+other = Owner(5, say, "library")
+used = Lock(6, say, "context", other)
 entered = threading.Event()
 def work():
     with used:

@@ -80,7 +80,7 @@ def test_random_grammars_are_used_or_refused(release: str) -> None:
             try:
                 with model.sampler(grammar=grammar, temperature=1.0, seed=1) as sampler:
                     for _ in range(4):
-                        with sampler.life as handle:
+                        with sampler.lock as handle:
                             model.native.sample_logits(handle, logits)
             except (kv.UsageError, kv.NoTokenAllowed):
                 pass

@@ -60,7 +60,7 @@ def drawn(model: kv.Model, logits: NDArray[np.float32], n: int = 300, **options:
     """Return ``n`` tokens that a sampler chooses from the same logits."""
     with model.sampler(**{"temperature": 1.0, "seed": 5, **options}) as sampler:
         draw = model.native.sample_logits
-        with sampler.life as handle:
+        with sampler.lock as handle:
             return [draw(handle, logits) for _ in range(n)]
 
 
@@ -73,7 +73,7 @@ def test_releases_have_the_samplers(model: kv.Model) -> None:
         with pytest.raises(Unsupported, match="ADAPTIVE_P"):
             model.sampler(temperature=1, adaptive_target=0.5)
         params = kv.SamplerParams(temperature=1, adaptive_target=0.5)
-        with model.life as raw, pytest.raises(Unsupported):
+        with model.owner as raw, pytest.raises(Unsupported):
             model.native.sampler_new(raw, params)
 
 
@@ -163,7 +163,7 @@ def test_penalties_count_what_was_accepted(model: kv.Model) -> None:
     ):
         with model.sampler(**options) as sampler:
             sampler.accept(history)
-            with sampler.life as handle:
+            with sampler.lock as handle:
                 penalized = logits.copy()
                 tokens = history[-sampler.params.penalty_last_n :]
                 for token in set(tokens):
@@ -175,7 +175,7 @@ def test_penalties_count_what_was_accepted(model: kv.Model) -> None:
                 found = model.native.sample_logits(handle, logits)
             assert found == penalized.argmax() == chosen, options
             sampler.reset()
-            with sampler.life as handle:
+            with sampler.lock as handle:
                 assert model.native.sample_logits(handle, logits) == 10
 
 
@@ -194,7 +194,7 @@ def test_dry_breaks_a_repetition(model: kv.Model) -> None:
     ):
         with model.sampler(**options) as sampler:
             sampler.accept(repeated)
-            with sampler.life as handle:
+            with sampler.lock as handle:
                 assert model.native.sample_logits(handle, logits) == chosen, options
 
 
@@ -214,7 +214,7 @@ def test_a_grammar_restricts_the_text(model: kv.Model) -> None:
         with model.sampler(**options, seed=seed) as sampler:
             for _ in range(2):
                 tokens = []
-                with sampler.life as handle:
+                with sampler.lock as handle:
                     while not tokens or not model.is_eog(tokens[-1]):
                         tokens.append(model.native.sample_logits(handle, logits))
                 text = model.detokenize(tokens[:-1])
@@ -283,7 +283,7 @@ def test_deep_grammars_are_accepted(model: kv.Model) -> None:
         "root ::= " + " | ".join(f'"k{i}"' for i in range(9000)),
         'root ::= "[" (item ("," item)*)? "]"\nitem ::= [a-z]{1,64} ws\nws ::= [ \\t\\n]*',
     ):
-        with model.sampler(grammar=text) as sampler, sampler.life as handle:
+        with model.sampler(grammar=text) as sampler, sampler.lock as handle:
             logits = np.zeros(model.info.n_vocab, dtype=np.float32)
             assert model.native.sample_logits(handle, logits) >= 0
 
@@ -294,7 +294,7 @@ def test_sampling_without_an_allowed_token_is_refused(model: kv.Model) -> None:
     bias = {i: -math.inf for i in range(model.info.n_vocab) if model.piece(i).startswith(b"a")}
     with (
         model.sampler(grammar='root ::= "a"', logit_bias=bias) as sampler,
-        sampler.life as handle,
+        sampler.lock as handle,
         pytest.raises(NoTokenAllowed, match="the grammar allows none"),
     ):
         model.native.sample_logits(handle, logits)
