@@ -30,6 +30,7 @@ from pyllamakv.binding.protocol import (
     ContextInfo,
     ContextParams,
     Counters,
+    DecodeStatus,
     DefragMover,
     DefragPlan,
     Device,
@@ -140,28 +141,29 @@ def _flat(values: Any, dtype: Any) -> Any:
     return values
 
 
-class _Each:
-    """The reusable batch with one token of each of these sequences."""
+class _Steps:
+    """The reusable batch with one token of each of ``n`` sequences."""
 
-    __slots__ = ("_keep", "batch", "pos", "seq", "token")
+    __slots__ = ("batch", "flags", "logits", "n", "pos", "seq", "seq_id", "token")
 
-    def __init__(self, seq: tuple[int, ...]) -> None:
-        n = len(seq)
-        self.seq = seq
+    def __init__(self, n: int) -> None:
+        self.n = n
         self.token, self.pos = ffi.new("int32_t[]", n), ffi.new("int32_t[]", n)
-        self._keep = ffi.new("int32_t[]", seq), ffi.new("int8_t[]", [1] * n)
+        self.seq, self.flags = ffi.new("int32_t[]", n), ffi.new("int8_t[]", n)
         self.batch = struct("plk_batch")
         self.batch.n_tokens = n
-        self.batch.token, self.batch.pos = self.token, self.pos
-        self.batch.seq_id, self.batch.logits = self._keep
+        self.batch.token, self.batch.pos, self.batch.seq_id = self.token, self.pos, self.seq
+        # What `seq` and `flags` were copied from; None is no flags.
+        self.seq_id: tuple[int, ...] = ()
+        self.logits: Any = None
 
 
 class Scratch:
     """Buffers that calls on one context reuse, in one thread at a time."""
 
     __slots__ = (
-        "batch", "buffers", "cells", "each", "model", "n_embd", "n_vocab", "place",
-        "raw", "rows", "tokens", "view", "words",
+        "batch", "buffers", "cells", "model", "n_embd", "n_vocab", "place",
+        "raw", "rows", "steps", "tokens", "view", "words",
     )  # fmt: skip
 
     def __init__(self, raw: Any, model: int, n_vocab: int, n_seq_max: int) -> None:
@@ -173,7 +175,7 @@ class Scratch:
         self.n_embd = 0  # values of an embedding
         self.batch = struct("plk_batch")
         self.cells = struct("plk_cells_info")
-        self.each = _Each(())
+        self.steps = _Steps(0)
         self.rows = ffi.new("int32_t *")
         self.tokens = ffi.new("int32_t[]", n_seq_max)
         # The last view of logits; the next ones are usually at the same address.
@@ -217,8 +219,6 @@ class Local:
         #: Contexts whose memory a child of a fork does not have.
         self._unforked: set[int] = set()
         _libraries.add(self)
-        # Bound once: decode_one is called for every token.
-        self._one: Any = self._lib.plk_decode_one
 
     def _read_about(self) -> LibraryInfo:
         text = self._lib.plk_probes()
@@ -651,17 +651,21 @@ class Local:
     def decode(
         self,
         context: ContextHandle,
-        token: NDArray[np.int32],
-        pos: NDArray[np.int32],
+        token: NDArray[np.int32] | NDArray[np.float32] | list[int],
+        pos: NDArray[np.int32] | list[int],
         seq_count: NDArray[np.int32] | None,
-        seq_id: NDArray[np.int32],
-        logits: NDArray[np.int8] | None,
+        seq_id: NDArray[np.int32] | tuple[int, ...],
+        logits: NDArray[np.int8] | tuple[int, ...] | None,
     ) -> int:
-        """Run one batch; return llama_decode's own code."""
+        """Run one batch of tokens or embeddings; return llama_decode's own code."""
+        if type(token) is list:
+            return self._decode_lists(context, token, pos, seq_id, logits)
         raw = self._context(context)
         batch = self._scratch[context].batch
-        token, pos, seq_id = _flat(token, _INT32), _flat(pos, _INT32), _flat(seq_id, _INT32)
-        n_tokens = len(token)
+        embeds = np.ndim(token) == 2
+        inputs = _flat(token, _FLOAT32 if embeds else _INT32)
+        places, seq_id = _flat(pos, _INT32), _flat(seq_id, _INT32)
+        n_tokens = len(inputs)
         ids = n_tokens
         if seq_count is not None:
             seq_count = _flat(seq_count, _INT32)
@@ -670,73 +674,75 @@ class Local:
             logits = _flat(logits, _INT8)
         # C reads the requested number of items, so a shorter array must not reach it.
         wanted = n_tokens if logits is None else len(logits)
-        if not len(pos) == wanted == n_tokens or len(seq_id) != ids:
+        shaped = places.ndim == 1 + embeds and places.shape[-1] == n_tokens
+        if not shaped or wanted != n_tokens or len(seq_id) != ids:
             raise self._error(
                 Code.EINVAL, f"decode {n_tokens} tokens: the arrays differ in length", "decode"
             )
         keep = (
-            ffi.from_buffer("int32_t[]", token),
-            ffi.from_buffer("int32_t[]", pos),
+            NULL if embeds else ffi.from_buffer("int32_t[]", inputs),
+            ffi.from_buffer("float[]", inputs) if embeds else NULL,
+            ffi.from_buffer("int32_t[]", places),
             ffi.from_buffer("int32_t[]", seq_id),
             NULL if seq_count is None else ffi.from_buffer("int32_t[]", seq_count),
             NULL if logits is None else ffi.from_buffer("int8_t[]", logits),
         )
         batch.n_tokens = n_tokens
-        batch.token, batch.pos, batch.seq_id, batch.seq_count, batch.logits = keep
-        code: int = self._lib.plk_decode(raw, batch)
+        batch.token, batch.embd, batch.pos, batch.seq_id, batch.seq_count, batch.logits = keep
+        if embeds:
+            batch.n_embd, batch.n_pos = inputs.shape[1], len(places)
+        before = len(entered)
+        try:
+            code: int = self._lib.plk_decode(raw, batch)
+            if len(entered) > before:
+                raise_pending()
+        except BaseException:
+            forget_pending()
+            raise
         if code < OWN:
             raise self._error(code, f"decode {n_tokens} tokens", "decode")
         return code
 
-    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
-        """Run one token of one sequence with logits."""
-        try:
-            code: int = self._one(self._contexts[context], token, pos, seq_id)
-        except KeyError:
-            self._gone("context")
-        if code < OWN:
-            raise self._error(code, f"decode token {token} at {pos} of sequence {seq_id}", "decode")
-        return code
-
-    def decode_embd(
-        self,
-        context: ContextHandle,
-        embd: NDArray[np.float32],
-        pos: NDArray[np.int32],
-        seq_id: int,
+    def _decode_lists(
+        self, context: ContextHandle, token: list[int], pos: Any, seq_id: Any, logits: Any
     ) -> int:
-        """Run embeddings of one sequence, with logits of the last one."""
-        raw = self._context(context)
-        n_tokens, n_embd = embd.shape
-        n_pos, places = pos.shape
-        what = f"decode {n_tokens} embeddings"
-        if places != n_tokens:
-            raise self._error(Code.EINVAL, f"{what}: the arrays differ in length", "decode")
-        values = ffi.from_buffer("float[]", _flat(embd.ravel(), _FLOAT32))
-        flat = ffi.from_buffer("int32_t[]", _flat(pos.ravel(), _INT32))
-        code: int = self._lib.plk_decode_embd(raw, n_tokens, n_embd, n_pos, values, flat, seq_id)
-        if code < OWN:
-            raise self._error(code, what, "decode")
-        return code
-
-    def decode_each(
-        self,
-        context: ContextHandle,
-        token: Sequence[int],
-        pos: Sequence[int],
-        seq_id: tuple[int, ...],
-    ) -> int:
-        """Run one token of each of several sequences, all with logits."""
+        """Run one batch of lists, which takes less time for few tokens than arrays do."""
         scratch = self._scratch.get(context) or self._gone("context")
-        each, n = scratch.each, len(seq_id)
-        if each.seq is not seq_id:
-            each = scratch.each = _Each(seq_id)
-        # cffi requires the exact number of items.
-        each.token[0:n] = token
-        each.pos[0:n] = pos
-        code: int = self._lib.plk_decode(scratch.raw, each.batch)
+        steps, n = scratch.steps, len(seq_id)
+        if steps.n != n:
+            steps = scratch.steps = _Steps(n)
+        # A copy that fails or is interrupted must leave nothing that looks current.
+        if steps.seq_id is not seq_id:
+            steps.seq_id = ()
+            steps.seq[0:n] = seq_id
+            steps.seq_id = seq_id
+        if steps.logits is not logits:
+            steps.logits = ...
+            if logits is None:
+                steps.batch.logits = NULL
+            else:
+                steps.flags[0:n] = logits
+                steps.batch.logits = steps.flags
+            steps.logits = logits
+        # Both forms require the exact number of items; the first takes less time.
+        if n == 1:
+            (steps.token[0],), (steps.pos[0],) = token, pos
+        else:
+            steps.token[0:n] = token
+            steps.pos[0:n] = pos
+        before = len(entered)
+        try:
+            code: int = self._lib.plk_decode(scratch.raw, steps.batch)
+            if len(entered) > before:
+                raise_pending()
+        except BaseException:
+            forget_pending()
+            raise
         if code < OWN:
-            raise self._error(code, f"decode a token of each of {n} sequences", "decode")
+            what = f"decode a token of each of {n} sequences"
+            if n == 1:
+                what = f"decode token {token[0]} at {pos[0]} of sequence {seq_id[0]}"
+            raise self._error(code, what, "decode")
         return code
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:

@@ -797,41 +797,23 @@ class Native(Protocol):
     def decode(
         self,
         context: ContextHandle,
-        token: NDArray[np.int32],
-        pos: NDArray[np.int32],
+        token: NDArray[np.int32] | NDArray[np.float32] | list[int],
+        pos: NDArray[np.int32] | list[int],
         seq_count: NDArray[np.int32] | None,
-        seq_id: NDArray[np.int32],
-        logits: NDArray[np.int8] | None,
+        seq_id: NDArray[np.int32] | tuple[int, ...],
+        logits: NDArray[np.int8] | tuple[int, ...] | None,
     ) -> int:
         """Run one batch; return llama_decode's own code: 0, 1, 2 or a negative one.
 
-        Raises `NativeError` when llama.cpp threw or an argument was refused.
+        ``seq_count`` None is one sequence per token; ``logits`` has a flag per token, None is the
+        last token. With a list of tokens, which is faster for few of them, ``pos`` is a list as
+        well, ``seq_id`` and ``logits`` are tuples, and ``seq_count`` is None. Raises `NativeError`
+        when llama.cpp threw or an argument was refused.
+
+        ``token`` may be embeddings (n, n_embd) instead, except in a guarded context, which raises
+        `Unsupported`. ``pos`` then is (1, n), or (4, n) for a model with M-RoPE: the time, row,
+        column and 0 of each embedding.
         """
-
-    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
-        """Run one token of one sequence with logits: `decode` without arrays."""
-
-    def decode_embd(
-        self,
-        context: ContextHandle,
-        embd: NDArray[np.float32],
-        pos: NDArray[np.int32],
-        seq_id: int,
-    ) -> int:
-        """Run embeddings (n, n_embd) of one sequence, with logits of the last one; see `decode`.
-
-        ``pos`` (4, n) has the time, row, column and 0 of each embedding for a model with M-RoPE;
-        other models have one row. A guarded context raises `Unsupported`.
-        """
-
-    def decode_each(
-        self,
-        context: ContextHandle,
-        token: Sequence[int],
-        pos: Sequence[int],
-        seq_id: tuple[int, ...],
-    ) -> int:
-        """Run one token of each of several sequences, all with logits: `decode` without arrays."""
 
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
         """Return the logits (n_vocab,) at an index of the last batch, without a copy if possible.

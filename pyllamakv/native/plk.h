@@ -190,6 +190,10 @@ typedef struct {
     const int32_t *seq_count; /* sequences per token, in streams 1; NULL: one each */
     const int32_t *seq_id;    /* flat: seq_count[0] ids, then seq_count[1] ids, ... */
     const int8_t *logits;     /* 1: logits wanted; NULL: of the last token only */
+    const float *embd;        /* instead of tokens: n_tokens rows of n_embd values; NULL: none */
+    int32_t n_embd;
+    int32_t n_pos;            /* rows of pos with embd, n_tokens each: 4 (time, row, column, 0) for a
+                                 model with M-RoPE, else 1 */
 } plk_batch;
 
 typedef struct {
@@ -336,13 +340,8 @@ int plk_context_new(plk_model *model, const plk_context_params *params, plk_cont
 void plk_context_free(plk_context *context);
 int plk_context_read(const plk_context *context, plk_context_info *out);
 int plk_threads(plk_context *context, int32_t n_threads, int32_t n_threads_batch);
+/* PLK_EUNSUPPORTED for embeddings in a guarded context: a failed decode could not be undone. */
 int plk_decode(plk_context *context, const plk_batch *batch);
-int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id);
-/* Decode embeddings of one sequence, n_tokens rows of n_embd values, with logits of the last one.
- * `pos` has n_pos rows of n_tokens: 4 for a model with M-RoPE (time, row, column, 0), else 1.
- * PLK_EUNSUPPORTED in a guarded context: a failed decode could not be undone. */
-int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
-                    const float *embd, const int32_t *pos, int32_t seq_id);
 const float *plk_logits(plk_context *context, int32_t index); /* by place in the batch; NULL none */
 /* All rows of the last batch and their number; NULL if the rows are not contiguous. */
 const float *plk_logits_all(plk_context *context, int32_t *rows);

@@ -28,14 +28,17 @@ class BatchRows:
     owners: tuple[tuple[int, ...], ...]
     logits: NDArray[np.int8]
 
+    @property
+    def inputs(self) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """Return what the library decodes, and the positions."""
+        return self.token, self.pos
+
     def run(self, native: Native, context: ContextHandle) -> int:
         """Decode the batch and return llama.cpp's own status."""
         counts = np.array([len(seqs) for seqs in self.owners], dtype=np.int32)
         flat = np.array([seq for seqs in self.owners for seq in seqs], dtype=np.int32)
         single = bool((counts == 1).all())
-        return native.decode(
-            context, self.token, self.pos, None if single else counts, flat, self.logits
-        )
+        return native.decode(context, *self.inputs, None if single else counts, flat, self.logits)
 
     def read(
         self, native: Native, context: ContextHandle, n_vocab: int
@@ -57,9 +60,10 @@ class ImageRows(BatchRows):
     embd: NDArray[np.float32]
     places: NDArray[np.int32]
 
-    def run(self, native: Native, context: ContextHandle) -> int:
-        """Decode the embeddings and return llama.cpp's own status."""
-        return native.decode_embd(context, self.embd, self.places, self.owners[0][0])
+    @property
+    def inputs(self) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """Return the embeddings, and all their positions."""
+        return self.embd, self.places
 
 
 def image_rows(seq: int, pos: int, rows: Sequence[int], columns: int, n_embd: int) -> ImageRows:

@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
 from pyllamakv.errors import KvError, Unsupported
@@ -15,9 +17,6 @@ from pyllamakv.traces.row_writer import long_form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from pyllamakv.binding.protocol import ContextHandle, SamplerHandle
     from pyllamakv.runtime.context import Context
@@ -174,8 +173,6 @@ _BY_HAND: Final = (
     "adapters_set",
     "cancel_after",
     "decode",
-    "decode_each",
-    "decode_one",
     "run",
     "state_load",
     "state_save",
@@ -193,7 +190,7 @@ class RecordingNative(CallRecorder):
     def __init__(self, context: Context, notes: RowWriter) -> None:
         super().__init__(context, notes)
         native = self.inner
-        self._one = native.decode_one
+        self._decode = native.decode
         # Bound once: attribute access is slow on a class with `__getattr__`. The wrapped object may
         # be such a class, which does not list the attributes that it forwards.
         own = {*vars(self), *dir(type(self))}
@@ -206,66 +203,45 @@ class RecordingNative(CallRecorder):
 
     # decodes...
 
-    def decode_one(self, context: ContextHandle, token: int, pos: int, seq_id: int) -> int:
-        """Decode one token."""
-        if context != self.handle:
-            return self._one(context, token, pos, seq_id)
-        if self.decoded_since >= self.free:
-            self.prepare(1)
-        began = clock()
-        try:
-            code = self._one(context, token, pos, seq_id)
-        except Exception as error:
-            self.failed("step", (token, pos, seq_id), began, error)
-            raise
-        ended = clock()
-        self.add((began, ended, token, pos, seq_id, code))
-        self.until_pause -= 1
-        self.decoded_since += 1
-        if code or self.until_pause <= 0 or self.decoded_since > self.free or ended > self.flush_at:
-            self.pause(code, 1)
-        return code
-
-    def decode_each(
-        self, context: ContextHandle, token: Any, pos: Any, seq_id: tuple[int, ...]
-    ) -> int:
-        """Decode a token of each of several sequences."""
-        if context != self.handle:
-            return self.inner.decode_each(context, token, pos, seq_id)
-        what, n = (tuple(token), tuple(pos), seq_id), len(seq_id)
-        self.prepare(n)
-        began = clock()
-        try:
-            code = self.inner.decode_each(context, token, pos, seq_id)
-        except Exception as error:
-            self.failed("each", what, began, error)
-            raise
-        self.done("each", what, began, code, n)
-        return code
-
     def decode(
-        self,
-        context: ContextHandle,
-        token: NDArray[np.int32],
-        pos: NDArray[np.int32],
-        seq_count: NDArray[np.int32] | None,
-        seq_id: NDArray[np.int32],
-        logits: NDArray[np.int8] | None,
+        self, context: ContextHandle, token: Any, pos: Any, seq_count: Any, seq_id: Any, logits: Any
     ) -> int:
         """Decode a batch."""
         if context != self.handle:
-            return self.inner.decode(context, token, pos, seq_count, seq_id, logits)
-        # Copies: the caller may change its arrays before they are written.
+            return self._decode(context, token, pos, seq_count, seq_id, logits)
+        if type(token) is list and len(token) == 1 and logits is None:
+            return self._step(context, token, pos, seq_id)
+        if np.ndim(token) == 2:
+            raise Unsupported("a trace cannot record embeddings as input; end the recording first")
+        # Copies: the caller may change its arrays and lists before they are written.
         arrays = (token, pos, seq_count, seq_id, logits)
-        what = tuple(None if each is None else each.copy() for each in arrays)
+        what = tuple(None if each is None else np.array(each) for each in arrays)
         self.prepare(len(token))
         began = clock()
         try:
-            code = self.inner.decode(context, token, pos, seq_count, seq_id, logits)
+            code = self._decode(context, token, pos, seq_count, seq_id, logits)
         except Exception as error:
             self.failed("batch", what, began, error)
             raise
         self.done("batch", what, began, code, len(token))
+        return code
+
+    def _step(self, context: ContextHandle, token: Any, pos: Any, seq_id: Any) -> int:
+        """Decode one token with logits."""
+        if self.decoded_since >= self.free:
+            self.prepare(1)
+        began = clock()
+        try:
+            code = self._decode(context, token, pos, None, seq_id, None)
+        except Exception as error:
+            self.failed("step", (token[0], pos[0], seq_id[0]), began, error)
+            raise
+        ended = clock()
+        self.add((began, ended, token[0], pos[0], seq_id[0], code))
+        self.until_pause -= 1
+        self.decoded_since += 1
+        if code or self.until_pause <= 0 or self.decoded_since > self.free or ended > self.flush_at:
+            self.pause(code, 1)
         return code
 
     def run(

@@ -22,6 +22,8 @@ from pyllamakv.traces.trace import TraceFile
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from pyllamakv.scenarios.cell_samples import CellSample
     from pyllamakv.traces.trace import Head
 
@@ -114,7 +116,8 @@ class RowWriter:
     def _row(self, note: Note) -> str:
         kind, what, began, ended, found, more, seen = note
         at, us = (began - self._began) // 1000, (ended - began) // 1000
-        if seen is None and found == 0 and kind in ("step", "each") and self._used is not None:
+        plain = kind == "step" or (kind == "batch" and what[2] is None and _all(what[4]))
+        if plain and seen is None and found == 0 and self._used is not None:
             return self._plain_row(kind, what, more, at, us)
         op, words, n = _WORDS[kind](what)
         more = dict(more or {})
@@ -146,17 +149,18 @@ class RowWriter:
         return json.dumps({"op": op, **words, "result": result})
 
     def _plain_row(self, kind: str, what: Any, more: Any, at: int, us: int) -> str:
-        """Write a decode of a token of each sequence: the fast path, because most rows are such."""
-        token, pos, seq = what
+        """Write a decode with logits of every token: the fast path, because most rows are such."""
         best = ""
         if kind == "step":
             n = 1
+            token, pos, seq = what
             row = f'{{"op": "step", "seq": {seq}, "token": {token}, "pos": {pos}, "result": '
         else:
+            token, pos, seq = what[0], what[1], what[3]
             n = len(token)
             row = (
-                f'{{"op": "batch", "tokens": {[*map(int, token)]}, "seq": {[*seq]}, '
-                f'"pos": {[*map(int, pos)]}, "logits": "all", "result": '
+                f'{{"op": "batch", "tokens": {token.tolist()}, "seq": {seq.tolist()}, '
+                f'"pos": {pos.tolist()}, "logits": "all", "result": '
             )
         if more and more.get("best"):
             best = f'"best": {json.dumps({str(n - 1): more["best"]})}, '
@@ -178,6 +182,11 @@ class RowWriter:
         return words
 
 
+def _all(logits: NDArray[Any] | None) -> bool:
+    """Return whether every token of a batch has logits."""
+    return logits is not None and bool(logits.all())
+
+
 def _decoded(words: dict[str, Any], code: Any, result: dict[str, Any]) -> None:
     """Return the tokens of several steps, from those sampled after the last one."""
     result["steps"] = len(words["steps"]) - 1
@@ -193,11 +202,6 @@ Words = tuple[str, dict[str, Any], int]
 def _step(what: Any) -> Words:
     token, pos, seq = what
     return "step", {"seq": seq, "token": token, "pos": pos}, 1
-
-
-def _each(what: Any) -> Words:
-    token, pos, seq = map(_plain, what)
-    return "batch", batch_encoding.encode(token, pos, seq, [1] * len(token)), len(token)
 
 
 def _batch(what: Any) -> Words:
@@ -238,7 +242,6 @@ def _restore(what: Any) -> Words:
 
 _WORDS: Mapping[str, Callable[[Any], Words]] = {
     "step": _step,
-    "each": _each,
     "batch": _batch,
     "advance": _advance,
     "remove": _named("remove", "seq", "from", "to"),

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.scenarios.cell_samples import CellSample
 
-#: Calls that decode: with the context as the first argument, or after a sampler.
-_DECODES = {"decode": "batch", "decode_one": "step", "decode_each": "batch"}
-#: Calls that change the cells otherwise, as traces name them.
+#: Calls that change the cells and decode nothing, as traces name them.
 _CHANGES = {
     "clear": "clear",
     "seq_rm": "remove",
@@ -49,9 +47,15 @@ class _ScreenNative:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.inner, name)
-        if name in _DECODES:
-            return self._decoding(call, _DECODES[name])
         return self._changing(call, _CHANGES[name]) if name in _CHANGES else call
+
+    def decode(self, context: Any, token: Any, *words: Any) -> Any:
+        """Decode a batch."""
+        status = self.inner.decode(context, token, *words)
+        if context == self._mine:
+            n = len(token)
+            self._show("step" if n == 1 else "batch", f"{n} token{'s' * (n > 1)}", status)
+        return status
 
     def run(self, sampler: Any, context: Any, *words: Any) -> Any:
         """Decode and choose many times."""
@@ -59,16 +63,6 @@ class _ScreenNative:
         if context == self._mine:
             self._show("advance", f"{len(found[1])} steps", found[0])
         return found
-
-    def _decoding(self, call: Any, op: str) -> Any:
-        def decode(context: Any, token: Any, *words: Any) -> Any:
-            status = call(context, token, *words)
-            if context == self._mine:
-                n = 1 if isinstance(token, int) else len(token)
-                self._show(op, f"{n} tokens" if n != 1 else "1 token", status)
-            return status
-
-        return decode
 
     def _changing(self, call: Any, op: str) -> Any:
         def change(context: Any, *words: Any) -> Any:

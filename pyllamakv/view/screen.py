@@ -57,7 +57,7 @@ class Screen:
         self._speed, self._width, self._sleep = speed, width, sleep
         self._live: Live | None = None
         self._last: Picture | None = None
-        self._told: deque[tuple[str, str]] = deque(maxlen=_LINES)
+        self._operations: deque[tuple[str, str]] = deque(maxlen=_LINES)
         self._failures = self._moved = self._count = 0
         self._notes: Sequence[str] = ()
 
@@ -86,7 +86,7 @@ class Screen:
         self._failures += bool(frame.failed)
         self._moved += frame.moved
         mood = "red" if frame.failed else "cyan" if frame.moved else ""
-        self._told.append((f"{frame.number:>6} {frame.caption()}", mood))
+        self._operations.append((f"{frame.number:>6} {frame.caption()}", mood))
         if self._live is None:
             self._print(frame)
         else:

@@ -44,9 +44,13 @@ int prepare(const char *library, const char *path, uint32_t n_ctx, uint32_t n_ba
     return code ? code : f_plk_context_new(model, &cp, &context);
 }
 int steps(int32_t n, float *sum) {
-    GET(plk_decode_one); GET(plk_logits);
-    for (int32_t i = 0; i < n; i++) {
-        int code = f_plk_decode_one(context, i % 32, i, 0);
+    GET(plk_decode); GET(plk_logits);
+    int32_t token, pos, seq = 0;
+    plk_batch batch = {.size = sizeof batch, .n_tokens = 1, .token = &token, .pos = &pos,
+        .seq_id = &seq};
+    for (pos = 0; pos < n; pos++) {
+        token = pos % 32;
+        int code = f_plk_decode(context, &batch);
         if (code) return code;
         *sum += f_plk_logits(context, -1)[0];
     }

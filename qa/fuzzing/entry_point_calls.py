@@ -24,12 +24,12 @@ from qa.fuzzing.signatures import EntryPoint, entries
 from qa.fuzzing.target import Target, WrongAnswer
 
 #: Positive results of functions that return a status.
-_STATUSES = {"plk_decode": (1, 2), "plk_run": (1, 2), "plk_decode_one": (1, 2)}
+_STATUSES = {"plk_decode": (1, 2), "plk_run": (1, 2)}
 #: Functions that return a count of cells; and those that return a required size below -1.
 _COUNTING = {"plk_cells_read"}
 _NEEDING = {"plk_tokenize", "plk_token_piece"}
 #: Functions that may move cells before they fail.
-_MOVING = {"plk_decode", "plk_decode_one", "plk_run", "plk_defrag", "plk_update", "plk_state_load"}
+_MOVING = {"plk_decode", "plk_run", "plk_defrag", "plk_update", "plk_state_load"}
 _FREEING = ("plk_model_free", "plk_context_free", "plk_sampler_free", "plk_adapter_free")
 
 
@@ -156,9 +156,6 @@ class CallRunner:
                 given["seq"], given["p0"], given["p1"], given["divisor"]
             ),
             "plk_decode": lambda: self._batch(given["batch"]),
-            "plk_decode_one": lambda: ledger.add(
-                [given["token"]], [given["pos"]], [[given["seq_id"]]]
-            ),
         }
         if name == "plk_run" and given["done"]:
             self._ran(given)
@@ -201,7 +198,10 @@ class CallRunner:
             pos = ledger.next(0)
             if pos >= POSITION_LIMIT:
                 continue
-            code = lib.plk_decode_one(context, 1, pos, 0)
+            token, place, seq = (ffi.new("int32_t *", each) for each in (1, pos, 0))
+            batch = ffi.new("plk_batch *", [ffi.sizeof("plk_batch"), 1, token, place])
+            batch.seq_id = seq
+            code = lib.plk_decode(context, batch)
             if code == 0:
                 ledger.add([1], [pos], [[0]])
             elif code != 1 or again or ledger.used < 64:

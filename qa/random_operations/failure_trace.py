@@ -78,7 +78,6 @@ def _begin(context: Context, task: CaseTask) -> RowWriter:
 def _tap(context: Context, notes: RowWriter) -> None:
     tap = RecordingNative(context, notes)
     context.native = cast("Native", tap)
-    context.decode_one = tap.decode_one
 
 
 def _promise(path: Path, failed: ScenarioFailed) -> None:

@@ -101,10 +101,6 @@ class CountingLibrary:
         self._decoded = True
         return 0
 
-    def decode_one(self, context: int, token: int, pos: int, seq_id: int) -> int:
-        """Succeed."""
-        return self.decode(context)
-
     def seq_rm(self, context: int, seq: int, p0: int, p1: int) -> bool:
         """Succeed."""
         return True

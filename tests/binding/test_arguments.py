@@ -220,8 +220,8 @@ except kv.KvError as error:
 else:
     raise SystemExit("penalty_last_n was accepted")
 many = native.context_new(model, ContextParams(n_ctx=64, n_batch=8, n_ubatch=8, n_seq_max=40))
-assert native.decode_one(many, 1, 0, 0) == 0
-print("ends by itself")
+assert native.decode(many, [1], [0], None, (0,), None) == 0
+print("completed")
 """
 
 

@@ -133,7 +133,7 @@ def test_a_token_of_several_sequences_is_right_or_refused(library: Any, name: st
             assert "assertion" not in str(error)
             return
         for seq in (0, 1):
-            assert ctx.native.decode_one(ctx.handle, 3, 2, seq) == 0
+            assert ctx.native.decode(ctx.handle, [3], [2], None, (seq,), None) == 0
             found = ctx.native.logits(ctx.handle, 0, ctx.n_vocab)
             assert np.abs(found - expected).max() <= EXACT
 
@@ -210,9 +210,9 @@ def test_position_beyond_compressed_rows_is_refused(library: Any) -> None:
         for pos in (last + 1, 5000, 2**30 - 1):
             with pytest.raises(NativeError, match=f"expected 0 to {last}"):
                 decode(ctx, (1, pos, (0,)))
-            with pytest.raises(NativeError, match="invalid token 1, position"):
-                ctx.native.decode_one(ctx.handle, 1, pos, 0)
-        assert ctx.native.decode_one(ctx.handle, 1, 0, 0) == 0
+            with pytest.raises(NativeError, match=f"expected 0 to {last}"):
+                ctx.native.decode(ctx.handle, [1], [pos], None, (0,), None)
+        assert ctx.native.decode(ctx.handle, [1], [0], None, (0,), None) == 0
 
 
 @pytest.mark.parametrize("name", ["bytes", "sliding", "hybrid", "recurrent", "latent"])

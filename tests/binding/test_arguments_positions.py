@@ -56,11 +56,11 @@ def test_decode_or_shift_beyond_the_last_position_is_refused(model: kv.Model) ->
         native, handle = ctx.native, ctx.handle
         for pos in (LAST + 1, 2**31 - 1):
             with pytest.raises(NativeError, match="position"):
-                native.decode_one(handle, 1, pos, 0)
+                native.decode(handle, [1], [pos], None, (0,), None)
             with pytest.raises(NativeError, match="position"):
-                native.decode_each(handle, [1, 2], [0, pos], (0, 1))
-        assert native.decode_one(handle, 1, LAST, 0) == 0
-        assert native.decode_one(handle, 1, 0, 1) == 0
+                native.decode(handle, [1, 2], [0, pos], None, (0, 1), (1,) * 2)
+        assert native.decode(handle, [1], [LAST], None, (0,), None) == 0
+        assert native.decode(handle, [1], [0], None, (1,), None) == 0
         with pytest.raises(NativeError, match=r"leaves the range of positions"):
             native.seq_add(handle, 0, -1, -1, 1)
         with pytest.raises(NativeError, match=r"leaves the range of positions"):
@@ -89,7 +89,7 @@ def test_divided_state_has_the_divided_position(release: str, name: str) -> None
             pytest.skip("this release does not know the model")
         with model.context(**options()) as ctx:
             for pos in range(7):
-                assert ctx.native.decode_one(ctx.handle, 1, pos, 0) == 0
+                assert ctx.native.decode(ctx.handle, [1], [pos], None, (0,), None) == 0
             ctx.native.seq_div(ctx.handle, 0, -1, -1, 3)
             assert ctx.native.seq_pos_max(ctx.handle, 0) == 2
 

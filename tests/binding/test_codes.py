@@ -92,10 +92,10 @@ def test_each_cache_file_code_has_its_exception() -> None:
         (Code.EFOREIGN, errors.KVFileForeign),
         (Code.EDAMAGED, errors.KVFileDamaged),
     ):
-        found = codes.error(code, "make a context", "what the library said", doing="context")
+        found = codes.error(code, "make a context", "message of the library", doing="context")
         assert type(found) is kind
         assert isinstance(found, errors.ContextError)
-        assert "what the library said; " in str(found)
+        assert "message of the library; " in str(found)
 
 
 def test_grammar_error_has_line_and_column() -> None:

@@ -128,7 +128,7 @@ def test_use_of_a_freed_object_is_refused_in_any_order(native: Native) -> None:
         for call in (
             lambda: native.model_info(model),  # noqa: B023
             lambda: native.context_new(model, ContextParams()),  # noqa: B023
-            lambda: native.decode_one(context, 1, 0, 0),  # noqa: B023
+            lambda: native.decode(context, [1], [0], None, (0,), None),  # noqa: B023
             lambda: native.cells(context, 0),  # noqa: B023
             lambda: native.sample(sampler, context, 0),  # noqa: B023
         ):
@@ -159,16 +159,21 @@ def test_input_embeddings_reach_c_by_rows(
     # Neither array is contiguous: C must get a copy.
     embd = np.asfortranarray([[7.0, 8.0, 97.0]], np.float32)[:, ::-1][:, ::-1]
     pos = np.array([[3, 0], [4, 0], [5, 0], [6, 0]], np.int32)[:, :1]
+    one = np.array([1], np.int32)
     with pytest.raises(Unsupported, match="guarded"):
-        native.decode_embd(context, embd, pos, 0)
+        native.decode(context, embd, pos, None, one, None)
     free = native.context_new(model, ContextParams(n_ctx=16, n_batch=8, guard=False))
-    assert native.decode_embd(free, embd, pos, 1) == 0
+    assert native.decode(free, embd, pos, None, one, None) == 0
     assert native.seq_pos_max(free, 1) == 3 + 6
     assert int(native.logits(free, 0, 512).argmax()) == (97 + 9 + 1) % 256
-    with pytest.raises(NativeError, match="differ in length"):
-        native.decode_embd(free, embd, pos.repeat(2, 1), 1)
+    for places in (pos.repeat(2, 1), pos[0]):
+        with pytest.raises(NativeError, match="differ in length"):
+            native.decode(free, embd, places, None, one, None)
     with pytest.raises(NativeError, match="wrong shape"):
-        native.decode_embd(free, embd, pos[:1], 1)
+        native.decode(free, embd, pos[:1], None, one, None)
+    # The batch of a context is reused: nothing of the embeddings may stay in it.
+    assert native.decode(free, one, 9 + one, None, one, None) == 0
+    assert int(native.logits(free, 0, 512).argmax()) == 1 + 10 + 1
 
 
 def test_log_lines_reach_logging_by_level(
@@ -178,12 +183,12 @@ def test_log_lines_reach_logging_by_level(
     caplog.set_level(logging.DEBUG, "pyllamakv.native")
     assert (2, "fake: loaded fake.gguf") in native.logs()
     assert native.logs() == []
-    native.decode_one(context, LOG, 0, 0)
+    native.decode(context, [LOG], [0], None, (0,), None)
     assert native.logs() == [(3, "fake: warned")]
     found = [r for r in caplog.records if r.name == "pyllamakv.native"]
     assert [(r.levelno, r.getMessage()) for r in found] == [(logging.WARNING, "fake: warned")]
     native.log_level(4)
-    native.decode_one(context, LOG, 1, 0)
+    native.decode(context, [LOG], [1], None, (0,), None)
     assert native.logs() == []
     native.log_level(2)
 
@@ -191,7 +196,7 @@ def test_log_lines_reach_logging_by_level(
 def test_lost_lines_of_the_log_are_counted(native: Native, context: ContextHandle) -> None:
     """A ring buffer that overflowed reports the number of lost lines."""
     native.logs()
-    native.decode_one(context, FLOOD, 0, 0)
+    native.decode(context, [FLOOD], [0], None, (0,), None)
     lines = native.logs()
     assert lines[-1][0] == 3
     assert "36 lines of the log were lost" in lines[-1][1]
@@ -202,9 +207,9 @@ def test_lost_lines_of_the_log_are_counted(native: Native, context: ContextHandl
 def test_log_lines_of_an_error_stay_readable(native: Native, context: ContextHandle) -> None:
     """The next reader of the log still gets the lines of an error."""
     native.logs()
-    native.decode_one(context, LOG, 0, 0)
+    native.decode(context, [LOG], [0], None, (0,), None)
     with pytest.raises(NativeError) as caught:
-        native.decode_one(context, THROW, 1, 0)
+        native.decode(context, [THROW], [1], None, (0,), None)
     assert caught.value.log[-1] == "fake: warned"
     assert native.logs() == [(3, "fake: warned")]
 

@@ -54,7 +54,7 @@ def test_decoded_batches_have_logits_where_requested(
     row = native.logits(context, -1, 512)
     assert (row.dtype, row.shape, row.flags.writeable) == (np.float32, (512,), False)
     assert int(row.argmax()) == 4 + 4 + 1
-    assert native.decode_one(context, 7, 5, 0) == 0
+    assert native.decode(context, [7], [5], None, (0,), None) == 0
     assert int(native.logits(context, 0, 512).argmax()) == 13
     logits = np.array([1, 0, 1], np.int8)
     assert native.decode(context, ints(1, 2, 3), ints(0, 1, 2), None, ints(1, 1, 1), logits) == 0
@@ -63,8 +63,27 @@ def test_decoded_batches_have_logits_where_requested(
     for index in (1, 3, -3, 99):
         with pytest.raises(NativeError, match="there are none"):
             native.logits(context, index, 512)
+    for flags, places in (((1, 0), [0]), ((0, 1), [1]), (None, [1]), ((1, 1), [0, 1])):
+        assert native.decode(context, [1, 2], [3, 4], None, (1, 2), flags) == 0
+        rows = native.logits_all(context, 512)
+        assert rows.argmax(axis=1).tolist() == [(5, 7)[place] for place in places]
     with pytest.raises(NativeError, match="vocabulary"):
         native.logits(context, 0, 513)
+
+
+def test_ids_and_flags_are_copied_again_after_a_copy_that_failed(
+    native: Native, context: ContextHandle, calls: Calls
+) -> None:
+    """If copying ids fails, later decodes do not use the partial copy."""
+    ids, flags = (0, 1), (1, 1)
+    assert native.decode(context, [1, 2], [0, 0], None, ids, flags) == 0
+    for wrong in (((2, 2**40), flags), (ids, (0, "x"))):
+        with pytest.raises((OverflowError, TypeError)):
+            native.decode(context, [1, 2], [1, 1], None, *wrong)
+        calls()
+        assert native.decode(context, [1, 2], [1, 1], None, ids, flags) == 0
+        assert calls() == ["token 1 at 1 of 0", "token 2 at 1 of 1"]
+        assert len(native.logits_all(context, 512)) == 2
 
 
 def test_one_token_per_sequence_is_decoded_together(
@@ -72,7 +91,7 @@ def test_one_token_per_sequence_is_decoded_together(
 ) -> None:
     """Several sequences are decoded together, with a row of logits and a token for each."""
     for pos in range(2):
-        assert native.decode_each(context, [1, 2, 3], [pos] * 3, (0, 1, 4)) == 0
+        assert native.decode(context, [1, 2, 3], [pos] * 3, None, (0, 1, 4), (1,) * 3) == 0
         rows = native.logits_all(context, 512)
         assert (rows.dtype, rows.shape, rows.flags.writeable) == (np.float32, (3, 512), False)
         assert rows.argmax(axis=1).tolist() == [2 + pos, 3 + pos, 4 + pos]
@@ -91,9 +110,9 @@ def test_one_token_per_sequence_is_decoded_together(
         with pytest.raises(NativeError):
             wrong()
     with pytest.raises(ValueError, match=r"."):
-        native.decode_each(context, [1], [0, 0], (0, 1))
+        native.decode(context, [1], [0, 0], None, (0, 1), (1,) * 2)
     with pytest.raises(TypeError):
-        native.decode_each(context, [1.5], [0], (0,))
+        native.decode(context, [1.5], [0], None, (0,), None)
 
 
 def test_sequences_of_a_token_are_assigned_by_count(
@@ -135,16 +154,16 @@ def test_too_short_arrays_are_refused(native: Native, context: ContextHandle, ar
 def test_decode_returns_llama_codes_and_raises_own_codes(
     native: Native, context: ContextHandle
 ) -> None:
-    """llama_decode's own codes are returned, ours are raised."""
-    assert native.decode_one(context, FULL, 0, 0) == 1
-    assert native.decode_one(context, MINUS, 0, 0) == -3
+    """llama_decode's codes are returned; those of the shim are raised."""
+    assert native.decode(context, [FULL], [0], None, (0,), None) == 1
+    assert native.decode(context, [MINUS], [0], None, (0,), None) == -3
     with pytest.raises(NativeError, match="invalid token") as caught:
-        native.decode_one(context, THROW, 0, 0)
+        native.decode(context, [THROW], [0], None, (0,), None)
     assert caught.value.code == -1003
     with pytest.raises(NativeError, match="n_tokens > n_batch"):
         feed(native, context, 0, 33)
     with pytest.raises(NativeError, match="invalid token"):
-        native.decode_one(context, -5, 0, 0)
+        native.decode(context, [-5], [0], None, (0,), None)
 
 
 def test_operations_on_sequences_pass_their_arguments(
@@ -228,7 +247,7 @@ def test_sampler_chooses_from_the_logits_of_a_place(
 def test_many_operations_end_at_the_first_error(native: Native, context: ContextHandle) -> None:
     """Several operations are made in one call, and the first error ends it."""
     calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("decode_one", (context, 1, 0, 0)),
+        ("decode", (context, [1], [0], None, (0,), None)),
         ("logits", (context, -1, 512)),
         ("cells", (context, 0)),
     ]
@@ -237,5 +256,5 @@ def test_many_operations_end_at_the_first_error(native: Native, context: Context
     assert int(row.argmax()) == 2
     assert cells.info.used == 4
     with pytest.raises(NativeError, match="invalid token"):
-        native.many([("decode_one", (context, THROW, 0, 0)), *calls])
+        native.many([("decode", (context, [THROW], [0], None, (0,), None)), *calls])
     assert native.seq_pos_max(context, 0) == 0

@@ -59,9 +59,10 @@ def test_second_thread_waits_for_the_worker(
     """Threads on different contexts wait for each other."""
     other = remote.context_new(model, ContextParams())
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(remote.decode_one(context, SLOW, 0, 0)))
+    slow = ([SLOW], [0], None, (0,), None)
+    thread = threading.Thread(target=lambda: found.append(remote.decode(context, *slow)))
     thread.start()
-    assert [remote.decode_one(other, 1, pos, 0) for pos in range(5)] == [0] * 5
+    assert [remote.decode(other, [1], [pos], None, (0,), None) for pos in range(5)] == [0] * 5
     thread.join(LONG)
     assert found == [0]
 
@@ -74,7 +75,7 @@ def test_closing_during_a_call_ends_it_with_an_error(
 
     def hang() -> None:
         try:
-            remote.decode_one(context, HANG, 0, 0)
+            remote.decode(context, [HANG], [0], None, (0,), None)
         except NativeError as error:
             found.append(error)
 
@@ -111,17 +112,17 @@ def test_ctrl_c_ends_the_wait_and_keeps_the_worker(remote: Remote, context: Cont
         raise KeyboardInterrupt
 
     with handling(handler, 0.2), pytest.raises(KeyboardInterrupt):
-        remote.decode_one(context, HANG, 0, 0)
+        remote.decode(context, [HANG], [0], None, (0,), None)
     remote.cancel(context)
     assert remote.seq_pos_max(context, 0) == -1
-    assert remote.decode_one(context, 1, 0, 0) == 0
+    assert remote.decode(context, [1], [0], None, (0,), None) == 0
     assert remote.seq_pos_max(context, 0) == 0
 
 
 def test_ctrl_c_in_the_group(remote: Remote, context: ContextHandle) -> None:
     """A terminal's signal reaches the worker too, which leaves the decision to its parent."""
     os.kill(remote.pid, signal.SIGINT)
-    assert remote.decode_one(context, 1, 0, 0) == 0
+    assert remote.decode(context, [1], [0], None, (0,), None) == 0
 
 
 @pytest.mark.slow
@@ -140,7 +141,7 @@ def test_calls_from_a_signal_handler_are_refused(remote: Remote, context: Contex
         remote.cancel(context)
 
     with handling(handler, 0.2):
-        assert remote.decode_one(context, HANG, 0, 0) == 2
+        assert remote.decode(context, [HANG], [0], None, (0,), None) == 2
     assert isinstance(seen[0], Busy)
     with pytest.raises(Closed):
         remote.model_info(extra)
@@ -160,7 +161,7 @@ def test_forked_child_does_not_use_the_worker(remote: Remote, context: ContextHa
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
-    assert remote.decode_one(context, 1, 0, 0) == 0
+    assert remote.decode(context, [1], [0], None, (0,), None) == 0
 
 
 def test_cancel_of_a_closed_context_does_nothing(remote: Remote, context: ContextHandle) -> None:
@@ -206,7 +207,7 @@ def test_sampler_handles_work_in_a_worker(
 ) -> None:
     """Handles of all kinds work in a worker."""
     sampler = remote.sampler_new(model, SamplerParams())
-    remote.decode_one(context, 5, 0, 0)
+    remote.decode(context, [5], [0], None, (0,), None)
     assert remote.sample(sampler, context, -1) == 6
 
 

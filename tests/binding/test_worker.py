@@ -56,13 +56,13 @@ def gone(pid: int) -> bool:
 def test_ended_worker_reports_signal_operation_and_log(
     remote: Remote, context: ContextHandle, token: int, number: int, status: int
 ) -> None:
-    """The error names signal or status, the operation, and the last lines; and stays."""
-    remote.decode_one(context, LOG, 0, 0)
+    """The error has signal or status, the operation and the last lines; later calls repeat it."""
+    remote.decode(context, [LOG], [0], None, (0,), None)
     remote.logs()
     with pytest.raises(WorkerDied) as caught:
-        remote.decode_one(context, token, 1, 0)
+        remote.decode(context, [token], [1], None, (0,), None)
     assert (caught.value.signal, caught.value.exitcode) == (number, status)
-    assert "decode_one" in str(caught.value)
+    assert "decode" in str(caught.value)
     assert "fake: warned" in caught.value.log
     if token == ABORT:
         assert "SIGABRT" in str(caught.value)
@@ -92,7 +92,7 @@ def test_killed_worker_raises_worker_died(remote: Remote, context: ContextHandle
     timer = threading.Timer(0.2, os.kill, (other.pid, signal.SIGTERM))
     timer.start()
     with pytest.raises(WorkerDied, match="SIGTERM"):
-        other.decode_one(made, HANG, 0, 0)
+        other.decode(made, [HANG], [0], None, (0,), None)
     other.close()
     timer.join(LONG)
 
@@ -103,7 +103,7 @@ def test_silent_worker_is_ended_after_the_timeout(remote: Remote, context: Conte
     assert remote.timeout is None
     remote.timeout = 0.3
     with pytest.raises(WorkerTimeout, match=r"0\.3 s") as caught:
-        remote.decode_one(context, HANG, 0, 0)
+        remote.decode(context, [HANG], [0], None, (0,), None)
     assert isinstance(caught.value, WorkerDied)
     assert reaped(remote.pid)
     with pytest.raises(WorkerTimeout):
@@ -177,7 +177,7 @@ def test_ended_workers_leave_no_descriptors_and_zombies() -> None:
         if end == "crash":
             context = remote.context_new(remote.model_load("m", ModelParams()), ContextParams())
             with pytest.raises(WorkerDied):
-                remote.decode_one(context, ABORT, 0, 0)
+                remote.decode(context, [ABORT], [0], None, (0,), None)
             remote.close()
         elif end == "close":
             remote.close()
@@ -198,7 +198,7 @@ remote = Remote(Path({library!r}))
 context = remote.context_new(remote.model_load("m", ModelParams()), ContextParams())
 print(remote.pid, flush=True)
 if {hang}:
-    remote.decode_one(context, {token}, 0, 0)
+    remote.decode(context, [{token}], [0], None, (0,), None)
 time.sleep(600)
 """
 

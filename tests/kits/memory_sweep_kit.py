@@ -190,8 +190,8 @@ def decode_cases() -> Iterator[Case]:
     for pos in POSITIONS:
         for seq in (0, 3):
             yield (
-                f"decode_one(5, {pos}, {seq})",
-                lambda c, p=pos, s=seq: c.native.decode_one(c.handle, 5, p, s),
+                f"decode([5], [{pos}], {seq})",
+                lambda c, p=pos, s=seq: c.native.decode(c.handle, [5], [p], None, (s,), None),
             )
         yield f"decode(pos {pos}, 3)", lambda c, p=pos: c.decode((5, p, (3,)))
         yield (
@@ -199,12 +199,15 @@ def decode_cases() -> Iterator[Case]:
             lambda c, p=pos: c.decode((5, p, (3,)), (6, min(p, LARGEST - 1) + 1, (3,))),
         )
     for seq in SEQUENCES:
-        yield f"decode_one(5, 10, {seq})", lambda c, s=seq: c.native.decode_one(c.handle, 5, 10, s)
+        yield (
+            f"decode([5], [10], {seq})",
+            lambda c, s=seq: c.native.decode(c.handle, [5], [10], None, (s,), None),
+        )
         yield f"decode(sequences 0, {seq})", lambda c, s=seq: c.decode((5, 10, (0, s)))
     for token in TOKENS:
         yield (
-            f"decode_one({token}, 10, 0)",
-            lambda c, t=token: c.native.decode_one(c.handle, t, 10, 0),
+            f"decode([{token}], [10], 0)",
+            lambda c, t=token: c.native.decode(c.handle, [t], [10], None, (0,), None),
         )
         yield f"decode(token {token})", lambda c, t=token: c.decode((t, 10, (0,)))
     for owners in ((0, 1), (1, 0), (0, 2), (2, 0), (0, 0), (0, 3), (3, 4), (0, 1, 2, 3), ()):

@@ -1,6 +1,6 @@
-/* Drive one libplk without Python: load, decode, cells, defragment, states, refusals.
+/* Test one libplk without Python: load, decode, cells, defragmentation, states, invalid calls.
  *
- * usage: smoke MODEL [FLASH_ATTN TYPE_K TYPE_V]; prints "ok" or the first check that failed. */
+ * usage: smoke MODEL [FLASH_ATTN TYPE_K TYPE_V]; prints "ok" or the first failed check. */
 #include "smoke.h"
 
 static void check_identity(void) {
@@ -44,7 +44,7 @@ static void check_refusals(plk_model *model, plk_context *c) {
     CHECK(plk_seq_pos_max(c, 0) == -1 && plk_seq_pos_min(c, 0) == -1);
 }
 
-/* Fill the cache with two interleaved sequences, then take one away: holes of one cell. */
+/* Fill the cache with two interleaved sequences, then remove one: holes of one cell. */
 static void make_holes(plk_context *c) {
     int32_t token[64], pos[64], seq[64];
     CHECK(plk_clear(c, 0) == PLK_OK);
@@ -65,7 +65,7 @@ static void check_defrag(plk_context *c, const plk_context_info *info) {
     CHECK(used(c, &hole) == CELLS / 2 && hole == 1);
     CHECK(plk_seq_pos_min(c, 0) == 0 && plk_seq_pos_max(c, 0) == CELLS / 2 - 1);
     CHECK(plk_seq_pos_max(c, 1) == -1);
-    CHECK(plk_decode_one(c, 7, CELLS / 2, 0) == 0);
+    CHECK(decode_one(c, 7, CELLS / 2, 0) == 0);
     const float before = plk_logits(c, -1)[9];
     CHECK(plk_seq_rm(c, 0, CELLS / 2, -1) == PLK_OK);
     for (int i = 0; i < 16; i++) {
@@ -75,7 +75,7 @@ static void check_defrag(plk_context *c, const plk_context_info *info) {
     }
     const int code = decode(c, 16, token, pos, seq);
     if (info->contiguous_slots == 1) {
-        CHECK(code == PLK_NO_SLOT || code == 0); /* a patched build helps itself */
+        CHECK(code == PLK_NO_SLOT || code == 0); /* a patched build defragments */
     }
     if (code == PLK_NO_SLOT) {
         CHECK(used(c, &hole) == CELLS / 2);
@@ -87,14 +87,14 @@ static void check_defrag(plk_context *c, const plk_context_info *info) {
         plk_defrag_report report = {.size = sizeof report};
         CHECK(plk_defrag(c, &report) == PLK_OK);
         CHECK(report.cells > 0 || code == 0);
-        while (report.cells > 0) { /* stock moves only so much at a time */
+        while (report.cells > 0) { /* stock limits the moves per call */
             CHECK(plk_defrag(c, &report) == PLK_OK);
         }
         CHECK(used(c, &hole) == CELLS / 2 && hole == CELLS / 2);
         CHECK(decode(c, 16, token, pos, seq) == 0);
         CHECK(plk_seq_rm(c, 2, -1, -1) == PLK_OK);
     }
-    CHECK(plk_decode_one(c, 7, CELLS / 2, 0) == 0);
+    CHECK(decode_one(c, 7, CELLS / 2, 0) == 0);
     CHECK(fabsf(plk_logits(c, 0)[9] - before) < TOLERANCE);
     CHECK(plk_logits(c, 1) == NULL && plk_logits(c, -2) == NULL);
 }
@@ -103,7 +103,7 @@ static void check_states(plk_context *c) {
     int32_t hole = 0;
     CHECK(plk_clear(c, 0) == PLK_OK);
     for (int i = 0; i < 20; i++) {
-        CHECK(plk_decode_one(c, 3 + i, i, 3) == 0);
+        CHECK(decode_one(c, 3 + i, i, 3) == 0);
     }
     const int64_t size = plk_state_size(c, 3);
     CHECK(size > 0);
@@ -115,12 +115,12 @@ static void check_states(plk_context *c) {
     CHECK(plk_state_load(c, 5, state, size / 2) <= 0);
     CHECK(plk_state_load(c, 5, state, 3) <= 0);
     CHECK(plk_seq_pos_max(c, 5) == -1 && used(c, &hole) == 40);
-    CHECK(plk_decode_one(c, 50, 20, 3) == 0);
+    CHECK(decode_one(c, 50, 20, 3) == 0);
     const float first = plk_logits(c, 0)[11];
-    CHECK(plk_decode_one(c, 50, 20, 4) == 0);
+    CHECK(decode_one(c, 50, 20, 4) == 0);
     CHECK(fabsf(plk_logits(c, 0)[11] - first) < TOLERANCE);
     free(state);
-    /* The state of a sequence without tokens empties the one that it is loaded into. */
+    /* Loading the state of an empty sequence clears the target sequence. */
     const int64_t none = plk_state_size(c, 7);
     state = malloc(none > 0 ? none : 1);
     if (none > 0 && plk_state_save(c, 7, state, none) == none) {
@@ -129,18 +129,18 @@ static void check_states(plk_context *c) {
     free(state);
 }
 
-/* A prefix copied twice is there once, and goes as a whole. */
+/* Overlapping copies of a prefix share its cells. */
 static void check_copies(plk_context *c) {
     int32_t hole = 0;
     CHECK(plk_clear(c, 0) == PLK_OK);
     for (int i = 0; i < 12; i++) {
-        CHECK(plk_decode_one(c, 3 + i, i, 0) == 0);
+        CHECK(decode_one(c, 3 + i, i, 0) == 0);
     }
     CHECK(plk_seq_cp(c, 0, 1, -1, 8) == PLK_OK && plk_seq_cp(c, 0, 1, 4, -1) == PLK_OK);
     CHECK(plk_seq_cp(c, 0, 1, -1, -1) == PLK_OK && used(c, &hole) == 12);
     CHECK(plk_seq_pos_min(c, 1) == 0 && plk_seq_pos_max(c, 1) == 11);
     CHECK(plk_seq_rm(c, 1, 6, -1) == PLK_OK && plk_seq_pos_max(c, 1) == 5);
-    CHECK(plk_decode_one(c, 9, 6, 1) == 0 && used(c, &hole) == 13);
+    CHECK(decode_one(c, 9, 6, 1) == 0 && used(c, &hole) == 13);
     CHECK(plk_seq_keep(c, 1) == PLK_OK && used(c, &hole) == 7);
     CHECK(plk_seq_pos_max(c, 0) == -1 && plk_seq_pos_max(c, 1) == 6);
 }
@@ -153,7 +153,7 @@ static void check_shift(plk_context *c, const plk_context_info *info) {
     }
     CHECK(plk_clear(c, 0) == PLK_OK);
     for (int i = 0; i < 10; i++) {
-        CHECK(plk_decode_one(c, 3 + i, i, 0) == 0);
+        CHECK(decode_one(c, 3 + i, i, 0) == 0);
     }
     CHECK(plk_seq_add(c, 0, 5, -1, 3) == PLK_OK);
     CHECK(plk_seq_pos_max(c, 0) == 12 && plk_seq_pos_min(c, 0) == 0);
@@ -166,31 +166,31 @@ static void check_shift(plk_context *c, const plk_context_info *info) {
         shifted += shift[i] == 3;
     }
     CHECK(shifted == 5);
-    CHECK(plk_update(c) == PLK_OK || plk_decode_one(c, 3, 13, 0) == 0);
+    CHECK(plk_update(c) == PLK_OK || decode_one(c, 3, 13, 0) == 0);
     CHECK(plk_cells_info_read(c, 0, &cells) == PLK_OK && cells.has_shift == 0);
     CHECK(plk_seq_div(c, 0, -1, -1, 2) == PLK_OK);
-    CHECK(plk_decode_one(c, 3, plk_seq_pos_max(c, 0) + 1, 0) == 0);
+    CHECK(decode_one(c, 3, plk_seq_pos_max(c, 0) + 1, 0) == 0);
 }
 
 static void check_cancel(plk_context *c) {
     int32_t hole = 0;
     CHECK(plk_clear(c, 0) == PLK_OK);
-    CHECK(plk_decode_one(c, 3, 0, 0) == 0);
+    CHECK(decode_one(c, 3, 0, 0) == 0);
     const int64_t polls = plk_cancel_polls(c);
     if (polls < 2) {
         return;
     }
-    CHECK(plk_decode_one(c, 3, 1, 0) == 0 && plk_cancel_polls(c) == polls);
+    CHECK(decode_one(c, 3, 1, 0) == 0 && plk_cancel_polls(c) == polls);
     plk_cancel_after(c, polls / 2);
-    CHECK(plk_decode_one(c, 3, 2, 0) == PLK_ABORTED);
+    CHECK(decode_one(c, 3, 2, 0) == PLK_ABORTED);
     CHECK(plk_cancel_polls(c) == polls / 2);
     CHECK(plk_logits(c, 0) == NULL);
     plk_cancel_after(c, -1);
     CHECK(used(c, &hole) == 2);
-    CHECK(plk_decode_one(c, 3, 2, 0) == 0);
+    CHECK(decode_one(c, 3, 2, 0) == 0);
 }
 
-/* A guarded context undoes what a failed decode left, also between two micro-batches. */
+/* A guarded context rolls back a failed decode, also between two micro-batches. */
 static void check_rollback(plk_model *model, plk_context_params p) {
     plk_context *c = NULL;
     int32_t hole = 0;
@@ -198,13 +198,13 @@ static void check_rollback(plk_model *model, plk_context_params p) {
     p.n_ubatch = 32;
     CHECK(plk_context_new(model, &p, &c) == PLK_OK);
     CHECK(run(c, 0, 100, 0) == 0 && run(c, 100, 90, 0) == 0);
-    CHECK(plk_decode_one(c, 7, 190, 0) == 0);
+    CHECK(decode_one(c, 7, 190, 0) == 0);
     const float before = plk_logits(c, 0)[9];
     CHECK(plk_seq_rm(c, 0, 190, -1) == PLK_OK);
     CHECK(run(c, 0, 96, 1) == PLK_NO_SLOT);
     CHECK(plk_seq_pos_max(c, 1) == -1 && plk_seq_pos_min(c, 0) == 0);
     CHECK(plk_seq_pos_max(c, 0) == 189 && used(c, &hole) == 190);
-    CHECK(plk_decode_one(c, 7, 190, 0) == 0);
+    CHECK(decode_one(c, 7, 190, 0) == 0);
     CHECK(fabsf(plk_logits(c, 0)[9] - before) < TOLERANCE);
     CHECK(plk_seq_rm(c, 0, 100, -1) == PLK_OK && used(c, &hole) == 100);
     CHECK(run(c, 0, 96, 1) == 0);
@@ -228,7 +228,7 @@ static void check_sampler(plk_model *model, plk_context *c) {
     CHECK(plk_model_read(model, &info) == PLK_OK);
     CHECK(plk_clear(c, 0) == PLK_OK);
     CHECK(plk_sampler_new(model, &p, &greedy) == PLK_OK);
-    CHECK(plk_decode_one(c, 3, 0, 0) == 0);
+    CHECK(decode_one(c, 3, 0, 0) == 0);
     const float *row = plk_logits(c, 0);
     int32_t best = 0;
     for (int32_t i = 1; i < info.n_vocab; i++) {
@@ -236,7 +236,7 @@ static void check_sampler(plk_model *model, plk_context *c) {
     }
     CHECK(plk_sample(greedy, c, -1) == best && plk_sample(greedy, c, 0) == best);
     CHECK(plk_sample(greedy, c, 1) == PLK_EINVAL);
-    /* Three sequences in one batch: every row lies where it is looked for. */
+    /* Three sequences in one batch: each row of logits is at the index of its token. */
     const int32_t token[3] = {3, 4, 5}, pos[3] = {1, 0, 0}, seq[3] = {0, 1, 2};
     const int8_t logits[3] = {1, 0, 1};
     plk_batch batch = {.size = sizeof batch, .n_tokens = 3, .token = token, .pos = pos,
@@ -248,14 +248,14 @@ static void check_sampler(plk_model *model, plk_context *c) {
     CHECK(plk_sample_all(greedy, c, chosen, 1) == PLK_EINVAL);
     CHECK(plk_sample_all(greedy, c, chosen, 2) == 2);
     CHECK(chosen[0] == plk_sample(greedy, c, 0) && chosen[1] == plk_sample(greedy, c, 2));
-    /* Two steps of two sequences are two batches, each with what the one before it chose. */
+    /* Two steps of two sequences are two batches; the second decodes the tokens of the first. */
     int32_t run[6] = {5, 6}, next[2] = {2, 1}, ids[2] = {0, 2}, done = -1;
     CHECK(plk_run(greedy, c, 2, ids, next, run, 2, 0, &done) == 0 && done == 2);
     CHECK(plk_seq_pos_max(c, 0) == 3 && plk_seq_pos_max(c, 2) == 2);
     CHECK(plk_sample(greedy, c, 0) == run[4] && plk_sample(greedy, c, 1) == run[5]);
     CHECK(plk_run(greedy, c, 2, ids, next, run, 0, 0, &done) == PLK_EINVAL && done == 0);
     plk_sampler_free(greedy);
-    /* Logits of the caller; biases; what is refused leaves the sampler as it was. */
+    /* Logits of the caller; biases; invalid calls do not change the sampler. */
     float *mine = calloc((size_t) info.n_vocab, sizeof *mine);
     const int32_t biased[2] = {4, 5};
     float bias[2] = {2.0f, 1.0f};
@@ -323,11 +323,20 @@ static void check_embeddings(plk_model *model, plk_context_params p) {
     CHECK(plk_embeddings(c, 2) == NULL && plk_embeddings(c, -1) == NULL);
     seq[2] = 5; /* releases assert that it is below the number of tokens */
     CHECK(decode(c, 3, token, pos, seq) == PLK_EINVAL);
-    CHECK(plk_decode_one(c, 3, 0, 5) == PLK_EINVAL);
+    CHECK(decode_one(c, 3, 0, 5) == PLK_EINVAL);
     plk_context_free(c);
 }
 
-/* Embeddings as input: of unguarded contexts only, one row of positions, logits of the last. */
+/* Decode three embeddings of sequence `seq`. */
+static int decode_embeddings(plk_context *c, int32_t n_embd, int32_t n_pos, const float *embd,
+                             const int32_t *pos, int32_t seq) {
+    const int32_t seqs[] = {seq, seq, seq};
+    plk_batch batch = {.size = sizeof batch, .n_tokens = 3, .pos = pos, .seq_id = seqs,
+                       .embd = embd, .n_embd = n_embd, .n_pos = n_pos};
+    return plk_decode(c, &batch);
+}
+
+/* Embeddings as input: only in unguarded contexts, with one row of positions and last logits. */
 static void check_embedding_input(plk_model *model, plk_context_params p) {
     plk_model_info info = {.size = sizeof info};
     CHECK(plk_model_read(model, &info) == PLK_OK);
@@ -339,19 +348,24 @@ static void check_embedding_input(plk_model *model, plk_context_params p) {
     plk_context *c = NULL;
     p.guard = 1;
     CHECK(plk_context_new(model, &p, &c) == PLK_OK);
-    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 1) == PLK_EUNSUPPORTED);
+    CHECK(decode_embeddings(c, n, 1, embd, pos, 1) == PLK_EUNSUPPORTED);
     plk_context_free(c);
     p.guard = 0;
     CHECK(plk_context_new(model, &p, &c) == PLK_OK);
-    CHECK(plk_decode_embd(NULL, 3, n, 1, embd, pos, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 0, n, 1, embd, pos, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n + 1, 1, embd, pos, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 4, embd, pos, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 1, NULL, pos, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 1, embd, NULL, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 1, embd, far, 1) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 8) == PLK_EINVAL);
-    CHECK(plk_decode_embd(c, 3, n, 1, embd, pos, 1) == PLK_OK);
+    CHECK(decode_embeddings(NULL, n, 1, embd, pos, 1) == PLK_EINVAL);
+    plk_batch both = {.size = sizeof both, .n_tokens = 3, .token = pos, .pos = pos, .seq_id = pos,
+                      .embd = embd, .n_embd = n, .n_pos = 1};
+    CHECK(plk_decode(c, &both) == PLK_EINVAL);
+    both.token = NULL;
+    both.n_tokens = 0;
+    CHECK(plk_decode(c, &both) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n + 1, 1, embd, pos, 1) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 4, embd, pos, 1) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 1, NULL, pos, 1) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 1, embd, NULL, 1) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 1, embd, far, 1) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 1, embd, pos, 8) == PLK_EINVAL);
+    CHECK(decode_embeddings(c, n, 1, embd, pos, 1) == PLK_OK);
     CHECK(plk_seq_pos_max(c, 1) == 2 && plk_seq_pos_max(c, 0) == -1);
     CHECK(plk_logits(c, 2) != NULL && plk_logits(c, 0) == NULL);
     plk_context_free(c);
@@ -386,7 +400,7 @@ int main(int argc, char **argv) {
         check_sampler(model, c);
     }
     plk_model_free(model); /* the context keeps it alive */
-    CHECK(plk_decode_one(c, 3, 1, 0) == 0 || plk_clear(c, 1) == PLK_OK);
+    CHECK(decode_one(c, 3, 1, 0) == 0 || plk_clear(c, 1) == PLK_OK);
     plk_context_free(c);
     puts("ok");
     return 0;

@@ -1,4 +1,4 @@
-/* What the checks of smoke.c are made of. */
+/* Helper functions of smoke.c. */
 #ifndef SMOKE_H
 #define SMOKE_H
 #include "plk.h"
@@ -9,7 +9,7 @@
 #include <string.h>
 
 #define CELLS 256
-#define TOLERANCE 0.25f /* noise is 0.01, corruption shows as 2 and more */
+#define TOLERANCE 0.25f /* noise is about 0.01, corruption 2 and more */
 #define CHECK(what)                                                                                \
     do {                                                                                           \
         if (!(what)) {                                                                             \
@@ -33,6 +33,10 @@ static int decode(plk_context *c, int n, const int32_t *token, const int32_t *po
     return plk_decode(c, &batch);
 }
 
+static int decode_one(plk_context *c, int32_t token, int32_t pos, int32_t seq) {
+    return decode(c, 1, &token, &pos, &seq);
+}
+
 static int used(plk_context *c, int32_t *largest_hole) {
     int32_t pos[4096], shift[4096];
     uint64_t seqs[4096];
@@ -49,7 +53,7 @@ static int used(plk_context *c, int32_t *largest_hole) {
     return count;
 }
 
-/* The size field of each struct, as the caller sets it. */
+/* Return the context parameters of the tests. */
 static plk_context_params params(int flash, int type_k, int type_v) {
     plk_context_params p = {0};
     p.size = sizeof p;
@@ -67,7 +71,7 @@ static plk_context_params params(int flash, int type_k, int type_v) {
     return p;
 }
 
-/* Decode n tokens of one sequence from a position on. */
+/* Decode n tokens of one sequence, starting at a position. */
 static int run(plk_context *c, int32_t first, int32_t n, int32_t seq) {
     int32_t token[128], pos[128], seqs[128];
     for (int32_t i = 0; i < n; i++) {

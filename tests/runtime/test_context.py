@@ -82,29 +82,35 @@ def test_an_exception_of_the_library_becomes_a_decode_error(tmp_path: Path) -> N
     assert a.tokens == []
 
 
-@pytest.mark.parametrize("way", ["decode", "decode_one", "decode_each", "run"])
-def test_an_interrupted_decode_leaves_no_unknown_token(tmp_path: Path, way: str) -> None:
-    """Ctrl-C comes when C is back: what it decoded is taken back, and may be decoded again."""
+@pytest.mark.regression(
+    "a decode whose signal handler raised an error of this package was not rolled back",
+    by="hostile input",
+    of="Python",
+)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Busy, Closed])
+@pytest.mark.parametrize("way", ["decode", "step", "step_all", "run"])
+def test_interrupted_decode_is_rolled_back(
+    tmp_path: Path, way: str, kind: type[BaseException]
+) -> None:
+    """A handler raises after the C call: its tokens are rolled back, and may be decoded again."""
     ctx = kit.context(tmp_path)
     a, b, sampler = ctx.sequence(), ctx.sequence(), Sampler(ctx.model, SamplerParams())
     ctx.decode([a.feed([5, 6]), b.feed([7])])
     real = getattr(ctx.native, way)
     work = {
         "decode": lambda: ctx.decode([a.feed([1, 2, 3]), b.feed([4])]),
-        "decode_one": lambda: ctx.step(a, 1),
-        "decode_each": lambda: ctx.step_all([a, b], [1, 2]),
+        "step": lambda: a.step(1),
+        "step_all": lambda: ctx.step_all([a, b], [1, 2]),
         "run": lambda: ctx.advance([a, b], [1, 2], 3, sampler),
     }[way]
 
     def interrupted(*args: Any) -> int:
-        setattr(ctx.native, way, real)
-        ctx.decode_one = real if way == "decode_one" else ctx.decode_one
+        setattr(ctx.native, operation, real)
         real(*args)
         raise KeyboardInterrupt
 
-    setattr(ctx.native, way, interrupted)
-    ctx.decode_one = ctx.native.decode_one
-    with pytest.raises(KeyboardInterrupt):
+    setattr(ctx.native, operation, interrupted)
+    with pytest.raises(kind):
         work()
     assert (a.tokens, b.tokens) == ([5, 6], [7])
     assert (a.pos_max, b.pos_max, ctx.kv.stats.used) == (1, 0, 3)

@@ -31,7 +31,7 @@ OTHER = [20, 21, 22]
 LONG = [3 + 7 * i % 50 for i in range(40)]
 #: The native calls of a context during which the handler runs.
 CALLS = (
-    *("decode", "decode_each", "run", "clear", "seq_rm", "seq_cp", "seq_keep", "seq_add"),
+    *("decode", "run", "clear", "seq_rm", "seq_cp", "seq_keep", "seq_add"),
     *("seq_div", "seq_pos_min", "seq_pos_max", "defrag", "update", "cells", "state_save"),
     *("state_load", "logits", "logits_all", "sample", "sample_all", "threads"),
 )
@@ -179,7 +179,6 @@ def handler_in_calls(setup: Setup, inner: Callable[[], object]) -> Iterator[Coun
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(native, name, wrap(getattr(native, name)))
-            patch.setattr(setup.ctx, "decode_one", wrap(setup.ctx.decode_one))
             yield seen
     finally:
         signal.signal(signal.SIGUSR1, before)

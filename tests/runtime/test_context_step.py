@@ -208,7 +208,7 @@ def test_rows_in_another_order_are_copied() -> None:
         native = Local(fake(*defines))
         model = native.model_load("fake.gguf", ModelParams())
         context = native.context_new(model, ContextParams(n_ctx=64, n_batch=8, n_seq_max=4))
-        assert native.decode_each(context, [5, 6, 7], [0, 0, 0], (0, 1, 2)) == 0
+        assert native.decode(context, [5, 6, 7], [0, 0, 0], None, (0, 1, 2), (1,) * 3) == 0
         rows = native.logits_all(context, 512)
         assert (rows.shape, rows.flags.writeable) == ((3, 512), False)
         results.append(rows.copy())
@@ -233,7 +233,7 @@ def test_decode_of_several_sequences_releases_the_gil() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert native.decode_each(context, [5, HANG], [0, 0], (0, 1)) == 2
+        assert native.decode(context, [5, HANG], [0, 0], None, (0, 1), (1,) * 2) == 2
     finally:
         ended.set()
         thread.join(120)

@@ -41,7 +41,7 @@ def test_cancel_from_another_thread(native: Native, context: ContextHandle) -> N
     thread = threading.Thread(target=cancel)
     thread.start()
     try:
-        assert native.decode_one(context, HANG, 0, 0) == 2
+        assert native.decode(context, [HANG], [0], None, (0,), None) == 2
     finally:
         done.set()
         thread.join(120)
@@ -64,7 +64,7 @@ def test_the_gil_is_released(native: Native, context: ContextHandle) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     started.set()
-    assert native.decode_one(context, HANG, 0, 0) == 2
+    assert native.decode(context, [HANG], [0], None, (0,), None) == 2
     ended.set()
     thread.join(120)
     assert next(counted) == 1000
@@ -77,7 +77,7 @@ def test_two_contexts_in_two_threads(native: Native, model: ModelHandle) -> None
     codes: list[int] = []
 
     def work(context: ContextHandle) -> None:
-        codes.extend(native.decode_one(context, SLOW, pos, 0) for pos in range(3))
+        codes.extend(native.decode(context, [SLOW], [pos], None, (0,), None) for pos in range(3))
 
     threads = [threading.Thread(target=work, args=(context,)) for context in contexts]
     for thread in threads:

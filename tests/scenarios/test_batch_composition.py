@@ -23,5 +23,9 @@ def test_image_rows_have_row_and_column_positions() -> None:
     assert part.embd.shape == (6, 16) and part.embd.dtype == np.float32
     assert (part.embd == image_rows(1, 7, (2, 3), 3, 16).embd).all()
     assert (part.embd != image_rows(1, 7, (0, 1), 3, 16).embd).any()
-    native = SimpleNamespace(decode_embd=lambda *arguments: arguments)
-    assert part.run(native, "context") == ("context", part.embd, part.places, 1)
+    context, embd, places, counts, seqs, logits = part.run(
+        SimpleNamespace(decode=lambda *arguments: arguments), "context"
+    )
+    assert (context, counts) == ("context", None)
+    assert embd is part.embd and places is part.places and logits is part.logits
+    assert seqs.tolist() == [1] * 6

@@ -78,7 +78,6 @@ def test_recording_has_a_row_per_operation(tmp_path: Path) -> None:
             context.native.cancel_after(context.handle, 3)
             recording.note("so far")
         assert context.native is native
-        assert context.decode_one == native.decode_one
         count = recording.rows
     assert set(operations(path)) == {*ALL_OPERATIONS, "keep", "cancel", "note"}
     head, lines = trace.read(path)
@@ -86,6 +85,16 @@ def test_recording_has_a_row_per_operation(tmp_path: Path) -> None:
     assert all(line.result["at"] >= 0 for line in lines)
     session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
     assert replay(head, lines, session) == (count, [])
+
+
+def test_embeddings_as_input_are_refused(tmp_path: Path) -> None:
+    """A trace has no cells of embeddings, so that a replay would differ."""
+    with runtime_kit.context(tmp_path) as context:
+        with kv.record(context, tmp_path / "run.jsonl"):
+            embd, pos, seq = np.zeros((1, 8), np.float32), np.zeros((1, 1), np.int32), np.zeros(1)
+            with pytest.raises(Unsupported, match="embeddings"):
+                context.native.decode(context.handle, embd, pos, None, seq, None)
+        assert context.native.calls == []
 
 
 def test_a_loop_without_an_allowed_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +210,18 @@ def test_arrays_may_be_changed_in_place(tmp_path: Path) -> None:
     assert [row["tokens"] for row in rows(path)[2:4]] == [[5, 6], [7, 8]]
 
 
+def test_a_batch_of_one_token_from_arrays_is_a_batch(tmp_path: Path) -> None:
+    """Numbers of numpy are converted for JSON; a refused batch is recorded as well."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, kv.record(context, path):
+        a = context.sequence()
+        context.decode(Feed(a, [5], "all"))
+        context.native.fail_next.append(2)
+        assert context.try_decode(kv.Batch().add(6, 1)) == 2
+    assert operations(path)[-2:] == ["batch", "batch"]
+    assert a.tokens == [5]
+
+
 def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     """Tokens are decoded again, and shared cells are shared; the header records it."""
     path = tmp_path / "run.jsonl"
@@ -214,7 +235,7 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
         with kv.record(context, path):
             context.clear()
         context.native.seq_cp(context.handle, 0, 1, 0, 5)
-        context.native.decode_one(context.handle, 5, 0, 3)
+        context.native.decode(context.handle, [5], [0], None, (3,), None)
         with pytest.raises(UsageError, match="clear it"), kv.record(context, path):
             pass
     head, lines = trace.read(path)
@@ -300,7 +321,7 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="already"), kv.record(context, tmp_path / "b"):
             pass
         other = context.model.context(n_ctx=64)
-        context.native.decode_one(other.handle, 5, 0, 0)
+        context.native.decode(other.handle, [5], [0], None, (0,), None)
         context.native.seq_rm(other.handle, 0, -1, -1)
         context.native.state_load(other.handle, 0, context.native.state_save(other.handle, 0))
     assert operations(tmp_path / "a") == ["context"]
@@ -312,7 +333,7 @@ def test_context_is_watched_and_recorded_in_any_order(tmp_path: Path, order: str
     path, screen = tmp_path / "run.jsonl", io.StringIO()
     console = Console(file=screen, width=200, force_terminal=False, _environ={})
     with runtime_kit.context(tmp_path) as context:
-        native, one = context.native, context.decode_one
+        native = context.native
         with ExitStack() as stack:
             for what in order.split(", "):
                 opened = (
@@ -324,7 +345,7 @@ def test_context_is_watched_and_recorded_in_any_order(tmp_path: Path, order: str
             everything(context)
             with pytest.raises(UsageError, match="already"), kv.record(context, path):
                 pass
-        assert (context.native, context.decode_one) == (native, one)
+        assert context.native is native
     assert set(operations(path)) == ALL_OPERATIONS
     assert "defrag" in screen.getvalue()
 

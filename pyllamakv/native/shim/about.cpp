@@ -95,6 +95,7 @@ static_assert(sizeof(void *) != 8 || sizeof(plk_context_params) == 112, "layout"
 static_assert(offsetof(plk_context_info, defrag_thold) == 60, "layout");
 static_assert(sizeof(plk_context_info) == 88 && sizeof(plk_mapping) == 72, "layout");
 static_assert(sizeof(void *) != 8 || offsetof(plk_batch, logits) == 40, "layout");
+static_assert(sizeof(void *) != 8 || sizeof(plk_batch) == 64, "layout");
 static_assert(offsetof(plk_cells_info, bytes_k) == 48 && sizeof(plk_cells_info) == 64, "layout");
 static_assert(offsetof(plk_defrag_report, bytes) == 16, "layout");
 static_assert(sizeof(plk_defrag_report) == 56, "layout");

@@ -3,13 +3,45 @@
 
 namespace {
 
+// Return the number of values of an embedding that the model reads; with deepstack, more than n_embd.
+template <typename Model>
+auto input_width(const Model *model, int32_t, int) -> decltype(llama_model_n_embd_inp(model)) {
+    return llama_model_n_embd_inp(model);
+}
+template <typename Model> int32_t input_width(const Model *, int32_t n_embd, long) {
+    return n_embd;
+}
+
+int check_embeddings(const plk_context &c, const plk_batch &batch) {
+    if (c.guard) {
+        return plk::refuse(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
+    }
+    const llama_model *model = c.model->model;
+    const int32_t width = input_width(model, c.model->info.n_embd, 0);
+    const int32_t rows = plk::load::many_positions(model) ? 4 : 1;
+    if (batch.n_embd != width || batch.n_pos != rows) {
+        return plk::refuse(PLK_EINVAL,
+                           "embeddings of %d values with %d positions, expected %d and %d",
+                           batch.n_embd, batch.n_pos, width, rows);
+    }
+    return PLK_OK;
+}
+
 int check(const plk_context &c, const plk_batch &batch) {
     if (batch.n_tokens < 1 || static_cast<uint32_t>(batch.n_tokens) > c.n_batch) {
         return plk::refuse(PLK_EINVAL, "the batch has %d tokens, expected 1 to n_batch = %u",
                            batch.n_tokens, c.n_batch);
     }
-    if (batch.token == nullptr || batch.pos == nullptr || batch.seq_id == nullptr) {
+    if ((batch.token == nullptr && batch.embd == nullptr) || batch.pos == nullptr ||
+        batch.seq_id == nullptr) {
         return plk::refuse(PLK_EINVAL, "the batch lacks tokens, positions or sequences");
+    }
+    const bool embeds = batch.embd != nullptr;
+    if (embeds && batch.token != nullptr) {
+        return plk::refuse(PLK_EINVAL, "the batch has both tokens and embeddings");
+    }
+    if (const int wrong = embeds ? check_embeddings(c, batch) : PLK_OK) {
+        return wrong;
     }
     if (!c.causal && static_cast<uint32_t>(batch.n_tokens) > c.n_ubatch) {
         return plk::refuse(PLK_EINVAL,
@@ -19,13 +51,16 @@ int check(const plk_context &c, const plk_batch &batch) {
     const int32_t n_vocab = c.model->info.n_vocab;
     const int32_t *seq = batch.seq_id;
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
-        if (batch.token[i] < 0 || batch.token[i] >= n_vocab) {
+        if (!embeds && (batch.token[i] < 0 || batch.token[i] >= n_vocab)) {
             return plk::refuse(PLK_EINVAL, "invalid token: place %d holds %d, outside [0, %d)", i,
                                batch.token[i], n_vocab);
         }
-        if (batch.pos[i] < 0 || batch.pos[i] >= c.positions) {
-            return plk::refuse(PLK_EINVAL, "place %d has the position %d, expected 0 to %d", i,
-                               batch.pos[i], c.positions - 1);
+        for (int32_t row = 0; row < (embeds ? batch.n_pos : 1); ++row) {
+            const int32_t pos = batch.pos[static_cast<size_t>(row) * batch.n_tokens + i];
+            if (pos < 0 || pos >= c.positions) {
+                return plk::refuse(PLK_EINVAL, "place %d has the position %d, expected 0 to %d", i,
+                                   pos, c.positions - 1);
+            }
         }
         const int32_t count = batch.seq_count != nullptr ? batch.seq_count[i] : 1;
         if (count < 1 || static_cast<uint32_t>(count) > c.n_seq_max) {
@@ -104,15 +139,6 @@ bool in_order(const llama_batch &batch) {
     return counts.size() <= 2 ||
            std::all_of(counts.begin(), counts.end(),
                        [&](const auto &each) { return each.second == counts[0].second; });
-}
-
-// Return the number of values of an embedding that the model reads; with deepstack, more than n_embd.
-template <typename Model>
-auto input_width(const Model *model, int32_t, int) -> decltype(llama_model_n_embd_inp(model)) {
-    return llama_model_n_embd_inp(model);
-}
-template <typename Model> int32_t input_width(const Model *, int32_t n_embd, long) {
-    return n_embd;
 }
 
 struct Armed {
@@ -240,75 +266,8 @@ int plk_decode(plk_context *context, const plk_batch *batch) {
         llama_batch theirs{};
         theirs.n_tokens = n;
         theirs.token = const_cast<int32_t *>(mine.token);
+        theirs.embd = const_cast<float *>(mine.embd);
         theirs.pos = const_cast<int32_t *>(mine.pos);
-        theirs.n_seq_id = c.counts.data();
-        theirs.seq_id = c.rows.data();
-        theirs.logits = c.flags.data();
-        return decode(c, theirs);
-    });
-}
-
-int plk_decode_one(plk_context *context, int32_t token, int32_t pos, int32_t seq_id) {
-    return plk::guarded([&]() -> int {
-        if (const int wrong = plk::need(context)) {
-            return wrong;
-        }
-        plk_context &c = *context;
-        if (token < 0 || token >= c.model->info.n_vocab || pos < 0 ||
-            pos >= c.positions || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
-            return plk::refuse(PLK_EINVAL, "invalid token %d, position %d or sequence %d", token,
-                               pos, seq_id);
-        }
-        int32_t count = 1;
-        int8_t flag = 1;
-        int32_t *rows[2] = {&seq_id, nullptr};
-        llama_batch theirs{};
-        theirs.n_tokens = 1;
-        theirs.token = &token;
-        theirs.pos = &pos;
-        theirs.n_seq_id = &count;
-        theirs.seq_id = rows;
-        theirs.logits = &flag;
-        return decode(c, theirs);
-    });
-}
-
-int plk_decode_embd(plk_context *context, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
-                    const float *embd, const int32_t *pos, int32_t seq_id) {
-    return plk::guarded([&]() -> int {
-        if (const int wrong = plk::need(context)) {
-            return wrong;
-        }
-        plk_context &c = *context;
-        if (c.guard) {
-            return plk::refuse(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
-        }
-        const int32_t width = input_width(static_cast<const llama_model *>(c.model->model),
-                                          c.model->info.n_embd, 0);
-        const int32_t rows = plk::load::many_positions(c.model->model) ? 4 : 1;
-        if (n_embd != width || n_pos != rows) {
-            return plk::refuse(PLK_EINVAL,
-                               "embeddings of %d values with %d positions, expected %d and %d",
-                               n_embd, n_pos, width, rows);
-        }
-        if (n_tokens < 1 || static_cast<uint32_t>(n_tokens) > c.n_batch || embd == nullptr ||
-            pos == nullptr || seq_id < 0 || static_cast<uint32_t>(seq_id) >= c.n_seq_max) {
-            return plk::refuse(PLK_EINVAL, "invalid batch of %d embeddings of sequence %d", n_tokens,
-                               seq_id);
-        }
-        const auto valid = [&](int32_t each) { return each >= 0 && each < c.positions; };
-        if (!std::all_of(pos, pos + static_cast<size_t>(n_tokens) * rows, valid)) {
-            return plk::refuse(PLK_EINVAL, "a position is not 0 to %d", c.positions - 1);
-        }
-        c.counts.assign(n_tokens, 1);
-        c.rows.assign(n_tokens + 1, &seq_id);
-        c.rows[n_tokens] = nullptr;
-        c.flags.assign(n_tokens, c.asked.embeddings);
-        c.flags.back() = 1;
-        llama_batch theirs{};
-        theirs.n_tokens = n_tokens;
-        theirs.embd = const_cast<float *>(embd);
-        theirs.pos = const_cast<int32_t *>(pos);
         theirs.n_seq_id = c.counts.data();
         theirs.seq_id = c.rows.data();
         theirs.logits = c.flags.data();

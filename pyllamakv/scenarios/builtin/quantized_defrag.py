@@ -20,7 +20,7 @@ GRAPH = 3
 
 
 def run(lab: Lab) -> None:
-    """Decode in two sequences alternately, remove half of one, defragment, and decode."""
+    """Decode in two sequences alternately, remove half of the second, defragment, and decode."""
     player = lab.player(256, n_ubatch=32)
     player.fill({0: 80, 1: 80}, interleave=True)
     player.remove(1, 0, 40)

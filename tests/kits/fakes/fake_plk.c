@@ -1,6 +1,6 @@
-/* A libplk without llama.cpp, for what the binding does with any library: load, check, convert,
- * forward, and outlive. It fails on request, and has no cells: operations on them are logged with
- * their arguments, at level 1, and return fixed values. `simulated.py` simulates a cache.
+/* A libplk without llama.cpp, for tests of the binding: loading, checks, conversions, forwarding and
+ * lifetimes. It fails on request, and has no cells: operations on them are logged with their
+ * arguments, at level 1, and return fixed values. `simulated.py` simulates a cache.
  *
  * Vocabulary: 512 tokens; 0..255 are bytes, BOS 256, EOS 257. Scripts: decoding one of the tokens
  * below does what its name says. Logits of a token t at position p peak at (t + p + 1) % 256.
@@ -9,6 +9,7 @@
 
 #include <arpa/inet.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +36,7 @@
 enum { N_VOCAB = 512, BOS = 256, EOS = 257 };
 enum {
     T_ABORT = 500,  /* abort() */
-    T_THROW = 501,  /* as if llama.cpp threw */
+    T_THROW = 501,  /* an exception of llama.cpp */
     T_MINUS = 502,  /* llama_decode returns -3 */
     T_HANG = 503,   /* polls until cancelled, then returns 2 */
     T_EXIT = 504,   /* exit(7) */
@@ -52,7 +53,7 @@ struct plk_context {
     plk_context_params params;
     int n, outputs, reads;
     int32_t last[64], *tokens; /* last decoded position by sequence; the tokens of the last flush */
-    uint8_t *state;            /* the last one loaded, whatever the sequence */
+    uint8_t *state;            /* the last loaded one of any sequence */
     int64_t state_size;
     float *logits;
     float adapters, embedding[32]; /* sum of the scales, added to the logits */
@@ -145,7 +146,7 @@ int plk_rpc_serve(const char *endpoint, const char *device, uint64_t memory) {
         int one = accept(all, NULL, NULL);
         char byte;
         while (read(one, &byte, 1) == 1)
-            if (byte == 'x') abort(); /* as a server does that is told to compute nonsense */
+            if (byte == 'x') abort(); /* like a server that gets invalid input */
         close(one);
     }
 }
@@ -267,6 +268,12 @@ int plk_threads(plk_context *c, int32_t n_threads, int32_t n_threads_batch) {
     return PLK_OK;
 }
 
+static int32_t (*interrupts_check)(void);
+static uint64_t interrupts_thread;
+void plk_interrupts(int32_t (*check)(void), uint64_t thread) {
+    interrupts_check = check;
+    interrupts_thread = thread;
+}
 static int poll_cancel(plk_context *c) {
     c->polls++;
     return c->cancelled || (c->cancel_after >= 0 && c->polls > c->cancel_after);
@@ -276,7 +283,13 @@ static int script(plk_context *c, int32_t token) {
     case T_ABORT: fprintf(stderr, "fake: GGML_ASSERT(token != abort) failed\n"); abort();
     case T_THROW: return fail(PLK_EEXCEPTION, "invalid token");
     case T_MINUS: return -3;
-    case T_HANG: while (!poll_cancel(c)) usleep(1000); return PLK_ABORTED;
+    case T_HANG:
+        while (!poll_cancel(c)) {
+            usleep(1000);
+            if (interrupts_check && interrupts_thread == (uint64_t) pthread_self())
+                c->cancelled |= interrupts_check() != 0;
+        }
+        return PLK_ABORTED;
     case T_EXIT: exit(7);
     case T_SEGV: *(volatile int *) 8 = 1; return 0;
     case T_SLOW: usleep(50000); return 0;
@@ -291,8 +304,16 @@ static void put_logits(plk_context *c, int place, int32_t token, int32_t pos) {
     for (int v = 0; v < N_VOCAB; v++) row[v] = c->adapters - ((v - token - pos - 1) & 255);
     c->output_of[place] = c->outputs++;
 }
+static int decode_embeddings(plk_context *c, plk_batch b) {
+    if (c->params.guard) return fail(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
+    if (b.n_tokens != 1 || b.n_pos != 4) return fail(PLK_EINVAL, "wrong shape");
+    int32_t token = (int32_t) b.embd[b.n_embd - 1], at = b.pos[0] + b.pos[b.n_pos - 1];
+    b.token = &token, b.pos = &at, b.embd = NULL;
+    return plk_decode(c, &b);
+}
 int plk_decode(plk_context *c, const plk_batch *b) {
     if (b->n_tokens < 1) return -1;
+    if (b->embd) return decode_embeddings(c, *b);
     if (b->n_tokens > (int32_t) c->params.n_batch) return fail(PLK_EINVAL, "n_tokens > n_batch");
     for (int32_t i = 0; i < b->n_tokens; i++)
         if (b->token[i] < 0 || b->token[i] >= N_VOCAB) return fail(PLK_EINVAL, "invalid token");
@@ -318,16 +339,6 @@ int plk_decode(plk_context *c, const plk_batch *b) {
             c->last[*ids++ & 63] = b->pos[at];
     c->cancelled = 0;
     return status;
-}
-int plk_decode_one(plk_context *c, int32_t token, int32_t pos, int32_t seq_id) {
-    plk_batch b = { sizeof b, 1, &token, &pos, NULL, &seq_id, NULL };
-    return plk_decode(c, &b);
-}
-int plk_decode_embd(plk_context *c, int32_t n_tokens, int32_t n_embd, int32_t n_pos,
-                    const float *embd, const int32_t *pos, int32_t seq_id) {
-    if (c->params.guard) return fail(PLK_EUNSUPPORTED, "a guarded context decodes no embeddings");
-    if (n_tokens != 1 || n_pos != 4) return fail(PLK_EINVAL, "wrong shape");
-    return plk_decode_one(c, (int32_t) embd[n_embd - 1], pos[0] + pos[n_pos - 1], seq_id);
 }
 const float *plk_logits(plk_context *c, int32_t index) {
     int row = index < 0 ? c->outputs + index
@@ -407,7 +418,8 @@ int plk_cells_read(plk_context *c, int32_t cache, int32_t room, int32_t *pos, in
     for (int i = 0; i < c->n; i++) {
         pos[i] = i + c->reads;
         shift[i] = -i;
-        for (int w = 0; w < words; w++) seqs[(size_t) i * words + w] = (uint64_t) i << (32 * w);
+        for (int w = 0; w < words; w++)
+            seqs[(size_t) i * words + w] = w < 2 ? (uint64_t) i << (32 * w) : 0;
     }
     c->reads++;
     return c->n;
@@ -419,7 +431,7 @@ int plk_counters_read(plk_context *c, plk_counters *out) {
     return PLK_OK;
 }
 
-/* Mapped memory of one layer, a page each for K and V; a kept file is only its tokens. */
+/* Mapped memory of one layer, a page each for K and V; a kept file has only its tokens. */
 int plk_mapping_read(plk_context *c, plk_mapping *out) {
     if (!c->params.kv_backing) return fail(PLK_EUNSUPPORTED, "on the heap");
     out->kind = c->params.kv_backing;

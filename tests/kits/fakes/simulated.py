@@ -357,15 +357,16 @@ class SimulatedNative:
             if isinstance(what, Exception):
                 raise what
             return what
-        if c.removed and not self.restarts and (np.asarray(pos) == 0).any():
+        token, pos, seq_id = (np.asarray(part, np.int32) for part in (token, pos, seq_id))
+        if c.removed and not self.restarts and (pos == 0).any():
             raise Unsupported("a sequence was removed", reason="a sequence was removed")
         counts = [1] * len(token) if seq_count is None else seq_count.tolist()
         ends = np.cumsum(counts)
         ids = [seq_id[e - n : e].tolist() for e, n in zip(ends, counts, strict=True)]
-        flags = [0] * (len(token) - 1) + [1] if logits is None else logits.tolist()
+        flags = [0] * (len(token) - 1) + [1] if logits is None else [*logits]
         if c.params.embeddings:
             flags = [1] * len(token)
-        if (np.asarray(token) >= N_VOCAB).any():
+        if (token >= N_VOCAB).any():
             raise NativeError("invalid token", code=-1001)
         done: list[Cell] = []
         for start in range(0, len(token), c.info.n_ubatch):
@@ -388,15 +389,6 @@ class SimulatedNative:
                     c.embeddings.append(c.logits[-1][:N_EMBD])
                     c.owners.append(ids[i][0])
         return 0
-
-    def decode_one(self, context: int, token: int, pos: int, seq_id: int) -> int:
-        one = [np.array([n], dtype=np.int32) for n in (token, pos, seq_id)]
-        return self.decode(context, one[0], one[1], None, one[2], np.ones(1, dtype=np.int8))
-
-    def decode_each(self, context: int, token, pos, seq_id) -> int:
-        arrays = [np.array(part, dtype=np.int32) for part in (token, pos, seq_id)]
-        flags = np.ones(len(token), dtype=np.int8)
-        return self.decode(context, arrays[0], arrays[1], None, arrays[2], flags)
 
     def logits(self, context: int, index: int, n_vocab: int) -> np.ndarray:
         c = self._get(context)
@@ -531,7 +523,8 @@ class SimulatedNative:
     def run(self, sampler, context, token, pos, seq_id, steps, stop):
         rows: list[list[int]] = []
         for step in range(steps):
-            code = self.decode_each(context, token, [p + step for p in pos], seq_id)
+            places, every = [p + step for p in pos], (1,) * len(token)
+            code = self.decode(context, token, places, None, seq_id, every)
             if code:
                 return code, rows
             token = self.sample_all(sampler, context, len(seq_id))
