@@ -22,6 +22,7 @@ GROUPS = {
     "server": ("sparse_server", False),
     "managers": ("manager_overhead", True),
     "threads": ("busy_machine", False),
+    "signals": ("interrupts", False),
     "peers": ("cache_peers", False),
     "mapped": ("mapped_memory", False),
     "identity": ("identity", False),
@@ -48,7 +49,8 @@ def bench(
     llama-cpp-python, and `peers` prompt caches with those of llama-cpp-python and llama-server.
     `moving` defragments caches, `sparse` and `server` compact them, `mapped` maps them to files.
     `identity` computes the digest of a model. `managers` compares cache managers with decodes by
-    hand, and `threads` numbers of threads beside busy processes. `hardware` builds for a device,
+    hand, `threads` numbers of threads beside busy processes, and `signals` how long a signal waits
+    for a decode. `hardware` builds for a device,
     repeats `moving` and `sparse` on it, and runs scenarios in few settings, also those of
     llama-server.
     """

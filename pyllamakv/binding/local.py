@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
-from pyllamakv.binding import codes, loading
+from pyllamakv.binding import codes, loading, signal_check
 from pyllamakv.binding.codes import OWN, Code
 from pyllamakv.binding.logs import Log, buffers, forward
 from pyllamakv.binding.protocol import (
@@ -47,6 +47,7 @@ from pyllamakv.binding.protocol import (
     SamplerHandle,
     SamplerParams,
 )
+from pyllamakv.binding.signal_check import entered, forget_pending, raise_pending
 from pyllamakv.errors import Closed, KvError
 from pyllamakv.native._plk import ffi
 
@@ -208,6 +209,7 @@ class Local:
         self._lost = 0
         self._lowest = 1
         self._done(self._lib.plk_init(), f"start {path.name}")
+        signal_check.install(self._lib)
         self.about = self._read_about()
         self.environment: Mapping[str, str] = {}
         self._ids = itertools.count(1)
@@ -885,18 +887,38 @@ class Local:
         steps: int,
         stop: bool,
     ) -> tuple[int, list[list[int]]]:
-        """Decode a token of each sequence and choose the next ones, ``steps`` times in one call."""
+        """Decode a token of each sequence and choose the next ones, ``steps`` times in one call.
+
+        The exception of a signal handler has the completed steps (`signal_check.take_run`).
+        """
         n, done = len(seq_id), ffi.new("int32_t *")
         tokens = ffi.new("int32_t[]", (steps + 1) * n)
         tokens[0:n] = token
-        code: int = self._lib.plk_run(
-            self._sampler(sampler), self._context(context), n, ffi.new("int32_t[]", seq_id),
-            ffi.new("int32_t[]", pos), tokens, steps, stop, done,
-        )  # fmt: skip
-        if code < OWN and not done[0]:
-            raise self._error(code, f"decode {steps} steps of {n} sequences", "decode")
-        flat = ffi.unpack(tokens, (done[0] + 1) * n)
-        return code, [flat[at : at + n] for at in range(n, len(flat), n)]
+        code: int | None = None
+        before = len(entered)
+        try:
+            code = self._lib.plk_run(
+                self._sampler(sampler), self._context(context), n, ffi.new("int32_t[]", seq_id),
+                ffi.new("int32_t[]", pos), tokens, steps, stop, done,
+            )  # fmt: skip
+            if len(entered) > before:
+                raise_pending()
+            if code < OWN and not done[0]:
+                raise self._error(code, f"decode {steps} steps of {n} sequences", "decode")
+            return code, _rows(tokens, done[0], n)
+        except BaseException as error:
+            forget_pending()
+            if done[0]:
+                if code is None:  # the exception was raised before the status was stored
+                    code = 0 if done[0] == steps else int(DecodeStatus.ABORTED)
+                signal_check.keep_run(error, code, _rows(tokens, done[0], n))
+            raise
+
+
+def _rows(tokens: Any, done: int, n: int) -> list[list[int]]:
+    """Return the tokens that ``done`` steps of ``n`` sequences sampled."""
+    flat = ffi.unpack(tokens, (done + 1) * n)
+    return [flat[at : at + n] for at in range(n, len(flat), n)]
 
 
 #: The open libraries of this process.
@@ -906,6 +928,7 @@ _libraries: weakref.WeakSet[Local] = weakref.WeakSet()
 def _leave_parent() -> None:
     """Forget contexts in mapped memory, which stay with the parent: they are closed here."""
     for library in _libraries:
+        signal_check.install(library._lib)  # the main thread is the one that forked
         for context in library._unforked:
             library._contexts.pop(context, None)
             library._scratch.pop(context, None)

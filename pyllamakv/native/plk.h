@@ -1,8 +1,8 @@
 /* plk.h: the complete C interface between Python and one build of llama.cpp.
  *
  * The interface uses only ints, pointers and flat structs. Every struct begins with `size`, the
- * caller's sizeof, so that fields can be added at its end. There are no callbacks into Python: log
- * records are kept in a ring, and a cancel sets a flag. No function throws a C++ exception.
+ * caller's sizeof, so that fields can be added at its end. Log records are kept in a ring, and a
+ * cancel sets a flag; the only callback is that of plk_interrupts. No function throws a C++ exception.
  * Functions that return int return 0, a positive status of their own, or a negative PLK_E code;
  * plk_last_error() returns the text of this thread's last error. Arguments are checked before they
  * reach llama.cpp: values on which it would assert return PLK_EINVAL. An assertion that fails
@@ -352,6 +352,10 @@ void plk_synchronize(plk_context *context);
 void plk_cancel(plk_context *context);                     /* callable from any thread */
 void plk_cancel_after(plk_context *context, int64_t polls); /* of the abort callback; < 0: never */
 int64_t plk_cancel_polls(const plk_context *context);      /* polls of the last decode */
+/* Call `check` about every 20 ms during decodes of the thread whose pthread_self() is `thread`, until
+ * it returns something other than 0: that ends the decode as plk_cancel does. NULL: never. `check`
+ * may use other contexts. */
+void plk_interrupts(int32_t (*check)(void), uint64_t thread);
 
 /* Sequences. p0 < 0: from the start, p1 < 0: to the end. A sequence outside 0 to n_seq_max - 1, and
  * a range with p1 < p0, return PLK_EINVAL; an empty range changes nothing. */

@@ -118,6 +118,15 @@ class Ledger:
         self._settle()
         return end - start
 
+    def forget_since(self, mark: int) -> None:
+        """Drop the last entries with this mark or later ones, also an incomplete entry."""
+        end = min(len(self.tokens), len(self.positions), len(self.marks))
+        while end and self.marks[end - 1] >= mark:
+            end -= 1
+        if end < max(len(self.tokens), len(self.positions), len(self.marks)):
+            del self.tokens[end:], self.positions[end:], self.marks[end:]
+            self._settle()
+
     def copy_from(self, other: Ledger, p0: int | None, p1: int | None, *, share: bool) -> None:
         """Copy entries of another sequence; with ``share`` False, into new cells."""
         start, end = other.span(p0, p1)
@@ -202,9 +211,10 @@ class Ledger:
     def _sort(self) -> None:
         order = sorted(range(len(self.positions)), key=self.positions.__getitem__)
         if order != list(range(len(order))):
-            self.tokens = [self.tokens[i] for i in order]
-            self.marks = [self.marks[i] for i in order]
-            self.positions = [self.positions[i] for i in order]
+            # All at once, because a signal handler may raise between statements.
+            self.tokens, self.marks, self.positions = (
+                [values[i] for i in order] for values in (self.tokens, self.marks, self.positions)
+            )
 
     def _settle(self) -> None:
         self.next = self.positions[-1] + 1 if self.positions else 0

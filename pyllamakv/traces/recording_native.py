@@ -11,6 +11,7 @@ import numpy as np
 
 from pyllamakv.binding.forwarding import forwards, operations
 from pyllamakv.binding.protocol import Native
+from pyllamakv.binding.signal_check import keep_run, take_run
 from pyllamakv.errors import KvError, Unsupported
 from pyllamakv.scenarios import cell_samples
 from pyllamakv.traces.row_writer import long_form
@@ -264,6 +265,14 @@ class RecordingNative(CallRecorder):
             code, rows = self.inner.run(sampler, context, token, pos, seq_id, steps, stop)
         except Exception as error:
             self.failed("advance", (*what, []), began, error)
+            raise
+        except BaseException as error:  # of a signal handler
+            completed = take_run(error)
+            if completed is not None:
+                keep_run(error, *completed)
+                self.done(
+                    "advance", (*what, completed[1]), began, completed[0], len(completed[1]) * n
+                )
             raise
         # If no token could be sampled after the last step, that step was decoded nevertheless.
         unsampled = bool(rows) and min(rows[-1]) < 0

@@ -17,7 +17,9 @@ from rich.console import Console
 import pyllamakv as kv
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.errors import NativeError, NoKVSlot, NoTokenAllowed, UsageError
+from pyllamakv.binding.signal_check import keep_run
+from pyllamakv.errors import NativeError, NoKVSlot, NoTokenAllowed, Unsupported, UsageError
+from pyllamakv.runtime.batch import Feed
 from pyllamakv.traces import recording_native, trace
 from pyllamakv.traces.recording_native import RecordingNative
 from pyllamakv.traces.replay import replay
@@ -120,8 +122,36 @@ def test_a_loop_without_an_allowed_token(tmp_path: Path, monkeypatch: pytest.Mon
     assert replay(head, lines, session) == (len(lines), [])
 
 
-def test_rows_say_what_happened_to_the_cells(tmp_path: Path) -> None:
-    """Rows that change cells have the cells before and after, the moves, and a picture."""
+def test_an_interrupted_loop_is_recorded_with_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completed steps of an interrupted loop are in the trace, which replays exactly."""
+    path = tmp_path / "run.jsonl"
+    with runtime_kit.context(tmp_path) as context, context.model.sampler() as sampler:
+        run = context.native.run
+
+        def interrupt(*arguments: Any) -> None:
+            error = KeyboardInterrupt()
+            keep_run(error, *run(*arguments[:5], 3, True))
+            raise error
+
+        monkeypatch.setattr(context.native, "run", interrupt)
+        with kv.record(context, path):
+            a = context.sequence()
+            with pytest.raises(KeyboardInterrupt) as caught:
+                context.advance([a], [13], 5, sampler)
+            assert caught.value.__notes__[0].startswith("3 of 5 steps are complete; the next")
+            assert len(a) == 3
+            a.step(10)
+    row = next(row for row in rows(path) if row.get("op") == "advance")
+    assert [len(row["steps"]), row["result"]["status"]] == [3, 0]
+    head, lines = trace.read(path)
+    session = ScriptSession(SimulatedNative(), file=tmp_path / "tiny.gguf")
+    assert replay(head, lines, session) == (len(lines), [])
+
+
+def test_recorded_rows_have_cells_before_and_after(tmp_path: Path) -> None:
+    """Rows that change cells have the cells before and after, the moves, and a snapshot."""
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context, kv.record(context, path):
         a, b = context.sequence(), context.sequence()

@@ -10,6 +10,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 
 namespace {
 
@@ -52,6 +53,21 @@ plk::AssertionTrap::AssertionTrap() {
 plk::AssertionTrap::~AssertionTrap() { --calls; }
 
 void plk::serve(const plk_context *context) { serving = context; }
+
+int32_t plk::call_out(int32_t (*function)(void)) {
+    // This thread is in a call and computes. Calls in `function` begin anew, and leave no trace.
+    const int outer_calls = calls, outer_computing = computing;
+    const plk_context *outer = serving;
+    const std::string outer_error = logged();
+    calls = computing = 0;
+    const int32_t code = function();
+    calls = outer_calls;
+    computing = outer_computing;
+    serving = outer;
+    text[0] = 0;
+    remember_logged(outer_error.c_str());
+    return code;
+}
 
 int plk::settle(int code) {
     if (text[0] == 0) {

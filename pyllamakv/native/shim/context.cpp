@@ -5,7 +5,21 @@
 
 #include <memory>
 
+#include <pthread.h>
+#include <time.h>
+
 namespace {
+
+#ifdef CLOCK_MONOTONIC_COARSE
+constexpr clockid_t cheap_clock = CLOCK_MONOTONIC_COARSE; // a tick is 1 to 10 ms
+#else
+constexpr clockid_t cheap_clock = CLOCK_MONOTONIC;
+#endif
+constexpr int64_t milliseconds = 1000000;
+
+// The arguments of plk_interrupts.
+std::atomic<int32_t (*)(void)> interrupts_check{nullptr};
+std::atomic<uint64_t> interrupts_thread{0};
 
 constexpr uint32_t max_sequences = 256; // maximum of all releases; some allow only 64
 constexpr int32_t max_threads = 512;     // GGML_MAX_N_THREADS, which some releases do not define
@@ -162,12 +176,46 @@ bool shares_quantized(const plk_context &handle) {
     return false;
 }
 
+int64_t now() {
+    timespec time{};
+    clock_gettime(cheap_clock, &time);
+    return time.tv_sec * (1000 * milliseconds) + time.tv_nsec;
+}
+
+bool in_thread() { return (uint64_t)pthread_self() == interrupts_thread.load(); }
+
+// Call the check of plk_interrupts if it is due.
+void check_interrupts(plk_context &context) {
+    const int64_t due = context.check_at.load(std::memory_order_relaxed);
+    if (due == INT64_MAX) {
+        return;
+    }
+    const int64_t begin = now();
+    const auto check = interrupts_check.load();
+    if (begin < due || check == nullptr || !in_thread()) {
+        return;
+    }
+    context.checking.store(true);
+    const int32_t wanted = plk::call_out(check);
+    context.checking.store(false);
+    if (wanted != 0) {
+        context.cancel.store(true);
+    }
+    // The check waits for Python's lock, which another thread may hold for 5 ms.
+    const int64_t end = now();
+    const int64_t pause = std::min(80 * milliseconds, 19 * (end - begin));
+    context.check_at.store(end + std::max(20 * milliseconds, pause));
+}
+
 bool poll(void *data) {
     auto *context = static_cast<plk_context *>(data);
     if (!context->armed.load(std::memory_order_relaxed)) {
         return false;
     }
-    const int64_t count = context->polls.fetch_add(1, std::memory_order_relaxed) + 1;
+    // One thread polls, so the sum need not be atomic, which would take longer.
+    const int64_t count = context->polls.load(std::memory_order_relaxed) + 1;
+    context->polls.store(count, std::memory_order_relaxed);
+    check_interrupts(*context);
     const int64_t limit = context->limit.load(std::memory_order_relaxed);
     return context->cancel.load(std::memory_order_relaxed) || (limit >= 0 && count >= limit);
 }
@@ -212,6 +260,11 @@ llama_context_params fill(const plk_model &model, const plk_context_params &aske
 }
 
 } // namespace
+
+void plk::expect_interrupts(plk_context &context) {
+    const bool expected = interrupts_check.load() != nullptr && in_thread();
+    context.check_at.store(expected ? now() + 20 * milliseconds : INT64_MAX);
+}
 
 plk_context::~plk_context() {
     if (ctx != nullptr) {
@@ -401,6 +454,12 @@ void plk_cancel_after(plk_context *context, int64_t polls) {
 
 int64_t plk_cancel_polls(const plk_context *context) {
     return context != nullptr ? context->polls.load() : -1;
+}
+
+void plk_interrupts(int32_t (*check)(void), uint64_t thread) {
+    interrupts_check.store(nullptr); // until both are set
+    interrupts_thread.store(thread);
+    interrupts_check.store(check);
 }
 
 } // extern "C"

@@ -63,6 +63,8 @@ struct plk_context {
     std::atomic<bool> armed{false}; // false outside a decode: polls must not abort a shift or move
     std::atomic<int64_t> limit{-1};
     std::atomic<int64_t> polls{0};
+    std::atomic<int64_t> check_at{0}; // when the check of plk_interrupts is due, in nanoseconds
+    std::atomic<bool> checking{false};
 
     // Buffers that each decode reuses; llama_batch requires one pointer per token.
     std::vector<int32_t> counts;
@@ -101,6 +103,12 @@ struct AssertionTrap {
     AssertionTrap(const AssertionTrap &) = delete;
     AssertionTrap &operator=(const AssertionTrap &) = delete;
 };
+
+// Call a function of the caller during a computation: it may call this library for other contexts.
+int32_t call_out(int32_t (*function)(void));
+
+// Begin a decode: its polls call the check of plk_interrupts when it is due, if this is its thread.
+void expect_interrupts(plk_context &context);
 
 // Name the context that this thread's call is for: an assertion makes it unusable.
 void serve(const plk_context *context);
@@ -156,6 +164,9 @@ inline int need(const plk_context *context) {
                       "cells are unknown; free the context and create another one",
                       context->assertion.c_str());
     }
+    if (context->checking.load(std::memory_order_relaxed)) {
+        return refuse(PLK_EINVAL, "the context is in use by the decode that this call interrupts");
+    }
     serve(context);
     return PLK_OK;
 }
@@ -166,6 +177,7 @@ void start();
 // Return the first error that llama.cpp logged in this thread since `forget_logged`; "" if none.
 const char *logged();
 void forget_logged();
+void remember_logged(const char *text);
 // Return the largest number of nodes of a graph that llama.cpp logged since `forget_logged`, or 0.
 int32_t logged_nodes();
 

@@ -147,6 +147,7 @@ struct Armed {
         c.polls.store(0);
         if (!c.going) {
             c.cancel.store(false);
+            plk::expect_interrupts(c);
         }
         const bool clean = plk::memory::ends_batches || !c.model->info.is_recurrent;
         c.armed.store(!c.guard || (plk::rollback::abortable && clean));

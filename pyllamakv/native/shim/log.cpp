@@ -43,7 +43,7 @@ thread_local int32_t most_nodes = 0;
 
 thread_local bool muted = false;
 
-// The releases that need this number (0.3.7 to 0.3.16, in which a graph has a maximum) only log it:
+// The releases that need this number (0.3.7 through 0.3.16, in which a graph has a maximum) only log it:
 // the graphs of a context are private or temporary. Without a plausible number, check_nodes assumes
 // half of the maximum.
 const std::string nodes_of_a_graph = "graph nodes  = ";
@@ -118,6 +118,8 @@ void plk::forget_logged() {
     first_error.clear();
     most_nodes = 0;
 }
+
+void plk::remember_logged(const char *text) { first_error = text; }
 
 int32_t plk::logged_nodes() { return most_nodes; }
 
