@@ -18,8 +18,8 @@ from pyllamakv.errors import LoadError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: One message of the control channel: the context whose decode is to end.
-CANCEL: Final = struct.Struct("<q")
+#: One message of the control channel: the context whose decode is to end, and its request.
+CANCEL: Final = struct.Struct("<qQ")
 
 #: Timeout in seconds for the start of a worker, and for its end after a request.
 GRACE: Final = 10.0

@@ -1,8 +1,8 @@
 """Implement `protocol.Native` over a worker process, which may crash or hang without harm.
 
 Each operation becomes one message, and its answer the result. `forwarding` generates the methods
-from the Protocol. Each calls one of these methods: `_ask`, `_ask_array`, `_ask_tuple` or
-`_release`. Only `cancel`, `close` and `logs` are written here.
+from the Protocol. Each calls one of these methods: `_ask`, `_ask_array` or `_release`. Only
+`cancel`, `close`, `logs` and `run` are written here.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pyllamakv.binding.forwarding import forwards
 from pyllamakv.binding.logs import TAIL, forward
 from pyllamakv.binding.process import CANCEL, GRACE, START, Process, describe
 from pyllamakv.binding.protocol import Native
-from pyllamakv.binding.wire import Channel, WireError, pack
-from pyllamakv.errors import Busy, Closed, DeviceLost, WorkerDied, WorkerTimeout
+from pyllamakv.binding.signal_check import CancelRequest, keep_run
+from pyllamakv.binding.wire import Channel, WireError, of_channel, pack
+from pyllamakv.errors import Busy, Closed, DeviceLost, KvError, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextHandle
+    from pyllamakv.binding.protocol import ContextHandle, SamplerHandle
 
     # Declares the generated methods. mypy takes the methods of a Protocol for abstract, so making a
     # `Remote` needs an ignore.
@@ -36,8 +38,9 @@ else:
 
 #: The last output of a backend whose device or server was lost.
 _LOST: Final = ("CUDA error", "RPC server", "ggml-rpc", "vk::DeviceLostError", "ErrorDeviceLost")
-#: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` makes tuples.
-_BY_HAND: Final = ("cancel", "close", "logs")
+#: Operations written below: `cancel` must not wait, `close` ends the worker, `logs` and `run` make
+#: tuples.
+_BY_HAND: Final = ("cancel", "close", "logs", "run")
 #: Operations that free a handle; a finaliser may call them during another call.
 _FREEING: Final = ("model_free", "context_free", "sampler_free", "adapter_free")
 #: Operations that create an object, and those that free it.
@@ -47,14 +50,15 @@ _CREATING: Final = {
     "sampler_new": "sampler_free",
     "adapter_load": "adapter_free",
 }
+#: Operations that decode, and the place of the context in their arguments.
+_DECODING: Final = {"decode": 0, "run": 1}
 #: Operations that return an array, which is read-only as that of `Local` is.
 _ARRAYS: Final = ("embeddings", "logits", "logits_all")
 
 
-@forwards(Native, via="_ask", by_hand=(*_BY_HAND, *_FREEING, *_ARRAYS, "run"))
+@forwards(Native, via="_ask", by_hand=(*_BY_HAND, *_FREEING, *_ARRAYS))
 @forwards(Native, via="_release", only=_FREEING)
 @forwards(Native, via="_ask_array", only=_ARRAYS)
-@forwards(Native, via="_ask_tuple", only=("run",))
 class Remote(_Declared):
     """Call a library in a worker process.
 
@@ -71,12 +75,11 @@ class Remote(_Declared):
         """
         self._lock = threading.RLock()
         self._working = False
-        self._number = 0
+        #: The number and operation of the last request.
+        self._number, self._operation = 0, ""
         self._later: deque[tuple[str, int]] = deque()
         #: Numbers of interrupted requests that create an object, with what frees it.
         self._abandoned: dict[int, str] = {}
-        #: The last answer: its number, whether it is an error, the result.
-        self._answered: tuple[int, bool, Any] = (-1, False, None)
         self._lines: deque[str] = deque(maxlen=TAIL)
         self._gone: tuple[type[WorkerDied], str, int, int | None, tuple[str, ...]] | None = None
         self._closed = False
@@ -141,7 +144,7 @@ class Remote(_Declared):
         if self._closed or not self._process.owned:
             raise Closed("this worker was closed")
         try:
-            self._process.control.send(CANCEL.pack(context))
+            self._process.control.send(CANCEL.pack(context, self._number))
         except OSError:
             return  # a worker that is gone computes nothing
 
@@ -149,7 +152,48 @@ class Remote(_Declared):
         """Drain the log."""
         return [(level, text) for level, text in self._ask("logs")]
 
+    def run(
+        self,
+        sampler: SamplerHandle,
+        context: ContextHandle,
+        token: Sequence[int],
+        pos: Sequence[int],
+        seq_id: tuple[int, ...],
+        steps: int,
+        stop: bool,
+    ) -> tuple[int, list[list[int]]]:
+        """Decode a token of each sequence and choose the next ones, ``steps`` times in one call.
+
+        The exception of a signal handler has the completed steps (`signal_check.take_run`).
+        """
+        before = self._number
+        try:
+            code, rows = self._ask("run", sampler, context, token, pos, seq_id, steps, stop)
+            return code, rows
+        except BaseException as error:
+            # The class does not show whether a signal handler raised it.
+            number = self._number
+            sent = number > before and self._operation == "run" and self._channel.has_sent(number)
+            answer = self._channel.answered[2] if sent else error
+            if error is not answer and self._gone is None and not self._closed:
+                self.cancel(context)
+                with suppress(KvError):
+                    code, rows = self._late_answer("run", self._number)
+                    if rows:
+                        keep_run(error, code, rows)
+            raise
+
     # calls
+    def _late_answer(self, operation: str, number: int) -> Any:
+        """Return the answer to a request whose wait was interrupted."""
+        with self._lock:
+            self._check()
+            self._working = True
+            try:
+                return self._answer(operation, number)
+            finally:
+                self._working = False
+
     def _ask(self, operation: str, *arguments: Any) -> Any:
         body: list[Any] = []
         packed = [pack(item, body) for item in arguments]
@@ -167,10 +211,6 @@ class Remote(_Declared):
         found: NDArray[np.float32] = self._ask(operation, *arguments)
         found.flags.writeable = False
         return found
-
-    def _ask_tuple(self, operation: str, *arguments: Any) -> tuple[Any, ...]:
-        """Return the answer as a tuple, because the wire format has lists only."""
-        return tuple(self._ask(operation, *arguments))
 
     def _release(self, operation: str, handle: int) -> None:
         """Free an object: now, or before the next call if one is running.
@@ -201,64 +241,73 @@ class Remote(_Declared):
     def _exchange(self, operation: str, packed: Any, body: list[Any]) -> Any:
         """Send a request and return its answer; without ``packed``, only await abandoned ones."""
         self._working = True
-        whole = False
+        number = self._number + 1
         try:
             if packed is None:
-                whole = True
                 while self._abandoned:
-                    self._receive(operation)
+                    if not self._free_abandoned():
+                        self._receive(operation)
                 return None
-            self._number += 1
-            self._channel.send(self._number, [operation, *packed], body)
-            whole = True
-            return self._answer(operation, self._number)
-        except TimeoutError:
-            self._silent(operation)
-        except OSError:
-            self._died(operation, self._process.wait())
-        except BaseException:
-            # An interrupt between messages leaves an answer that the next call skips. One within a
-            # message leaves a stream that cannot be parsed.
-            if self._gone is None and (not whole or self._channel.reading):
+            self._number, self._operation = number, operation
+            self._channel.send(number, [operation, *packed], body)
+            if operation not in _DECODING:
+                return self._answer(operation, number)
+            context = packed[_DECODING[operation]]
+            with CancelRequest.ends(lambda: self.cancel(context)):
+                return self._answer(operation, number)
+        except BaseException as error:
+            if isinstance(error, OSError) and self._gone is None and of_channel(error):
+                self._end(operation, error)
+            # An interrupted wait leaves an answer that the next call skips. A request that was sent
+            # in part leaves a stream that cannot be parsed.
+            if self._gone is None and self._channel.sending:
                 self._died(operation, self._process.kill())
-            if operation in _CREATING and self._gone is None:
-                number, failed, result = self._answered
-                if number != self._number:
-                    self._abandoned[self._number] = _CREATING[operation]
-                elif not failed:
-                    self._later.append((_CREATING[operation], result))
+            sent = self._gone is None and self._channel.has_sent(number)
+            if sent and operation in _CREATING:
+                self._abandoned[number] = _CREATING[operation]
+                self._free_abandoned()
             raise
         finally:
             self._working = False
 
     def _answer(self, operation: str, number: int) -> Any:
-        while self._receive(operation) != number:
-            pass
-        _, failed, result = self._answered
+        while self._channel.answered[0] != number:
+            self._receive(operation)
+        _, failed, result = self._channel.answered
         if failed:
             raise result
         return result
 
-    def _receive(self, operation: str) -> int:
-        """Receive one answer and return its number."""
+    def _free_abandoned(self) -> bool:
+        """Free the object of the last answer later if no caller has it; return whether."""
+        number, failed, result = self._channel.answered
+        freeing = self._abandoned.pop(number, None)
+        if freeing is not None and not failed:
+            self._later.append((freeing, result))
+        return freeing is not None
+
+    def _receive(self, operation: str) -> None:
+        """Receive one answer."""
         try:
-            found, failed, result, records = self._channel.answer()
-            self._answered = found, failed, result
-            freeing = self._abandoned.pop(found, None)
-            if freeing is not None and not failed:
-                self._later.append((freeing, result))
+            records = self._channel.answer()[3]
+            self._free_abandoned()
             self._lines.extend(text for level, text in records if level > 1)
             forward(records)
-            return found
-        except TimeoutError:
-            self._silent(operation)
-        except (EOFError, OSError):
-            self._died(operation, self._process.wait())
+        except (EOFError, OSError) as error:
+            if not of_channel(error):
+                raise
+            self._end(operation, error)
         except WireError as error:
             self._process.kill()
             self._died(f"{operation} ({error})", self._process.wait())
 
     # ends
+    def _end(self, operation: str, error: Exception) -> NoReturn:
+        """Raise for an error of the channel."""
+        if isinstance(error, TimeoutError):
+            self._silent(operation)
+        self._died(operation, self._process.wait())
+
     def _died(self, operation: str, status: int) -> NoReturn:
         tail = self._process.tail()
         output = f": {tail[-1]}" if tail else ""

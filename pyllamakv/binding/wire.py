@@ -163,20 +163,45 @@ def unpack_error(packed: dict[str, Any], body: _Body) -> Exception:
     return NativeError(f"the worker failed: {name}: {message}")
 
 
+def of_channel(error: BaseException) -> bool:
+    """Return whether a channel raised an error, and not a signal handler that ran meanwhile."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__
+
+
 class Channel:
     """Send and receive messages over a socket; one thread at a time in each direction."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._rest = b""
-        #: Whether a message was received in part: it must be read to its end.
-        self.reading = False
+        #: What was received after the last header.
+        self._parts: list[bytes] = []
+        #: The number, header and body of the message being received, with the sizes of the parts of
+        #: the body. A signal handler may raise meanwhile: the next call continues.
+        self._message: tuple[int, Any, memoryview, list[int]] | None = None
+        #: The last answer: its number, whether it is an error, the result.
+        self.answered: tuple[int, bool, Any] = (-1, False, None)
+        #: The last message: its number, its size, and the sizes of the parts that were sent.
+        self._last: tuple[int, int, list[int]] = (-1, 0, [])
+
+    @property
+    def sending(self) -> bool:
+        """Return whether a message was sent in part."""
+        _, size, sent = self._last
+        return 0 < sum(sent) < size
+
+    def has_sent(self, number: int) -> bool:
+        """Return whether the message with this number is the last, and was sent whole."""
+        last, size, sent = self._last
+        return last == number and sum(sent) == size
 
     def send(self, number: int, header: Any, body: list[Any]) -> None:
         """Send one message."""
         text = json.dumps(header, separators=(",", ":")).encode()
         if not body:
-            self.sock.sendall(_PREFIX.pack(_MAGIC, number, len(text), 0) + text)
+            self._send(number, [_PREFIX.pack(_MAGIC, number, len(text), 0) + text])
             return
         parts: list[Any] = []
         length = 0
@@ -188,11 +213,19 @@ class Channel:
             length += len(view) + pad
         prefix = _PREFIX.pack(_MAGIC, number, len(text), length)
         if length <= _SMALL:
-            self.sock.sendall(b"".join((prefix, text, *parts)))
+            self._send(number, [b"".join((prefix, text, *parts))])
             return
-        self.sock.sendall(prefix + text)
+        self._send(number, [prefix + text, *parts])
+
+    def _send(self, number: int, parts: list[Any]) -> None:
+        sent: list[int] = []
+        self._last = number, sum(map(len, parts)), sent
         for part in parts:
-            self.sock.sendall(part)
+            left = memoryview(part)
+            while left:
+                # One call of C sends and counts: a signal handler cannot raise between both.
+                sent.extend(map(self.sock.send, (left,)))
+                left = left[sent[-1] :]
 
     def receive(self) -> tuple[int, Any, _Body]:
         """Return the number, the header and the body of the next message.
@@ -200,56 +233,65 @@ class Channel:
         Raises EOFError if the other side has ended, TimeoutError after the timeout of the socket,
         and WireError for an invalid message.
         """
-        data = self._fill(self._rest, _PREFIX.size)
+        number, header, body = self._receive()
+        self._message = None
+        return number, header, _Body(body)
+
+    def _receive(self) -> tuple[int, Any, memoryview]:
+        """Return the next message, which stays the next one until `_message` is None."""
+        if self._message is None:
+            self._begin()
+        assert self._message is not None
+        number, header, body, sizes = self._message
+        while (have := sum(sizes)) < len(body):
+            sizes.extend(map(self.sock.recv_into, (body[have:],)))
+            if not sizes[-1]:
+                raise EOFError
+        return number, header, body
+
+    def _begin(self) -> None:
+        """Receive the header of the next message."""
+        data = self._fill(_PREFIX.size)
         magic, number, n_header, n_body = _PREFIX.unpack_from(data)
         if magic != _MAGIC or n_header > _LIMIT:
             raise WireError("the worker and this program use different protocol versions")
         start = _PREFIX.size + n_header
-        data = self._fill(data, start)
+        data = self._fill(start)
         end = start + n_body
-        whole = len(data) >= end
         try:
             header = json.loads(data[_PREFIX.size : start])
+            whole = len(data) >= end
             body = memoryview(bytearray(data[start:end]) if whole else bytearray(n_body))
         except _NONSENSE as error:
             raise WireError(f"cannot read a message: {error}") from error
-        if whole:
-            self._rest = data[end:]
-        else:
-            have = len(data) - start
-            body[:have] = data[start:]
-            while have < n_body:
-                count = self.sock.recv_into(body[have:])
-                if not count:
-                    raise EOFError
-                have += count
-            self._rest = b""
-        self.reading = bool(self._rest)
-        return number, header, _Body(body)
+        if not whole:
+            body[: len(data) - start] = data[start:]
+        message = number, header, body, [min(len(data), end) - start]
+        # Both at once, because a signal handler may raise between statements.
+        self._parts, self._message = [data[end:]], message
 
     def answer(self) -> tuple[int, bool, Any, list[tuple[int, str]]]:
         """Return the number of the next reply, whether it is an error, which or what, and the log.
 
         Raises as `receive` does.
         """
-        number, header, body = self.receive()
+        number, header, view = self._receive()
+        body = _Body(view)
         try:
             failed, value, records = header if len(header) > 2 else (*header, [])
             result = unpack_error(value, body) if failed else unpack(value, body)
-            return (
-                number,
-                bool(failed),
-                result,
-                [(int(level), str(text)) for level, text in records],
-            )
+            failed = bool(failed)
+            log = [(int(level), str(text)) for level, text in records]
         except _NONSENSE as error:
             raise WireError(f"cannot read an answer: {error}") from error
+        self.answered, self._message = (number, failed, result), None
+        return number, failed, result, log
 
-    def _fill(self, data: bytes, length: int) -> bytes:
-        while len(data) < length:
-            more = self.sock.recv(65536)
-            if not more:
+    def _fill(self, length: int) -> bytes:
+        """Return what was received, at least this many bytes."""
+        while len(data := b"".join(self._parts)) < length:
+            # One call of C receives and keeps: a signal handler cannot raise between both.
+            self._parts.extend(map(self.sock.recv, (65536,)))
+            if not self._parts[-1]:
                 raise EOFError
-            self.reading = True
-            data = data + more if data else more
         return data

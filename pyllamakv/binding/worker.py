@@ -40,7 +40,10 @@ class Worker:
         self._channel = Channel(requests)
         self._control = control
         self._records: list[tuple[int, str]] = []
-        self._freeing = threading.Lock()
+        #: The number of the last request.
+        self._number = 0
+        #: Held while a cancel uses a context, while contexts are freed, and as a request begins.
+        self._beginning = threading.Lock()
         self._parent = os.getppid()
 
     def run(self, library: Path) -> NoReturn:
@@ -58,13 +61,15 @@ class Worker:
             except (EOFError, ConnectionError):
                 leave(0)
             operation = header[0]
+            with self._beginning:
+                self._number = number
             try:
                 if operation not in OPERATIONS:
                     raise UsageError(f"{operation} is not an operation of a library")
                 arguments = [unpack(item, body) for item in header[1:]]
                 call = getattr(native, operation)
                 if operation in _FREES:
-                    with self._freeing:
+                    with self._beginning:
                         result = call(*arguments)
                 else:
                     result = call(*arguments)
@@ -102,9 +107,11 @@ class Worker:
                 message = b""
             if len(message) < CANCEL.size:
                 leave(0)
+            context, number = CANCEL.unpack(message)
             try:
-                with self._freeing:
-                    native.cancel(ContextHandle(CANCEL.unpack(message)[0]))
+                with self._beginning:
+                    if number == self._number:  # else it has ended, and this one must not
+                        native.cancel(ContextHandle(context))
             except KvError:
                 continue  # it was closed: nothing is left to cancel
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,6 +17,7 @@ from fakes.build import HANG, SLOW
 from fakes.opened import LONG, reaped, until
 
 from pyllamakv.binding import remote as binding
+from pyllamakv.binding.process import CANCEL
 from pyllamakv.binding.protocol import (
     ContextHandle,
     ContextParams,
@@ -23,6 +26,8 @@ from pyllamakv.binding.protocol import (
     SamplerParams,
 )
 from pyllamakv.binding.remote import Remote
+from pyllamakv.binding.signal_check import take_run
+from pyllamakv.binding.wire import Channel
 from pyllamakv.errors import (
     Busy,
     Closed,
@@ -31,6 +36,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
+from pyllamakv.runtime.interrupts import Uninterrupted
 
 pytest_plugins = ("fakes.opened",)
 
@@ -119,8 +125,167 @@ def test_ctrl_c_ends_the_wait_and_keeps_the_worker(remote: Remote, context: Cont
     assert remote.seq_pos_max(context, 0) == 0
 
 
-def test_ctrl_c_in_the_group(remote: Remote, context: ContextHandle) -> None:
-    """A terminal's signal reaches the worker too, which leaves the decision to its parent."""
+@pytest.mark.parametrize("kind", [TimeoutError, ConnectionResetError, EOFError])
+def test_errors_of_a_handler_are_not_those_of_the_socket(
+    remote: Remote, context: ContextHandle, kind: type[Exception]
+) -> None:
+    """A handler, as of `signal.alarm`, raises in the wait: the worker stays alive."""
+
+    def handler(number: int, frame: object) -> None:
+        raise kind("of the handler")
+
+    with handling(handler, 0.03), pytest.raises(kind, match="of the handler"):
+        remote.decode(context, [HANG], [0], None, (0,), None)
+    remote.cancel(context)
+    assert remote.seq_pos_max(context, 0) == -1
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["before", "after"])
+def test_an_interrupt_beside_a_whole_message_keeps_the_worker(
+    remote: Remote, model: ModelHandle, context: ContextHandle, sent: bool
+) -> None:
+    """Ctrl-C before the first byte of a request, and after the last one."""
+    sampler = remote.sampler_new(model, SamplerParams(temperature=0.0))
+    send = remote._channel.send
+
+    def interrupt(*words: Any) -> None:
+        patch.undo()
+        if sent:
+            send(*words)
+        raise KeyboardInterrupt
+
+    for work in (
+        lambda: remote.decode(context, [1], [0], None, (0,), None),
+        lambda: remote.context_new(model, ContextParams()),
+        lambda: remote.run(sampler, context, [3], [1], (0,), 1, False),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(remote._channel, "send", interrupt)
+            work()
+    assert remote.seq_pos_max(context, 0) >= (0 if sent else -1)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Busy])
+def test_an_interrupted_run_has_its_completed_steps(
+    remote: Remote, model: ModelHandle, context: ContextHandle, kind: type[BaseException]
+) -> None:
+    """A handler raises in the wait: the exception has the steps that the worker made."""
+    sampler = remote.sampler_new(model, SamplerParams(temperature=0.0))
+
+    def interrupt(operation: str) -> None:
+        patch.undo()
+        raise kind
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(kind) as caught:
+        patch.setattr(remote, "_receive", interrupt)
+        remote.run(sampler, context, [3], [0], (0,), 4, False)
+    completed = take_run(caught.value)
+    # The cancel may have ended it.
+    assert completed is None or completed[1]
+    assert remote.seq_pos_max(context, 0) == (len(completed[1]) if completed else 0) - 1
+    # The fake keeps a cancel that arrived after the run.
+    assert remote.decode(context, [1], [4], None, (0,), None) in {0, 2}
+
+
+def test_a_handler_that_raises_in_a_block_ends_the_decode_of_the_worker(
+    remote: Remote, context: ContextHandle
+) -> None:
+    """The block gets the status of a cancel, and then the exception is raised."""
+    codes: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with handling(handler, 0.05), pytest.raises(KeyboardInterrupt), Uninterrupted():
+        codes.append(remote.decode(context, [HANG], [0], None, (0,), None))
+    assert codes == [2]
+
+
+class SmallParts:
+    """A socket that receives little at once."""
+
+    def __init__(self, sock: Any) -> None:
+        self.sock = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def recv(self, size: int) -> bytes:
+        """Receive at most 64 bytes."""
+        found: bytes = self.sock.recv(min(size, 64))
+        return found
+
+    def recv_into(self, buffer: Any) -> int:
+        """Receive half of what is wanted."""
+        count: int = self.sock.recv_into(buffer[: (len(buffer) + 1) // 2])
+        return count
+
+
+@pytest.mark.regression(
+    "with isolated=True, a call hung, or its worker was ended, after a signal handler raised while "
+    "an answer arrived",
+    by="hostile input",
+    of="Python",
+)
+def test_an_interrupt_as_an_answer_arrives_loses_nothing(
+    remote: Remote, context: ContextHandle
+) -> None:
+    """A handler raises before any line that receives: the late answer is complete."""
+    remote.decode(context, [1], [0], None, (0,), None)
+    expected, number, left = remote.cells(context, 0), 0, 0
+    remote._channel.sock = SmallParts(remote._channel.sock)  # type: ignore[assignment]
+    receiving = {
+        *(getattr(Channel, name).__code__ for name in ("answer", "_receive", "_begin", "_fill")),
+        Remote._receive.__code__,
+    }
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code not in receiving:
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    while left <= 0:
+        number += 1
+        left = number
+        try:
+            sys.settrace(trace)
+            found = remote.cells(context, 0)
+        except KeyboardInterrupt:
+            found = remote._late_answer("cells", remote._number)
+        finally:
+            sys.settrace(before)
+        assert (found.pos - expected.pos == number).all()  # the fake counts reads
+    assert number > 50
+
+
+@pytest.mark.slow
+def test_a_late_cancel_does_not_end_the_next_decode(remote: Remote, context: ContextHandle) -> None:
+    """A cancel has the number of its request."""
+    control, late = remote._process.control, remote._number
+    code: list[int] = []
+
+    def decode() -> None:
+        code.append(remote.decode(context, [HANG], [0], None, (0,), None))
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    thread.join(0.2)
+    control.send(CANCEL.pack(context, late))
+    thread.join(0.2)
+    assert thread.is_alive()
+    remote.cancel(context)
+    thread.join(LONG)
+    assert code == [2]
+
+
+def test_worker_ignores_sigint_of_its_process_group(remote: Remote, context: ContextHandle) -> None:
+    """The worker gets a terminal's signal too, and ignores it; its parent decides."""
     os.kill(remote.pid, signal.SIGINT)
     assert remote.decode(context, [1], [0], None, (0,), None) == 0
 

@@ -234,7 +234,6 @@ def test_stream_without_the_magic_is_refused() -> None:
             one.sendall(b"PL")
         channel = Channel(two)
         assert channel.receive()[1] == ["abc"]
-        assert channel.reading
         with pytest.raises(EOFError):
             channel.receive()
 
