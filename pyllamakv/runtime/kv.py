@@ -13,6 +13,7 @@ from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, defrag_by_restore, state_parser
+from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class KV(NotCopied):
             scratch=_known(raw.scratch_bytes),
         )
 
+    @Uninterrupted()
     def _repack(self, before: Snapshot, refusal: str) -> DefragReport:
         begin = time.perf_counter()
         done = defrag_by_restore.repack(self._context, before)

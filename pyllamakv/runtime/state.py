@@ -17,6 +17,7 @@ from pyllamakv.binding.protocol import Capability
 from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import ModelUnverified, NativeError, StateError, StateForeign, WorkerDied
 from pyllamakv.runtime import adapter, state_parser, state_slices
+from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _check_fits(context: Context, fits: dict[str, Any], *, accept: bool) -> None
 def load(sequence: Sequence, content: SavedSequence) -> None:
     """Replace a sequence by an unpacked save of its model. Raises StateError; nothing changes."""
     context = sequence.context
-    with context.lock:
+    with context.lock, Uninterrupted():
         sequence.check(context)
         context.native.about.require(Capability.STATES, "restore the state of a sequence")
         n_vocab = context.model.info.n_vocab
@@ -236,7 +237,7 @@ def load_parts(
     the iteration over ``parts`` raises, with both sequences empty.
     """
     context, native = sequence.context, sequence.context.native
-    with context.lock:
+    with context.lock, Uninterrupted():
         sequence.check(context)
         spare.check(context)
         try:

@@ -10,8 +10,9 @@ import pytest
 import runtime_kit as kit
 
 from pyllamakv.binding.protocol import MemoryType
+from pyllamakv.cache.inspection import check_ledgers
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.slot_cache import SlotCache, ledger_mismatches
+from pyllamakv.cache.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ def test_interrupted_call_is_undone_or_completed(
             else:
                 more = False
         cache.check()
-        assert ledger_mismatches(context) == {}
+        check_ledgers(context)
         numbers = cache.stats().to_json()
         assert numbers.get("in_use", numbers.get("leased")) == 0
         for prompt, expected in zip(prompts, fresh, strict=True):

@@ -88,12 +88,16 @@ def interrupted(owner: Any, names: Iterable[str], number: int) -> Iterator[list[
             result = real(*arguments, **options)
             calls.append(name)
             if len(calls) == number:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGUSR1)
             return result
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(owner, name, wrap(name, getattr(owner, name)))
-        yield calls
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.setattr(owner, name, wrap(name, getattr(owner, name)))
+            yield calls
+    finally:
+        signal.signal(signal.SIGUSR1, before)
