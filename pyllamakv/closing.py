@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pyllamakv.errors import ArgumentTypeError
 
@@ -24,7 +24,17 @@ class NotCopied:
         raise ArgumentTypeError(msg)
 
 
-class ClosedOnExit(NotCopied, ABC):
+class PublicDir:
+    """Omit from `dir`, and so from completion, the names for other modules of the package."""
+
+    __slots__ = ()
+    _internal: ClassVar[frozenset[str]] = frozenset()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._internal]
+
+
+class ClosedOnExit(NotCopied, PublicDir, ABC):
     """Call `close()` at the end of a `with` block. Subclasses define `close()`."""
 
     @abstractmethod

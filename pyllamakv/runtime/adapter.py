@@ -52,7 +52,9 @@ class Adapter(ClosedOnExit):
     Contexts that use it keep it after `close`.
     """
 
-    def __init__(self, model: Model, handle: AdapterHandle, file: ModelFile) -> None:
+    _internal = frozenset(("file", "owner"))
+
+    def __init__(self, model: ModelParts, handle: AdapterHandle, file: ModelFile) -> None:
         self.model = model
         self.file = file
         facts = file.records[0].facts

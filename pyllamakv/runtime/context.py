@@ -190,6 +190,16 @@ class Context(ClosedOnExit):
     ``adapt_threads``, ``params.n_threads`` is the most threads: it uses as many as CPUs are idle.
     """
 
+    _internal = frozenset(
+        (
+            *("adapters_key", "cancels", "check", "decoder", "defrag_policy", "embeds", "epoch"),
+            *("guard", "handle", "keepers", "kv_file", "ledgers", "lock", "n_vocab", "native"),
+            *("need_pooling", "new_marks", "outputs", "partitions", "read_lock"),
+            *("release_sequence", "sequence_id", "shares", "start_adapters", "start_policy"),
+            "use_threads",
+        )
+    )
+
     def __init__(
         self,
         model: Model,

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import Capability, MemoryType
-from pyllamakv.closing import NotCopied
+from pyllamakv.closing import NotCopied, PublicDir
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, defrag_by_restore, state_parser
 from pyllamakv.runtime.interrupts import Uninterrupted
@@ -70,10 +70,12 @@ class KVRows:
     type_v: NumberType | None
 
 
-class KV(NotCopied):
+class KV(NotCopied, PublicDir):
     """Access the KV cache of one context."""
 
-    def __init__(self, context: Context) -> None:
+    _internal = frozenset(("defrag_locked", "try_snapshot"))
+
+    def __init__(self, context: ContextParts) -> None:
         self._context = context
 
     def __repr__(self) -> str:

@@ -51,6 +51,8 @@ _MOST_THREADS = 512
 class Model(LoadedModel, ClosedOnExit):
     """A loaded model. `OpenLibrary.load_model` creates it."""
 
+    _internal = frozenset(("handle", "native", "on_host", "origin", "owner", "schema_tokens"))
+
     def __init__(
         self,
         native: Native,

@@ -189,6 +189,19 @@ class Sampler(SampledAhead, ClosedOnExit):
     grammar together with ``json_schema``.
     """
 
+    _internal = frozenset(
+        (
+            "begin",
+            "check",
+            "check_context",
+            "check_in_c",
+            "keep_ahead",
+            "lock",
+            "sample_locked",
+            "take_ahead",
+        )
+    )
+
     def __init__(
         self,
         model: Model,

@@ -44,6 +44,8 @@ class Sequence(ClosedOnExit):
     Position ranges are p0 <= p < p1; None is an open end.
     """
 
+    _internal = frozenset(("check", "check_end", "ledger", "open"))
+
     def __init__(self, context: Context, number: int) -> None:
         #: The context of the sequence.
         self.context = context
