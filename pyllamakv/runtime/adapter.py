@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pyllamakv.binding.protocol import AdapterHandle
     from pyllamakv.runtime.gguf_file import ModelFile, TensorHeader
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ModelParts
 
 #: Adapters with their scales.
 AdapterScales = tuple[tuple["Adapter", float], ...]
@@ -92,7 +92,7 @@ class Adapter(ClosedOnExit):
         return f"<Adapter {self.path.name}{', closed' if self.closed else ''}>"
 
 
-def load(model: Model, path: str | os.PathLike[str]) -> Adapter:
+def load(model: ModelParts, path: str | os.PathLike[str]) -> Adapter:
     """Load an adapter for a model; `Model.load_adapter` describes it."""
     place = arguments.path("path", path)
     model.native.about.require(Capability.ADAPTERS, "load LoRA adapters")
@@ -110,7 +110,7 @@ def load(model: Model, path: str | os.PathLike[str]) -> Adapter:
         raise
 
 
-def checked_adapters(model: Model, adapters: Any) -> AdapterScales:
+def checked_adapters(model: ModelParts, adapters: Any) -> AdapterScales:
     """Return the adapters of a mapping with their scales as float32, without scales of 0.
 
     Raises UsageError for an adapter of another model, and Closed for a closed one.
@@ -150,7 +150,7 @@ def digest(adapters: AdapterScales) -> str:
     return hashlib.sha256(found.encode()).hexdigest()[:32] if found else ""
 
 
-def _check(file: ModelFile, model: Model) -> int:
+def _check(file: ModelFile, model: ModelParts) -> int:
     """Check the header of an adapter; return its number of pairs. Raises AdapterError."""
     meta = file.meta
     for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
@@ -185,7 +185,7 @@ def _target(file: ModelFile, name: str) -> str:
     raise AdapterError(f"{file.path} has an unexpected tensor {arguments.shown(name)}")
 
 
-def _check_pair(file: ModelFile, model: Model, name: str) -> None:
+def _check_pair(file: ModelFile, model: ModelParts, name: str) -> None:
     """Check that two tensors can be multiplied, and that the product has the model's shape."""
     a, b = file.tensors.get(name + _A), file.tensors.get(name + _B)
     of = model.file.tensors.get(name)
@@ -222,5 +222,5 @@ def _four(shape: Iterable[int]) -> tuple[int, ...]:
     return found + (1,) * (4 - len(found))
 
 
-def _foreign(file: ModelFile, model: Model, why: str) -> AdapterError:
+def _foreign(file: ModelFile, model: ModelParts, why: str) -> AdapterError:
     return AdapterError(f"{file.path} is not an adapter of {model.path.name}: {why}")

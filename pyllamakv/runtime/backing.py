@@ -40,9 +40,8 @@ if TYPE_CHECKING:
         RawCells,
     )
     from pyllamakv.runtime.adapter import AdapterScales
-    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ledger import Ledger
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ContextParts, ModelParts
 
 LOG = logging.getLogger("pyllamakv.runtime")
 
@@ -96,7 +95,7 @@ class KVMemory:
 
 
 def choose(
-    model: Model,
+    model: ModelParts,
     backing: str | os.PathLike[str],
     keep: bool | KeepName,
     huge: bool,
@@ -144,7 +143,7 @@ def choose(
     return BackingChoice(Backing.FILE, str(path), number, huge, kept_for)
 
 
-def _kept_for(model: Model, path: Path, adapters: AdapterScales, *, accept: bool) -> str:
+def _kept_for(model: ModelParts, path: Path, adapters: AdapterScales, *, accept: bool) -> str:
     """Return the identity that a kept file must have, or gets: digests of model and adapters.
 
     With ``accept``, it is that of the file, if its model or this one is unverified. The library
@@ -166,7 +165,7 @@ def _kept_for(model: Model, path: Path, adapters: AdapterScales, *, accept: bool
     return here if verified or with_adapters != applied else there
 
 
-def read(context: Context) -> KVMemory:
+def read(context: ContextParts) -> KVMemory:
     """Return the memory of the cache. The caller holds the context's lock."""
     # The environment may have selected another backing.
     try:
@@ -245,7 +244,7 @@ def new_context(native: Native, model: ModelHandle, params: ContextParams) -> Co
         return native.context_new(model, params)
 
 
-def resume(context: Context) -> None:
+def resume(context: ContextParts) -> None:
     """Fill the ledgers from a cache file, and make sure that its flush has a copy.
 
     Raises KVFileForeign if it has no tokens, and KVFileDamaged if cells or tokens belong to no
@@ -292,7 +291,7 @@ def resume(context: Context) -> None:
             raise KVFileDamaged(msg)
 
 
-def leave(context: Context) -> None:
+def leave(context: ContextParts) -> None:
     """Close a context without changing its file."""
     if context.kv_file:
         context.kv_file.flushes = False

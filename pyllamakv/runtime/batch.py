@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pyllamakv.runtime import sequence
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.binding.protocol import ContextInfo
+    from pyllamakv.runtime.parts import ContextParts, SequenceParts
 
 LogitsChoice = Literal["last", "all", "none"]
 
@@ -44,7 +44,7 @@ class Feed:
     `Sequence.feed` creates it.
     """
 
-    sequence: sequence.Sequence
+    sequence: SequenceParts
     tokens: NDArray[np.int32]
     logits: LogitsChoice = "last"
 
@@ -227,7 +227,7 @@ def as_list(work: Feed | Batch | Iterable[Feed]) -> Feed | Batch | list[Feed]:
     return work if isinstance(work, Feed | Batch) else arguments.items("work", work, _WORK)
 
 
-def to_arrays(context: Context, work: Feed | Batch | Iterable[Feed]) -> BatchArrays:
+def to_arrays(context: ContextParts, work: Feed | Batch | Iterable[Feed]) -> BatchArrays:
     """Return the arrays of a batch, or of feeds, each continuing its sequence.
 
     Raises UsageError for anything else, and Closed for the feed of a closed sequence.
@@ -289,7 +289,7 @@ def _check_lengths(arrays: BatchArrays) -> None:
         raise UsageError(msg)
 
 
-def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True) -> None:
+def check_batch(context: ContextParts, batch: BatchArrays, *, positions: bool = True) -> None:
     """Refuse a batch that would fail an assertion of llama.cpp or be placed wrongly.
 
     With ``positions`` False, checks are omitted that feeds satisfy by construction.
@@ -319,6 +319,35 @@ def check_batch(context: Context, batch: BatchArrays, *, positions: bool = True)
         _check_positions(context, batch)
 
 
+def check_pooled_batch(info: ContextInfo, batch: BatchArrays) -> None:
+    """Refuse a batch that llama.cpp would pool wrongly, or in which it would assert."""
+    n = len(batch.token)
+    if info.pooling <= Pooling.NONE:
+        return
+    if n > info.n_ubatch:
+        msg = (
+            f"the batch has {n} tokens and n_ubatch is {info.n_ubatch}: tokens to pool must be in "
+            "one micro-batch; create the context with a larger n_ubatch and n_batch"
+        )
+        raise UsageError(msg)
+    ids = [each for _, each in positions_and_sequences(batch)]
+    found = {one for each in ids for one in each}
+    if max(map(len, ids)) > 1 or (len(found) > 1 and not pools_together(info)):
+        msg = "tokens to pool are in one sequence each, here in the only one of the batch"
+        raise UsageError(msg)
+    if max(found) >= n:
+        msg = (
+            f"sequence {max(found)} needs more tokens in the batch than its number, not {n}: "
+            "close sequences with lower numbers first"
+        )
+        raise UsageError(msg)
+
+
+def pools_together(info: ContextInfo) -> bool:
+    """Return whether several sequences of a batch stay in one micro-batch."""
+    return info.n_streams == 1 and not info.memory.keeps_states
+
+
 def first_out_of_range(values: NDArray[np.int32], end: int) -> int | None:
     """Return a value that is not in 0 <= value < end, None when all are."""
     # A negative number is a large unsigned one, so one pass checks both bounds.
@@ -328,7 +357,7 @@ def first_out_of_range(values: NDArray[np.int32], end: int) -> int | None:
     return low if low < 0 else int(values.max())
 
 
-def _check_positions(context: Context, batch: BatchArrays) -> None:
+def _check_positions(context: ContextParts, batch: BatchArrays) -> None:
     expected: dict[int, int] = {}
     shared: set[tuple[int, ...]] = set()
     for pos, ids in positions_and_sequences(batch):

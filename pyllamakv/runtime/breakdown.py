@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.runtime.sampler import context_lock
 
 if TYPE_CHECKING:
-    from pyllamakv.binding.protocol import Buffer
+    from pyllamakv.binding.protocol import Buffer, ContextInfo
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.snapshot import Snapshot
 
@@ -70,19 +70,19 @@ def memory_breakdown(context: Context) -> MemoryBreakdown:
     with context_lock(context) as handle:
         buffers = context.native.buffers(handle)
         seen = context.kv.try_snapshot()
-    k, v, states = _kept(context, buffers, seen)
+    k, v, states = _kept(buffers, seen, keeps_states=context.info.memory.keeps_states)
     return MemoryBreakdown(
         model=MemoryShare(context.model.info.n_bytes, exact=True, known_by="the model's tensors"),
         k=k,
         v=v,
         states=states,
-        compute=_logged(buffers, "compute") or _mask(context),
-        output=_output(context),
+        compute=_logged(buffers, "compute") or _mask(context.info, context.partitions),
+        output=_output(context.info, context.n_vocab),
     )
 
 
 def _kept(
-    context: Context, buffers: list[Buffer], seen: Snapshot | None
+    buffers: list[Buffer], seen: Snapshot | None, *, keeps_states: bool
 ) -> tuple[MemoryShare, ...]:
     """Return K, V and states: counted from the cells, and the rest by the log."""
     infos = [each.info for each in seen.streams] if seen is not None else []
@@ -90,13 +90,12 @@ def _kept(
         MemoryShare(sum(getattr(info, name) for info in infos), exact=True, known_by="counted")
         for name in ("bytes_k", "bytes_v")
     )
-    recurrent = context.info.memory.keeps_states
     caches = [each for each in buffers if each.kind == "KV"]
     # Beyond the cells: states, which some releases call KV, or the keys of an indexer.
     beyond = sum(each.bytes for each in caches) - k.bytes - v.bytes
     if beyond <= ROUNDING * len(caches):
         beyond = 0
-    if recurrent:
+    if keeps_states:
         known_by = "the library's log" if buffers else "not reported by the library"
         return k, v, _logged(buffers, "RS") or MemoryShare(beyond, exact=False, known_by=known_by)
     if beyond:
@@ -111,14 +110,14 @@ def _logged(buffers: list[Buffer], *kinds: str) -> MemoryShare | None:
     return MemoryShare(sum(found), exact=False, known_by="the library's log") if found else None
 
 
-def _mask(context: Context) -> MemoryShare:
-    lower = 4 * (context.info.n_ctx // context.partitions) * context.info.n_ubatch
+def _mask(info: ContextInfo, partitions: int) -> MemoryShare:
+    lower = 4 * (info.n_ctx // partitions) * info.n_ubatch
     return MemoryShare(
         lower, exact=False, known_by="at least the mask; the library does not report more"
     )
 
 
-def _output(context: Context) -> MemoryShare:
-    width = context.n_vocab
-    rows = max(context.info.n_batch, context.info.n_seq_max)
-    return MemoryShare(4 * rows * width, exact=False, known_by=f"{rows} rows of {width} numbers")
+def _output(info: ContextInfo, n_vocab: int) -> MemoryShare:
+    rows = max(info.n_batch, info.n_seq_max)
+    known_by = f"{rows} rows of {n_vocab} numbers"
+    return MemoryShare(4 * rows * n_vocab, exact=False, known_by=known_by)

@@ -15,7 +15,8 @@ from pyllamakv.errors import Unsupported, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ModelParts
+
 
 #: Metadata of the template, and of another one that some models have for calls of tools.
 KEY: Final = "tokenizer.chat_template"
@@ -30,7 +31,7 @@ _SPECIAL: Final = {
 }
 
 
-def special_tokens(model: Model) -> dict[str, str]:
+def special_tokens(model: ModelParts) -> dict[str, str]:
     """Return the special tokens that a template may use, by variable, as text."""
     ids = {"bos_token": model.info.token_bos, "eos_token": model.info.token_eos}
     for name, key in _SPECIAL.items():
@@ -46,7 +47,7 @@ def special_tokens(model: Model) -> dict[str, str]:
 
 
 def render(
-    model: Model,
+    model: ModelParts,
     messages: Iterable[Mapping[str, Any]],
     *,
     tools: Iterable[Mapping[str, Any]] | None,

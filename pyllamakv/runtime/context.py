@@ -6,12 +6,10 @@ for a block, to record or to watch every call.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,52 +19,35 @@ from pyllamakv.binding.owner import Lock, ReadLock, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
     DecodeStatus,
-    MemoryType,
     Pooling,
     SamplerParams,
 )
 from pyllamakv.closing import ClosedOnExit
-from pyllamakv.cpus import free_cpus
 from pyllamakv.errors import (
-    Cancelled,
-    DecodeError,
-    KvError,
-    NativeError,
-    PartialRemovalRefused,
-    StaleLogits,
     UsageError,
 )
 from pyllamakv.runtime import adapter, decode_failure, embedding
 from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import (
     Batch,
-    BatchArrays,
     Feed,
     as_int32,
     as_list,
-    check_batch,
-    to_arrays,
 )
-from pyllamakv.runtime.decode_failure import roll_back
+from pyllamakv.runtime.decoder import Decoder
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.generated_text import GeneratedText, TextStream
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
-from pyllamakv.runtime.ledger import Ledger, record_batch, record_step
-from pyllamakv.runtime.logits import Logits, LogitsRows
+from pyllamakv.runtime.ledger import Ledger
+from pyllamakv.runtime.logits import Logits, LogitsRows, Outputs
 from pyllamakv.runtime.sampler import (
-    SampledAhead,
     Sampler,
-    check_sampler,
-    make_sampler,
-    sample_token,
-    sampler_option,
 )
 from pyllamakv.runtime.sequence import Sequence, checked
-from pyllamakv.runtime.stop_strings import check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -77,21 +58,12 @@ if TYPE_CHECKING:
         Counters,
     )
     from pyllamakv.runtime.adapter import Adapter, AdapterScales
-    from pyllamakv.runtime.batch import LogitsChoice
+    from pyllamakv.runtime.defrag_policy import DefragCosts, PolicyName
     from pyllamakv.runtime.logits import Embedding
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
 
 Work = Feed | Batch | Iterable[Feed]
-
-#: Maximum number of steps in one C call, whose output has the tokens of all steps.
-_STEPS = 1 << 14
-
-#: Seconds between two choices of the number of threads. A choice takes about 0.02 ms.
-_ADAPT_EVERY = 0.25
-
-#: The types of the items of a list that needs no conversion.
-_INTEGERS = {int}
 
 
 class PrefixKeeper(Protocol):
@@ -109,78 +81,6 @@ class PrefixKeeper(Protocol):
 
     def drop_prefixes(self) -> None:
         """Drop everything. Called only after `droppable_sequences`."""
-
-
-class StepGroup:
-    """Sequences that step together.
-
-    Raises UsageError for an object that is not a sequence of the context, for no or too many
-    sequences, and for a duplicate.
-    """
-
-    __slots__ = ("ids", "ledgers", "sequences")
-
-    def __init__(self, context: Context, sequences: list[Sequence]) -> None:
-        for each in sequences:
-            arguments.instance("an item of sequences", each, Sequence, "a Sequence")
-            each.check(context)
-        #: A tuple, so that comparing identities detects a change.
-        self.ids = tuple(each.id for each in sequences)
-        if not 0 < len(self.ids) <= context.info.n_batch or len(set(self.ids)) != len(self.ids):
-            msg = (
-                f"expected 1 to {context.info.n_batch} sequences (n_batch), each of them once, "
-                f"not {list(self.ids)}"
-            )
-            raise UsageError(msg)
-        self.sequences = sequences
-        self.ledgers: list[Ledger] = [each.ledger for each in sequences]
-
-
-class Outputs:
-    """Store the size of the last batch (0: it failed) and which tokens have logits.
-
-    ``every`` means all of them; otherwise, ``flags`` None means the last token. With ``embeds``,
-    they have embeddings instead.
-    """
-
-    __slots__ = ("embeds", "every", "flags", "n")
-
-    def __init__(self, *, embeds: bool = False) -> None:
-        self.embeds = embeds
-        self.n = 0
-        self.every = False
-        self.flags: NDArray[np.int8] | None = None
-
-    def take(self, batch: BatchArrays) -> None:
-        """Store which tokens of a decoded batch have logits."""
-        self.n, self.flags, self.every = len(batch.token), batch.logits, False
-
-    def count(self) -> int:
-        """Return how many places have logits; StaleLogits when none can have any."""
-        if self.embeds:
-            raise UsageError("a context with embeddings has no logits: use another context")
-        if self.n == 0:
-            msg = "there are no logits: no decode yet, or the last decode failed"
-            raise StaleLogits(msg)
-        if self.every:
-            return self.n
-        return 1 if self.flags is None else int(np.count_nonzero(self.flags))
-
-    def check(self, index: int) -> None:
-        """Refuse a place without logits; a negative one counts from the last that has any."""
-        n, flags = self.n, self.flags
-        outputs = self.count()
-        if self.every or not 0 <= index < n:
-            has = -outputs <= index < (n if self.every else 0)
-        else:
-            has = index == n - 1 if flags is None else bool(flags[index])
-        if not has:
-            msg = (
-                f"place {arguments.shown(index)} of the last batch has no logits: it had "
-                f"{n} tokens, and asked for "
-                f"logits of {outputs} of them"
-            )
-            raise UsageError(msg)
 
 
 class Context(ClosedOnExit):
@@ -224,8 +124,8 @@ class Context(ClosedOnExit):
         #: get Busy.
         self.lock: Lock[Any] = Lock(handle, free, "context", model.owner)
         #: The same lock for reads of results, which a sampler called by an operation needs.
-        self.results = Results(self.lock)
-        self.n_vocab, self.epoch = model.info.n_vocab, 0
+        self.read_lock = ReadLock(self.lock)
+        self.n_vocab = model.info.n_vocab
         #: Whether decodes compute embeddings of all tokens, and no logits.
         self.embeds = params.embeddings
         n_streams = self.info.n_streams
@@ -237,19 +137,11 @@ class Context(ClosedOnExit):
         self.shares = not self.stream_per_sequence or self.info.memory.keeps_states
         #: Number of equal parts of the cells; if unknown, one per sequence.
         self.partitions = self.info.n_seq_max if n_streams < 0 else max(1, n_streams)
-        self.decode_one = native.decode_one  # bound once: for every token
         self._taken: set[int] = set()
-        #: Ids of the sequences that the last failed decode emptied, because the memory cannot
-        #: return to an earlier position.
-        self.emptied: tuple[int, ...] = ()
-        self._marks = 0
         #: Number of calls of `cancel`.
         self.cancels = 0
         self.outputs = Outputs(embeds=params.embeddings)
-        self.defrag_policy = DefragPolicy(self, "never")
-        #: When `_adapt_threads` is due.
-        self._threads_due = 0.0 if adapt_threads else math.inf
-        self._group: StepGroup | None = None  # that stepped last
+        self.decoder = Decoder(self, adapt_threads=adapt_threads)
         self._adapters: AdapterScales = ()
         #: Identifies the adapters and scales in use; empty without any.
         self.adapters_key = ""
@@ -260,6 +152,24 @@ class Context(ClosedOnExit):
     def kv(self) -> KV:
         """Access the cells."""
         return KV(self)
+
+    @property
+    def epoch(self) -> int:
+        """The number of decodes so far; a failed one may count twice."""
+        return self.outputs.epoch
+
+    @property
+    def emptied(self) -> tuple[int, ...]:
+        """The ids of the sequences that the last failed decode emptied.
+
+        Their memory cannot return to an earlier position.
+        """
+        return self.decoder.emptied
+
+    @property
+    def defrag_policy(self) -> DefragPolicy:
+        """What decides when the cache is defragmented."""
+        return self.decoder.policy
 
     # Sequences...
 
@@ -317,15 +227,14 @@ class Context(ClosedOnExit):
         The caller holds the context's lock.
         """
         self._taken.discard(sequence.id)
-        self._group = None
+        self.decoder.forget_groups()
 
     def new_marks(self, n: int) -> int:
         """Reserve marks for ``n`` cells and return the first.
 
         The caller holds the context's lock.
         """
-        self._marks += n
-        return self._marks - n
+        return self.decoder.new_marks(n)
 
     @Uninterrupted()
     def clear(self) -> None:
@@ -377,8 +286,11 @@ class Context(ClosedOnExit):
             raw = [each.owner.raw for each, _ in chosen]
             self.native.adapters_set(handle, raw, [scale for _, scale in chosen])
             self._adapters, self.adapters_key = chosen, adapter.identify(chosen)
-            self.epoch += 1  # logits of the former adapters are stale
-            self.outputs.n = 0
+            self.outputs.begin()  # logits of the former adapters are stale
+
+    def start_policy(self, policy: PolicyName, costs: DefragCosts | None, *, trims: bool) -> None:
+        """Defragment by a policy, for `Model.context`."""
+        self.decoder.use_policy(DefragPolicy(self, policy, costs, trims=trims))
 
     # Decoding...
 
@@ -395,62 +307,18 @@ class Context(ClosedOnExit):
             and len(work.tokens) == 1
             and not self.embeds
         ):
-            self.step(work.sequence, int(work.tokens[0]))
+            work.sequence.check(self)
+            work.sequence.step(int(work.tokens[0]))
             return
         work = as_list(work)
         with self.lock:
-            batch = to_arrays(self, work)
-            code = self._run(batch, positions=isinstance(work, Batch))
-            if code:
-                raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
+            self.decoder.decode(work)
 
     def try_decode(self, work: Work) -> DecodeStatus:
         """Decode like `decode`, but return NO_SLOT or ABORTED instead of raising for them."""
         work = as_list(work)
         with self.lock:
-            batch = to_arrays(self, work)
-            code = self._run(batch, positions=isinstance(work, Batch))
-            if code not in (0, 1, 2):
-                raise decode_failure.failure(self, code, batch.seq.tolist(), len(batch.token))
-            return DecodeStatus(code)
-
-    def step(self, sequence: Sequence, token: int) -> None:
-        """Decode the next token of a sequence, with logits. This is the cheapest `decode`.
-
-        Raises as `decode` does.
-        """
-        with self.lock as handle:
-            try:
-                if sequence.context is not self or not sequence.open:
-                    sequence.check(self)
-            except AttributeError:
-                raise arguments.wrong_type("sequence", sequence, "a Sequence") from None
-            if type(token) is not int:
-                token = arguments.integer("token", token)
-            if not 0 <= token < self.n_vocab:
-                self._check_token(token)
-            if monotonic() >= self._threads_due:
-                self._adapt_threads()
-            ledger, number, policy = sequence.ledger, sequence.id, self.defrag_policy
-            if policy.dirty:
-                policy.before_decode()
-            self.epoch = epoch = self.epoch + 1
-            outputs = self.outputs
-            outputs.n = 0
-            pos = ledger.next
-            try:
-                code = self.decode_one(handle, token, pos, number)
-                if code == 1 and policy.defrag_after_failure((number,)):
-                    code = self.decode_one(handle, token, pos, number)
-            except BaseException as error:
-                self._rollback_after_error(error, (number,))
-                raise
-            if code:
-                raise self._failed(code, (number,))
-            mark = self._marks
-            self._marks = mark + 1
-            ledger.append_next(token, mark, 0, epoch)
-            outputs.n, outputs.every = 1, True
+            return DecodeStatus(self.decoder.decode(work, tuple(DecodeStatus)))
 
     def step_all(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Decode the next token of each sequence in one batch, all with logits.
@@ -460,19 +328,8 @@ class Context(ClosedOnExit):
         """
         sequences, tokens = _as_lists(sequences, tokens)
         with self.lock as handle:
-            group = self._group_of(sequences)
-            given, ids = self._given(group, tokens), group.ids
-            places = self._begin(group)
-            try:
-                code = self.native.decode_each(handle, given, places, ids)
-                if code == 1 and self.defrag_policy.defrag_after_failure(ids):
-                    code = self.native.decode_each(handle, given, places, ids)
-            except BaseException as error:
-                self._rollback_after_error(error, ids)
-                raise
-            if code:
-                raise self._failed(code, ids)
-            self._record_step(group, given)
+            group = self.decoder.group(sequences, self._check_item)
+            self.decoder.step(handle, group, self.decoder.tokens(group, tokens))
 
     def advance(
         self, sequences: Iterable[Sequence], tokens: Any, steps: int, sampler: Sampler
@@ -602,6 +459,8 @@ class Context(ClosedOnExit):
         stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
         sequence: Sequence | None = None,
+        cache: PromptCache | None = None,
+        salt: str | None = None,
         template: str | None = None,
         **options: Any,
     ) -> TextStream:
@@ -642,18 +501,14 @@ class Context(ClosedOnExit):
         n_threads_batch = arguments.whole_or_none(
             "n_threads_batch", n_threads_batch, 1, arguments.INT32
         )
-        with self.lock as handle:
-            self._threads_due = math.inf
-            self.native.threads(handle, n_threads, n_threads_batch or n_threads)
-            self.info = self.native.context_info(handle)
+        with self.lock:
+            self.decoder.keep_threads()
+            self.use_threads(n_threads, n_threads_batch or n_threads)
 
-    def _adapt_threads(self) -> None:
-        """Choose the number of threads for the present load. The caller holds the lock."""
-        self._threads_due = monotonic() + _ADAPT_EVERY
-        n_threads = free_cpus(self.params.n_threads)
-        if n_threads != self.info.n_threads:
-            self.native.threads(self.handle, n_threads, n_threads)
-            self.info = self.native.context_info(self.handle)
+    def use_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute with these numbers of threads. The caller holds the context's lock."""
+        self.native.threads(self.handle, n_threads, n_threads_batch)
+        self.info = self.native.context_info(self.handle)
 
     def cancel(self) -> None:
         """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""
@@ -669,21 +524,22 @@ class Context(ClosedOnExit):
         """
         if type(index) is not int:
             index = arguments.integer("index", index)
-        with self.results as handle:
+        with self.read_lock as handle:
             outputs = self.outputs
             if outputs.embeds or not outputs.every or not -outputs.n <= index < outputs.n:
                 outputs.check(index)
-            return Logits(self, self.native.logits(handle, index, self.n_vocab), self.epoch)
+            return Logits(self.lock, outputs, self.native.logits(handle, index, self.n_vocab))
 
     def logits_all(self) -> LogitsRows:
         """Return a view of the logits (n, n_vocab) of every token of the last batch with any.
 
         Raises StaleLogits if there are none.
         """
-        with self.results as handle:
+        with self.read_lock as handle:
             if not self.outputs.n or self.embeds:
                 self.outputs.count()
-            return LogitsRows(self, self.native.logits_all(handle, self.n_vocab), self.epoch)
+            rows = self.native.logits_all(handle, self.n_vocab)
+            return LogitsRows(self.lock, self.outputs, rows)
 
     def embedding(self, index: int = -1) -> Embedding:
         """Return a view of the embedding (n,) of a token of the last batch; negative: from the end.
@@ -724,6 +580,10 @@ class Context(ClosedOnExit):
         with self.lock:
             self.native.about.require(Capability.COUNTERS, "count what the cache does")
             return self.native.counters(self.handle)
+
+    def _check_item(self, sequence: Any) -> None:
+        """Raise UsageError unless an item of a list is a sequence of this context."""
+        arguments.instance("an item of sequences", sequence, Sequence, "a Sequence").check(self)
 
     # Lifetime...
 
@@ -959,7 +819,7 @@ class Context(ClosedOnExit):
         self.step(sequence, last)
 
 
-def _as_lists(sequences: Iterable[Sequence], tokens: Any) -> tuple[Iterable[Sequence], Any]:
+def _as_lists(sequences: Iterable[Sequence], tokens: Any) -> tuple[list[Sequence], Any]:
     """Return the items of other iterables than lists, before the context is locked."""
     if type(sequences) is not list:
         sequences = arguments.items("sequences", sequences, "sequences of this context")
@@ -973,10 +833,9 @@ def intercept(context: Context, make: Callable[[], Any]) -> Iterator[None]:
     The replacement forwards each call. The caller holds the context's lock while ``make`` runs.
     """
     with context.lock:
-        native, decode_one = context.native, context.decode_one
-        replacement = make()
-        context.native, context.decode_one = replacement, replacement.decode_one
+        native = context.native
+        context.native = make()
     try:
         yield
     finally:
-        context.native, context.decode_one = native, decode_one
+        context.native = native

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import MemoryType
@@ -20,19 +19,19 @@ from pyllamakv.runtime import swa
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.parts import ContextParts
     from pyllamakv.runtime.snapshot import Snapshot
 
 
 def failure(
-    context: Context, code: int, ids: Sequence[int], n_tokens: int | None = None
+    context: ContextParts, code: int, ids: Sequence[int], n_tokens: int | None = None
 ) -> KvError:
     """Create the error for a decode that returned ``code``; the caller holds the context's lock.
 
     ``ids`` has the sequences of each token; ``n_tokens`` None: there is a token for each.
     """
     n = len(ids) if n_tokens is None else n_tokens
-    kept = _outcome(context)
+    kept = _outcome(context.emptied)
     if code == 2:
         msg = f"the decode of {n} tokens was cancelled; {kept}"
         return Cancelled(msg, code=code)
@@ -47,7 +46,7 @@ def failure(
     return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
 
 
-def check_length(context: Context, n_tokens: int) -> None:
+def check_length(context: ContextParts, n_tokens: int) -> None:
     """Raise PromptTooLong if no sequence of ``n_tokens`` fits into the cache of a context.
 
     Memory without cells has no such limit, and a build that cannot read cells has no check.
@@ -66,7 +65,9 @@ def check_length(context: Context, n_tokens: int) -> None:
         raise PromptTooLong(msg, needed=n_tokens, available=max(sizes))
 
 
-def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -> tuple[str, str]:
+def _cause(
+    snapshot: Snapshot, n: int, counts: Counter[int], context: ContextParts
+) -> tuple[str, str]:
     stats = snapshot.stats
     numbers = (
         f"{n} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
@@ -80,22 +81,25 @@ def _cause(snapshot: Snapshot, n: int, counts: Counter[int], context: Context) -
     if full:
         return "full", (
             f"the KV cache is full: {numbers}; remove tokens, or create the context with a larger "
-            f"n_ctx; {_outcome(context)}"
+            f"n_ctx; {_outcome(context.emptied)}"
         )
-    behind = swa.full_reason(context, snapshot, counts, n)
+    wanted = counts if context.stream_per_sequence else n
+    behind = swa.full_reason(snapshot, context.info.n_swa, wanted)
     if behind:
         return "full", (
             f"the KV cache is full: {numbers}, but {behind}; remove one of the sequences that "
-            f"share tokens, or make the context with swa_full=True; {_outcome(context)}"
+            f"share tokens, or make the context with swa_full=True; {_outcome(context.emptied)}"
         )
     if context.info.contiguous_slots is not False and stats.holes > 1:
         hint = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
-        return "fragmented", (f"the KV cache is fragmented: {numbers}; {hint}; {_outcome(context)}")
+        return "fragmented", (
+            f"the KV cache is fragmented: {numbers}; {hint}; {_outcome(context.emptied)}"
+        )
     return "other", f"no cells were found although there are enough: {numbers}"
 
 
 def roll_back(
-    context: Context, sequences: Iterable[int], *, halfway: bool = False
+    context: ContextParts, sequences: Iterable[int], *, halfway: bool = False
 ) -> tuple[int, ...]:
     """Remove the remaining tokens of a failed decode, so that cache and ledgers agree.
 
@@ -124,22 +128,23 @@ def roll_back(
     return tuple(emptied)
 
 
-def _empty_all(context: Context) -> tuple[int, ...]:
+def _empty_all(context: ContextParts) -> tuple[int, ...]:
     """Empty a whole context, and return the sequences that had anything."""
     emptied = [number for number, ledger in enumerate(context.ledgers) if len(ledger)]
-    with suppress(WorkerDied):
+    try:
         # Not one by one, because some releases cannot start a state in place of a removed one.
         context.native.clear(context.handle, True)
+    except WorkerDied:
+        return ()
     for ledger in context.ledgers:
         ledger.clear()
     return tuple(emptied)
 
 
-def _outcome(context: Context) -> str:
-    if not context.emptied:
+def _outcome(emptied: tuple[int, ...]) -> str:
+    if not emptied:
         return "every sequence kept its tokens"
     return (
-        f"this memory cannot remove tokens, so sequences {', '.join(map(str, context.emptied))} "
-        f"were "
+        f"this memory cannot remove tokens, so sequences {', '.join(map(str, emptied))} were "
         "emptied; the others kept their tokens"
     )

@@ -15,7 +15,7 @@ from pyllamakv.errors import NativeError, StateError, Unsupported, WorkerDied
 from pyllamakv.runtime import state, state_parser
 
 if TYPE_CHECKING:
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.parts import ContextParts
     from pyllamakv.runtime.snapshot import Snapshot
 
 
@@ -27,7 +27,7 @@ class RestoreDefragReport:
     rounds: int
 
 
-def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
+def repack(context: ContextParts, before: Snapshot) -> RestoreDefragReport:
     """Move all used cells together by saving and restoring sequences.
 
     The caller holds the context's lock. ``before``: its cells now. Raises Unsupported with nothing
@@ -46,7 +46,7 @@ def repack(context: Context, before: Snapshot) -> RestoreDefragReport:
         raise
 
 
-def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> RestoreDefragReport:
+def _rounds(context: ContextParts, before: Snapshot, held: dict[int, bytes]) -> RestoreDefragReport:
     """Remove and restore sequences in rounds; ``held`` has the states of removed ones."""
     everything = sorted(before.stats.per_sequence)
     windows = any(each.swa for each in before.streams)
@@ -72,7 +72,7 @@ def _rounds(context: Context, before: Snapshot, held: dict[int, bytes]) -> Resto
     return RestoreDefragReport(written, rounds)
 
 
-def _put_back(context: Context, everything: list[int], held: dict[int, bytes]) -> None:
+def _put_back(context: ContextParts, everything: list[int], held: dict[int, bytes]) -> None:
     """Restore the removed sequences. A further Ctrl-C restarts this; the first is raised later."""
     while held:
         try:
@@ -90,7 +90,7 @@ def is_compact(snapshot: Snapshot) -> bool:
     return all(each.stats.used_max_p1 == each.stats.used for each in snapshot.streams)
 
 
-def _check(context: Context, before: Snapshot) -> None:
+def _check(context: ContextParts, before: Snapshot) -> None:
     if Capability.STATES not in context.native.about.capabilities:
         raise _refusal("this build can neither move nor save it")
     if not context.guard:
@@ -130,7 +130,7 @@ def _high(snapshot: Snapshot) -> list[int]:
     return sorted(high)
 
 
-def _saved(context: Context, numbers: list[int], held: dict[int, bytes]) -> dict[int, bytes]:
+def _saved(context: ContextParts, numbers: list[int], held: dict[int, bytes]) -> dict[int, bytes]:
     """Return the states of sequences that could not be restored."""
     native, handle = context.native, context.handle
     try:
@@ -143,7 +143,7 @@ def _saved(context: Context, numbers: list[int], held: dict[int, bytes]) -> dict
         raise _failure(context, held) from error
 
 
-def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> bool:
+def _exchange(context: ContextParts, states: dict[int, bytes], *, alone: bool) -> bool:
     """Remove sequences and write them back, ``alone`` in the cache; False when one is refused."""
     native, handle = context.native, context.handle
     try:
@@ -160,7 +160,7 @@ def _exchange(context: Context, states: dict[int, bytes], *, alone: bool) -> boo
         return False
 
 
-def _failure(context: Context, held: dict[int, bytes]) -> StateError:
+def _failure(context: ContextParts, held: dict[int, bytes]) -> StateError:
     """Return the error with the saved states, which the cache no longer has."""
     saved = {n: state.pack(context, context.ledgers[n], raw) for n, raw in held.items()}
     for number in saved:
@@ -176,7 +176,7 @@ def _failure(context: Context, held: dict[int, bytes]) -> StateError:
     return StateError(msg, saved=saved)
 
 
-def _read(context: Context) -> Snapshot:
+def _read(context: ContextParts) -> Snapshot:
     found = context.kv.try_snapshot()
     assert found is not None
     return found

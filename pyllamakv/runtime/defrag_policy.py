@@ -24,9 +24,7 @@ from pyllamakv.errors import Unsupported
 from pyllamakv.runtime import decode_failure
 
 if TYPE_CHECKING:
-    from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.model import Model
-    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.parts import ContextParts, SequenceParts
     from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 PolicyName = Literal["never", "on_failure", "threshold", "always"]
@@ -77,7 +75,7 @@ class DefragPolicy(NotCopied):
 
     def __init__(
         self,
-        context: Context,
+        context: ContextParts,
         policy: PolicyName,
         costs: DefragCosts | None = None,
         *,
@@ -174,7 +172,7 @@ def _bytes_per_cell(stream: CellMap) -> int:
 
 
 def measure_defrag_costs(
-    model: Model, *, cells: int = 4096, rounds: int = 15, **options: Any
+    model: LoadedModel, *, cells: int = 4096, rounds: int = 15, **options: Any
 ) -> DefragCosts:
     """Measure both costs on this machine, in a temporary context of ``cells`` cells.
 
@@ -190,10 +188,11 @@ def measure_defrag_costs(
     far: list[float] = []
     moved: list[float] = []
     excess = moving = 1
-    with model.context(n_ctx=cells, n_batch=512, n_ubatch=512, n_seq_max=2, **options) as context:
+    made: Any = model  # which creates contexts; its module imports this one
+    with made.context(n_ctx=cells, n_batch=512, n_ubatch=512, n_seq_max=2, **options) as context:
         filler, live = context.sequence(), context.sequence()
-        context.prefill(filler, [1] * (cells - 2 * ATTENTION_PADDING))
-        context.prefill(live, [1] * (ATTENTION_PADDING - 64))
+        filler.prefill([1] * (cells - 2 * ATTENTION_PADDING))
+        live.prefill([1] * (ATTENTION_PADDING - 64))
         below, above = filler.save(portable=False), live.save(portable=False)
         for _ in range(rounds):
             context.clear()
@@ -201,17 +200,17 @@ def measure_defrag_costs(
             live.restore(above)
             filler.remove()
             excess, moving = wasted_and_moved_bytes(context.kv.snapshot())
-            far.append(_seconds(context, live))
+            far.append(_seconds(live))
             moved.append(context.kv.defrag(fallback=False).seconds)
-            near.append(_seconds(context, live))
+            near.append(_seconds(live))
     lost = float(np.median([a - b for a, b in zip(far, near, strict=True)]))
     return DefragCosts(max(lost, 0.0) / max(1, excess), float(np.median(moved)) / max(1, moving))
 
 
-def _seconds(context: Context, sequence: Sequence) -> float:
+def _seconds(sequence: SequenceParts) -> float:
     times = []
     for _ in range(8):
         begin = time.perf_counter()
-        context.step(sequence, 1)
+        sequence.step(1)
         times.append(time.perf_counter() - begin)
     return float(np.median(times))

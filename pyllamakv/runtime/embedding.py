@@ -1,4 +1,4 @@
-"""Compute embeddings of texts, and check the batches of a context that pools them.
+"""Compute embeddings of texts.
 
 llama.cpp pools the tokens of each micro-batch alone: all tokens of a sequence must be in one
 micro-batch. It splits batches of several sequences unless they share the cells.
@@ -15,7 +15,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.protocol import Capability, Pooling
 from pyllamakv.errors import NativeError, PromptTooLong, StaleLogits, Unsupported, UsageError
-from pyllamakv.runtime.batch import Feed, as_int32, positions_and_sequences
+from pyllamakv.runtime.batch import Feed, as_int32, pools_together
 from pyllamakv.runtime.logits import Embedding
 
 if TYPE_CHECKING:
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pyllamakv.runtime.batch import BatchArrays
     from pyllamakv.runtime.context import Context
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ContextParts, ModelParts
 
 #: The names of `Pooling`; None is that of the model file, or "none".
 PoolingName = Literal["none", "mean", "cls", "last", "rank"]
 
 
-def checked_pooling(model: Model, embeddings: bool, pooling: str | None) -> Pooling:
+def checked_pooling(model: ModelParts, embeddings: bool, pooling: str | None) -> Pooling:
     """Return the pooling to request. Raises UsageError, or Unsupported for "rank"."""
     if pooling is None:
         chosen = Pooling.MODEL
@@ -64,7 +63,7 @@ def even_ubatch(n_ubatch: int, n_seq_max: int) -> int:
     return n_ubatch - n_ubatch % n_seq_max
 
 
-def _need_head(model: Model) -> None:
+def _need_head(model: ModelParts) -> None:
     """Raise Unsupported unless the model has the tensors without which llama.cpp asserts."""
     head, biases = {"cls.weight", "cls.bias"}, {"cls.output.weight", "cls.output.bias"}
     has = model.file.tensors.keys()
@@ -76,38 +75,9 @@ def _need_head(model: Model) -> None:
         raise Unsupported(msg, "RANK")
 
 
-def check_batch(context: Context, batch: BatchArrays) -> None:
-    """Refuse a batch that llama.cpp would pool wrongly, or in which it would assert."""
-    n, info = len(batch.token), context.info
-    if info.pooling <= Pooling.NONE:
-        return
-    if n > info.n_ubatch:
-        msg = (
-            f"the batch has {n} tokens and n_ubatch is {info.n_ubatch}: tokens to pool must be in "
-            "one micro-batch; create the context with a larger n_ubatch and n_batch"
-        )
-        raise UsageError(msg)
-    ids = [each for _, each in positions_and_sequences(batch)]
-    found = {one for each in ids for one in each}
-    if max(map(len, ids)) > 1 or (len(found) > 1 and not together(context)):
-        msg = "tokens to pool are in one sequence each, here in the only one of the batch"
-        raise UsageError(msg)
-    if max(found) >= n:
-        msg = (
-            f"sequence {max(found)} needs more tokens in the batch than its number, not {n}: "
-            "close sequences with lower numbers first"
-        )
-        raise UsageError(msg)
-
-
-def together(context: Context) -> bool:
-    """Return whether several sequences of a batch stay in one micro-batch."""
-    return context.info.n_streams == 1 and not context.info.memory.keeps_states
-
-
-def read(context: Context, index: int) -> Embedding:
+def read(context: ContextParts, index: int) -> Embedding:
     """Return the view of an embedding; ``index`` is as in `Native.embeddings`."""
-    with context.results as handle:
+    with context.read_lock as handle:
         if not context.outputs.n:
             raise StaleLogits("there are no embeddings: no decode yet, or the last decode failed")
         try:
@@ -116,7 +86,7 @@ def read(context: Context, index: int) -> Embedding:
             if error.code != Code.EINVAL:
                 raise
             raise UsageError(f"{error}; the last batch had {context.outputs.n} tokens") from error
-        return Embedding(context, row, context.epoch)
+        return Embedding(context.lock, context.outputs, row)
 
 
 def embed(context: Context, inputs: Any, normalize: bool) -> NDArray[np.float32]:
@@ -159,7 +129,7 @@ def _embed_batch(
     snapshot = context.kv.try_snapshot()
     if snapshot is not None and snapshot.streams:
         room = min(room, max(1, snapshot.stats.free))
-    most = max(1, len(context.vacant)) if together(context) else 1
+    most = max(1, len(context.vacant)) if pools_together(context.info) else 1
     with ExitStack() as stack:
         feeds: list[Feed] = []
         for tokens in prompts:

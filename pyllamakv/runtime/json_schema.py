@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ModelParts
+
 
 #: White space of a document, as `json.dumps` writes it. With any white space allowed, models write
 #: blanks without end.
@@ -32,7 +33,7 @@ _CONTROL = b"\xff"
 _BEFORE = b"\x02"
 
 
-def compile_tokens(model: Model) -> Any:
+def compile_tokens(model: ModelParts) -> Any:
     """Return the vocabulary of a model as llguidance reads it; about a second for 128k tokens.
 
     Raises ToolMissing if llguidance is not installed, and Unsupported without a vocabulary.
@@ -58,7 +59,7 @@ _ATOMS = re.compile(
 class Vocabulary:
     """The attributes and the call that llguidance requires of a tokenizer."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelParts) -> None:
         if not model.info.has_vocab:
             raise Unsupported(
                 "this model has no vocabulary: a JSON schema needs text", "vocabulary"
@@ -92,7 +93,7 @@ class Vocabulary:
         return found if self._bytes(found) == text else self._longest(text)
 
     def _tokenize(self, text: bytes) -> list[int]:
-        return self._native.tokenize(self._life.raw, text, False, False)
+        return self._native.tokenize(self._owner.raw, text, False, False)
 
     def _bytes(self, tokens: list[int]) -> bytes:
         return b"".join(self.tokens[token] for token in tokens)
@@ -119,7 +120,7 @@ class SchemaProcessor:
     met.
     """
 
-    def __init__(self, model: Model, schema: Mapping[str, Any] | str) -> None:
+    def __init__(self, model: ModelParts, schema: Mapping[str, Any] | str) -> None:
         llguidance, text = _library(), schema_text(schema)
         try:
             document = json.loads(text)

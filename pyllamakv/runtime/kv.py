@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pyllamakv.runtime.backing import KVMemory
-    from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.ggml_types import NumberType
-    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.parts import ContextParts, SequenceParts
     from pyllamakv.runtime.snapshot import KVStats
 
 
@@ -210,7 +209,7 @@ class KV(NotCopied, PublicDir):
         with self._context.lock:
             self._context.native.update(self._context.handle)
 
-    def state(self, sequence: Sequence | int) -> state_parser.SequenceState:
+    def state(self, sequence: SequenceParts | int) -> state_parser.SequenceState:
         """Return the complete state that the cache stores for a sequence.
 
         Raises Unsupported if the build cannot save one, and StateError for an unknown layout.
@@ -222,7 +221,7 @@ class KV(NotCopied, PublicDir):
             raw = context.native.state_save(context.handle, number)
         return state_parser.parse(raw)
 
-    def rows(self, layer: int, sequence: Sequence | int, *, cache: int = 0) -> KVRows:
+    def rows(self, layer: int, sequence: SequenceParts | int, *, cache: int = 0) -> KVRows:
         """Return K and V of one layer as stored, ordered by position.
 
         ``cache`` 1 is the second cache of a sliding-window model, whose layers are numbered

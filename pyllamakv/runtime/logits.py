@@ -15,7 +15,64 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.binding.owner import Lock
+
+
+class Outputs:
+    """Store which decode was the last one, its size (0: it failed), and which tokens have logits.
+
+    ``epoch`` counts decodes. ``every`` means all tokens; otherwise, ``flags`` None means the last
+    one. With ``embeds``, they have embeddings instead.
+    """
+
+    __slots__ = ("embeds", "epoch", "every", "flags", "n")
+
+    def __init__(self, *, embeds: bool = False) -> None:
+        self.embeds = embeds
+        self.epoch = 0
+        self.n = 0
+        self.every = False
+        self.flags: NDArray[np.int8] | None = None
+
+    def begin(self) -> None:
+        """Begin a decode: the outputs of the last one are gone."""
+        self.epoch += 1
+        self.n = 0
+
+    def take(self, n: int, flags: NDArray[np.int8] | None) -> None:
+        """Store which of the ``n`` tokens of a decoded batch have logits."""
+        self.n, self.flags, self.every = n, flags, False
+
+    def take_all(self, n: int) -> None:
+        """Store that all ``n`` tokens of a decoded batch have logits."""
+        self.n, self.every = n, True
+
+    def count(self) -> int:
+        """Return how many places have logits; StaleLogits when none can have any."""
+        if self.embeds:
+            raise UsageError("a context with embeddings has no logits: use another context")
+        if self.n == 0:
+            msg = "there are no logits: no decode yet, or the last decode failed"
+            raise StaleLogits(msg)
+        if self.every:
+            return self.n
+        return 1 if self.flags is None else int(np.count_nonzero(self.flags))
+
+    def check(self, index: int) -> None:
+        """Refuse a place without logits; a negative one counts from the last that has any."""
+        n, flags = self.n, self.flags
+        outputs = self.count()
+        if self.every or not 0 <= index < n:
+            has = -outputs <= index < (n if self.every else 0)
+        else:
+            has = index == n - 1 if flags is None else bool(flags[index])
+        if not has:
+            msg = (
+                f"place {arguments.shown(index)} of the last batch has no logits: it had "
+                f"{n} tokens, and asked for "
+                f"logits of {outputs} of them"
+            )
+            raise UsageError(msg)
 
 
 #: Methods of an array that change it.
@@ -31,20 +88,20 @@ class _View(NDArrayOperatorsMixin):
     writes into the memory of the view, so no array that this class returns shares it.
     """
 
-    __slots__ = ("_context", "_epoch", "_lock", "_values")
+    __slots__ = ("_epoch", "_lock", "_outputs", "_values")
     #: What the view shows, for messages.
     _noun = "logits"
 
-    def __init__(self, context: Context, values: NDArray[np.float32], epoch: int) -> None:
-        self._context = context
+    def __init__(self, lock: Lock[Any], outputs: Outputs, values: NDArray[np.float32]) -> None:
+        self._lock = lock
+        self._outputs = outputs
         self._values = values
-        self._epoch = epoch
-        self._lock = context.lock
+        self._epoch = outputs.epoch
 
     @property
     def stale(self) -> bool:
         """Return whether a later decode, or the context's end, has made these unreadable."""
-        return self._epoch != self._context.epoch or self._context.closed
+        return self._epoch != self._outputs.epoch or self._lock.closed
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,10 +160,9 @@ class _View(NDArrayOperatorsMixin):
         return f"<{type(self).__name__} {self.shape}{', stale' if self.stale else ''}>"
 
     def _read(self) -> NDArray[np.float32]:
-        context = self._context
         if self._lock.closed:
-            context.check()
-        if self._epoch != context.epoch:
+            _ = self._lock.raw  # raises Closed
+        if self._epoch != self._outputs.epoch:
             msg = (
                 f"a later decode has overwritten these {self._noun}; read or copy() them before it"
             )

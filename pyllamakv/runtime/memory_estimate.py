@@ -16,7 +16,7 @@ from pyllamakv.runtime.ggml_types import number_type
 
 if TYPE_CHECKING:
     from pyllamakv.binding.protocol import ContextParams, ModelInfo
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ModelParts
 
 #: Address space that llama.cpp maps for its graphs, and without which it aborts: some releases
 #: reserve 65536 nodes (406 MiB), and threads have arenas.
@@ -83,7 +83,7 @@ def check_memory(
         raise NotEnoughMemory(msg, needed=needed, available=room)
 
 
-def worker_pid(model: Model) -> int | None:
+def worker_pid(model: ModelParts) -> int | None:
     """Return the process that has the memory of a model; None: this one."""
     pid = getattr(model.native, "pid", None)
     return pid if model.isolated and isinstance(pid, int) else None

@@ -26,7 +26,7 @@ from pyllamakv.runtime import adapter, chat_template, detokenizer, embedding, js
 from pyllamakv.runtime.backing import choose, leave, new_context, resume
 from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.defrag_policy import DefragCosts, DefragPolicy, checked
+from pyllamakv.runtime.defrag_policy import DefragCosts, checked
 from pyllamakv.runtime.ggml_types import cache_type
 from pyllamakv.runtime.gguf_file import check_file
 from pyllamakv.runtime.memory_estimate import check_memory, worker_pid
@@ -327,7 +327,7 @@ class Model(LoadedModel, ClosedOnExit):
         try:
             if chosen:
                 context.start_adapters(chosen)
-            context.defrag_policy = DefragPolicy(context, policy, defrag_costs, trims=defrag_trim)
+            context.start_policy(policy, defrag_costs, trims=defrag_trim)
             if context.kv_file:
                 resume(context)
             return context

@@ -19,6 +19,7 @@ from pyllamakv.runtime import memory_estimate
 from pyllamakv.runtime.batch import Batch
 
 if TYPE_CHECKING:
+    from pyllamakv.binding.protocol import ContextInfo
     from pyllamakv.runtime.context import Context
 
 #: A log level that no record has.
@@ -37,38 +38,38 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
     try:
         with context.lock:
             _warm(context)
-            for batch in _largest(context):
+            for batch in _largest(_piece(context), context.info.n_seq_max):
                 _allocate(context, batch)
             if fill_cache:
                 _fill(context)
     except (DecodeError, MemoryError, WorkerDied) as error:
-        raise _too_little(context, str(error)) from error
-    needed = work_bytes(context) + SLACK
+        raise _too_little(context.info, str(error)) from error
+    needed = work_bytes(context.info, context.model.info.n_head) + SLACK
     available = None
     if context.model.on_host:
         pid = memory_estimate.worker_pid(context.model)
         available = memory_estimate.available_bytes(pid)
     if available is not None and available < needed:
         msg = f"{needed} bytes of work space are needed and {available} are available"
-        raise _too_little(context, msg, needed=needed, available=available)
+        raise _too_little(context.info, msg, needed=needed, available=available)
 
 
-def work_bytes(context: Context) -> int:
+def work_bytes(info: ContextInfo, n_head: int) -> int:
     """Return the bytes that a micro-batch over the whole cache needs beyond the graph's buffers.
 
     Without flash attention, weights of attention become 16 bits wide before they meet the values.
     """
-    if context.info.flash_attn or context.info.memory in (MemoryType.NONE, MemoryType.RECURRENT):
+    if info.flash_attn or info.memory in (MemoryType.NONE, MemoryType.RECURRENT):
         return 0
-    return 2 * context.info.n_ctx * context.info.n_ubatch * max(context.model.info.n_head, 1)
+    return 2 * info.n_ctx * info.n_ubatch * max(n_head, 1)
 
 
 def _too_little(
-    context: Context, why: str, *, needed: int = 0, available: int = 0
+    info: ContextInfo, why: str, *, needed: int = 0, available: int = 0
 ) -> NotEnoughMemory:
     msg = (
-        f"not enough memory for batches of {context.info.n_batch} tokens and "
-        f"{context.info.n_ctx} cells: {why}; lower n_ctx, n_batch or n_ubatch"
+        f"not enough memory for batches of {info.n_batch} tokens and "
+        f"{info.n_ctx} cells: {why}; lower n_ctx, n_batch or n_ubatch"
     )
     return NotEnoughMemory(msg, needed=needed, available=available)
 
@@ -84,8 +85,8 @@ def _warm(context: Context) -> None:
     context.clear()
 
 
-def _largest(context: Context) -> list[Batch]:
-    n, n_seqs = _piece(context), context.info.n_seq_max
+def _largest(n: int, n_seqs: int) -> list[Batch]:
+    """Return batches of up to ``n`` tokens, of one sequence and of all."""
     found = [Batch.of(np.zeros(n, np.int32), np.arange(n), 0, np.ones(n, np.int8))]
     if 1 < n_seqs <= n:
         each = n // n_seqs

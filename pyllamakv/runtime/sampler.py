@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from pyllamakv.binding.protocol import ContextHandle
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sequence import Sequence
@@ -307,7 +308,8 @@ class Sampler(SampledAhead, ClosedOnExit):
             if context.model.native is not self._native:
                 self.check_context(context)
             n = context.outputs.count()
-            self.check(n)
+            if n > 1:
+                check_single_sequence(self.keeps_history, n)
             if self._in_python:
                 return [self.sample(context)]
             return self._native.sample_all(handle, raw, n)
@@ -433,6 +435,10 @@ class NumpySampler(SampledAhead):
     def sample_all(self, context: Context) -> list[int]:
         """Return a token for each row of the last batch with logits, like `Sampler`."""
         context_lock(context)
+        return self.sample_locked(context, None)
+
+    def sample_locked(self, context: Context, _: ContextHandle | None) -> list[int]:
+        """Do what `sample_all` does: the interface of `Sampler`."""
         rows = context.logits_all()
         check_single_sequence(uses_penalties(self.params), len(rows))
         if self.params.temperature <= 0 and not uses_penalties(self.params):

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.binding.protocol import ContextInfo
     from pyllamakv.runtime.ledger import Ledger
-    from pyllamakv.runtime.sequence import Sequence
+    from pyllamakv.runtime.parts import ContextParts, SequenceParts
 
 LOG = logging.getLogger("pyllamakv.runtime")
 
@@ -55,7 +55,7 @@ class SavedSequence:
     fits: dict[str, Any] = field(default_factory=dict)
 
 
-def save(sequence: Sequence, *, portable: bool) -> bytes:
+def save(sequence: SequenceParts, *, portable: bool) -> bytes:
     """Return a sequence as bytes; `Sequence.save` describes it."""
     context = sequence.context
     sequence.check(context)
@@ -71,7 +71,10 @@ def save(sequence: Sequence, *, portable: bool) -> bytes:
 
 
 def pack(
-    context: Context, ledger: Ledger, raw: bytes, identity: Mapping[str, str] = MappingProxyType({})
+    context: ContextParts,
+    ledger: Ledger,
+    raw: bytes,
+    identity: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Serialise a sequence's tokens and the library's state; `unpack` is the inverse.
 
@@ -112,7 +115,7 @@ def unpack(saved: bytes) -> SavedSequence:
     return SavedSequence(tokens, positions, bytes(body[size + 8 * n :]), first_moved, fits)
 
 
-def restore(sequence: Sequence, saved: bytes, *, accept_unverified_model: bool) -> None:
+def restore(sequence: SequenceParts, saved: bytes, *, accept_unverified_model: bool) -> None:
     """Restore a saved sequence: see `Sequence.restore`."""
     content = unpack(saved)
     sequence.check(sequence.context)
@@ -120,7 +123,7 @@ def restore(sequence: Sequence, saved: bytes, *, accept_unverified_model: bool) 
     load(sequence, content)
 
 
-def _check_fits(context: Context, fits: dict[str, Any], *, accept: bool) -> None:
+def _check_fits(context: ContextParts, fits: dict[str, Any], *, accept: bool) -> None:
     """Raise StateForeign unless a save is of this model, cache type and these adapters."""
     here: dict[str, Any] = shape(context)
     wrong = [key for key in here if fits.get(key) != here[key]]
@@ -130,7 +133,7 @@ def _check_fits(context: Context, fits: dict[str, Any], *, accept: bool) -> None
         raise StateForeign(msg, wrong)
     if fits.get("origin") == _origin(context):
         return
-    applied, there = _adapters(context), fits.get("adapters", "")
+    applied, there = _adapters(context.adapters), fits.get("adapters", "")
     if there != applied or applied == _UNVERIFIED:
         msg = (
             f"this saved sequence was evaluated with other LoRA adapters: their digest is "
@@ -162,7 +165,7 @@ def _check_fits(context: Context, fits: dict[str, Any], *, accept: bool) -> None
     raise StateForeign(msg, ("digest",))
 
 
-def load(sequence: Sequence, content: SavedSequence) -> None:
+def load(sequence: SequenceParts, content: SavedSequence) -> None:
     """Replace a sequence by an unpacked save of its model. Raises StateError; nothing changes."""
     context = sequence.context
     with context.lock, Uninterrupted():
@@ -183,7 +186,7 @@ def load(sequence: Sequence, content: SavedSequence) -> None:
         _record(sequence, content)
 
 
-def _load(sequence: Sequence, content: SavedSequence) -> None:
+def _load(sequence: SequenceParts, content: SavedSequence) -> None:
     context, native = sequence.context, sequence.context.native
     snapshot = context.kv.try_snapshot()
     # A recurrent memory has no cells per token, and always a place for the state of each sequence.
@@ -197,7 +200,7 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
         )
         raise StateError(msg)
     if room is not None and room[1] < needed and context.info.contiguous_slots:
-        _need_defrag(context, needed, room[1])
+        _need_defrag(context.info, needed, room[1])
     backup = native.state_save(context.handle, sequence.id) if len(sequence) else b""
     together = room is None or room[1] >= needed
     try:
@@ -208,7 +211,7 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
     except WorkerDied:
         raise
     except BaseException:
-        # An interruption such as Ctrl-C: the progress is unknown.
+        # The progress is unknown, for example without memory.
         if not (backup and _put_back(sequence, backup)):
             native.seq_rm(context.handle, sequence.id, -1, -1)
             sequence.ledger.clear()
@@ -228,7 +231,10 @@ def _load(sequence: Sequence, content: SavedSequence) -> None:
 
 
 def load_parts(
-    sequence: Sequence, spare: Sequence, content: SavedSequence, parts: Iterable[memoryview]
+    sequence: SequenceParts,
+    spare: SequenceParts,
+    content: SavedSequence,
+    parts: Iterable[memoryview],
 ) -> None:
     """Fill an empty sequence with the states of its tokens in several parts, one after the other.
 
@@ -257,7 +263,7 @@ def load_parts(
         _record(sequence, content)
 
 
-def _record(sequence: Sequence, content: SavedSequence) -> None:
+def _record(sequence: SequenceParts, content: SavedSequence) -> None:
     """Write a restored sequence to the ledger."""
     context = sequence.context
     context.defrag_policy.freed()
@@ -270,7 +276,7 @@ def _record(sequence: Sequence, content: SavedSequence) -> None:
     )
 
 
-def _put_back(sequence: Sequence, backup: bytes) -> bool:
+def _put_back(sequence: SequenceParts, backup: bytes) -> bool:
     """Restore the previous content of the sequence into new cells."""
     if not _try(sequence, backup):
         return False
@@ -278,7 +284,7 @@ def _put_back(sequence: Sequence, backup: bytes) -> bool:
     return True
 
 
-def _place(sequence: Sequence, raw: bytes | memoryview, *, together: bool) -> bool:
+def _place(sequence: SequenceParts, raw: bytes | memoryview, *, together: bool) -> bool:
     """Load a state; False when the library refuses it. ``together``: there is a hole for it."""
     context = sequence.context
     # Most releases restore a state into one hole: defragment if no hole is large enough.
@@ -292,17 +298,16 @@ def _place(sequence: Sequence, raw: bytes | memoryview, *, together: bool) -> bo
     return _try(sequence, raw)
 
 
-def _need_defrag(context: Context, needed: int, hole: int) -> None:
-    if not context.info.defrag:
+def _need_defrag(info: ContextInfo, needed: int, hole: int) -> None:
+    if not info.defrag:
         msg = (
             f"the state needs {needed} contiguous cells, the largest hole has {hole}, and this "
-            f"build "
-            "cannot defragment; remove tokens first; nothing was changed"
+            "build cannot defragment; remove tokens first; nothing was changed"
         )
         raise StateError(msg)
 
 
-def _try(sequence: Sequence, raw: bytes | memoryview) -> bool:
+def _try(sequence: SequenceParts, raw: bytes | memoryview) -> bool:
     context = sequence.context
     try:
         return context.native.state_load(context.handle, sequence.id, raw) == len(raw)
@@ -323,7 +328,7 @@ def _cells(content: SavedSequence) -> int:
         return 0
 
 
-def _positions(context: Context, number: int) -> list[int]:
+def _positions(context: ContextParts, number: int) -> list[int]:
     """Return the positions of a sequence in the cells, except those outside a window."""
     snapshot = context.kv.try_snapshot()
     streams = () if snapshot is None else (each for each in snapshot.streams if not each.swa)
@@ -343,14 +348,14 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
     return free, largest
 
 
-def _origin(context: Context) -> list[str]:
+def _origin(context: ContextParts) -> list[str]:
     """Return what identifies model and adapters within the process, without reading their files."""
     return [context.model.origin, context.adapters_key]
 
 
-def _identity(context: Context) -> dict[str, str]:
+def _identity(context: ContextParts) -> dict[str, str]:
     """Return the digests of model and adapters; with the reason, if the model is unverified."""
-    found = {"digest": "", "adapters": _adapters(context)}
+    found = {"digest": "", "adapters": _adapters(context.adapters)}
     try:
         found["digest"] = context.model.digest()
     except ModelUnverified as error:
@@ -358,16 +363,16 @@ def _identity(context: Context) -> dict[str, str]:
     return found
 
 
-def _adapters(context: Context) -> str:
+def _adapters(adapters: Mapping[Any, float]) -> str:
     """Return the digest of the adapters, empty for none."""
     try:
-        return adapter.digest(tuple(context.adapters.items()))
+        return adapter.digest(tuple(adapters.items()))
     except ModelUnverified as error:
         LOG.warning("the adapters of a sequence are unverified: %s", error)
         return _UNVERIFIED
 
 
-def shape(context: Context) -> dict[str, Any]:
+def shape(context: ContextParts) -> dict[str, Any]:
     """Return what a save and a context must have in common besides the content of the model."""
     info, params = context.model.info, context.params
     return {

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Positions
 
-    from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.parts import ContextParts
     from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 
-def first_missing_position(context: Context, number: int, positions: Positions[int]) -> int | None:
+def first_missing_position(
+    context: ContextParts, number: int, positions: Positions[int]
+) -> int | None:
     """Return the first position that is missing in a sequence's window, or None.
 
     The caller holds the context's lock. ``positions`` are those of the sequence, present or
@@ -55,14 +57,14 @@ def reusable_cells(cells: CellMap, window: int) -> int:
     return found
 
 
-def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int], n: int) -> str:
-    """Return how a sliding-window cache is too full for ``n`` tokens; nothing where none is.
+def full_reason(snapshot: Snapshot, window: int, wanted: int | Mapping[int, int]) -> str:
+    """Return how a sliding-window cache is too full for a batch; nothing where none is.
 
-    ``counts`` are the tokens of each sequence. In streams, each sequence has its own cells.
+    ``wanted`` is its number of tokens, or that of each stream.
     """
     for cells in snapshot.streams:
-        wanted = counts.get(cells.stream, 0) if context.stream_per_sequence else n
-        if cells.swa and (left := reusable_cells(cells, context.info.n_swa)) < wanted:
+        n = wanted if isinstance(wanted, int) else wanted.get(cells.stream, 0)
+        if cells.swa and (left := reusable_cells(cells, window)) < n:
             return (
                 f"{left} of the {len(cells)} cells for sliding windows are free or outside of "
                 f"every "
@@ -71,7 +73,7 @@ def full_reason(context: Context, snapshot: Snapshot, counts: Mapping[int, int],
     return ""
 
 
-def check(context: Context, number: int, positions: Positions[int], what: str) -> None:
+def check(context: ContextParts, number: int, positions: Positions[int], what: str) -> None:
     """Raise PartialRemovalRefused if a sequence of these positions would be incomplete."""
     lost = first_missing_position(context, number, positions) if context.guard else None
     if lost is not None:
@@ -85,7 +87,7 @@ def check(context: Context, number: int, positions: Positions[int], what: str) -
         raise PartialRemovalRefused(msg)
 
 
-def check_shared(context: Context, ids: Iterable[int]) -> None:
+def check_shared(context: ContextParts, ids: Iterable[int]) -> None:
     """Raise UsageError unless sequences may share a token. The caller holds the context's lock.
 
     llama.cpp requires that their parts of a sliding-window cache start and end at the same

@@ -151,3 +151,14 @@ def test_no_modules_import_each_other() -> None:
     while unused := left.keys() - set().union(*left.values()):
         left = {name: needed for name, needed in left.items() if name not in unused}
     assert not left, f"these modules import each other: {sorted(left)}"
+
+
+@pytest.mark.slow
+def test_at_most_six_modules_of_runtime_refer_to_each_other() -> None:
+    """Types are included: a model, its contexts, their sequences, and objects that these create."""
+    graph = grimp.build_graph("pyllamakv", exclude_type_checking_imports=False, cache_dir=None)
+    names = {name for name in graph.modules if name.startswith("pyllamakv.runtime.")}
+    reached = {name: graph.find_upstream_modules(name) & names for name in names}
+    circles = [{other for other in reached[name] if name in reached[other]} for name in names]
+    largest = max(circles, key=len)
+    assert len(largest) <= 6, sorted(largest)

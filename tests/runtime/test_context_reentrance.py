@@ -16,7 +16,7 @@ import runtime_kit as kit
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.cache.slot_cache import ledger_mismatches
+from pyllamakv.cache.inspection import check_ledgers
 from pyllamakv.errors import Cancelled, Closed, KvError, SequenceChanged
 from pyllamakv.scenarios import synthetic_models
 
@@ -72,7 +72,7 @@ class Setup:
         """Check that ledgers and cells agree, and that logits are those of a fresh evaluation."""
         ctx = self.ctx
         if all(len(set(each.positions)) == len(each) for each in ctx.ledgers):  # else divided
-            assert not ledger_mismatches(ctx)
+            check_ledgers(ctx)
         with self.model.context(256, 64, n_seq_max=1) as fresh:
             for sequence in (self.a, self.b):
                 if not sequence.open or sequence.positions != list(range(len(sequence))):

@@ -12,7 +12,7 @@ import pytest
 import runtime_kit as kit
 from fakes.tiny_gguf import write_gguf
 
-from pyllamakv.binding import handle
+from pyllamakv.binding import owner
 from pyllamakv.errors import Closed, ModelError, Unsupported, UsageError
 
 if TYPE_CHECKING:

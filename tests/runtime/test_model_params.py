@@ -11,7 +11,7 @@ from fakes.tiny_gguf import write_gguf
 
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.errors import KvError, NotEnoughMemory, Unsupported, UsageError
-from pyllamakv.runtime import context as context_module
+from pyllamakv.runtime import decoder as decoder_module
 from pyllamakv.runtime import model as model_module
 
 if TYPE_CHECKING:
@@ -168,5 +168,5 @@ def test_the_default_threads_follow_the_load(
     free[0] = 1
     for each in fixed:
         now[0] += 1
-        each.prefill(each.sequence() if each is not context else a, [5])
+        each.sequence() if each is not context else a.prefill([5])
         assert each.info.n_threads == 3

@@ -116,9 +116,12 @@ def test_a_rehearsal_fills_every_cell(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_missing_work_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flash attention it grows with the cells; missing memory is an error."""
     plain = runtime_kit.context(tmp_path)
-    assert reservation.work_bytes(plain) == 2 * 64 * 8 * plain.model.info.n_head
+    assert (
+        reservation.work_bytes(plain.info, plain.model.info.n_head)
+        == 2 * 64 * 8 * plain.model.info.n_head
+    )
     flash = runtime_kit.context(tmp_path, flash_attn=True)
-    assert reservation.work_bytes(flash) == 0
+    assert reservation.work_bytes(flash.info, flash.model.info.n_head) == 0
     monkeypatch.setattr(memory_estimate, "available_bytes", lambda _=None: reservation.SLACK)
     reservation.reserve(flash)
     with pytest.raises(kv.NotEnoughMemory, match="work space") as caught:

@@ -101,7 +101,7 @@ def test_failed_decode_empties_sequences_that_cannot_be_rolled_back(ctx, monkeyp
     other.ledger.extend(range(4), range(4), range(40, 44))
     lost = sliding({0: list(range(26, 30)), 1: list(range(4))})
     monkeypatch.setattr(KV, "try_snapshot", lambda _: lost)
-    ctx.emptied = decode_failure.roll_back(ctx, [0, 1])
+    monkeypatch.setattr(ctx.decoder, "emptied", decode_failure.roll_back(ctx, [0, 1]))
     assert ctx.emptied == (0,)
     assert len(ctx.ledgers[0]) == 0
     assert len(other) == 4
