@@ -42,7 +42,7 @@ def main(path: str) -> None:
         model.context(n_ctx=1024, n_batch=512, n_seq_max=1 + len(ENDINGS)) as context,
     ):
         trunk = context.sequence()
-        context.prefill(trunk, model.tokenize(PROMPT))
+        trunk.prefill(model.tokenize(PROMPT))
         (after_prompt,) = log_probabilities(context.logits())
 
         endings = [model.tokenize(ending, add_special=False) for ending in ENDINGS]

@@ -53,6 +53,6 @@ def test_owners_of_handles_are_not_copied(tmp_path: Path, copied) -> None:
     for each in owners:
         with pytest.raises(kv.ArgumentTypeError, match=f"{type(each).__name__} cannot be copied"):
             copied(each)
-    ctx.step(sequence, 5)
+    sequence.step(5)
     assert copy.deepcopy(ctx.info) == ctx.info
     assert isinstance(pickle.loads(pickle.dumps(ctx.kv.snapshot())), kv.Snapshot)

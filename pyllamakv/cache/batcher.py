@@ -503,7 +503,7 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
     ):
         if len(portions) == 1:
             one = portions[0][0]
-            context.step(one.sequence, one.all_tokens[-1])
+            one.sequence.step(one.all_tokens[-1])
         else:
             context.step_all(
                 [one.sequence for one, _ in portions], [one.all_tokens[-1] for one, _ in portions]
@@ -757,10 +757,7 @@ class DecodeOnlyBatch:
             if any(len(one.all_tokens) != len(ledger.tokens) + 1 for one, ledger, _ in self._rooms):
                 return NOTHING
             self.decoding = True
-            if len(tokens) == 1:
-                context.step(self._sequences[0], token)
-            else:
-                context.step_all(self._sequences, tokens)
+            context.decoder.step(handle, self._group, tokens)
             self.decoding = False
             self.steps += 1
             self._epoch = context.epoch

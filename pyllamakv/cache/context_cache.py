@@ -356,7 +356,7 @@ def split_batch(
                 )
                 raise UsageError(msg)
         if n == 1:
-            return counts, partial(context.step, chosen[0], tokens[0])
+            return counts, partial(chosen[0].step, tokens[0])
         return counts, partial(context.step_all, chosen, tokens)
     wanted = logits
     if wanted is None:

@@ -150,7 +150,7 @@ class PrefixLease(NotCopied):
         context, sequence, start = self.cache.context, self.sequence, len(self.ledger)
 
         def go_on() -> None:
-            context.prefill(sequence, tokens[len(self.ledger) - start :], logits=logits)
+            sequence.prefill(tokens[len(self.ledger) - start :], logits=logits)
 
         counts = {sequence.id: len(tokens)}
         defrag_retry.decode_with_defrag(context, go_on, counts, self.cache.relieve)

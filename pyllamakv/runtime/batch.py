@@ -301,7 +301,7 @@ def check_batch(context: ContextParts, batch: BatchArrays, *, positions: bool = 
     if n > context.info.n_batch:
         msg = (
             f"the batch has {n} tokens and n_batch is {context.info.n_batch}; decode it in pieces "
-            "(context.prefill does), or create the context with a larger n_batch"
+            "(sequence.prefill does), or create the context with a larger n_batch"
         )
         raise UsageError(msg)
     bad = first_out_of_range(batch.token, context.n_vocab)

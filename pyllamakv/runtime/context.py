@@ -26,7 +26,7 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     UsageError,
 )
-from pyllamakv.runtime import adapter, decode_failure, embedding
+from pyllamakv.runtime import adapter, embedding, generation
 from pyllamakv.runtime.backing import KVFile
 from pyllamakv.runtime.batch import (
     Batch,
@@ -36,7 +36,7 @@ from pyllamakv.runtime.batch import (
 )
 from pyllamakv.runtime.decoder import Decoder
 from pyllamakv.runtime.defrag_policy import DefragPolicy
-from pyllamakv.runtime.generated_text import GeneratedText, TextStream
+from pyllamakv.runtime.generated_text import TextStream
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger
@@ -339,115 +339,30 @@ class Context(ClosedOnExit):
         Returns the sampled tokens of each step; decode those of the last step next. Ends early
         after a step that sampled an end-of-generation token. If a step fails, the steps before it
         remain; if sampling fails (NoTokenAllowed), the decoded step remains as well. For a single
-        sequence, `generate` with this sampler then continues with the token sampled last. An
-        exception of a signal handler (Ctrl-C) removes steps that the sampler has counted: reset it.
+        sequence, `Sequence.generate` with this sampler then continues with the token sampled last.
+        An exception of a signal handler (Ctrl-C) counts as a failed step. A note of the exception
+        has the number of completed steps and the tokens sampled last, unless `emptied` lists
+        sequences.
         """
         steps = arguments.integer("steps", steps, 1, arguments.INT32)
         arguments.instance("sampler", sampler, Sampler, "a Sampler in C (model.sampler)")
         sampler.check_context(self)
         sampler.check_in_c()
         sequences, tokens = _as_lists(sequences, tokens)
-        with self.lock as handle, sampler.life as raw:
-            group = self._group_of(sequences)
-            given, ids = self._given(group, tokens), group.ids
-            sampler.check(len(ids))
-            chosen: list[list[int]] = []
-            defragged, cancels = False, self.cancels
-            while True:
-                places = self._begin(group)
-                left = min(steps - len(chosen), _STEPS)
-                try:
-                    code, rows = self.native.run(raw, handle, given, places, ids, left, True)
-                except BaseException as error:
-                    self._rollback_after_error(error, ids)
-                    raise
-                for row in [given, *rows][: len(rows)]:
-                    self._record_step(group, row)
-                if rows and min(rows[-1]) < 0:
-                    # The last step was decoded, but no token could be sampled after it.
-                    raise codes.error(code, f"sample after {len(chosen) + len(rows)} steps")
-                chosen += rows
-                if not code:
-                    ended = len(rows) < left or any(map(self.model.is_eog, rows[-1]))
-                    if ended or len(chosen) == steps:
-                        return chosen
-                    defragged, given = False, rows[-1]
-                    if self.cancels == cancels:
-                        continue
-                    code = int(DecodeStatus.ABORTED)
-                self.epoch += 1
-                self.outputs.n = 0
-                # Moving cells again helps only if something was decoded since.
-                if (
-                    code != 1
-                    or (defragged and not rows)
-                    or not self.defrag_policy.defrag_after_failure(ids)
-                ):
-                    failed = self._failed(code, ids)
-                    ledger = group.ledgers[0]
-                    if chosen and len(ids) == 1 and ledger.marks:
-                        sampler.keep_ahead(group.sequences[0], ledger.marks[-1], chosen[-1][0])
-                    raise failed
-                defragged, given = True, rows[-1] if rows else given
-
-    def prefill(self, sequence: Sequence, tokens: Any, *, logits: bool = True) -> None:
-        """Decode any number of tokens in batches of n_batch, with logits of the last token.
-
-        If a batch fails, the batches before it remain, and ``len(sequence)`` shows the progress.
-        Raises PromptTooLong, before any decode, if the cache has fewer cells than tokens.
-        """
-        checked(sequence).check(self)
-        logits = arguments.flag("logits", logits)
-        rest = sequence.feed(tokens).tokens
-        cancels, size = self.cancels, self.info.n_batch
-        if not len(rest):
-            msg = "no tokens to decode"
-            raise UsageError(msg)
-        if self.guard:
-            decode_failure.check_length(self, len(sequence) + len(rest))
-        with self.lock:
-            end = sequence.ledger.marks[-1:]
-            for start in range(0, len(rest), size):
-                if start:
-                    self.lock.let_readers()
-                if cancels != self.cancels:
-                    msg = f"cancelled with {len(rest) - start} tokens left; the others remain"
-                    raise Cancelled(msg, code=2)
-                sequence.check_end(end, f"{len(rest) - start} tokens of the prompt are left")
-                final = start + size >= len(rest)
-                wanted: LogitsChoice = "last" if logits and final else "none"
-                self.decode(Feed(sequence, rest[start : start + size], wanted))
-                end = sequence.ledger.marks[-1:]
-
-    def generate(
-        self,
-        sequence: Sequence,
-        max_tokens: int | None = None,
-        sampler: TokenSampler | SamplerParams | None = None,
-        *,
-        stop: str | Iterable[str] = (),
-        stop_at_end: bool = True,
-    ) -> TextStream:
-        """Generate from a sequence that has tokens; yield text when it is complete.
-
-        Ends after ``max_tokens`` (None: no limit), before a stop string, or at an
-        end-of-generation token, which is not stored. Yielded tokens are in the sequence, and so
-        are those of the stop string. Without ``sampler``, generation is greedy. The iterator also
-        has the reason of the end, the tokens, and their numbers.
-        """
-        checked(sequence).check(self)
-        max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
-        stop_at_end = arguments.flag("stop_at_end", stop_at_end)
-        check_sampler(sampler)
-        strings = check_stop_strings(stop, has_vocab=self.model.info.has_vocab)
-        if not len(sequence):
-            msg = "the sequence has no tokens; decode a prompt first"
-            raise UsageError(msg)
-        output = GeneratedText(
-            self.model, len(sequence), max_tokens, strings, stop_at_end=stop_at_end, known={}
-        )
-        output.reuse(len(sequence))
-        return TextStream(output, lambda out: self._generate(out, sequence, sampler))
+        with self.lock as handle, sampler.lock as raw:
+            group = self.decoder.group(sequences, self._check_item)
+            tokens = self.decoder.tokens(group, tokens)
+            sampler.check(len(tokens))
+            failed, chosen = self.decoder.run(raw, handle, group, tokens, steps)
+            if failed is not None:
+                marks = group.ledgers[0].marks
+                if chosen and len(tokens) == 1 and marks:
+                    sampler.keep_ahead(sequences[0], marks[-1], chosen[-1][0])
+                if not self.emptied:
+                    last = f"; the next tokens are {chosen[-1]}" if chosen else ""
+                    failed.add_note(f"{len(chosen)} of {steps} steps are complete{last}")
+                raise failed
+            return chosen
 
     def chat(
         self,
@@ -459,37 +374,31 @@ class Context(ClosedOnExit):
         stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
         sequence: Sequence | None = None,
-        cache: PromptCache | None = None,
-        salt: str | None = None,
         template: str | None = None,
         **options: Any,
     ) -> TextStream:
         """Generate the reply to the messages of a chat; yield text when it is complete.
 
-        ``sequence`` keeps the tokens for the next call, which evaluates only what differs. None
-        opens a sequence and closes it at the end. ``template`` and ``options`` are those of
-        `Model.apply_chat_template`, the others those of `generate`. Raises as both do,
-        PromptTooLong, and UsageError if the grammar or schema of the sampler has begun another
-        text.
+        ``sequence`` keeps the tokens for the next call, which evaluates only what differs.
+        Without one, a sequence is opened, and closed at the end. ``template`` and ``options`` are
+        those of `Model.apply_chat_template`, the others those of `Sequence.generate`. Raises as
+        both do, PromptTooLong, and UsageError if the grammar or schema of the sampler has begun
+        another text.
         """
         if sequence is not None:
             checked(sequence).check(self)
-        max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
-        stop_at_end = arguments.flag("stop_at_end", stop_at_end)
-        check_sampler(sampler)
-        strings = check_stop_strings(stop, has_vocab=self.model.info.has_vocab)
-        for name in options:
-            if option := sampler_option(name):
-                msg = f"{name} is an option of samplers: pass sampler=model.sampler({option}=…)"
-                raise UsageError(msg)
-        tokens = self.model.tokenize_chat(messages, tools, template=template, **options)
-        if not tokens:
-            msg = "the chat template rendered no text"
-            raise UsageError(msg)
-        output = GeneratedText(
-            self.model, len(tokens), max_tokens, strings, stop_at_end=stop_at_end, known={}
+        return generation.chat(
+            self,
+            messages,
+            max_tokens,
+            sampler,
+            tools=tools,
+            stop=stop,
+            stop_at_end=stop_at_end,
+            sequence=sequence,
+            template=template,
+            options=options,
         )
-        return TextStream(output, lambda out: self._chat(out, tokens, sampler, sequence))
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Set the number of compute threads; ``n_threads_batch`` is for more than one token.
@@ -511,7 +420,7 @@ class Context(ClosedOnExit):
         self.info = self.native.context_info(self.handle)
 
     def cancel(self) -> None:
-        """Cancel the running decode, `prefill` or `generate`. May be called from any thread."""
+        """Cancel the running decode, prefill or generation. May be called from any thread."""
         self.lock.interrupt(self.native.cancel)
         self.cancels += 1
 
@@ -607,216 +516,6 @@ class Context(ClosedOnExit):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"
         return f"<Context {state}, {self.info.n_seq_max} sequences>"
-
-    def _run(self, batch: BatchArrays, *, positions: bool) -> int:
-        if self.guard:
-            check_batch(self, batch, positions=positions)
-        if self.embeds:
-            if self.guard:
-                embedding.check_batch(self, batch)
-            every = np.ones(len(batch.token), np.int8)
-            batch = BatchArrays(batch.token, batch.pos, batch.counts, batch.seq, every)
-        if monotonic() >= self._threads_due:
-            self._adapt_threads()
-        if self.defrag_policy.dirty:
-            self.defrag_policy.before_decode()
-        self.epoch += 1
-        self.outputs.n = 0
-        try:
-            code = self.native.decode(self.handle, *batch)
-            if code == 1 and self.defrag_policy.defrag_after_failure(
-                batch.seq.tolist(), len(batch.token)
-            ):
-                code = self.native.decode(self.handle, *batch)
-        except BaseException as error:
-            self._rollback_after_error(error, batch.seq.tolist())
-            raise
-        if code == 0:
-            if self.info.memory is not MemoryType.NONE:  # an encoder keeps nothing
-                self._marks = record_batch(self.ledgers, batch, self._marks, self.epoch)
-            self.outputs.take(batch)
-        else:
-            self.emptied = roll_back(self, batch.seq.tolist(), halfway=code != 1)
-        return code
-
-    # One token of each of several sequences. This code uses plain lists and no numpy: between two
-    # decodes, the CPU caches contain the model, so each line costs several times more than in
-    # isolation.
-
-    def _group_of(self, sequences: Iterable[Sequence]) -> StepGroup:
-        """Return the group of these sequences, reusing the last one if it is the same."""
-        last = self._group
-        if type(sequences) is list:
-            wanted = sequences.copy()
-        else:
-            wanted = arguments.items("sequences", sequences, "sequences of this context")
-        try:
-            if last is not None and last.sequences == wanted:
-                return last
-        except Exception:  # what is no sequence may refuse to be compared
-            last = None
-        made = self._group = StepGroup(self, wanted)
-        return made
-
-    def _check_token(self, token: int) -> None:
-        """Raise UsageError for a token that is not in the vocabulary."""
-        if not 0 <= token < self.n_vocab and (self.guard or abs(token) > arguments.INT32):
-            msg = (
-                f"token {arguments.shown(token)} is out of range: this model has tokens "
-                f"0..{self.n_vocab - 1}"
-            )
-            raise UsageError(msg)
-
-    def _given(self, group: StepGroup, tokens: Any) -> list[int]:
-        """Return the checked tokens of a step."""
-        given: list[int] = tokens
-        if type(tokens) is not list or set(map(type, tokens)) != _INTEGERS:
-            given = as_int32(tokens, "tokens").tolist()
-        if len(given) != len(group.ids):
-            msg = f"expected one token for each of {len(group.ids)} sequences, not {len(given)}"
-            raise UsageError(msg)
-        if min(given) < 0 or max(given) >= self.n_vocab:
-            for token in given:
-                self._check_token(token)
-        return given
-
-    def _begin(self, group: StepGroup) -> list[int]:
-        """Begin a step; return the position of each sequence's next token."""
-        if monotonic() >= self._threads_due:
-            self._adapt_threads()
-        if self.defrag_policy.dirty:
-            self.defrag_policy.before_decode()
-        self.epoch += 1
-        self.outputs.n = 0
-        return [ledger.next for ledger in group.ledgers]
-
-    def _record_step(self, group: StepGroup, tokens: list[int]) -> None:
-        n, mark, outputs = len(tokens), self._marks, self.outputs
-        self._marks = mark + n
-        record_step(group.ledgers, tokens, mark, self.epoch)
-        outputs.n, outputs.every = n, True
-
-    # Failed decodes.
-
-    def _failed(self, code: int, ids: tuple[int, ...]) -> KvError:
-        """Roll back a step that returned ``code``, and return the error for it."""
-        self.emptied = roll_back(self, ids, halfway=code != 1)
-        return decode_failure.failure(self, code, ids)
-
-    def _rollback_after_error(self, error: BaseException, ids: Iterable[int]) -> None:
-        """Roll back a decode that raised or was interrupted.
-
-        Raises DecodeError for the library's own exceptions; the caller raises the others again.
-        """
-        if type(error) is NativeError:
-            # After a failed assertion of llama.cpp, the context refuses every call.
-            with suppress(NativeError):
-                self.emptied = roll_back(self, ids, halfway=True)
-            raise DecodeError(str(error), code=error.code, log=error.log) from error
-        if not isinstance(error, KvError):
-            # Ctrl-C, or an exception of another signal handler. Python raises it after C has
-            # returned: the decode may have succeeded, but its tokens are not in the ledger.
-            with suppress(KvError):
-                self.native.cancel(self.handle)  # a worker may still be decoding
-            self.emptied = roll_back(self, ids, halfway=True)
-
-    # Generation...
-
-    def _chat(
-        self,
-        output: GeneratedText,
-        tokens: list[int],
-        sampler: TokenSampler | SamplerParams | None,
-        sequence: Sequence | None,
-    ) -> Generator[str]:
-        with ExitStack() as stack:
-            used = stack.enter_context(self.sequence()) if sequence is None else sequence
-            if isinstance(sampler, Sampler):
-                sampler.begin(used, new=True)
-            if self.guard:
-                decode_failure.check_length(self, len(tokens))  # before anything is removed
-            with self.lock:
-                # The last token is always decoded, for its logits.
-                pairs = zip(used.tokens, tokens[:-1], strict=False)
-                same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
-                same = min(same, len(used))
-                # Shifted tokens have other positions than those of a prompt.
-                if used.positions[:same] != list(range(same)):
-                    same = 0
-                try:
-                    used.trim(same)
-                except PartialRemovalRefused:
-                    used.remove()
-                output.reuse(len(used))
-                self.prefill(used, tokens[len(used) :])
-            yield from self._generate(output, used, sampler)
-
-    def _generate(
-        self,
-        output: GeneratedText,
-        sequence: Sequence,
-        sampler: TokenSampler | SamplerParams | None,
-    ) -> Generator[str]:
-        picker, mine = self._picker(sampler)
-        cancels, yielded = self.cancels, 0
-        token = mark = -1  # the sampled token, until it is decoded; the last one when it was
-        try:
-            if isinstance(picker, Sampler):
-                picker.begin(sequence, new=False)
-            if output.max_tokens == 0:
-                output.end("length")
-            elif isinstance(picker, SampledAhead):
-                with self.lock:
-                    token, mark = picker.take_ahead(sequence)
-            while not output.done:
-                with self.lock:
-                    if token < 0:
-                        self._refresh(sequence)
-                        token = sample_token(picker, self, sequence.ledger.logits_at)
-                        mark = sequence.ledger.marks[-1]
-                    sequence.check_end([mark], f"token {token} was sampled after another one")
-                    if output.is_end(token):
-                        token = -1
-                        output.end("end")
-                        break
-                    if cancels != self.cancels:
-                        msg = "the generation was cancelled; yielded tokens are in the sequence"
-                        raise Cancelled(msg, text=output.text)
-                    self.step(sequence, token)
-                    decoded, token = token, -1
-                    if output.accept_token(decoded):
-                        # Sample the next token before the caller gets this one and possibly decodes
-                        # others.
-                        token, mark = sample_token(picker, self), sequence.ledger.marks[-1]
-                for part in output.parts(yielded):
-                    yielded += 1
-                    yield part
-            yield from output.parts(yielded)
-        finally:
-            if mine is not None:
-                mine.close()
-            elif token >= 0 and isinstance(picker, SampledAhead):
-                picker.keep_ahead(sequence, mark, token)
-
-    def _picker(
-        self, sampler: TokenSampler | SamplerParams | None
-    ) -> tuple[TokenSampler, Sampler | None]:
-        """Return the sampler to use, and the one to close afterwards if it was created here."""
-        if sampler is not None and not isinstance(sampler, SamplerParams):
-            return sampler, None
-        made = make_sampler(self.model, sampler or SamplerParams())
-        return made, made if isinstance(made, Sampler) else None
-
-    def _refresh(self, sequence: Sequence) -> None:
-        """Decode the last token again when its logits were overwritten."""
-        if sequence.ledger.logits_epoch == self.epoch:
-            return
-        if not len(sequence):
-            msg = "the sequence was emptied before its generation; decode a prompt first"
-            raise UsageError(msg)
-        last = sequence.ledger.tokens[-1]
-        sequence.trim(len(sequence) - 1)
-        self.step(sequence, last)
 
 
 def _as_lists(sequences: Iterable[Sequence], tokens: Any) -> tuple[list[Sequence], Any]:

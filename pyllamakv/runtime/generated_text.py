@@ -16,7 +16,8 @@ from pyllamakv.runtime.stop_strings import StopStrings
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.parts import ModelParts
+
 
 Reason = Literal["end", "stop", "length", "cancelled", "failed"]
 
@@ -38,7 +39,7 @@ class GeneratedText:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelParts,
         n_prompt: int,
         max_tokens: int | None,
         stop: tuple[str, ...],
@@ -143,7 +144,7 @@ class GeneratedText:
 
 
 class TextStream:
-    """Iterate over the text of a generation. `Context.generate` and `Context.chat` create it.
+    """Iterate over the text of a generation. `Sequence.generate` and `Context.chat` create it.
 
     After the iteration, ``finish_reason`` is "end" (end-of-generation token), "stop" (stop string)
     or "length" (``max_tokens``). It is "cancelled" after `Context.cancel` or `close`, and "failed"
@@ -184,7 +185,7 @@ class TextStream:
         """Return the numbers of tokens so far.
 
         Tokens that were in the sequence before, and the same as the prompt, are ``reused``. For
-        `Context.generate`, the prompt is all that the sequence had.
+        `Sequence.generate`, the prompt is all that the sequence had.
         """
         return self._output.usage
 

@@ -1,16 +1,15 @@
-"""A sequence of a context: feed, fork, trim, shift and save it."""
+"""A sequence of a context: decode, generate, fork, trim, shift and save it."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
+    Cancelled,
     Closed,
     PartialRemovalRefused,
     SequenceChanged,
@@ -20,19 +19,22 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime import embedding, state, swa
-from pyllamakv.runtime.batch import Feed, as_int32
+from pyllamakv.runtime import decode_failure, embedding, generation, state, swa
+from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.ggml_types import number_type
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from pyllamakv.binding.protocol import SamplerParams
     from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.context import Context
+    from pyllamakv.runtime.generated_text import TextStream
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.logits import Embedding, Logits
+    from pyllamakv.runtime.sampler import TokenSampler
 
 #: Metadata key of models with several positions per token, by architecture.
 _SECTIONS = "{}.rope.dimension_sections"
@@ -92,21 +94,79 @@ class Sequence(ClosedOnExit):
             self.check(self.context)
             return self.context.native.seq_pos_max(self.context.handle, self.id)
 
-    def feed(self, text_or_tokens: Any, logits: LogitsChoice = "last") -> Feed:
-        """Return the next tokens, from text or tokens, for a decode. Decodes nothing; reusable.
+    def feed(self, tokens: Any, logits: LogitsChoice = "last") -> Feed:
+        """Return the next tokens, for a decode. Decodes nothing; reusable.
 
-        For a text in an empty sequence, the model's first token is added.
+        ``tokens`` is a list, another ordered sequence or an array of whole numbers;
+        `Model.tokenize` converts a text. Raises ArgumentTypeError for anything else.
         """
         self.check(self.context)
         arguments.choice("logits", logits, ("last", "all", "none"))
-        tokens = text_or_tokens
-        if isinstance(tokens, str):
-            tokens = self.context.model.tokenize(tokens, add_special=not self.ledger.tokens)
-        elif isinstance(tokens, bytes):
-            raise arguments.wrong_type("text_or_tokens", tokens, "text or tokens, decoded")
-        elif isinstance(tokens, int | np.integer):
-            tokens = [arguments.integer("text_or_tokens", tokens)]
-        return Feed(self, as_int32(tokens, "tokens"), logits)
+        return Feed(self, tokens, logits)
+
+    def step(self, token: int) -> None:
+        """Decode the next token, with logits. This is the cheapest decode.
+
+        Raises as `Context.decode` does.
+        """
+        context = self.context
+        with context.lock as handle:
+            if not self.open:
+                self.check(context)
+            if type(token) is not int:
+                token = arguments.integer("token", token)
+            decoder = context.decoder
+            if not 0 <= token < context.n_vocab:
+                decoder.check_token(token)
+            decoder.step(handle, decoder.single(self.id), [token])
+
+    def prefill(self, tokens: Any, *, logits: bool = True) -> None:
+        """Decode any number of tokens in batches of n_batch, with logits of the last token.
+
+        ``tokens`` are as in `feed`. If a batch fails, the batches before it remain, and
+        ``len(sequence)`` shows the progress. Raises PromptTooLong, before any decode, if the cache
+        has fewer cells than tokens.
+        """
+        logits = arguments.flag("logits", logits)
+        rest = self.feed(tokens).tokens
+        context = self.context
+        cancels, size = context.cancels, context.info.n_batch
+        if not len(rest):
+            msg = "no tokens to decode"
+            raise UsageError(msg)
+        if context.guard:
+            decode_failure.check_length(context, len(self) + len(rest))
+        with context.lock:
+            end = self.ledger.marks[-1:]
+            for start in range(0, len(rest), size):
+                if start:
+                    context.lock.let_readers()
+                if cancels != context.cancels:
+                    msg = f"cancelled with {len(rest) - start} tokens left; the others remain"
+                    raise Cancelled(msg, code=2)
+                self.check_end(end, f"{len(rest) - start} tokens of the prompt are left")
+                final = start + size >= len(rest)
+                wanted: LogitsChoice = "last" if logits and final else "none"
+                context.decode(Feed(self, rest[start : start + size], wanted))
+                end = self.ledger.marks[-1:]
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        sampler: TokenSampler | SamplerParams | None = None,
+        *,
+        stop: str | Iterable[str] = (),
+        stop_at_end: bool = True,
+    ) -> TextStream:
+        """Generate from a sequence that has tokens; yield text when it is complete.
+
+        Ends after ``max_tokens`` (None: no limit), before a stop string, or at an
+        end-of-generation token, which is not stored. Yielded tokens are in the sequence, and so
+        are those of the stop string. Without ``sampler``, generation is greedy. The iterator also
+        has the reason of the end, the tokens, and their numbers.
+        """
+        self.check(self.context)
+        return generation.generate(self, max_tokens, sampler, stop, stop_at_end=stop_at_end)
 
     def logits(self) -> Logits:
         """Return a view of the logits (n_vocab,) after the last token, from the last decode.
@@ -114,7 +174,7 @@ class Sequence(ClosedOnExit):
         Raises StaleLogits if that decode had no logits of this token.
         """
         self.check(self.context)
-        with self.context.results:
+        with self.context.read_lock:
             if self.ledger.logits_epoch != self.context.epoch:
                 msg = "the last decode has no logits of this sequence's last token"
                 raise StaleLogits(msg)
@@ -130,20 +190,22 @@ class Sequence(ClosedOnExit):
         self.context.need_pooling(pools=True)
         return embedding.read(self.context, self.id)
 
-    def fork(self, length: int | None = None) -> Sequence:
-        """Create a sequence that shares the cells of the first ``length`` tokens (None: all).
+    def fork(self, n_tokens: int | None = None) -> Sequence:
+        """Create a sequence that shares the cells of the first ``n_tokens`` tokens (None: all).
 
         Raises UsageError if all sequences are in use, and PartialRemovalRefused if the memory
         cannot divide the sequence there.
         """
         self.check(self.context)
-        length = _length(length)
-        other = self.context.sequence()
+        n_tokens = _count(n_tokens)
+        other: Sequence | None = None
         try:
             with Uninterrupted():
-                _share_prefix(self, other, length)
+                other = self.context.sequence()
+                _share_prefix(self, other, n_tokens)
         except BaseException:
-            other.close()
+            if other is not None:
+                other.close()
             raise
         return other
 
@@ -158,34 +220,34 @@ class Sequence(ClosedOnExit):
         return _share_span(self, checked(other, "other"), p0, p1)
 
     @Uninterrupted()
-    def copy_to(self, other: Sequence, length: int | None = None) -> int:
-        """Replace ``other`` by the first ``length`` tokens of this sequence; return the number.
+    def copy_to(self, other: Sequence, n_tokens: int | None = None) -> int:
+        """Replace ``other`` by the first ``n_tokens`` tokens of this sequence; return the number.
 
         Both share the cells, as after `fork`. Copying to itself changes nothing. Raises
         PartialRemovalRefused with nothing changed.
         """
         self.check(self.context)
         checked(other, "other").check(self.context)
-        length = _length(length)
+        n_tokens = _count(n_tokens)
         if other is not self:
             with self.context.lock:
-                if length != 0:
-                    _check_fork(self, length)
+                if n_tokens != 0:
+                    _check_fork(self, n_tokens)
                 other.remove()
-                if length != 0 and len(self):
-                    _share_prefix(self, other, length)
+                if n_tokens != 0 and len(self):
+                    _share_prefix(self, other, n_tokens)
         return len(other)
 
-    def trim(self, length: int) -> int:
-        """Keep the first ``length`` tokens; return the number of removed ones.
+    def trim(self, n_tokens: int) -> int:
+        """Keep the first ``n_tokens`` tokens; return the number of removed ones.
 
         Raises PartialRemovalRefused with nothing changed.
         """
         self.check(self.context)
-        length = arguments.integer("length", length, 0)
-        if length >= len(self):
+        n_tokens = arguments.integer("n_tokens", n_tokens, 0)
+        if n_tokens >= len(self):
             return 0
-        return self.remove(self.ledger.positions[length] if length else None, None)
+        return self.remove(self.ledger.positions[n_tokens] if n_tokens else None, None)
 
     @Uninterrupted()
     def remove(self, p0: int | None = None, p1: int | None = None) -> int:
@@ -376,29 +438,29 @@ def checked(value: Any, name: str = "sequence") -> Sequence:
     return arguments.instance(name, value, Sequence, "a Sequence")
 
 
-def _length(length: int | None) -> int | None:
-    return arguments.whole_or_none("length", length, 0)
+def _count(n_tokens: int | None) -> int | None:
+    return arguments.whole_or_none("n_tokens", n_tokens, 0)
 
 
-def _check_fork(source: Sequence, length: int | None) -> None:
-    """Raise PartialRemovalRefused unless the first ``length`` tokens can be had alone."""
+def _check_fork(source: Sequence, n_tokens: int | None) -> None:
+    """Raise PartialRemovalRefused unless the first ``n_tokens`` tokens can be had alone."""
     context, positions = source.context, source.ledger.positions
-    if length is None or length >= len(positions):
+    if n_tokens is None or n_tokens >= len(positions):
         return
     if context.info.can_remove_partly is False:
-        raise _refused(source.id, positions[length], None)
+        raise _refused(source.id, positions[n_tokens], None)
     if context.info.n_swa:
         with context.lock:
-            swa.check(context, source.id, positions[:length], "a fork")
+            swa.check(context, source.id, positions[:n_tokens], "a fork")
 
 
-def _share_prefix(source: Sequence, other: Sequence, length: int | None) -> None:
-    """Copy the first ``length`` tokens of another sequence (None: all) to an empty one."""
+def _share_prefix(source: Sequence, other: Sequence, n_tokens: int | None) -> None:
+    """Copy the first ``n_tokens`` tokens of another sequence (None: all) to an empty one."""
     context, native, ledger = source.context, source.context.native, source.ledger
-    cut = None if length is None or length >= len(ledger) else ledger.positions[length]
+    cut = None if n_tokens is None or n_tokens >= len(ledger) else ledger.positions[n_tokens]
     with context.lock:
         if context.info.n_swa:
-            swa.check(context, source.id, ledger.positions[:length], "a fork")
+            swa.check(context, source.id, ledger.positions[:n_tokens], "a fork")
         if cut is None or context.partitions == 1:
             native.seq_cp(context.handle, source.id, other.id, -1, -1 if cut is None else cut)
         else:

@@ -80,8 +80,8 @@ def generate(model: pyllamakv.Model, n_threads: int | None) -> float:
         timer.start()
         begin = time.perf_counter()
         try:
-            context.prefill(sequence, prompt)
-            for _ in context.generate(sequence, TOKENS, stop_at_end=False):
+            sequence.prefill(prompt)
+            for _ in sequence.generate(TOKENS, stop_at_end=False):
                 pass
         except Cancelled:
             return PATIENCE

@@ -80,7 +80,7 @@ def _loop(
     def greedy_one() -> list[float]:
         token = first[0]
         for _ in range(work.steps):
-            context.step(one, token)
+            one.step(token)
             token = sampler.sample(context)
         return [float(token)]
 
@@ -94,12 +94,12 @@ def _loop(
     def logits_one() -> list[float]:
         value = 0.0
         for _ in range(work.steps):
-            context.step(one, first[0])
+            one.step(first[0])
             value = context.logits()[0]
         return [float(value)]
 
     def prompt() -> list[float]:
-        context.prefill(one, first)
+        one.prefill(first)
         return [float(context.logits()[0])]
 
     alone = len(sequences) == 1

@@ -166,10 +166,10 @@ def _decode_scattered(context: pyllamakv.Context, tick: Tick) -> pyllamakv.Seque
     """
     fillers = [context.sequence() for _ in range((context.info.n_ctx - 512) // sparse.FILLER)]
     for each in fillers:
-        context.prefill(each, [i % 32 for i in range(sparse.FILLER)])
+        each.prefill([i % 32 for i in range(sparse.FILLER)])
         tick()
     live = context.sequence()
-    context.prefill(live, [i % 32 for i in range(sparse.LIVE)])
+    live.prefill([i % 32 for i in range(sparse.LIVE)])
     for each in fillers:
         each.close()
     return live

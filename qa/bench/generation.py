@@ -165,7 +165,7 @@ def batch_cost(variant: Variant, model: Path, work: ClientWorkload) -> Pairs:
 
         def one_client() -> float:
             begin = time.thread_time()
-            other.step(alone, tokens[0])
+            alone.step(tokens[0])
             return time.thread_time() - begin
 
         return interleave(all_clients, one_client, pairs=work.steps - 1)

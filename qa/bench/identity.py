@@ -86,7 +86,7 @@ def _saves(tick: Tick, pairs: int) -> Figure:
         model.context(n_ctx=1024) as context,
     ):
         sequence = context.sequence()
-        context.prefill(sequence, TOKENS)
+        sequence.prefill(TOKENS)
 
         def both(portable: bool) -> float:
             begin = time.thread_time()

@@ -101,13 +101,13 @@ def by_hand(model: pyllamakv.Model, work: ManagerWorkload) -> Iterator[Side]:
             for lane in lanes:
                 lane.remove()
             if len(lanes) == 1:
-                context.prefill(lanes[0], prompts[0])
+                lanes[0].prefill(prompts[0])
             else:
                 context.decode([a.feed(b) for a, b in zip(lanes, prompts, strict=True)])
             tokens = sampler.sample_all(context)
             for _ in range(work.steps - 1):
                 if len(lanes) == 1:
-                    context.step(lanes[0], tokens[0])
+                    lanes[0].step(tokens[0])
                     tokens = [sampler.sample(context)]
                 else:
                     context.step_all(lanes, tokens)
@@ -129,11 +129,11 @@ def leased(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterat
             begin = time.thread_time()
             with manager.acquire(prompt) as lease:
                 lease.make_room(len(lease.rest))
-                context.prefill(lease.sequence, lease.rest)
+                lease.sequence.prefill(lease.rest)
                 token = sampler.sample(context)
                 for _ in range(work.steps - 1):
                     lease.make_room(1)
-                    context.step(lease.sequence, token)
+                    lease.sequence.step(token)
                     token = sampler.sample(context)
             return Round(time.thread_time() - begin, [float(token)])
 

@@ -66,7 +66,7 @@ def options(cells: int, flash: bool) -> dict[str, Any]:
 def _resident(model: pyllamakv.Model, cells: int, flash: bool) -> Figure:
     with model.context(kv_backing="mmap", **options(cells, flash)) as ctx:
         empty = ctx.kv.memory.committed or 0
-        ctx.prefill(ctx.sequence(), [1] * 64)
+        ctx.sequence().prefill([1] * 64)
         memory = ctx.kv.memory
     taken = memory.committed or 0
     share = taken / memory.reserved
@@ -119,7 +119,7 @@ def _speed(
                 if saved:
                     sequence.restore(saved)
                 else:
-                    context.prefill(sequence, [i % 32 for i in range(USED)])
+                    sequence.prefill([i % 32 for i in range(USED)])
                     saved = sequence.save()
                 made[each] = partial(_seconds, context, sequence)
             found = interleave(made[backing], made["heap"], pairs=EACH, progress=tick)
@@ -144,8 +144,8 @@ def _equal(model: pyllamakv.Model, flash: bool, tick: Tick) -> Figure:
     for backing in ("heap", "mmap"):
         with model.context(kv_backing=backing, **options(CELLS, flash)) as ctx:
             first, second = ctx.sequence(), ctx.sequence()
-            ctx.prefill(first, [i % 60 for i in range(1500)])
-            ctx.prefill(second, [i % 50 for i in range(500)])
+            first.prefill([i % 60 for i in range(1500)])
+            second.prefill([i % 50 for i in range(500)])
             first.remove(100, 600)
             first.shift(600, None, -500)
             ctx.kv.defrag()
@@ -174,7 +174,7 @@ def _given_back(model: pyllamakv.Model, flash: bool) -> Figure:
         first, second, third = (ctx.sequence() for _ in range(3))
         for i in range(16):
             for sequence in (first, second, third):
-                ctx.prefill(sequence, [i] * 150)
+                sequence.prefill([i] * 150)
         full = ctx.kv.memory.committed or 0
         first.remove()
         third.remove()
@@ -201,7 +201,7 @@ def _resumed(model: pyllamakv.Model, file: Path, pairs: int, tick: Tick) -> Figu
     how = options(CELLS, True)
     tokens = [i % 60 for i in range(PROMPT)]
     with model.context(kv_backing=file, kv_keep=True, **how) as ctx:
-        ctx.prefill(ctx.sequence(), tokens)
+        ctx.sequence().prefill(tokens)
         flush = clock(ctx.kv.flush)
     rows = []
 
@@ -220,7 +220,7 @@ def _resumed(model: pyllamakv.Model, file: Path, pairs: int, tick: Tick) -> Figu
         begin = time.perf_counter()
         ctx = model.context(**how)
         sequence = ctx.sequence()
-        ctx.prefill(sequence, tokens)
+        sequence.prefill(tokens)
         ctx.decode(sequence.feed([7]))
         rows.append(ctx.logits().copy())
         seconds = time.perf_counter() - begin
@@ -246,7 +246,7 @@ def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence) -> float:
     # One thread decodes, this one: other programs on the machine are not counted.
     begin = time.process_time()
     for _ in range(STEPS):
-        context.step(sequence, 7)
+        sequence.step(7)
     seconds = time.process_time() - begin
     sequence.trim(USED)
     return seconds

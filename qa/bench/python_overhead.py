@@ -172,7 +172,7 @@ def _fill(context: pyllamakv.Context, sequences: int, cells: int) -> None:
     each = cells // sequences
     for number in range(sequences):
         sequence = context.sequence()
-        context.prefill(sequence, [(number + i) % 32 for i in range(each)])
+        sequence.prefill([(number + i) % 32 for i in range(each)])
 
 
 def decode_call(tick: Tick, spec: str = "0.3.9+patched", steps: int = 64) -> Figure:
@@ -200,7 +200,7 @@ def decode_call(tick: Tick, spec: str = "0.3.9+patched", steps: int = 64) -> Fig
                     sequence.remove()
                     begin = time.perf_counter()
                     for i in range(steps):
-                        context.step(sequence, i % 32)
+                        sequence.step(i % 32)
                         _ = context.logits()[0]
                     return (time.perf_counter() - begin) / steps
 

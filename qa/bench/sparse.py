@@ -116,7 +116,7 @@ def states(context: pyllamakv.Context) -> States:
     found = []
     for length in (LIVE, FILLER):
         with context.sequence() as sequence:
-            context.prefill(sequence, [i % 32 for i in range(length)])
+            sequence.prefill([i % 32 for i in range(length)])
             found.append(sequence.save())
     return found[0], found[1]
 
@@ -139,7 +139,7 @@ def alone(context: pyllamakv.Context) -> pyllamakv.Sequence:
     """Return the only sequence of a cache without other tokens."""
     context.clear()
     live = context.sequence()
-    context.prefill(live, [i % 32 for i in range(LIVE)])
+    live.prefill([i % 32 for i in range(LIVE)])
     return live
 
 
@@ -179,10 +179,10 @@ def compare(
 
 def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence, warm: int = 0) -> float:
     for _ in range(warm):
-        context.step(sequence, 7)
+        sequence.step(7)
     begin = time.perf_counter()
     for _ in range(STEPS):
-        context.step(sequence, 7)
+        sequence.step(7)
     seconds = time.perf_counter() - begin
     sequence.trim(LIVE)
     return seconds

@@ -120,7 +120,7 @@ def _lose(
 
 def _logits(ctx: Any) -> np.ndarray[Any, Any]:
     with ctx.sequence() as sequence:
-        ctx.prefill(sequence, _TOKENS)
+        sequence.prefill(_TOKENS)
         found: np.ndarray[Any, Any] = ctx.logits().copy()
     return found
 
@@ -173,7 +173,7 @@ def _work(ctx: Any) -> None:
         a.trim(0)
         a.restore(saved)
         for token in _TOKENS[:4]:
-            ctx.step(a, token)
+            a.step(token)
         ctx.kv.snapshot()
 
 

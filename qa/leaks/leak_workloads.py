@@ -59,7 +59,7 @@ def mapped(variant: Path, folder: Path) -> Iterator[int]:
 
 def _use(model: kv.Model, **options: Any) -> int:
     with model.context(**{**_SHAPE, **options}) as ctx:
-        ctx.prefill(ctx.sequence(), _TOKENS)
+        ctx.sequence().prefill(_TOKENS)
         ctx.logits().copy()
     return 1
 
@@ -103,7 +103,7 @@ def decodes(variant: Path, folder: Path) -> Iterator[int]:
         a, b = ctx.sequence(), ctx.sequence()
         while True:
             for token in _TOKENS:
-                ctx.step(a, token)
+                a.step(token)
                 ctx.step_all([a, b], [token, token])
                 ctx.decode([a.feed([token]), b.feed([token])])
             ctx.logits().copy()
@@ -127,7 +127,7 @@ def advances(variant: Path, folder: Path) -> Iterator[int]:
 def failing(variant: Path, folder: Path) -> Iterator[int]:
     """Decode batches that do not fit."""
     with _context(variant) as ctx:
-        ctx.prefill(ctx.sequence(), _TOKENS * 6)
+        ctx.sequence().prefill(_TOKENS * 6)
         other = ctx.sequence()
         while True:
             for _ in range(20):
@@ -153,7 +153,7 @@ def saves(variant: Path, folder: Path) -> Iterator[int]:
     """Save a sequence and restore it elsewhere."""
     with _context(variant) as ctx:
         a = ctx.sequence()
-        ctx.prefill(a, _TOKENS)
+        a.prefill(_TOKENS)
         while True:
             saved = a.save()
             with ctx.sequence() as b, a.fork() as c:
@@ -166,7 +166,7 @@ def snapshots(variant: Path, folder: Path) -> Iterator[int]:
     """Read cells, statistics, and rows of K and V."""
     with _context(variant) as ctx:
         a = ctx.sequence()
-        ctx.prefill(a, _TOKENS)
+        a.prefill(_TOKENS)
         while True:
             ctx.kv.snapshot()
             ctx.kv.rows(0, a)
@@ -179,7 +179,7 @@ def recordings(variant: Path, folder: Path) -> Iterator[int]:
     with _context(variant) as ctx:
         while True:
             with kv.record(ctx, folder / "run.jsonl"), ctx.sequence() as a:
-                ctx.prefill(a, _TOKENS[:8])
+                a.prefill(_TOKENS[:8])
             yield 1
 
 

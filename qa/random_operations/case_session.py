@@ -89,7 +89,7 @@ class CaseSession:
         """Return why a device cannot fill such a cache at all, "" if it can."""
         try:
             with self._ground(key, task).opener() as context:
-                context.prefill(context.sequence(), range(1, 41))
+                context.sequence().prefill(range(1, 41))
         except KvError as error:
             self._drop(key)
             return f"{task.combination.device}, {task.combination.cache}: {type(error).__name__}"

@@ -125,7 +125,7 @@ class ContentCheck:
         self.other.clear()
         with self.other.sequence() as twin:
             twin.restore(state)
-            self.other.step(twin, int(feed.token[0]))
+            twin.step(int(feed.token[0]))
             found = distance(self.subject.steps[-1].logits[0], self.other.logits().copy())
         bound = 0.0 if exact else self.bound
         if found > bound:

@@ -100,7 +100,7 @@ class ContextPlayer(Player):
         """
         before, status, self.cause = len(self.sequences[seq]), DecodeStatus.OK, ""
         try:
-            self.runtime.prefill(self.sequences[seq], tokens)
+            self.sequences[seq].prefill(tokens)
         except NoKVSlot as error:
             self.cause, status = error.cause, DecodeStatus.NO_SLOT
             self._follow_emptied()
@@ -252,7 +252,7 @@ class ContextPlayer(Player):
         shared = len(flat) > len(counts)
         try:
             if len(flat) == 1:
-                self.runtime.step(self.sequences[flat[0]], int(feed.token[0]))
+                self.sequences[flat[0]].step(int(feed.token[0]))
             elif feed.logits.all() and not shared:
                 self.runtime.step_all([self.sequences[seq] for seq in flat], feed.token)
             else:

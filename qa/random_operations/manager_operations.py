@@ -435,7 +435,7 @@ class ManagerOperations:
         """Compare logits with those of a fresh evaluation of all tokens."""
         self.other.clear()
         with self.other.sequence() as fresh:
-            self.other.prefill(fresh, tokens)
+            fresh.prefill(tokens)
             far = distance(mine, self.other.logits().copy())
         if far > self.bound:
             self._fail(

@@ -78,6 +78,6 @@ def serve(
             lease.prefill(logits=False)
             if each.text:
                 lease.make_room(len(each.text))
-                cache.context.prefill(lease.sequence, each.text, logits=False)
+                lease.sequence.prefill(each.text, logits=False)
         branches = cache.branches
         yield ServedRequest(lease.cached, branches.tree.held_tokens, branches.taken)

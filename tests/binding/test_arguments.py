@@ -159,13 +159,13 @@ def test_formerly_accepted_invalid_arguments_are_refused(tmp_path: Path) -> None
     """Each of these changed a state, or was interpreted as another value."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
-    ctx.prefill(a, [1, 2, 3])
-    ctx.prefill(b, [1, 2])
+    a.prefill([1, 2, 3])
+    b.prefill([1, 2])
     for wrong in (
         lambda: ctx.step_all([a, b], b"ab"),
         lambda: ctx.step_all([a, b], [1, True]),
-        lambda: ctx.step(a, True),
-        lambda: ctx.step(5, 1),
+        lambda: a.step(True),
+        lambda: ctx.step_all(5, [1]),
         lambda: a.remove(1, NAN),
         lambda: a.trim(1.5),
         lambda: a.shift(0, None, 2.0),

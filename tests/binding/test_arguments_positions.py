@@ -107,7 +107,7 @@ def test_state_or_kept_file_with_an_invalid_position_is_refused(
     """A state or file with a position out of range is refused, and nothing changes."""
     with model.context(**options()) as ctx:
         a = ctx.sequence()
-        ctx.prefill(a, range(1, 6))
+        a.prefill(range(1, 6))
         before = a.save()
         raw = state.unpack(before).raw
         place = next(at for at in range(len(raw)) if raw[at : at + 4] == struct.pack("<i", 4))
@@ -121,7 +121,7 @@ def test_state_or_kept_file_with_an_invalid_position_is_refused(
         return
     keep: dict[str, Any] = {"kv_backing": tmp_path / "cache", "kv_keep": True, **options()}
     with model.context(**keep) as ctx:
-        ctx.prefill(ctx.sequence(), range(1, 6))
+        ctx.sequence().prefill(range(1, 6))
         cells = ctx.kv.stats.size
     whole = bytearray((tmp_path / "cache").read_bytes())
     at = native_targets.SIZE + 8 + cells * 8

@@ -58,7 +58,7 @@ def test_every_size_can_be_filled(
     with model.context(
         n_ctx=n_ctx, n_batch=64, n_ubatch=64, n_seq_max=n_seq_max, flash_attn=flash_attn
     ) as ctx:
-        ctx.prefill(ctx.sequence(), [1 + i % 20 for i in range(n_ctx)])
+        ctx.sequence().prefill([1 + i % 20 for i in range(n_ctx)])
         if release in ROUNDS_UP:
             cells = (n_ctx + 31) // 32 * 32
             assert ctx.info.n_ubatch >= min(n_ctx, cells // n_seq_max * n_seq_max)
@@ -70,4 +70,4 @@ def test_more_sequences_than_cells_are_refused(model: kv.Model) -> None:
     with pytest.raises(NativeError, match="n_seq_max is 40, n_ctx 32"):
         model.context(n_ctx=32, n_batch=16, n_seq_max=40)
     with model.context(n_ctx=64, n_batch=16, n_seq_max=40) as ctx:
-        ctx.prefill(ctx.sequence(), [1, 2, 3])
+        ctx.sequence().prefill([1, 2, 3])

@@ -51,7 +51,7 @@ def test_active_conversations_are_never_evicted(tmp_path: Path) -> None:
             serve(cache, [100 + number] * 30)
         assert lease.sequence.tokens == [*SYSTEM, 1]
         lease.make_room(30)
-        cache.context.prefill(lease.sequence, [2] * 30)
+        lease.sequence.prefill([2] * 30)
         with pytest.raises(KVCacheFull) as caught:
             lease.make_room(20)
         assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 51, 20)
@@ -130,7 +130,7 @@ def test_eviction_keeps_sequences_outside_the_cache(tmp_path: Path) -> None:
     """Use a sequence outside of the cache."""
     context = kit.context(tmp_path, n_ctx=64, n_seq_max=3)
     mine = context.sequence()
-    context.prefill(mine, [4] * 30)
+    mine.prefill([4] * 30)
     cache = PrefixCache(context)
     for number in range(5):
         serve(cache, [50 + number] * 25)
@@ -203,7 +203,7 @@ def test_budget_limits_the_stored_branches(tmp_path: Path) -> None:
     with cache.acquire([9] * 20) as lease:
         lease.prefill()
         lease.make_room(40)
-        cache.context.prefill(lease.sequence, [9] * 40)  # what is leased is never cut short
+        lease.sequence.prefill([9] * 40)  # leased tokens are never truncated
     assert cache.stats().bytes == 0
     cache.check()
 

@@ -345,12 +345,12 @@ def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
     ctx = cache.context
     tokens = [*range(10, 70)]
     lease = cache.acquire(tokens)
-    ctx.prefill(lease.sequence, lease.rest)
+    lease.sequence.prefill(lease.rest)
     parked = lease.park()
     for number in (5, 6, 7):
         with cache.acquire([number] * 60) as other:
             other.make_room(len(other.rest))
-            ctx.prefill(other.sequence, other.rest)
+            other.sequence.prefill(other.rest)
         cache.check()
     for wrong in (tokens, tokens[:-1], [9, *tokens], [], "x"):
         with pytest.raises((UsageError, TypeError)):
@@ -371,15 +371,15 @@ def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) 
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
     ctx = cache.context
     lease = cache.acquire([4] * 60)
-    ctx.prefill(lease.sequence, lease.rest)
+    lease.sequence.prefill(lease.rest)
     parked = lease.park()
     other = cache.acquire([5] * 60)
     other.make_room(60)
-    ctx.prefill(other.sequence, other.rest)
+    other.sequence.prefill(other.rest)
     with pytest.raises(KVCacheFull):
         parked.resume([4] * 61)
     third = cache.acquire([6])
-    ctx.prefill(third.sequence, third.rest)
+    third.sequence.prefill(third.rest)
     with pytest.raises((KVCacheFull, NoSlotAvailable)):
         parked.resume([4] * 61)
     cache.check()
@@ -398,7 +398,7 @@ def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
     """Its slot may belong to another prompt, and its branch may be removed."""
     cache = MANAGERS[name](tmp_path)
     lease = cache.acquire([4] * 20)
-    cache.context.prefill(lease.sequence, lease.rest)
+    lease.sequence.prefill(lease.rest)
     parked = lease.park()
     for each in (lease, cache.acquire([5] * 20)):
         each.release()
@@ -416,12 +416,12 @@ def test_checkpoints_are_due_after_parking_as_before(tmp_path: Path, name: str) 
     cache = MANAGERS[name](tmp_path)
     ctx, prompt = cache.context, [*range(10, 40)]
     lease = cache.acquire(prompt, checkpoints=[25])
-    ctx.prefill(lease.sequence, prompt[:20])
+    lease.sequence.prefill(prompt[:20])
     lease = lease.park().resume(prompt)
     assert lease.limit_batch(10) == 5
-    ctx.prefill(lease.sequence, prompt[20:25])
+    lease.sequence.prefill(prompt[20:25])
     lease.checkpoint()
-    ctx.prefill(lease.sequence, prompt[25:])
+    lease.sequence.prefill(prompt[25:])
     before = lease.points
     lease = lease.park().resume([*prompt, 5])
     assert lease.points is before
@@ -436,14 +436,14 @@ def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> No
     cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
     ctx, head = cache.context, [*range(10, 30)]
     first = cache.acquire([*head, *([5] * 20)])
-    ctx.prefill(first.sequence, first.rest)
+    first.sequence.prefill(first.rest)
     parked = first.park()
     with cache.acquire([*head, *([6] * 20)]) as other:
-        ctx.prefill(other.sequence, other.rest)
+        other.sequence.prefill(other.rest)
         cache.page_out([*head, *([5] * 20)])
     cache.page_out([*head, *([6] * 20)])
     with cache.acquire([7, 7]) as lease:
-        ctx.prefill(lease.sequence, lease.rest)
+        lease.sequence.prefill(lease.rest)
         with pytest.raises(KVCacheFull):
             parked.resume([*head, *([5] * 21)])
         cache.check()
@@ -508,7 +508,7 @@ def test_branch_point_of_parked_leases_frees_its_cells(tmp_path: Path, name: str
     with cache.acquire([70] * 60) as other:
         other.prefill()
         other.make_room(30)
-        cache.context.prefill(other.sequence, [7] * 30)
+        other.sequence.prefill([7] * 30)
         cache.check()
     for number, each in zip((60, 61), parked, strict=True):
         with each.resume([*head, number, 7, 8]) as lease:

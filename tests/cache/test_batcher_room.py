@@ -223,7 +223,7 @@ def test_fragmented_cells_are_moved_together(tmp_path: Path) -> None:
     leases = [cache.acquire([60 + n]) for n in range(4)]
     for token in range(16):
         for each in leases:
-            ctx.step(each.sequence, 60 + token)
+            each.sequence.step(60 + token)
     for each in leases:
         each.release()
     one = batcher.submit("x" * 14, 1)

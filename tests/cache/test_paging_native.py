@@ -106,7 +106,7 @@ def test_page_is_unchanged_by_reuse_of_its_cells(tmp_path: Path) -> None:
     )
     with kit.context(tmp_path) as fresh:
         mine = fresh.sequence()
-        fresh.prefill(mine, [*([1] * 30), 5])
+        mine.prefill([*([1] * 30), 5])
         assert (rows.k == fresh.kv.rows(0, mine).k).all()
 
 

@@ -201,7 +201,7 @@ def test_trimmed_lease_keeps_its_remaining_prefix(cache: PrefixCache) -> None:
     with cache.acquire([*SYSTEM, 1]) as lease:
         lease.prefill()
         lease.sequence.trim(5)
-        cache.context.step(lease.sequence, 99)
+        lease.sequence.step(99)
     cache.check()
     assert serve(cache, [*SYSTEM[:5], 99, 98]) == 6
     with cache.acquire([1, 2]) as lease:
@@ -259,7 +259,7 @@ def test_closed_cache_frees_all_cells_and_sequences(cache: PrefixCache) -> None:
     with pytest.raises(Closed):
         cache.acquire([1])
     with pytest.raises(Closed):
-        cache.context.prefill(lease.sequence, [1])
+        lease.sequence.prefill([1])
     assert len(cache.context.vacant) == 4
 
 

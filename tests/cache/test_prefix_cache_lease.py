@@ -31,12 +31,12 @@ def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
         lease.make_room(1)
         assert lease.granted == 3 + 1 + LOOKAHEAD_TOKENS
         assert cache.stats().resident == 1
-        cache.context.prefill(lease.sequence, [4] * 60)
+        lease.sequence.prefill([4] * 60)
         for _ in range(100):
             lease.make_room(1)
-            cache.context.step(lease.sequence, 5)
-        assert cache.stats().resident == 0  # it had to go in the end
-        assert lease.promised >= 0
+            lease.sequence.step(5)
+        assert cache.stats().evicted_tokens == 100 - 64  # a part was evicted
+        assert lease.reserved >= 0
     cache.check()
 
 
@@ -53,7 +53,7 @@ def test_the_last_free_cells_are_granted_at_once(tmp_path: Path, cached: int) ->
         assert cache.stats().resident == (cached > 0)
         for _ in range(56 - cached):
             lease.make_room(1)
-            cache.context.step(lease.sequence, 5)
+            lease.sequence.step(5)
         assert cache.stats().resident == (cached > 0)
     cache.check()
 
@@ -91,7 +91,7 @@ def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) ->
     with cache.acquire([4] * 124) as two:
         assert one.granted == 4
         two.prefill()
-        cache.context.step(one.sequence, 5)
+        one.sequence.step(5)
         with pytest.raises(KVCacheFull):
             one.make_room(1)
     one.make_room(60)
@@ -108,7 +108,7 @@ def test_reserved_cells_are_not_granted_twice(tmp_path: Path) -> None:
         two.make_room(30)
     one.prefill()
     two.prefill()
-    cache.context.prefill(one.sequence, [3] * 20)
+    one.sequence.prefill([3] * 20)
     assert cache.context.kv.stats.used == 60
     one.release()
     two.make_room(30)
@@ -146,7 +146,7 @@ def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
     native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
     ctx = kit.context(tmp_path, native, n_ctx=64, n_seq_max=8, n_batch=16, n_ubatch=16)
     for at in range(3):
-        ctx.prefill(ctx.sequence(at), [at] * 16)
+        ctx.sequence(at).prefill([at] * 16)
     ctx.sequence(3).close()
     ctx.native.seq_rm(ctx.handle, 1, -1, -1)
     ctx.ledgers[1].clear()
@@ -165,7 +165,7 @@ def test_branch_with_an_unsaved_state_keeps_its_sequence(tmp_path: Path) -> None
     object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
     cache = PrefixCache(ctx)
     with cache.acquire([3, 4, 5, 6]) as lease:
-        ctx.prefill(lease.sequence, [3, 4, 5, 6])
+        lease.sequence.prefill([3, 4, 5, 6])
     cache.check()
     assert cache.stats().resident == 1
     with cache.acquire([3, 4, 5, 6, 7]) as lease:

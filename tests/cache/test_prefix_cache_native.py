@@ -41,7 +41,7 @@ class Oracle:
         mine = lease.sequence.logits().copy()
         self.context.clear()
         with self.context.sequence() as fresh:
-            self.context.prefill(fresh, lease.sequence.tokens)
+            fresh.prefill(lease.sequence.tokens)
             theirs = self.context.logits().copy()
         self.worst = max(self.worst, float(np.abs(mine - theirs).max()))
         assert self.worst < 0.02, lease
@@ -148,7 +148,7 @@ def test_cancelled_prompt_continues_exactly(patched: Variant, tiny_model: Path) 
                     else:
                         look(lease)
                         break
-                    cache.context.prefill(lease.sequence, lease.rest[:1], logits=False)
+                    lease.sequence.prefill(lease.rest[:1], logits=False)
                 cache.check()
             ctx.native.cancel_after(ctx.handle, -1)
             assert progress == sorted(progress)
@@ -407,7 +407,7 @@ def test_generation_after_a_cache_hit_has_the_same_text(
                 with cache.acquire(prompt) as lease:
                     lease.prefill()
                     lease.make_room(20)
-                    said.append("".join(ctx.generate(lease.sequence, max_tokens=20)))
+                    texts.append("".join(lease.sequence.generate(max_tokens=20)))
                     tokens = lease.sequence.tokens
                 cache.check()
                 if len(texts) == 2:

@@ -487,7 +487,7 @@ def test_recurrent_lease_is_forked_at_its_position(tmp_path: Path) -> None:
     first, second = prompts(2, 60)
     prefix_kit.serve(cache, first)
     with cache.acquire(second) as lease:
-        ctx.prefill(lease.sequence, second[:30])
+        lease.sequence.prefill(second[:30])
         with cache.acquire([*second[:30], 99]) as other:
             assert other.cached == 30
             assert other.sequence.tokens == second[:30]

@@ -61,7 +61,7 @@ class Fresh:
         """Return the logits after the last token."""
         self.context.clear()
         with self.context.sequence() as sequence:
-            self.context.prefill(sequence, tokens)
+            sequence.prefill(tokens)
             return self.context.logits().copy()
 
 

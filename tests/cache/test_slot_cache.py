@@ -324,7 +324,7 @@ def test_scattered_cells_are_moved_together(
     leases = [cache.acquire([60 + n]) for n in range(4)]
     for token in range(16):
         for each in leases:
-            ctx.step(each.sequence, 60 + token)
+            each.sequence.step(60 + token)
     leases[0].release()
     lease = cache.acquire(range(20, 30))
     if heals:

@@ -57,7 +57,7 @@ def options(request: pytest.FixtureRequest, library: kv.OpenLibrary) -> dict[str
 def fresh(model: kv.Model, tokens: list[int], options: dict[str, Any]) -> np.ndarray:
     """Return the logits after these tokens in a new context."""
     with model.context(n_ctx=512, n_batch=512, **options) as ctx:
-        ctx.prefill(ctx.sequence(), tokens)
+        ctx.sequence().prefill(tokens)
         return ctx.logits().copy()
 
 
@@ -112,7 +112,7 @@ def test_slot_shift_leaves_its_siblings_unchanged(model: kv.Model, options: dict
             reprocessed = False
         except ReprocessNeeded as error:
             reprocessed = True
-            ctx.prefill(other.sequence, error.tokens)
+            other.sequence.prefill(error.tokens)
         tokens = [*base[:8], *base[44:70], *prompt(2, 10)]
         assert other.sequence.tokens == tokens
         assert reprocessed is (shared > 0 or not ctx.info.can_shift)
@@ -130,20 +130,20 @@ def test_slot_shift_leaves_its_siblings_unchanged(model: kv.Model, options: dict
             one.make_room(1)
         except ReprocessNeeded as error:
             assert not ctx.info.can_shift
-            ctx.prefill(one.sequence, error.tokens)
+            one.sequence.prefill(error.tokens)
         assert one.sequence.tokens == [*base[:8], *base[44:], 5, 6]
         cache.check()
         assert cache.stats().shifts >= ctx.info.can_shift
         one.decode([7])
         with model.context(n_ctx=240, n_batch=64, **options) as again:
             sequence = again.sequence()
-            again.prefill(sequence, [*base, 5, 6])
+            sequence.prefill([*base, 5, 6])
             if ctx.info.can_shift:
                 sequence.remove(8, 44)
                 sequence.shift(44, None, -36)
             else:
                 again.clear()
-                again.prefill(sequence, one.sequence.tokens[:-1])
+                sequence.prefill(one.sequence.tokens[:-1])
             again.decode(sequence.feed([7]))
             assert close(ctx.logits().copy(), again.logits().copy(), noisy)
 
@@ -170,7 +170,7 @@ def test_recurrent_slot_reuses_only_whole_states(library: kv.OpenLibrary, states
                 lease.decode()
                 got = ctx.logits().copy()
             with model.context(n_ctx=256, n_batch=64) as alone:
-                alone.prefill(alone.sequence(), tokens)
+                alone.sequence().prefill(tokens)
                 assert close(got, alone.logits().copy(), "q8_0")
 
 
@@ -187,7 +187,7 @@ def test_prefix_outside_the_window_is_decoded_again(library: kv.OpenLibrary) -> 
                 lease.decode()
                 got = ctx.logits().copy()
                 with model.context(n_ctx=512, n_batch=64, n_ubatch=64) as alone:
-                    alone.prefill(alone.sequence(), tokens)
+                    alone.sequence().prefill(tokens)
                     assert close(got, alone.logits().copy(), "q8_0")
             cache.check()
 
@@ -196,10 +196,10 @@ def greedy(model: kv.Model, tokens: list[int], n: int, options: dict[str, Any]) 
     """Return the most likely continuation in a new context, one token at a time."""
     with model.context(n_ctx=512, n_batch=512, **options) as ctx:
         sequence = ctx.sequence()
-        ctx.prefill(sequence, tokens)
+        sequence.prefill(tokens)
         chosen = [ctx.logits().argmax()]
         while len(chosen) < n and not (model.info.has_vocab and model.is_eog(chosen[-1])):
-            ctx.step(sequence, chosen[-1])
+            sequence.step(chosen[-1])
             chosen.append(ctx.logits().argmax())
         return chosen
 

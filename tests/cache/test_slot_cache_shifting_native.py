@@ -77,7 +77,7 @@ def test_memory_without_shifts_decodes_the_kept_tokens_again(tmp_path: Path, nat
     left = lease.sequence.tokens
     assert left == ([20, 21] if native.get("partial", True) else [])
     assert [*left, *caught.value.tokens] == [20, 21, 26, 27, 28, 29]
-    ctx.prefill(lease.sequence, caught.value.tokens)
+    lease.sequence.prefill(caught.value.tokens)
     lease.make_room(1)
     assert np.array_equal(ctx.logits().copy(), fresh(tmp_path, [20, 21, 26, 27, 28, 29]))
     cache.check()
@@ -121,9 +121,9 @@ def test_interrupted_shift_is_completed_later(tmp_path: Path, native: dict) -> N
         if by_hand:
             with pytest.raises(ReprocessNeeded) as caught:
                 lease.make_room(1)
-            ctx.prefill(lease.sequence, caught.value.tokens)
+            lease.sequence.prefill(caught.value.tokens)
             lease.make_room(1)
-            ctx.step(lease.sequence, 50)
+            lease.sequence.step(50)
         else:
             lease.decode(50)
         assert lease.sequence.tokens == [20, 21, 26, 27, 28, 29, 50]

@@ -81,7 +81,7 @@ def test_flushed_tokens_are_reused_after_a_restart(
         cache.check()
         with prefix_kit.kit.context(tmp_path, n_ctx=1024) as fresh:
             sequence = fresh.sequence()
-            fresh.prefill(sequence, prompt)
+            sequence.prefill(prompt)
             assert (sequence.logits() == mine).all()
     stats = cache.stats()
     # The second prompt shares the cells that the first one has loaded.
@@ -201,7 +201,7 @@ def test_cells_are_stored_in_the_order_of_positions(
     """The end of a branch has lower cells than its beginning."""
     cache = start(n_ctx=64)
     with cache.context.sequence() as other:
-        cache.context.prefill(other, [1] * 20)
+        other.prefill([1] * 20)
         lease = cache.acquire(SYSTEM)
         prefix_kit.feed(lease)
     prefix_kit.feed(lease, [5] * 30)
@@ -219,7 +219,7 @@ def test_cells_are_stored_in_the_order_of_positions(
         mine = lease.sequence.logits().copy()
     with prefix_kit.kit.context(cache.stored.store.folder.parent) as fresh:
         sequence = fresh.sequence()
-        fresh.prefill(sequence, [*SYSTEM, *[5] * 30, 6])
+        sequence.prefill([*SYSTEM, *[5] * 30, 6])
         assert (sequence.logits() == mine).all()
 
 
@@ -299,7 +299,7 @@ def test_a_damaged_page_ends_the_prefix_before_it(
         prefix_kit.feed(lease)
         mine = lease.sequence.logits().copy()
         with cache.context.sequence() as fresh:
-            cache.context.prefill(fresh, [*LONG, 1])
+            fresh.prefill([*LONG, 1])
             assert (fresh.logits() == mine).all()
     cache.check()
     assert cache.stats().damaged == 1
@@ -352,7 +352,7 @@ def test_pages_are_loaded_with_and_without_a_second_sequence(
         mine = lease.sequence.logits().copy()
         with prefix_kit.kit.context(tmp_path, n_ctx=1024) as fresh:
             sequence = fresh.sequence()
-            fresh.prefill(sequence, [*LONG, 1])
+            sequence.prefill([*LONG, 1])
             assert (sequence.logits() == mine).all()
     cache.check()
 

@@ -51,8 +51,8 @@ def next_logits(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarra
     """Decode tokens in a new context; return the logits of the last."""
     with context(model, **options) as ctx:
         sequence = ctx.sequence()
-        ctx.prefill(sequence, tokens[:-1])
-        ctx.step(sequence, tokens[-1])
+        sequence.prefill(tokens[:-1])
+        sequence.step(tokens[-1])
         return ctx.logits().copy()
 
 
@@ -187,7 +187,7 @@ def test_random_traffic_over_restarts_is_exact(
             mine = lease.sequence.logits().copy()
             oracle.clear()
             with oracle.sequence() as fresh:
-                oracle.prefill(fresh, lease.sequence.tokens)
+                fresh.prefill(lease.sequence.tokens)
                 assert np.abs(mine - oracle.logits()).max() < TOLERANCE, lease
 
         past = [[3, 4, 5]]

@@ -33,8 +33,8 @@ def alone(folder: Path, prompt: str | list[int], n: int, **native: Any) -> str:
     """Return the text that the runtime generates for a prompt in a separate context."""
     ctx = kit.context(folder, native, n_ctx=256)
     sequence = ctx.sequence()
-    ctx.prefill(sequence, ctx.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
-    return "".join(ctx.generate(sequence, n))
+    sequence.prefill(ctx.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
+    return "".join(sequence.generate(n))
 
 
 PROMPTS = ["Hi", "Once upon a time there was", "Hello", "x" * 50, "Once upon a hill", "y" * 40]

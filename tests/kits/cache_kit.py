@@ -43,7 +43,7 @@ def fresh(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
     """Decode tokens one after the other in a new context; return the logits of the last."""
     options = {"n_ctx": max(256, len(tokens)), "n_batch": 256, "n_ubatch": 64, **options}
     with model.context(**options) as ctx:
-        ctx.prefill(ctx.sequence(), tokens)
+        ctx.sequence().prefill(tokens)
         return ctx.logits().copy()
 
 

@@ -38,7 +38,7 @@ def model(build: Variant, tiny_model: Path) -> Iterator[kv.Model]:
 def fill(ctx: kv.Context, tokens: list[int]) -> kv.Sequence:
     """Decode tokens in a new sequence."""
     sequence = ctx.sequence()
-    ctx.prefill(sequence, tokens)
+    sequence.prefill(tokens)
     return sequence
 
 
@@ -46,7 +46,7 @@ def three(ctx: kv.Context) -> list[kv.Sequence]:
     """Return three sequences that share, lost, moved and gathered cells."""
     first, second = fill(ctx, TOKENS), ctx.sequence()
     fork = first.fork(100)
-    ctx.prefill(second, TOKENS[:70])
+    second.prefill(TOKENS[:70])
     first.remove(10, 20)
     second.remove(0, 20)
     if ctx.info.can_shift:

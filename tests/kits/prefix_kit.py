@@ -44,7 +44,7 @@ def feed(lease: PrefixLease, tokens: list[int] | None = None) -> PrefixLease:
     """Decode the rest of a lease's prompt, and more tokens after it."""
     lease.prefill()
     if tokens:
-        lease.sequence.context.prefill(lease.sequence, tokens)
+        lease.sequence.prefill(tokens)
     return lease
 
 
@@ -151,7 +151,8 @@ class Traffic:
         else:
             tokens = self.some(self.random.randint(1, 10))
             lease.make_room(len(tokens))
-        lease.sequence.context.prefill(lease.sequence, tokens)
+        lease.sequence.prefill(tokens)
+        self.served[lease.salt].append(lease.sequence.tokens)
         assert lease.sequence.tokens[: len(prompt)] == prompt[: len(lease.sequence)]
         if self.look is not None and len(lease.sequence) >= len(prompt):
             self.look(lease)

@@ -24,5 +24,5 @@ def fresh(tmp_path: Path, tokens: list[int]) -> np.ndarray:
     """Return the logits after these tokens in a separate context."""
     alone = kit.context(tmp_path)
     sequence = alone.sequence()
-    alone.prefill(sequence, tokens)
+    sequence.prefill(tokens)
     return alone.logits().copy()

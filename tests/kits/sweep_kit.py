@@ -46,7 +46,7 @@ NOT_CONSTRUCTED = {
     "made by Context.logits and Context.logits_all": ("Logits", "LogitsRows"),
     "made by Context.embedding and Sequence.embedding": ("Embedding",),
     "made by Batcher.submit": ("Generation",),
-    "made by Context.generate and Context.chat": ("TextStream", "Usage"),
+    "made by Sequence.generate and Context.chat": ("TextStream", "Usage"),
     "made by AsyncBatcher.submit": ("AsyncGeneration",),
     "made by pyllamakv.record": ("Recording",),
     "a record that the package returns and never reads": (
@@ -101,11 +101,11 @@ SLOW = {
 }
 
 #: Calls that keep what they did before a failure, as their documentation says.
-KEEPING = ("Context.advance", "Context.prefill", "Context.generate")
+KEEPING = ("Context.advance", "Sequence.prefill", "Sequence.generate")
 
 #: Parameters for which a whole number of 2**31 or more is valid: beyond all there is, "all".
 ENDLESS = [
-    *("keep", "begin", "end", "p0", "p1", "length", "position", "target", "max_tokens"),
+    *("keep", "begin", "end", "p0", "p1", "n_tokens", "length", "position", "target", "max_tokens"),
     *("budget", "size", "interval", "first", "divisor", "n", "tokens", "memory", "stream"),
     *("sequence", "rounds", "seed"),
 ]
@@ -188,14 +188,14 @@ class CallObjects:
     def __post_init__(self) -> None:
         self.away = self.context()
         self.foreign = self.away.sequence()
-        self.away.prefill(self.foreign, [1, 2, 3])
+        self.foreign.prefill([1, 2, 3])
         self.ctx = self.context()
         self.seq, self.other = self.ctx.sequence(), self.ctx.sequence()
         self.closed = self.ctx.sequence()
-        self.ctx.prefill(self.other, [4, 5, 6, 7])
+        self.other.prefill([4, 5, 6, 7])
         self.fork = self.other.fork()
         self.closed.close()
-        self.ctx.prefill(self.seq, [1, 2, 3, 4, 5, 6])
+        self.seq.prefill([1, 2, 3, 4, 5, 6])
         self.values = values(self)
 
     def context(self, **options: Any) -> Any:
@@ -316,7 +316,7 @@ def _recording(world: CallObjects) -> Any:
 
 def _embedding_context(world: CallObjects) -> Any:
     context = world.context(embeddings=True, pooling="none")
-    context.prefill(context.sequence(), [1, 2, 3])
+    context.sequence().prefill([1, 2, 3])
     return context
 
 
@@ -373,11 +373,11 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "Model.tokenize_chat.template": lambda world: "x",
     "Batcher.interrupt.generation": lambda world: _batcher(world).submit([1, 2]),
     "CellMap.has.sequence": lambda world: 0,
-    "Context.step.token": lambda world: 1,
+    "Sequence.step.token": lambda world: 1,
     "Context.step_all.tokens": lambda world: [1, 2],
     "Context.advance.tokens": lambda world: [1, 2],
     "Context.advance.sampler": lambda world: world.keep(world.model.sampler()),
-    "Context.generate.sampler": lambda world: None,
+    "Sequence.generate.sampler": lambda world: None,
     "Context.sequence.number": lambda world: 5,
     "Context.logits.index": lambda world: -1,
     "ContextCache.context": lambda world: world.context(),
@@ -445,7 +445,7 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "key": lambda world: "general.architecture",
     "labels": lambda world: {"host": "a"},
     "layer": lambda world: 0,
-    "length": lambda world: 2,
+    "n_tokens": lambda world: 2,
     "logits": lambda world: inspect.Parameter.empty,
     "managers": lambda world: None,
     "max_batch": lambda world: 16,
@@ -479,7 +479,6 @@ RIGHT: dict[str, Callable[[CallObjects], Any]] = {
     "steps": lambda world: 2,
     "target": lambda world: 1,
     "text": lambda world: "ab",
-    "text_or_tokens": lambda world: [1, 2],
     "token": lambda world: 1,
     "tokens": lambda world: [1, 2, 3],
     "work": lambda world: world.seq.feed([1, 2]),
@@ -698,7 +697,6 @@ ANY: dict[str, Callable[[Any], bool]] = {
     "counts": lambda value: value is None or _tokens(value),
     "sequences": lambda value: _whole(value) or _tokens(value),
     "logits": lambda value: value is None or _flags(value),
-    "text_or_tokens": lambda value: isinstance(value, str) or _whole(value) or _tokens(value),
     # Any other argument is a variable of a chat template.
     "options": lambda value: True,
     "variables": lambda value: True,
@@ -707,7 +705,6 @@ ANY: dict[str, Callable[[Any], bool]] = {
 
 #: What parameters of single calls accept, besides what their annotation says.
 BY_CALL: dict[str, Callable[[Any], bool]] = {
-    "Context.prefill.tokens": ANY["text_or_tokens"],
     "ContextParams.flash_attn": ACCEPTS["FlashAttn"],
 }
 

@@ -28,7 +28,7 @@ def test_stock_and_patched_generate_the_same_text(
             model.context(n_ctx=256, n_threads=1) as context,
         ):
             sequence = context.sequence()
-            context.prefill(sequence, model.tokenize("The capital of France is"))
-            texts.append("".join(context.generate(sequence, max_tokens=16)))
+            sequence.prefill(model.tokenize("The capital of France is"))
+            texts.append("".join(sequence.generate(max_tokens=16)))
     assert "Paris" in texts[0]
     assert texts[0] == texts[1]

@@ -65,5 +65,5 @@ def test_a_batch_is_decoded_or_refused(
         assert [len(each) for each in context.ledgers] == expected
         last = context.sequence(3) if 3 not in counts else None
         if last is not None:
-            context.step(last, 7)
+            last.step(7)
             assert len(last) == 1

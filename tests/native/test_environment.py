@@ -72,10 +72,10 @@ def test_a_context_reports_its_threshold(
     ):
         assert ctx.info.defrag_thold == effect
         gone, live = ctx.sequence(), ctx.sequence()
-        ctx.prefill(gone, [1] * 3000)
-        ctx.prefill(live, [2] * 50)
+        gone.prefill([1] * 3000)
+        live.prefill([2] * 50)
         gone.close()
-        ctx.step(live, 3)
+        live.step(3)
         if moved is not None:
             assert ctx.counters.cells_moved == moved
 

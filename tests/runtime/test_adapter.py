@@ -11,7 +11,7 @@ from fakes.simulated import ALL
 
 import pyllamakv as kv
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache.stored_branches import identity
+from pyllamakv.cache.directory_tier import identity
 from pyllamakv.errors import Closed, Unsupported, UsageError
 from pyllamakv.runtime.adapter import digest, identify
 
@@ -26,7 +26,7 @@ def test_adapters_are_set_and_removed(tmp_path: Path) -> None:
     context = model.context(64, adapters={one: 0.5})
     assert context.adapters == {one: 0.5}
     with context.sequence() as sequence:
-        context.prefill(sequence, [5, 6, 7])
+        sequence.prefill([5, 6, 7])
         logits = context.logits()
         context.set_adapters({one: 0.5})
         assert not logits.stale

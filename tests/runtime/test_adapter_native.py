@@ -55,7 +55,7 @@ def model(library: kv.OpenLibrary, folder: Path) -> Iterator[kv.Model]:
 def logits(model: kv.Model, scales: dict[kv.Adapter, float], n: int = 40) -> NDArray[np.float32]:
     """Return the logits after a prompt in a new context with these adapters."""
     with model.context(64, adapters=scales) as context:
-        context.prefill(context.sequence(), PROMPT[:n])
+        context.sequence().prefill(PROMPT[:n])
         return context.logits().copy()
 
 
@@ -89,11 +89,11 @@ def test_a_change_takes_effect_in_the_next_decode(model: kv.Model, folder: Path)
             context.set_adapters({one: scale})
             assert context.adapters == ({one: scale} if scale else {})
             with context.sequence() as sequence:
-                context.step(sequence, PROMPT[0])
+                sequence.step(PROMPT[0])
                 assert np.array_equal(context.logits().copy(), expected[scale])
         one.close()  # the context keeps it
         with context.sequence() as sequence:
-            context.step(sequence, PROMPT[0])
+            sequence.step(PROMPT[0])
             assert np.array_equal(context.logits().copy(), expected[1.0])
         with pytest.raises(kv.Closed):
             context.set_adapters({one: 2.0})
@@ -110,7 +110,7 @@ def test_too_many_adapters_for_a_graph_are_refused(model: kv.Model, folder: Path
         except Unsupported as error:
             assert "fewer adapters" in str(error)
             assert context.adapters == {many[0]: 1.0}
-        context.prefill(context.sequence(), PROMPT)
+        context.sequence().prefill(PROMPT)
     for each in many:
         each.close()
 
@@ -125,13 +125,13 @@ def test_prefixes_of_other_adapters_are_not_reused(model: kv.Model, folder: Path
                 context.set_adapters({one: scale})
                 with cache.acquire(PROMPT) as lease:
                     assert lease.cached == known
-                    context.prefill(lease.sequence, lease.rest)
+                    lease.sequence.prefill(lease.rest)
                     assert np.abs(context.logits().copy() - expected[scale]).max() < 2e-3
                     with pytest.raises(UsageError, match="lease"):
                         context.set_adapters({one: 3.0})
     with model.context(64, n_seq_max=2) as context:
         sequence = context.sequence()
-        context.prefill(sequence, PROMPT)
+        sequence.prefill(PROMPT)
         saved = sequence.save()
         with pytest.raises(UsageError, match=r"sequences \[0\]"):
             context.set_adapters({one: 1.0})
@@ -220,7 +220,7 @@ def test_a_kept_cache_is_for_its_adapters(folder: Path, tmp_path: Path) -> None:
             return model.context(64, adapters=scales, kv_backing=tmp_path / "kept", kv_keep=True)
 
         with kept({one: 1.0}) as context:
-            context.prefill(context.sequence(), PROMPT)
+            context.sequence().prefill(PROMPT)
             with pytest.raises(UsageError, match="kept file"):
                 context.set_adapters({})
         for other in ({}, {one: 2.0}):

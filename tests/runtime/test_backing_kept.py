@@ -58,7 +58,7 @@ def test_kept_cache_continues_in_another_process(
         with model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options) as ctx:
             *_, fork = three(ctx)
             ctx.kv.flush()
-            ctx.prefill(fork, [9, 8, 7])
+            fork.prefill([9, 8, 7])
     """
     done = child(build, model, file, script)
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_kept_cache_continues_in_another_process(
     options = context_options()
     with model.context(**options) as ctx:
         first, second, fork = three(ctx)
-        ctx.prefill(fork, [9, 8, 7])
+        fork.prefill([9, 8, 7])
         expected = [(s.id, s.tokens, s.positions) for s in (first, second, fork)]
         wanted = logits(ctx, [first, second, fork])
 
@@ -126,7 +126,7 @@ def test_reopened_kept_cache_uses_the_same_next_cell(model: kv.Model, tmp_path: 
         ctx = model.context(**backing, **context_options())
         first, second = fill(ctx, TOKENS[:30]), fill(ctx, TOKENS[:30])
         first.remove(10, 20)
-        ctx.prefill(second, TOKENS[:20])
+        second.prefill(TOKENS[:20])
         return ctx, second
 
     begun(**keep)[0].close()
@@ -155,7 +155,7 @@ def test_killed_process_leaves_its_last_flush(
         {work}
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = child(build, model, file, script.format(work="ctx.prefill(ctx.sequence(), tokens)"))
+    done = child(build, model, file, script.format(work="ctx.sequence().prefill(tokens)"))
     assert done.returncode == -signal.SIGKILL, done.stderr
     for _ in range(2):  # nothing was flushed
         with pytest.raises(KVFileDirty, match="fresh"):
@@ -169,14 +169,14 @@ def test_killed_process_leaves_its_last_flush(
     changes = (
         "pass",
         "ctx.decode(ctx.sequence(0).feed([1]))",
-        "ctx.clear(); ctx.prefill(ctx.sequence(1), tokens[::-1])",
+        "ctx.clear(); ctx.sequence(1).prefill(tokens[::-1])",
         "first = ctx.sequence(0); first.remove(0, 50); first.shift(50, None, -50); "
         "ctx.kv.defrag(); "
-        "ctx.prefill(ctx.sequence(1), tokens[::-1])",
+        "ctx.sequence(1).prefill(tokens[::-1])",
         "import threading; sequence = ctx.sequence(1); "
         "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         "        while True:\n"
-        "            ctx.prefill(sequence, tokens)\n"
+        "            sequence.prefill(tokens)\n"
         "            sequence.remove()",
     )
     for work in changes:
@@ -191,7 +191,7 @@ def test_killed_process_leaves_its_last_flush(
             assert sequence.tokens == TOKENS
             assert np.array_equal(logits(ctx, [sequence])[0], expected), work
             sequence.trim(len(TOKENS))
-    work = "ctx.sequence(0).trim(20); ctx.kv.flush(); ctx.prefill(ctx.sequence(1), tokens)"
+    work = "ctx.sequence(0).trim(20); ctx.kv.flush(); ctx.sequence(1).prefill(tokens)"
     done = child(build, model, file, script.format(work=work))
     assert done.returncode == -signal.SIGKILL, done.stderr
     with model.context(**keep) as ctx:
@@ -250,7 +250,7 @@ def test_killed_window_cache_returns_to_one_flush(build: Variant, tmp_path: Path
             file,
             """
             ctx = model.context(kv_backing=Path(sys.argv[2]), kv_keep=True, **options)
-            ctx.prefill(ctx.sequence(0), tokens)
+            ctx.sequence(0).prefill(tokens)
             os.kill(os.getpid(), signal.SIGKILL)
             """,
         )
@@ -372,7 +372,7 @@ def test_a_full_disk_is_an_error(build: Variant, model: kv.Model, tmp_path: Path
             sequence.trim(100)
             ctx.kv.trim()
             assert shutil.disk_usage(small).free == 0
-            ctx.prefill(sequence, [2] * 3000)
+            sequence.prefill([2] * 3000)
             ctx.clear()
             fill(ctx, [3] * 4000)
     finally:
@@ -415,7 +415,7 @@ def test_a_forked_child_has_neither_lock_nor_memory(
         status = 1
         try:
             with pytest.raises(Closed):
-                ctx.step(sequence, 1)
+                sequence.step(1)
             with pytest.raises(Closed):
                 ctx.kv.flush()
             ctx.close()
@@ -425,7 +425,7 @@ def test_a_forked_child_has_neither_lock_nor_memory(
         finally:
             os._exit(status)
     assert os.read(ready[0], 1) == b"!"
-    ctx.step(sequence, 1)
+    sequence.step(1)
     ctx.close()
     with model.context(kv_backing=file, kv_keep=True, **context_options()) as again:
         assert again.ledgers[0].tokens == [*TOKENS, 1]

@@ -49,7 +49,7 @@ def test_committed_bytes_equal_the_resident_pages(model: kv.Model) -> None:
         assert ctx.kv.memory.committed == 0
         sequence = ctx.sequence()
         for n in (1, 63, 500):
-            ctx.prefill(sequence, TOKENS[:1] * n)
+            sequence.prefill(TOKENS[:1] * n)
             memory = ctx.kv.memory
             assert memory.committed == mapped(2 * size)
             assert sum(layer.committed for layer in memory.layers) == memory.committed

@@ -33,8 +33,8 @@ def test_chat_without_a_sequence_frees_its_cells(tmp_path: Path) -> None:
     """The reply is that to the rendered text; the sequence is opened late, and closed."""
     ctx = chat_context(tmp_path)
     a = ctx.sequence()
-    ctx.prefill(a, ctx.model.tokenize("<u>Hi<a>", add_special=False))
-    expected = "".join(ctx.generate(a, 8))
+    a.prefill(ctx.model.tokenize("<u>Hi<a>", add_special=False))
+    expected = "".join(a.generate(8))
     reply = ctx.chat([{"role": "user", "content": "Hi"}], 8)
     assert len(ctx.vacant) == 3
     assert "".join(reply) == expected
@@ -172,14 +172,14 @@ def test_a_grammar_restricts_one_text(tmp_path: Path) -> None:
             ):
                 next(ctx.chat(messages, 4, sampler, sequence=again))
         tokens = a.tokens
-        ctx.prefill(b, tokens)
+        b.prefill(tokens)
         with pytest.raises(UsageError, match="another text"):
-            next(ctx.generate(b, 4, sampler))
-        assert "".join(ctx.generate(a, 4, sampler))
+            next(b.generate(4, sampler))
+        assert "".join(a.generate(4, sampler))
         sampler.reset()
         assert "".join(ctx.chat(messages, 4, sampler, sequence=b)) == first
     with ctx.model.sampler(grammar='root ::= "x"*') as sampler:
-        ctx.step(a, sampler.sample(ctx))
-        assert "".join(ctx.generate(a, 2, sampler)), "the loop of the caller began this text"
+        a.step(sampler.sample(ctx))
+        assert "".join(a.generate(2, sampler)), "the loop of the caller began this text"
     with ctx.model.sampler(temperature=1.0, penalty_last_n=4, penalty_repeat=1.1) as sampler:
         assert all("".join(ctx.chat(messages, 4, sampler)) for _ in "ab")

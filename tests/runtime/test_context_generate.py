@@ -34,8 +34,8 @@ def test_yielded_tokens_are_in_the_sequence(tmp_path: Path) -> None:
     """Check text, tokens and cells."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.decode(a.feed("Hi"))
-    text = "".join(ctx.generate(a, max_tokens=10))
+    ctx.decode(a.feed(a.context.model.tokenize("Hi")))
+    text = "".join(a.generate(max_tokens=10))
     assert a.text == "Hi" + text
     assert len(a) == 13
     assert a.pos_max == 12
@@ -45,14 +45,14 @@ def test_resumed_generation_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Check that parts of a generation join, also after an early end of the loop."""
     whole, parts = kit.context(tmp_path), kit.context(tmp_path)
     a, b = whole.sequence(), parts.sequence()
-    whole.decode(a.feed("Hi"))
-    parts.decode(b.feed("Hi"))
-    expected = "".join(whole.generate(a, max_tokens=12))
-    text = "".join(parts.generate(b, max_tokens=4))
-    for piece in parts.generate(b, max_tokens=5):
+    whole.decode(a.feed(a.context.model.tokenize("Hi")))
+    parts.decode(b.feed(b.context.model.tokenize("Hi")))
+    expected = "".join(a.generate(max_tokens=12))
+    text = "".join(b.generate(max_tokens=4))
+    for piece in b.generate(max_tokens=5):
         text += piece
         break
-    text += "".join(parts.generate(b, max_tokens=12 - len(text)))
+    text += "".join(b.generate(max_tokens=12 - len(text)))
     assert text == expected
     assert a.tokens == b.tokens
 
@@ -61,13 +61,14 @@ def test_two_sequences_generate_in_turn(tmp_path: Path) -> None:
     """Check that decodes of the other sequence between two tokens change nothing."""
     ctx, alone = kit.context(tmp_path), kit.context(tmp_path)
     sequences = [ctx.sequence(), ctx.sequence()]
-    ctx.decode([sequences[0].feed("abc"), sequences[1].feed("xy")])
-    turns = zip(*(ctx.generate(each, max_tokens=8) for each in sequences), strict=True)
+    prompts = [ctx.model.tokenize(text) for text in ("abc", "xy")]
+    ctx.decode([each.feed(prompt) for each, prompt in zip(sequences, prompts, strict=True)])
+    turns = zip(*(each.generate(max_tokens=8) for each in sequences), strict=True)
     texts = ["".join(pieces) for pieces in zip(*turns, strict=True)]
     for text, prompt in zip(texts, ("abc", "xy"), strict=True):
         single = alone.sequence()
-        alone.decode(single.feed(prompt))
-        assert "".join(alone.generate(single, max_tokens=8)) == text
+        alone.decode(single.feed(alone.model.tokenize(prompt)))
+        assert "".join(single.generate(max_tokens=8)) == text
 
 
 def test_the_end_token_ends_and_is_not_kept(tmp_path: Path) -> None:
@@ -75,10 +76,10 @@ def test_the_end_token_ends_and_is_not_kept(tmp_path: Path) -> None:
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     ctx.decode(a.feed([5]))
-    assert "".join(ctx.generate(a, 9, Fixed([100, 101, 2, 102]))) == "ab"
+    assert "".join(a.generate(9, Fixed([100, 101, 2, 102]))) == "ab"
     assert a.tokens == [5, 100, 101]
     tokens = Fixed([100, 2, 101])
-    assert "".join(ctx.generate(a, 3, tokens, stop_at_end=False)) == "ab"
+    assert "".join(a.generate(3, tokens, stop_at_end=False)) == "ab"
     assert a.tokens[-3:] == [100, 2, 101]
 
 
@@ -88,8 +89,8 @@ def test_characters_are_yielded_whole(tmp_path: Path) -> None:
     a = ctx.sequence()
     ctx.decode(a.feed([5]))
     smile = [byte + 3 for byte in "😀".encode()]
-    assert list(ctx.generate(a, 4, Fixed(smile))) == ["😀"]
-    assert list(ctx.generate(a, 2, Fixed(smile))) == ["\ufffd"]
+    assert list(a.generate(4, Fixed(smile))) == ["😀"]
+    assert list(a.generate(2, Fixed(smile))) == ["\ufffd"]
 
 
 def test_numpy_sampler_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
@@ -98,8 +99,8 @@ def test_numpy_sampler_generates_the_same_greedy_tokens(tmp_path: Path) -> None:
     for capabilities in (ALL, ALL & ~Capability.SAMPLER):
         ctx = kit.context(tmp_path, {"capabilities": capabilities})
         a = ctx.sequence()
-        ctx.decode(a.feed("same"))
-        texts.append("".join(ctx.generate(a, 10)))
+        ctx.decode(a.feed(a.context.model.tokenize("same")))
+        texts.append("".join(a.generate(10)))
         assert ctx.native.freed.count("sampler") == (1 if capabilities == ALL else 0)
     assert texts[0] == texts[1]
 
@@ -110,8 +111,8 @@ def test_one_seed_gives_one_text(tmp_path: Path) -> None:
     def text(seed: int) -> list[int]:
         ctx = kit.context(tmp_path)
         a = ctx.sequence()
-        ctx.decode(a.feed("same"))
-        list(ctx.generate(a, 20, NumpySampler(SamplerParams(seed=seed, temperature=1.5))))
+        ctx.decode(a.feed(a.context.model.tokenize("same")))
+        list(a.generate(20, NumpySampler(SamplerParams(seed=seed, temperature=1.5))))
         return a.tokens
 
     assert text(1) == text(1)
@@ -125,12 +126,12 @@ def test_failed_generation_keeps_the_yielded_tokens(tmp_path: Path) -> None:
     ctx.decode(a.feed([5, 5, 5]))
     text = ""
     with pytest.raises(NoKVSlot):
-        for piece in ctx.generate(a):
+        for piece in a.generate():
             text += piece
     assert len(a) == 8
     assert len(text) == 4 or len(text) == 5
     a.trim(3)
-    generating = ctx.generate(a)
+    generating = a.generate()
     next(generating)
     ctx.cancel()
     with pytest.raises(Cancelled):
@@ -150,7 +151,7 @@ def test_the_reason_tokens_text_and_usage_follow_the_iteration(tmp_path: Path) -
         ctx = kit.context(tmp_path)
         a = ctx.sequence()
         ctx.decode(a.feed([5, 6, 7]))
-        stream = ctx.generate(a, sampler=Fixed(chosen), **options)
+        stream = a.generate(sampler=Fixed(chosen), **options)
         assert (stream.finish_reason, stream.tokens, stream.text) == (None, [], "")
         pieces = list(stream)
         assert ("".join(pieces), stream.text, stream.finish_reason) == (text, text, reason)
@@ -165,25 +166,25 @@ def test_failed_or_abandoned_stream_reports_its_reason(tmp_path: Path) -> None:
     ctx = kit.context(tmp_path, n_ctx=8)
     a = ctx.sequence()
     ctx.decode(a.feed([5, 5, 5]))
-    stream = ctx.generate(a)
+    stream = a.generate()
     with pytest.raises(NoKVSlot) as raised:
         list(stream)
     assert (stream.finish_reason, stream.error) == ("failed", raised.value)
     assert (len(stream.tokens), stream.usage) == (5, Usage(3, 3, 5))
     a.trim(3)
-    stream = ctx.generate(a)
+    stream = a.generate()
     next(stream)
     ctx.cancel()
     with pytest.raises(Cancelled):
         next(stream)
     assert stream.finish_reason == "cancelled"
     a.trim(3)
-    stream = ctx.generate(a)
+    stream = a.generate()
     next(stream)
     stream.close()
     assert (stream.finish_reason, stream.error, list(stream)) == ("cancelled", None, [])
     freed = ctx.native.freed.count("sampler")
-    for _ in ctx.generate(a):
+    for _ in a.generate():
         break
     assert ctx.native.freed.count("sampler") == freed + 1
 
@@ -195,8 +196,8 @@ def test_stop_strings_need_a_vocabulary(tmp_path: Path) -> None:
     a = ctx.sequence()
     ctx.decode(a.feed([5]))
     with pytest.raises(Unsupported, match="stop strings need text"):
-        ctx.generate(a, stop="x")
-    stream = ctx.generate(a, 3)
+        a.generate(stop="x")
+    stream = a.generate(3)
     assert (list(stream), len(stream.tokens)) == ([], 3)
 
 
@@ -205,17 +206,17 @@ def test_empty_sequence_or_negative_limit_is_refused_at_once(tmp_path: Path) -> 
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     with pytest.raises(UsageError, match="no tokens"):
-        ctx.generate(a)
-    ctx.step(a, 5)
+        a.generate()
+    a.step(5)
     with pytest.raises(UsageError, match="max_tokens"):
-        ctx.generate(a, -1)
-    assert list(ctx.generate(a, 0)) == []
+        a.generate(-1)
+    assert list(a.generate(0)) == []
     for sampler in (None, NumpySampler()):
-        generating = ctx.generate(a, 5, sampler)
+        generating = a.generate(5, sampler)
         a.remove()
         with pytest.raises(UsageError, match="was emptied"):
             next(generating)
-        ctx.step(a, 5)
+        a.step(5)
 
 
 def spell(text: str) -> Fixed:
@@ -228,8 +229,8 @@ def test_a_stop_string_ends_the_text(tmp_path: Path, stop: str | list[str]) -> N
     """Its tokens are in the sequence, its text is not yielded, and no token is sampled after it."""
     ctx = kit.context(tmp_path)
     a, sampler = ctx.sequence(), spell("one two three")
-    ctx.decode(a.feed("Hi"))
-    assert "".join(ctx.generate(a, sampler=sampler, stop=stop)) == "one "
+    ctx.decode(a.feed(a.context.model.tokenize("Hi")))
+    assert "".join(a.generate(sampler=sampler, stop=stop)) == "one "
     assert a.text == "Hione two"
     assert len(sampler.tokens) == len(" three") + 1
 
@@ -238,10 +239,10 @@ def test_withheld_text_comes_at_the_end(tmp_path: Path) -> None:
     """A text that only begins like a stop string is yielded."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.decode(a.feed("Hi"))
-    assert "".join(ctx.generate(a, sampler=spell("one t"), stop="two")) == "one t"
+    ctx.decode(a.feed(a.context.model.tokenize("Hi")))
+    assert "".join(a.generate(sampler=spell("one t"), stop="two")) == "one t"
     with pytest.raises(UsageError, match="stop string"):
-        ctx.generate(a, stop="")
+        a.generate(stop="")
 
 
 @pytest.mark.parametrize("kind", ["C", "numpy"])
@@ -251,7 +252,7 @@ def test_a_sampler_continues_after_an_early_end(tmp_path: Path, kind: str) -> No
     def tokens(cuts: int, fails: bool = False, other: bool = False) -> list[int]:
         ctx = kit.context(tmp_path)
         a, b = ctx.sequence(), ctx.sequence()
-        ctx.decode(a.feed("Hi"))
+        ctx.decode(a.feed(a.context.model.tokenize("Hi")))
         params = {"temperature": 1.0, "seed": 3, "penalty_last_n": 8, "penalty_repeat": 3.0}
         sampler = numpy = NumpySampler(SamplerParams(**params))
         if kind == "C":
@@ -259,17 +260,17 @@ def test_a_sampler_continues_after_an_early_end(tmp_path: Path, kind: str) -> No
             ctx.native.sample_logits = lambda _, logits: numpy._take(logits.copy())
         for _ in range(cuts):
             before = len(a)
-            for _piece in ctx.generate(a, 8, sampler, stop_at_end=False):
+            for _piece in a.generate(8, sampler, stop_at_end=False):
                 break
             assert len(a) > before
             if other:
-                ctx.step(b, 5)
+                b.step(5)
             if fails:
                 ctx.native.fail_next = [1]
                 with pytest.raises(NoKVSlot):
-                    next(ctx.generate(a, 5, sampler))
-                assert list(ctx.generate(a, 0, sampler)) == []
-        list(ctx.generate(a, 22 - len(a), sampler, stop_at_end=False))
+                    next(a.generate(5, sampler))
+                assert list(a.generate(0, sampler)) == []
+        list(a.generate(22 - len(a), sampler, stop_at_end=False))
         assert len(a) == 22
         return a.tokens
 
@@ -281,25 +282,25 @@ def test_a_changed_sequence_samples_again(tmp_path: Path) -> None:
     """A token that was sampled after another token than the last one is not used."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
-    ctx.decode([a.feed("Hi"), b.feed("Hi")])
+    ctx.decode([a.feed(a.context.model.tokenize("Hi")), b.feed(b.context.model.tokenize("Hi"))])
     sampler = NumpySampler(SamplerParams(temperature=1.0, seed=3))
     for change in (
-        lambda: ctx.step(a, 7),
+        lambda: a.step(7),
         lambda: a.trim(len(a) - 1),
         sampler.reset,
         lambda: sampler.take_ahead(b),
     ):
-        generating = ctx.generate(a, 5, sampler, stop_at_end=False)
+        generating = a.generate(5, sampler, stop_at_end=False)
         next(generating)
         generating.close()
         assert sampler._ahead is not None
         change()
         assert sampler.take_ahead(a) == (-1, -1)
-    generating = ctx.generate(a, 5, sampler, stop_at_end=False)
+    generating = a.generate(5, sampler, stop_at_end=False)
     next(generating)
-    ctx.step(a, 7)
+    a.step(7)
     generating.close()
     assert sampler.take_ahead(a) == (-1, -1)
     sampler.keep_ahead(a, a.ledger.marks[-1], 120)
-    list(ctx.generate(a, 1, sampler))
+    list(a.generate(1, sampler))
     assert a.tokens[-1] == 120

@@ -55,7 +55,7 @@ def interleave(ctx: kv.Context, n: int) -> tuple[kv.Sequence, kv.Sequence]:
 def fresh_logits(model: kv.Model, tokens: list[int], **options: Any) -> np.ndarray:
     """Decode tokens in a new context and return the logits of the last."""
     with model.context(n_ctx=512, n_batch=512, **options) as ctx:
-        ctx.prefill(ctx.sequence(), tokens)
+        ctx.sequence().prefill(tokens)
         return ctx.logits().copy()
 
 
@@ -64,9 +64,9 @@ def test_text_is_generated_and_recorded(speaking: kv.Model) -> None:
     """Check text, ledger and cache of a generation with special characters in the prompt."""
     with speaking.context(n_ctx=128, n_seq_max=2) as ctx:
         a, b = ctx.sequence(), ctx.sequence()
-        ctx.decode([a.feed("Grüße 😀"), b.feed("x")])
+        ctx.decode([a.feed(speaking.tokenize("Grüße 😀")), b.feed(speaking.tokenize("x"))])
         assert "Grüße 😀" in a.text
-        text = "".join(ctx.generate(a, max_tokens=20, stop_at_end=False))
+        text = "".join(a.generate(max_tokens=20, stop_at_end=False))
         assert isinstance(text, str)
         assert a.pos_max == len(a) - 1
         assert b.pos_max == len(b) - 1
@@ -79,7 +79,7 @@ def test_one_step_is_one_batch_of_one(model: kv.Model) -> None:
     with model.context(n_ctx=64, n_seq_max=2) as ctx:
         a, b = ctx.sequence(), ctx.sequence()
         for token in (3, 5, 7):
-            ctx.step(a, token)
+            a.step(token)
             one = ctx.logits().copy()
             ctx.decode([b.feed([token])])
             assert np.array_equal(one, ctx.logits().copy())
@@ -191,7 +191,7 @@ def test_no_wrong_argument_ends_the_process(model: kv.Model, opened: kv.OpenLibr
     attempts = [
         lambda: ctx.decode(a.feed([n_vocab])),
         lambda: ctx.decode(a.feed([-1])),
-        lambda: ctx.step(a, n_vocab),
+        lambda: a.step(n_vocab),
         lambda: ctx.decode(a.feed([1] * 65)),
         lambda: ctx.decode(kv.Batch().add(1, 3, 2)),
         lambda: ctx.decode(kv.Batch().add(1, 9, 0)),
@@ -223,7 +223,7 @@ def test_logits_are_refused_after_the_next_decode(model: kv.Model) -> None:
         first, last = ctx.logits(0), ctx.logits()
         assert np.isfinite(np.asarray(last)).all()
         assert not np.array_equal(first.copy(), last.copy())
-        ctx.step(a, 4)
+        a.step(4)
         with pytest.raises(kv.StaleLogits):
             last.argmax()
         assert np.isfinite(ctx.logits().copy()).all()
@@ -269,7 +269,7 @@ def test_saved_sequence_is_restored_in_another_context(
         a = one.sequence()
         one.decode(a.feed(range(1, 41)))
         saved = a.save()
-        one.step(a, 5)
+        a.step(5)
         b, c = interleave(two, 100)
         c.remove()
         d = two.sequence()
@@ -278,7 +278,7 @@ def test_saved_sequence_is_restored_in_another_context(
         assert (two.kv.rows(0, d).k == one.kv.rows(0, a).k[:40]).all()
         assert (two.kv.rows(0, d).v == one.kv.rows(0, a).v[:40]).all()
         assert b.pos_max == 99
-        two.step(d, 5)
+        d.step(5)
         far = np.abs(two.logits().copy() - one.logits().copy()).max()
         assert far < 0.05
 
@@ -290,12 +290,12 @@ def test_closing_the_library_closes_models_and_contexts(variant: Variant, tiny_m
     model = library.load_model(tiny_model)
     ctx = model.context(n_ctx=64)
     a = ctx.sequence()
-    ctx.step(a, 3)
+    a.step(3)
     library.close()
-    for attempt in (lambda: ctx.step(a, 3), model.context, ctx.kv.snapshot, a.save):
+    for attempt in (lambda: a.step(3), model.context, ctx.kv.snapshot, a.save):
         with pytest.raises(kv.Closed):
             attempt()
-    other.step(other.sequence(), 3)
+    other.sequence().step(3)
     assert other.kv.stats.used == 1
     other.model.close()
 
@@ -313,7 +313,7 @@ def test_only_the_patched_library_has_counters(
             pytest.skip("kv-counters does not apply to this release")
         ctx = library.load_model(tiny_model).context(n_ctx=64)
         before = ctx.counters
-        ctx.step(ctx.sequence(), 3)
+        ctx.sequence().step(3)
         assert (ctx.counters - before).slot_searches == 1
 
 
@@ -378,8 +378,8 @@ def test_trained_model_generates_the_same_text_in_all_builds(
             with kv.open(variant.folder, isolated=isolated) as library:
                 ctx = library.load_model(trained_model).context(n_ctx=256)
                 a = ctx.sequence()
-                ctx.decode(a.feed("Once upon a time"))
-                texts.add("".join(ctx.generate(a, max_tokens=40)))
+                ctx.decode(a.feed(a.context.model.tokenize("Once upon a time")))
+                texts.add("".join(a.generate(max_tokens=40)))
     assert len(texts) == 1
     assert len(texts.pop().split()) > 20
 
@@ -405,7 +405,7 @@ def test_batched_steps_equal_single_steps(speaking: kv.Model) -> None:
                 else:
                     chosen = []
                     for lane, token in zip(lanes, tokens, strict=True):
-                        ctx.step(lane, token)
+                        lane.step(token)
                         chosen.append(sampler.sample(ctx))
                     tokens = chosen
                 rows.append(tokens)

@@ -44,8 +44,8 @@ class Setup:
         self.model = model
         self.ctx = ctx = model.context(256, 16, n_ubatch=8, n_seq_max=8)
         self.a, self.b = ctx.sequence(), ctx.sequence()
-        ctx.prefill(self.a, PROMPT)
-        ctx.prefill(self.b, OTHER)
+        self.a.prefill(PROMPT)
+        self.b.prefill(OTHER)
         self.saved = self.b.save()
         self.prefixes = kv.PrefixCache(ctx, entries=2)
         self.slots = kv.SlotCache(ctx, 2, size=64)
@@ -78,7 +78,7 @@ class Setup:
                 if not sequence.open or sequence.positions != list(range(len(sequence))):
                     continue
                 with fresh.sequence() as same:
-                    fresh.prefill(same, [*sequence.tokens, 11])
+                    same.prefill([*sequence.tokens, 11])
                     ctx.decode(sequence.feed([11]))
                     left, right = sequence.logits().copy(), same.logits().copy()
                     np.testing.assert_allclose(left, right, rtol=0, atol=1e-4)
@@ -91,12 +91,12 @@ def consume(stream: kv.TextStream) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Setup], object]] = {
-    "prefill": lambda s: s.ctx.prefill(s.a, LONG),
+    "prefill": lambda s: s.a.prefill(LONG),
     "decode": lambda s: s.ctx.decode([s.a.feed([1, 2]), s.b.feed([3])]),
-    "step": lambda s: s.ctx.step(s.a, 4),
+    "step": lambda s: s.a.step(4),
     "step_all": lambda s: s.ctx.step_all([s.a, s.b], [4, 5]),
     "advance": lambda s: s.ctx.advance([s.a], [4], 5, s.model.sampler()),
-    "generate": lambda s: consume(s.ctx.generate(s.a, 5, stop_at_end=False)),
+    "generate": lambda s: consume(s.a.generate(5, stop_at_end=False)),
     "clear": lambda s: s.ctx.clear(),
     "fork": lambda s: s.a.fork(3).close(),
     "copy_to": lambda s: s.a.copy_to(s.b),
@@ -119,12 +119,12 @@ OPERATIONS: dict[str, Callable[[Setup], object]] = {
 INNER: dict[str, Callable[[Setup], object]] = {
     "clear": lambda s: s.ctx.clear(),
     "sequence": lambda s: s.ctx.sequence(),
-    "prefill": lambda s: s.ctx.prefill(s.b, LONG),
+    "prefill": lambda s: s.b.prefill(LONG),
     "decode": lambda s: s.ctx.decode(s.b.feed([1, 2])),
-    "step": lambda s: s.ctx.step(s.b, 4),
+    "step": lambda s: s.b.step(4),
     "step_all": lambda s: s.ctx.step_all([s.a, s.b], [4, 5]),
     "advance": lambda s: s.ctx.advance([s.b], [4], 5, s.model.sampler()),
-    "generate": lambda s: consume(s.ctx.generate(s.b, 2)),
+    "generate": lambda s: consume(s.b.generate(2)),
     "trim": lambda s: s.b.trim(1),
     "remove": lambda s: s.b.remove(),
     "shift": lambda s: s.b.shift(0, None, 1),
@@ -248,7 +248,7 @@ def test_a_handler_may_cancel(tmp_path: Path) -> None:
         handler_in_calls(setup, setup.ctx.cancel) as seen,
         pytest.raises(Cancelled, match="tokens left"),
     ):
-        setup.ctx.prefill(setup.a, LONG)
+        setup.a.prefill(LONG)
     assert set(seen) == {"no error"}
     assert setup.a.tokens == PROMPT + LONG[:16]
     setup.check()
@@ -284,8 +284,8 @@ def called_at_line(number: int, inner: Callable[[], object]) -> Iterator[list[st
 
 
 GENERATING: dict[str, Callable[[Setup], list[int]]] = {
-    "generate": lambda s: generated(s.ctx.generate(s.a, 3, stop_at_end=False)),
-    "prefill": lambda s: s.ctx.prefill(s.a, LONG) or [],
+    "generate": lambda s: generated(s.a.generate(3, stop_at_end=False)),
+    "prefill": lambda s: s.a.prefill(LONG) or [],
     "batcher": lambda s: submitted(s.batcher),
 }
 
@@ -316,7 +316,7 @@ def test_a_call_between_any_two_lines_leaves_no_wrong_data(
     inners: dict[str, Callable[[Setup], object]] = {
         "clear": lambda s: s.ctx.clear(),
         "trim": lambda s: [each.trim(1) for each in (s.a, *(o.sequence for o in s.slots._slots))],
-        "step": lambda s: s.ctx.step(s.a, 30),
+        "step": lambda s: s.a.step(30),
         "decode": lambda s: s.ctx.decode(s.a.feed([30, 31])),
         "close": lambda s: s.a.close(),
     }

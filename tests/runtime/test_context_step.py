@@ -47,7 +47,7 @@ def test_step_of_several_sequences_equals_single_steps(tmp_path: Path) -> None:
         ctx.step_all(sequences, tokens)
         expected = []
         for each, token in zip(singles, tokens, strict=True):
-            alone.step(each, token)
+            each.step(token)
             expected.append(alone.logits().copy())
         assert np.array_equal(ctx.logits_all(), np.stack(expected))
         for place, each in enumerate(sequences):
@@ -133,7 +133,7 @@ def test_rows_become_stale_as_single_logits_do(tmp_path: Path) -> None:
     assert rows.shape == (3, ctx.n_vocab)
     assert rows.argmax(axis=1).tolist() == [ctx.logits(place).argmax() for place in (1, 2, 3)]
     kept = rows.copy()
-    ctx.step(a, 5)
+    a.step(5)
     assert rows.stale
     for read in (lambda: rows.argmax(axis=1), rows.copy, lambda: rows[0]):
         with pytest.raises(StaleLogits):

@@ -57,7 +57,7 @@ def test_failed_step_reports_its_cause(tmp_path: Path) -> None:
     a = ctx.sequence()
     ctx.decode(a.feed([5] * 8))
     with pytest.raises(NoKVSlot) as caught:
-        ctx.step(a, 5)
+        a.step(5)
     assert (caught.value.cause, caught.value.n_tokens) == ("full", 1)
     assert len(a) == 8
 

@@ -27,9 +27,9 @@ STOCK = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
 def sparse(ctx: Context) -> tuple[Sequence, Sequence]:
     """Put one sequence at the start of the cache and one at its end, with a gap between them."""
     low, gone, high = ctx.sequence(), ctx.sequence(), ctx.sequence()
-    ctx.prefill(low, [10, 11, 12, 13])
-    ctx.prefill(gone, [5] * 30)
-    ctx.prefill(high, [20, 21, 22, 23, 24])
+    low.prefill([10, 11, 12, 13])
+    gone.prefill([5] * 30)
+    high.prefill([20, 21, 22, 23, 24])
     gone.close()
     return low, high
 
@@ -60,7 +60,7 @@ def test_defragmentation_by_restore_keeps_the_bytes(tmp_path: Path) -> None:
 def test_compact_cache_saves_no_states(tmp_path: Path) -> None:
     """Check that nothing is saved if the cache is compact."""
     ctx = kit.context(tmp_path, STOCK)
-    ctx.prefill(ctx.sequence(), [1, 2, 3])
+    ctx.sequence().prefill([1, 2, 3])
     ctx.native.state_save = None
     report = ctx.kv.defrag()
     assert (report.cells, report.moves, report.bytes, report.passes) == (0, 0, 0, 0)
@@ -178,7 +178,7 @@ def test_unrestorable_sequence_is_in_the_error(tmp_path: Path) -> None:
     ctx.native.state_load = load
     high.restore(caught.value.saved[high.id])
     assert high.tokens == [20, 21, 22, 23, 24]
-    ctx.step(high, 25)
+    high.step(25)
 
 
 def test_failed_save_keeps_the_states_saved_before(tmp_path: Path) -> None:

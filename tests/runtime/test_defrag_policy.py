@@ -40,8 +40,8 @@ def sparse(folder: Path, native: dict[str, Any] = SCATTERED, **options: Any) -> 
     ctx = kit.context(folder, native, n_ctx=1024, n_batch=512, **options)
     seen = counted(ctx)
     gone, live = ctx.sequence(), ctx.sequence()
-    ctx.prefill(gone, [5] * 600)
-    ctx.prefill(live, [6] * 20)
+    gone.prefill([5] * 600)
+    live.prefill([6] * 20)
     gone.remove()
     return ctx, live, seen
 
@@ -49,7 +49,7 @@ def sparse(folder: Path, native: dict[str, Any] = SCATTERED, **options: Any) -> 
 def steps(ctx: Context, sequence: Sequence, n: int) -> None:
     """Decode tokens."""
     for _ in range(n):
-        ctx.step(sequence, 7)
+        sequence.step(7)
 
 
 def test_wasted_and_moved_bytes_are_zero_in_a_compact_cache(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_threshold_policy_defragments_when_the_loss_exceeds_the_cost(tmp_path: P
         )
         before = None
         for n in range(1, 20):
-            ctx.step(live, 7)
+            live.step(7)
             if seen and before is None:
                 before = n
         assert before is None if when is None else abs(before - when) <= 1
@@ -107,7 +107,7 @@ def test_refilled_cache_is_not_defragmented(tmp_path: Path) -> None:
     )
     steps(ctx, live, 3)
     filler = ctx.sequence()
-    ctx.prefill(filler, [1] * 590)
+    filler.prefill([1] * 590)
     assert ctx.defrag_policy.dirty
     steps(ctx, live, defrag_policy.LOOK_INTERVAL)
     assert not ctx.defrag_policy.dirty
@@ -148,8 +148,8 @@ def test_defragmentation_blocked_by_forks_is_retried_after_a_removal(tmp_path: P
     stock = {"capabilities": ALL & ~Capability.DEFRAG, "contiguous": False}
     ctx = kit.context(tmp_path, stock, n_ctx=1024, n_batch=512, defrag_policy="always")
     gone, live = ctx.sequence(), ctx.sequence()
-    ctx.prefill(gone, [5] * 600)
-    ctx.prefill(live, [6] * 20)
+    gone.prefill([5] * 600)
+    live.prefill([6] * 20)
     fork = live.fork()
     gone.close()
     steps(ctx, live, 2)

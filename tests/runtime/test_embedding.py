@@ -65,10 +65,10 @@ def test_embeddings_are_views_of_the_last_decode(tmp_path: Path) -> None:
     a = plain.sequence()
     with pytest.raises(StaleLogits):
         plain.embedding()
-    plain.prefill(a, [5, 6, 7], logits=False)
+    a.prefill([5, 6, 7], logits=False)
     last = plain.embedding()
     assert np.array_equal(last, plain.embedding(2))
-    plain.step(a, 8)
+    a.step(8)
     with pytest.raises(StaleLogits, match="embeddings"):
         last.copy()
     for wrong in (2**31, -(2**40), "a", 1.5):
@@ -87,11 +87,11 @@ def test_a_context_has_embeddings_or_logits(tmp_path: Path) -> None:
     """Sampling, generating and batching need logits."""
     ctx = context(tmp_path)
     a = ctx.sequence()
-    ctx.prefill(a, [5, 6, 7])
+    a.prefill([5, 6, 7])
     with ctx.model.sampler() as sampler:
         calls = [
             ctx.logits, ctx.logits_all, a.logits, lambda: sampler.sample(ctx),
-            lambda: list(ctx.generate(a, 2)), lambda: Batcher(SlotCache(context(tmp_path))),
+            lambda: list(a.generate(2)), lambda: Batcher(SlotCache(context(tmp_path))),
         ]  # fmt: skip
         for call in calls:
             with pytest.raises(UsageError, match="no logits"):

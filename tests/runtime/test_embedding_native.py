@@ -74,7 +74,7 @@ def test_pooled_embeddings_are_those_of_the_tokens(model: kv.Model, unified: boo
                     with pytest.raises(UsageError):
                         other.embedding()
                     with pytest.raises(kv.DecodeError):
-                        context.step(other, 5)  # releases through b5640 would assert
+                        other.step(5)  # releases through b5640 would assert
 
 
 def test_micro_batch_is_reduced_for_mean_pooling(model: kv.Model) -> None:

@@ -233,8 +233,8 @@ def test_an_interrupted_change_is_complete(tmp_path: Path, name: str) -> None:
     while True:
         context = kit.context(tmp_path)
         one, other = context.sequence(), context.sequence()
-        context.prefill(one, [1, 2, 3, 4, 5, 6])
-        methods = ("seq_rm", "seq_cp", "seq_add", "seq_div", "clear")
+        one.prefill([1, 2, 3, 4, 5, 6])
+        methods = ("seq_rm", "seq_cp", "seq_add", "seq_div", "clear", "state_load")
         with kit.interrupted(context.native, methods, number) as calls:
             try:
                 CHANGES[name](one, other)

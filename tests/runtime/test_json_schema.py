@@ -90,8 +90,8 @@ def test_a_model_of_sentencepiece_fills_a_schema(
     ):
         assert model.piece(model.tokenize("{", add_special=False)[0]) == b" "
         with ctx.sequence() as sequence, model.sampler(json_schema=SCHEMA) as sampler:
-            ctx.prefill(sequence, "Once")
-            text = "".join(ctx.generate(sequence, 150, sampler))
+            sequence.prefill(sequence.context.model.tokenize("Once"))
+            text = "".join(sequence.generate(150, sampler))
         jsonschema.validate(json.loads(text), SCHEMA)
 
 

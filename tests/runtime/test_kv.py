@@ -79,7 +79,7 @@ def test_missing_capabilities_are_named(tmp_path: Path) -> None:
     """Check defragmentation, cells and states."""
     poor = Capability.SAMPLER
     ctx = kit.context(tmp_path, {"capabilities": poor})
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     for attempt, name in (
         (ctx.kv.defrag, "DEFRAG"),
         (ctx.kv.snapshot, "CELLS"),
@@ -126,7 +126,7 @@ def test_rows_are_ordered_by_position(tmp_path: Path, flash_attn: bool) -> None:
     ctx = kit.context(tmp_path, n_ctx=16, flash_attn=flash_attn)
     a = scattered(ctx)
     for token in (100, 101):
-        ctx.step(a, token)
+        a.step(token)
     rows = ctx.kv.rows(0, a)
     assert rows.pos.tolist() == list(range(10))
     values = rows.k.view(np.float16)[:, 0]
@@ -153,12 +153,12 @@ def test_a_prompt_longer_than_the_cache_has_its_own_error(tmp_path: Path) -> Non
     ctx = kit.context(tmp_path, n_ctx=16)
     a = ctx.sequence()
     with pytest.raises(PromptTooLong, match="17 tokens does not fit into a cache of 16") as caught:
-        ctx.prefill(a, [7] * 17)
+        a.prefill([7] * 17)
     assert (caught.value.needed, caught.value.available) == (17, 16)
     assert not isinstance(caught.value, NoKVSlot)
     assert len(a) == ctx.kv.stats.used == 0
-    ctx.prefill(a, [7] * 10)
+    a.prefill([7] * 10)
     with pytest.raises(PromptTooLong, match="18 tokens"):
-        ctx.prefill(a, [7] * 8)
+        a.prefill([7] * 8)
     assert len(a) == 10
-    ctx.prefill(a, [7] * 6)
+    a.prefill([7] * 6)

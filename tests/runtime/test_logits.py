@@ -45,7 +45,7 @@ def test_every_read_is_refused_after_a_later_decode(tmp_path: Path, read) -> Non
     logits = ctx.logits()
     kept, before = logits.copy(), read(logits)
     assert not logits.stale
-    ctx.step(a, 4)
+    a.step(4)
     assert logits.stale
     with pytest.raises(StaleLogits):
         read(logits)
@@ -71,7 +71,7 @@ def test_failed_decode_makes_logits_stale(tmp_path: Path) -> None:
 def test_logits_of_a_closed_context_are_stale(tmp_path: Path) -> None:
     """Check that closing makes them unreadable as well."""
     ctx = kit.context(tmp_path)
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     logits = ctx.logits()
     ctx.close()
     assert logits.stale
@@ -95,7 +95,7 @@ CHANGES = [
 def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
     """A write into the memory of the library would change the logits that C samples from."""
     ctx = kit.context(tmp_path)
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     for view in (ctx.logits(), ctx.logits_all()):
         before = view.copy()
         with pytest.raises(UsageError, match=r"read-only.*np\.array\(logits\)"):
@@ -106,7 +106,7 @@ def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
 def test_slices_of_logits_are_copies(tmp_path: Path) -> None:
     """A slice is a new array, and a result that is a view of its array is read-only."""
     ctx = kit.context(tmp_path)
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     logits = ctx.logits()
     part = logits[:3]
     part[:] = 7
@@ -157,7 +157,7 @@ def test_places_without_logits_are_refused(tmp_path: Path) -> None:
     for wrong in (0, 4, -4, 99):
         with pytest.raises(UsageError, match="has no logits"):
             ctx.logits(wrong)
-    ctx.step(a, 5)
+    a.step(5)
     assert len(ctx.logits(0)) == ctx.n_vocab
     with pytest.raises(UsageError):
         ctx.logits(1)
@@ -169,7 +169,7 @@ def test_places_without_logits_are_refused(tmp_path: Path) -> None:
 def test_top_tokens_are_ordered_best_first(tmp_path: Path) -> None:
     """Check the order of `top`."""
     ctx = kit.context(tmp_path)
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     logits = ctx.logits()
     best = logits.top(2)
     assert best[0][0] == logits.argmax()

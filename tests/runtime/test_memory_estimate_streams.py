@@ -73,7 +73,7 @@ def context(model: kv.Model, asked: dict[str, Any], **options: Any) -> Any:
 def fresh(model: kv.Model, tokens: list[int]) -> np.ndarray:
     """Return the logits after these tokens in a new context."""
     with model.context(256, n_batch=64) as ctx:
-        ctx.prefill(ctx.sequence(), tokens)
+        ctx.sequence().prefill(tokens)
         return ctx.logits().copy()
 
 

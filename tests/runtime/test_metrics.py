@@ -92,7 +92,7 @@ LEVELS = {
     *("slots", "in_use", "size", "tokens", "waiting", "active", "checkpoints", "checkpoint_bytes"),
     *("resident", "paged", "leased", "pinned", "nodes", "cells", "budget"),
     *("resident_bytes", "paged_bytes", "bytes", "stored_pages", "stored_bytes"),
-    *("parked", "states", "bytes_by_tier"),
+    *("parked", "states", "bytes_by_tier", "digest_bytes"),
 }
 
 

@@ -59,7 +59,7 @@ def load(path: Path) -> kv.Model:
 def fill(model: kv.Model, **options: Any) -> kv.Sequence:
     """Return a sequence with tokens in a new context."""
     sequence = model.context(**SHAPE, **options).sequence()
-    sequence.context.prefill(sequence, TOKENS)
+    sequence.prefill(TOKENS)
     return sequence
 
 
@@ -322,11 +322,11 @@ def test_state_of_other_weights_is_refused(library: kv.OpenLibrary, tmp_path: Pa
     shape = {"n_ctx": 64, "n_batch": 64}
     with m1.context(**shape) as ctx:
         first = ctx.sequence()
-        ctx.prefill(first, TOKENS)
+        first.prefill(TOKENS)
         saved = first.save()
     with m2.context(**shape) as ctx:
         sequence = ctx.sequence()
-        ctx.prefill(sequence, TOKENS[:9])
+        sequence.prefill(TOKENS[:9])
         with pytest.raises(StateForeign, match=m1.digest()):
             sequence.restore(saved)
         assert sequence.tokens == TOKENS[:9]
@@ -354,7 +354,7 @@ def test_digest_of_a_split_model_covers_all_files(
         source = [tmp_path / "links" / each.name for each in source]
     with m1.context(64) as ctx:
         sequence = ctx.sequence()
-        ctx.prefill(sequence, TOKENS)
+        sequence.prefill(TOKENS)
         saved = sequence.save()
     with library.load_model(source[0]) as same, same.context(64) as ctx:
         assert same.digest() == m1.digest()

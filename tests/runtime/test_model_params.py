@@ -146,8 +146,8 @@ def test_the_default_threads_follow_the_load(
     a, b = context.sequence(), context.sequence()
     sampler = model.sampler()
     for wanted, decode in (
-        (2, lambda: context.prefill(a, [5, 6])),
-        (1, lambda: context.step(a, 7)),
+        (2, lambda: a.prefill([5, 6])),
+        (1, lambda: a.step(7)),
         (3, lambda: context.step_all([a, b], [8, 9])),
         (1, lambda: context.advance([a], [8], 1, sampler)),
     ):

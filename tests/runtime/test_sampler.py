@@ -80,7 +80,7 @@ def test_repetition_is_punished(tmp_path: Path) -> None:
     assert sampler.sample_logits(np.array([2.0, 1.0], dtype=np.float32)) == 0
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.step(a, 5)
+    a.step(5)
     first = sampler.sample(ctx)
     assert sampler.sample(ctx) != first
 
@@ -121,7 +121,7 @@ def test_a_sampler_of_the_library_ends_with_its_model(tmp_path: Path) -> None:
     """Check use, reset, closing and the order of freeing."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.step(a, 5)
+    a.step(5)
     with ctx.model.sampler(temperature=0.5) as sampler:
         assert sampler.sample(ctx) == ctx.logits().argmax()
         sampler.reset()
@@ -204,9 +204,9 @@ def test_log_probabilities_are_those_of_the_logits(tmp_path: Path) -> None:
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
     with ctx.model.sampler(top_logprobs=2) as sampler:
-        ctx.step(a, 5)
+        a.step(5)
         expected = token_logprobs(ctx.logits().copy(), ctx.logits().argmax(), 2)
-        list(ctx.generate(a, 3, sampler))
+        list(a.generate(3, sampler))
         assert [each.token for each in sampler.logprobs] == a.tokens[1:]
         assert sampler.logprobs[0] == expected
         assert all(len(each.top) == 2 for each in sampler.logprobs)
@@ -228,7 +228,7 @@ def test_processors_change_the_logits(tmp_path: Path) -> None:
         if len(tokens) == 1:
             logits[77] = 100.0
 
-    ctx.step(a, 5)
+    a.step(5)
     before, second = ctx.logits().copy(), ctx.logits().top(2)[1][0]
     with ctx.model.sampler(processors=[ban_best, prefer], top_logprobs=0) as sampler:
         assert sampler.sample(ctx) == second
@@ -253,7 +253,7 @@ def test_bad_processors_are_named(tmp_path: Path) -> None:
     """Not callable, raising, excluding all tokens, or writing NaN."""
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.step(a, 5)
+    a.step(5)
     for wrong in (5, [5], "ab"):
         with pytest.raises(UsageError, match="processors"):
             ctx.model.sampler(processors=wrong)
@@ -274,7 +274,7 @@ def test_bad_processors_are_named(tmp_path: Path) -> None:
 def test_a_processor_that_returns_scores_is_refused(tmp_path: Path) -> None:
     """Those of other libraries return the scores, which would have no effect here."""
     ctx = kit.context(tmp_path)
-    ctx.step(ctx.sequence(), 5)
+    ctx.sequence().step(5)
     with (
         ctx.model.sampler(processors=[lambda tokens, logits: logits + 1]) as sampler,
         pytest.raises(UsageError, match="in place and return None, not an array"),
@@ -292,10 +292,10 @@ def test_a_sampler_that_returns_no_token_is_named(tmp_path: Path, wrong: object)
 
     ctx = kit.context(tmp_path)
     a = ctx.sequence()
-    ctx.step(a, 5)
+    a.step(5)
     expected = r"the result of Wrong\.sample must be a whole number from 0 to"
     with pytest.raises(UsageError, match=expected):
-        next(ctx.generate(a, 3, Wrong()))
+        next(a.generate(3, Wrong()))
     assert a.tokens == [5]
     a.close()
     with kv.SlotCache(ctx) as cache, kv.Batcher(cache) as batcher:

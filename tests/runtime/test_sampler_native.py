@@ -327,16 +327,16 @@ def test_samplers_work_over_a_context(patched: Any, isolated: bool) -> None:
             temperature=1.0, seed=3, grammar='root ::= "(" [a-z]+ ")"', logit_bias={3: -math.inf}
         )
         sequence = ctx.sequence()
-        ctx.prefill(sequence, model.tokenize("Once"))
-        text = "".join(ctx.generate(sequence, 100, params))
+        sequence.prefill(model.tokenize("Once"))
+        text = "".join(sequence.generate(100, params))
         assert text[0] == "("
         assert text[1:].rstrip(")").isalpha()
         sequence.trim(4)
         with model.sampler(grammar='root ::= "abcdef"', top_k=1) as sampler:
-            for piece in ctx.generate(sequence, 9, sampler):
+            for piece in sequence.generate(9, sampler):
                 assert piece == "a"
                 break
-            assert "".join(ctx.generate(sequence, 9, sampler)) == "bcdef"
+            assert "".join(sequence.generate(9, sampler)) == "bcdef"
         with pytest.raises(GrammarError, match="line 1, column 1") as caught:
             model.sampler(grammar="%")
         assert (caught.value.line, caught.value.column) == (1, 1)
@@ -361,7 +361,7 @@ def test_a_loop_in_c_ends_where_nothing_is_allowed(patched: Any, isolated: bool)
         model.context(n_ctx=128) as ctx,
     ):
         sequence = ctx.sequence()
-        ctx.prefill(sequence, model.tokenize("Once"))
+        sequence.prefill(model.tokenize("Once"))
         before = len(sequence)
         ban = {i: -math.inf for i in range(model.info.n_vocab) if model.piece(i).startswith(b"c")}
         with model.sampler(grammar='root ::= "a" "b" "c"', logit_bias=ban) as sampler:
@@ -374,5 +374,5 @@ def test_a_loop_in_c_ends_where_nothing_is_allowed(patched: Any, isolated: bool)
         best = sequence.logits().argmax()
         fresh = model.context(n_ctx=128)
         other = fresh.sequence()
-        fresh.prefill(other, sequence.tokens)
+        other.prefill(sequence.tokens)
         assert other.logits().argmax() == best

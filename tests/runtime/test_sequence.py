@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.errors import (
+    ArgumentTypeError,
     Closed,
     PartialRemovalRefused,
     SharedCells,
@@ -242,7 +245,7 @@ def test_a_type_that_cannot_shift_is_named(tmp_path: Path, kind: str) -> None:
     """Some releases rotate no keys of these types; another type of K works."""
     ctx = kit.context(tmp_path, {"can_shift": False}, type_k=kind)
     a = ctx.sequence()
-    ctx.step(a, 5)
+    a.step(5)
     for move in (lambda: a.shift(None, None, 1), lambda: a.divide(None, None, 2)):
         with pytest.raises(Unsupported, match=f"rotate keys of type {kind}; .*type_k='f16'"):
             move()
@@ -258,7 +261,7 @@ def test_closed_sequence_frees_its_cells_and_refuses_use(tmp_path: Path) -> None
     assert ctx.kv.stats.used == 0
     for attempt in (
         lambda: a.feed([1]),
-        lambda: ctx.step(a, 1),
+        lambda: a.step(1),
         a.fork,
         a.save,
         a.logits,
@@ -285,22 +288,38 @@ def test_close_after_the_worker_ended_raises_nothing(tmp_path: Path) -> None:
     assert not a.open
 
 
-@pytest.mark.parametrize("wrong", [b"bytes", [1.5], "x", ["a"], None])
-def test_only_text_and_tokens_are_fed(tmp_path: Path, wrong: object) -> None:
-    """Check other kinds, and a wrong wish for logits."""
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(b"bytes", "text", 7, None, [1.5], ["a"], [True]),
+        *({5, 6}, frozenset([5]), {5: 6}, {5: 6}.keys(), {5: 6}.values()),
+        *(iter([5, 6]), (token for token in [5, 6]), map(int, "56")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_feed_refuses_all_but_ordered_sequences_of_numbers(tmp_path: Path, wrong: object) -> None:
+    """Check that nothing is decoded or consumed."""
     a = filled(tmp_path)
-    if wrong == "x":
-        with pytest.raises(UsageError, match="one of last, all, none"):
-            a.feed([1], logits="some")
-    else:
-        with pytest.raises(UsageError):
-            a.feed(wrong)
+    before = a.tokens
+    for call in (a.feed, a.prefill):
+        with pytest.raises(ArgumentTypeError, match="tokens"):
+            call(wrong)
+    assert a.tokens == before
+
+
+def test_each_ordered_sequence_of_numbers_is_fed(tmp_path: Path) -> None:
+    """Check the kinds of sequences, and a wrong choice of logits."""
+    a = filled(tmp_path)
+    for tokens in ([5, 6], (5, 6), range(5, 7), array("i", [5, 6]), np.array([5, 6])):
+        assert a.feed(tokens).tokens.tolist() == [5, 6]
+    with pytest.raises(UsageError, match="one of last, all, none"):
+        a.feed([1], logits="some")
 
 
 def test_a_sequence_is_named_by_number_and_length(tmp_path: Path) -> None:
     """Check the text of a sequence, also without tokens."""
     a = filled(tmp_path)
-    a.context.decode(a.feed(7))
+    a.context.decode(a.feed([7]))
     assert a.tokens[-1] == 7
     assert repr(a) == "<Sequence 0, 11 tokens>"
     assert a

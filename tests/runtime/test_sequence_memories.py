@@ -74,7 +74,7 @@ def fresh(model: Model, tokens: list[int]) -> NDArray[np.float32]:
 
 def after(sequence: Any, tokens: list[int]) -> NDArray[np.float32]:
     """Append tokens to a sequence; return the logits after the last one."""
-    sequence.context.prefill(sequence, tokens)
+    sequence.prefill(tokens)
     found: NDArray[np.float32] = sequence.logits().copy()
     return found
 
@@ -179,7 +179,7 @@ def test_cancelled_decode_leaves_no_tokens(context: Context, model: Model) -> No
     after(sequence, TOKENS[:100])
     context.native.cancel_after(context.handle, 40)
     with pytest.raises(Cancelled):
-        context.prefill(sequence, TOKENS[100:])
+        sequence.prefill(TOKENS[100:])
     context.native.cancel_after(context.handle, -1)
     rest = TOKENS if not len(sequence) else TOKENS[100:]
     assert len(sequence) in (0, 100)

@@ -89,7 +89,7 @@ def test_every_mover_moves_the_same(model: kv.Model, kind: str) -> None:
                 assert np.array_equal(old.v, new.v), what
             seen = ctx.kv.snapshot()
             assert seen.stats.holes == 1, what
-            ctx.step(sequence, 5)
+            sequence.step(5)
             results.setdefault(plan, set()).add(
                 seen.streams[0].pos.tobytes() + ctx.logits().copy().tobytes()
             )
@@ -110,8 +110,8 @@ def test_ordered_is_exact(model: kv.Model, kind: str) -> None:
             sequence, other = scatter(ctx), fresh.sequence()
             other.restore(sequence.save())
             ctx.kv.defrag()
-            for each, context in ((sequence, ctx), (other, fresh)):
-                context.step(each, 5)
+            for each in (sequence, other):
+                each.step(5)
             found.append(np.array_equal(ctx.logits().copy(), fresh.logits().copy()))
     assert found[PLANS.index("ordered")]
 
@@ -143,12 +143,12 @@ def test_a_context_moves_cells_by_its_own_plan(model: kv.Model) -> None:
             model.context(512, 256, 256, 2, flash_attn=False, defrag_plan=plan) as beside,
         ):
             filler, sequence = ctx.sequence(), ctx.sequence()
-            ctx.prefill(filler, [i % 50 for i in range(1000)])
-            ctx.prefill(sequence, [i % 49 for i in range(2000)])
+            filler.prefill([i % 50 for i in range(1000)])
+            sequence.prefill([i % 49 for i in range(2000)])
             filler.remove()
-            ctx.step(sequence, 5)  # schedules a defragmentation in releases through 0.3.16
+            sequence.step(5)  # schedules a defragmentation in releases through 0.3.16
             scatter(beside)
-            ctx.step(sequence, 6)
+            sequence.step(6)
             assert ctx.counters.defrags == 1
             found.add(ctx.kv.snapshot().streams[0].pos.tobytes())
     assert len(found) == 1
@@ -163,8 +163,8 @@ def test_threads_move_the_same(model: kv.Model) -> None:
             8192, 512, 512, 2, flash_attn=False, defrag_threads=threads, n_threads=1
         ) as ctx:
             filler, sequence = ctx.sequence(), ctx.sequence()
-            ctx.prefill(filler, [i % 50 for i in range(3000)])
-            ctx.prefill(sequence, [i % 49 for i in range(5000)])
+            filler.prefill([i % 50 for i in range(3000)])
+            sequence.prefill([i % 49 for i in range(5000)])
             filler.remove()
             ctx.kv.defrag()
             found.add(b"".join(each.k.tobytes() + each.v.tobytes() for each in rows(ctx, sequence)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def filled(ctx: Context, n: int, first: int = 10) -> Sequence:
     """Return a sequence with ``n`` tokens."""
     a = ctx.sequence()
-    ctx.prefill(a, range(first, first + n))
+    a.prefill(range(first, first + n))
     return a
 
 
@@ -51,7 +51,7 @@ def test_restored_sequence_equals_the_saved_one(tmp_path: Path, flash_attn: bool
     assert (b.tokens, b.positions, b.pos_max) == (a.tokens, a.positions, 9)
     assert (ctx.kv.rows(0, a).k == ctx.kv.rows(0, b).k).all()
     assert ctx.kv.stats.shared == 0
-    assert "".join(ctx.generate(a, 5)) == "".join(ctx.generate(b, 5))
+    assert "".join(a.generate(5)) == "".join(b.generate(5))
 
 
 def test_saved_sequence_loads_in_another_context(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_interrupted_restore_is_rolled_back(tmp_path: Path, held: int) -> None:
     """Ctrl-C after the C call: the previous tokens of the sequence are restored."""
     ctx = kit.context(tmp_path)
     a, b = ctx.sequence(), ctx.sequence()
-    ctx.prefill(a, [3] * 9)
+    a.prefill([3] * 9)
     saved = a.save()
     if held:
-        ctx.prefill(b, [5] * held)
+        b.prefill([5] * held)
     real = ctx.native.state_load
 
     def interrupted(*args: object) -> int:
@@ -203,7 +203,7 @@ def test_state_parts_are_loaded_completely_or_not_at_all(tmp_path: Path, fails: 
         assert (ctx.kv.rows(0, a).k == ctx.kv.rows(0, b).k).all()
         assert ctx.kv.stats.shared == 0
         assert ctx.kv.stats.used == before + 9
-        assert "".join(ctx.generate(a, 5)) == "".join(ctx.generate(b, 5))
+        assert "".join(a.generate(5)) == "".join(b.generate(5))
     else:
         with pytest.raises(KeyboardInterrupt if fails == "interrupted" else StateError):
             state.load_parts(b, spare, content, given())

@@ -143,7 +143,7 @@ def test_a_computation_that_ends_halfway_empties_all_states(tmp_path, monkeypatc
         context.decode(one.feed([8]))
     assert (len(one), len(other), context.emptied) == (2, 1, ())
     for decode in (
-        lambda: context.step(one, 8),
+        lambda: one.step(8),
         lambda: context.step_all([one], [8]),
         lambda: context.decode(one.feed([8, 9])),
     ):

@@ -85,8 +85,8 @@ def test_default_plan_keeps_keys_values_and_logits(
             after = ctx.kv.rows(0, keep)
             assert np.array_equal(before.k, after.k)
             assert np.array_equal(before.v, after.v)
-            ctx.step(keep, 5)
-            fresh.step(other, 5)
+            keep.step(5)
+            other.step(5)
             assert np.allclose(ctx.logits().copy(), fresh.logits().copy(), atol=0.05)
 
 
@@ -133,4 +133,4 @@ def test_rows_unsupported_by_the_device_move_through_the_host(
         after = ctx.kv.rows(0, keep)
         assert np.array_equal(before.k, after.k)
         assert np.array_equal(before.v, after.v)
-        ctx.step(keep, 5)
+        keep.step(5)

@@ -41,11 +41,11 @@ def everything(context) -> None:
         a, b = context.sequence(), context.sequence()
         context.decode([a.feed([5, 6, 7]), b.feed([8, 9])])
         context.decode(a.feed([4]))
-        context.prefill(a, list(range(5, 15)))
-        context.step(b, 10)
+        a.prefill(list(range(5, 15)))
+        b.step(10)
         context.step_all([a, b], [11, 12])
         context.advance([a, b], [13, 14], 3, sampler)
-        list(context.generate(a, max_tokens=2, stop_at_end=False))
+        list(a.generate(max_tokens=2, stop_at_end=False))
         batch = kv.Batch.of([5], [b.next_pos], b.id)
         context.decode(batch)
         fork = a.fork(4)
@@ -113,7 +113,7 @@ def test_a_loop_without_an_allowed_token(tmp_path: Path, monkeypatch: pytest.Mon
             a = context.sequence()
             with pytest.raises(NoTokenAllowed, match="sample after 3 steps"):
                 context.advance([a], [13], 3, sampler)
-            context.step(a, 10)
+            a.step(10)
     row = next(row for row in rows(path) if row.get("op") == "advance")
     assert [len(row["steps"]), row["result"]["status"]] == [3, 0]
     assert row["result"]["used"] == 3
@@ -210,9 +210,9 @@ def test_recording_samples_the_best_tokens(tmp_path: Path) -> None:
     with runtime_kit.context(tmp_path, n_ctx=256) as context, kv.record(context, path):
         a = context.sequence()
         for token in range(5, 105):
-            context.step(a, token)
-        # A batch that asks for no logits has none.
-        context.prefill(a, [5] * 20, logits=False)
+            a.step(token)
+        # A batch without logits has no samples.
+        a.prefill([5] * 20, logits=False)
     steps = [row for row in rows(path) if row.get("op") == "step"]
     noted = [place for place, row in enumerate(steps) if "best" in row["result"]]
     assert noted == [
@@ -257,11 +257,11 @@ def test_a_context_with_tokens_begins_with_them(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
         a = context.sequence()
-        context.prefill(a, list(range(5, 45)))
+        a.prefill(list(range(5, 45)))
         fork = a.fork(10)
         a.remove(20, 30)
         with kv.record(context, path):
-            context.step(fork, 5)
+            fork.step(5)
         with kv.record(context, path):
             context.clear()
         context.native.seq_cp(context.handle, 0, 1, 0, 5)
@@ -283,10 +283,10 @@ def test_recording_decodes_the_tokens_of_each_stream(tmp_path: Path) -> None:
     able = {"capabilities": ALL | Capability.STREAMS | Capability.KV_UNIFIED}
     with runtime_kit.context(tmp_path, able, n_seq_max=2, kv_unified=False) as context:
         a = context.sequence()
-        context.prefill(a, [5, 6, 7, 8])
+        a.prefill([5, 6, 7, 8])
         a.fork(3)
         with kv.record(context, path):
-            context.step(a, 9)
+            a.step(9)
     batch = trace.read(path)[1][1].arguments
     found = list(zip(batch["seq"], batch["tokens"], strict=True))
     assert sorted(found) == [(0, 5), (0, 6), (0, 7), (0, 8), (1, 5), (1, 6), (1, 7)]
@@ -297,7 +297,7 @@ def test_recording_contains_states_saved_before_it(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context:
         a, b = context.sequence(), context.sequence()
-        context.prefill(a, list(range(5, 15)))
+        a.prefill(list(range(5, 15)))
         before = a.save()
         context.clear()
         with kv.record(context, path):
@@ -316,8 +316,8 @@ def test_recording_without_cells_has_no_counts(tmp_path: Path, capability) -> No
     native = {"capabilities": ALL & ~capability}
     with runtime_kit.context(tmp_path, native) as context, kv.record(context, path):
         a = context.sequence()
-        context.prefill(a, list(range(5, 45)))
-        context.step(a, 5)
+        a.prefill(list(range(5, 45)))
+        a.step(5)
         a.trim(3)
     assert operations(path) == ["context", "batch", "batch", "step", "remove"]
     assert not any("used" in row["result"] for row in rows(path) if "op" in row)
@@ -330,7 +330,7 @@ def test_recording_head_has_the_variables_of_the_worker(tmp_path: Path, monkeypa
     with runtime_kit.context(tmp_path) as context:
         context.native.environment = {"LLAMA_SET_ROWS": "0", "SECRET": "x"}
         with kv.record(context, path):
-            context.step(context.sequence(), 5)
+            context.sequence().step(5)
     assert trace.read(path)[0].environment == {"LLAMA_SET_ROWS": "0"}
 
 
@@ -339,7 +339,7 @@ def test_pictures_can_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with runtime_kit.context(tmp_path) as context, kv.record(context, path, pictures=False):
         a = context.sequence()
-        context.prefill(a, [5, 6, 7])
+        a.prefill([5, 6, 7])
         a.trim(1)
     assert '"picture"' not in "".join(path.read_text().splitlines()[2:])
     assert rows(path)[-2]["result"]["used"] == 1

@@ -32,16 +32,16 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path, monkeypatch, c
     with runtime_kit.context(tmp_path) as context:
         a = context.sequence()
         with pytest.raises(DiskFull, match="make room"), kv.record(context, path) as recording:
-            context.step(a, 5)
+            a.step(5)
             recording.flush()
             full.append(True)
             for token in range(5, 40):
-                context.step(a, token)
+                a.step(token)
             recording.flush()
             assert isinstance(recording.error, DiskFull)
-            context.step(a, 6)
+            a.step(6)
             assert len(a) == 37
-        context.step(a, 7)
+        a.step(7)
         assert not isinstance(context.native, RecordingNative)
         monkeypatch.undo()
         head, lines = trace.read(path)
@@ -58,7 +58,7 @@ def test_closing_the_context_completes_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     context = runtime_kit.context(tmp_path)
     with kv.record(context, path):
-        context.step(context.sequence(), 5)
+        context.sequence().step(5)
         context.close()
     assert trace.read(path)[0].complete
 
@@ -73,7 +73,7 @@ context = runtime_kit.context(pathlib.Path({folder!r}), n_ctx=2048)
 with kv.record(context, {path!r}):
     a = context.sequence()
     for token in range(1000):
-        context.step(a, token % 200)
+        a.step(token % 200)
     os._exit(9)
 """
 

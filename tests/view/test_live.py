@@ -29,13 +29,13 @@ def test_watched_context_shows_each_operation(stock) -> None:
             b.remove()
             assert context.try_decode(c.feed([1] * 8)) == kv.DecodeStatus.NO_SLOT
             context.kv.defrag()
-            context.step(c, 1)
+            c.step(1)
             context.advance([c], [2], 3, model.sampler())
             fork = a.fork(4)
             fork.close()
         assert context.native is native
         used = context.kv.stats.used
-        context.step(a, 5)
+        a.step(5)
         assert context.kv.stats.used == used + 1
     output = target.file.getvalue()
     assert "batch 8 tokens; no-slot" in output

@@ -149,7 +149,7 @@ def _check_logits(lease: Any) -> None:
     """
     mine, tokens = lease.sequence.logits().copy(), lease.sequence.tokens
     with lease.cache.context.model.context(n_ctx=512, n_batch=64, n_threads=1) as other:
-        other.prefill(other.sequence(), tokens)
+        other.sequence().prefill(tokens)
         far = float(abs(mine - other.logits().copy()).max())
     assert far < 0.02, f"logits after {lease.cached} cached tokens differ by {far}"
 
@@ -299,20 +299,20 @@ class Keeping(NativeStep):
             )
             assert there >= (0, len(_BEGINNING), len(whole))[flushed], "a flush was lost"
             if not there:
-                ctx.prefill(chat, _BEGINNING)
+                chat.prefill(_BEGINNING)
                 ctx.kv.flush()
                 self.note(done, 1)
                 there = len(_BEGINNING)
             if there < len(whole):
                 for token in self._MORE:
-                    ctx.step(chat, token)
+                    chat.step(token)
                 ctx.kv.flush()
                 self.note(done, 2)
             kept = chat.tokens
             ctx.close()
             ctx = self.context(library, kv_backing=path, kv_keep=True)
             chat = ctx.sequence(0)
-            ctx.step(chat, 9)
+            chat.step(9)
             answer = _digest(ctx.logits())
             chat.trim(len(whole))
             ctx.close()

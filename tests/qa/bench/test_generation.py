@@ -46,10 +46,10 @@ def one_by_one(
             tokens = []
             for prompt in next(rounds):
                 one.remove()
-                context.prefill(one, prompt)
+                one.prefill(prompt)
                 for _ in range(work.steps):
                     tokens.append(sampler.sample(context))
-                    context.step(one, tokens[-1])
+                    one.step(tokens[-1])
             tokens[-1] += wrong
             return Round(2.0, tokens, 4.0)
 

@@ -366,6 +366,6 @@ def save_other_rows(sequence: Sequence, **_: bool) -> bytes:
     """Save the tokens of a sequence with the rows of others."""
     context = sequence.context
     with context.model.context(n_ctx=512, n_batch=64) as other:
-        other.prefill(other.sequence(), [1] * len(sequence))
+        other.sequence().prefill([1] * len(sequence))
         raw = other.native.state_save(other.handle, 0)
     return state.pack(context, sequence.ledger, raw)

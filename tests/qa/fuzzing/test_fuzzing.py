@@ -192,7 +192,7 @@ def test_only_a_full_cache_may_refuse_a_decode(patched: Variant) -> None:
     library = kv.open(patched.folder)
     with library, library.load_model(synthetic_models.tiny()).context(n_ctx=32) as context:
         own = context.sequence()
-        context.prefill(own, [1] * context.kv.stats.free)
+        own.prefill([1] * context.kv.stats.free)
         native_targets.goes_on(context, own.feed([1]))
         assert context.kv.stats.free == 0
         own.trim(20)

@@ -98,6 +98,6 @@ def test_nothing_is_known_about_cells_after_a_decode() -> None:
     """A manager that needs them fails, and is not misled."""
     with counting_context(64, 4, 64, 1.0) as ctx:
         assert ctx.kv.stats.size == 64
-        ctx.prefill(ctx.sequence(), [1, 2, 3])
+        ctx.sequence().prefill([1, 2, 3])
         with pytest.raises(Unsupported):
             _ = ctx.kv.stats
