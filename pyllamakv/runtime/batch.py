@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.protocol import Pooling
 from pyllamakv.errors import ArgumentTypeError, UsageError
 from pyllamakv.runtime import swa
 
@@ -41,12 +43,15 @@ class BatchArrays(NamedTuple):
 class Feed:
     """The next tokens (n,) int32 of a sequence, and which of them need logits.
 
-    `Sequence.feed` creates it.
+    `Sequence.feed` creates it. Raises UsageError for tokens that are not integers of 32 bits.
     """
 
     sequence: SequenceParts
     tokens: NDArray[np.int32]
     logits: LogitsChoice = "last"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", as_tokens(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -142,7 +147,8 @@ class Batch:
 def as_int32(values: Any, what: str) -> NDArray[np.int32]:
     """Return a flat int32 array, without a copy if it is one already; raises UsageError.
 
-    Accepts arrays of integers and iterables of whole numbers, but no bool, float, text or bytes.
+    Accepts arrays of integers and iterables of whole numbers, but no bool, float, text, bytes,
+    mapping or set, which has no order.
     """
     if isinstance(values, np.ndarray):
         if values.dtype == np.int32 and values.ndim == 1:
@@ -162,6 +168,17 @@ def as_int32(values: Any, what: str) -> NDArray[np.int32]:
     return wide.astype(np.int32)
 
 
+def as_tokens(values: Any) -> NDArray[np.int32]:
+    """Return the tokens of a feed as `as_int32` does, but refuse what has no fixed order or length.
+
+    A feed may be decoded again, so an iterator that is consumed once is an error.
+    """
+    if not isinstance(values, Sequence | array | np.ndarray):
+        expected = "a list or another ordered sequence of tokens" + _hint("tokens", type(values))
+        raise arguments.wrong_type("tokens", values, expected)
+    return as_int32(values, "tokens")
+
+
 def _numbers(values: Any, what: str) -> NDArray[Any]:
     """Return the whole numbers of an iterable as an array."""
     if isinstance(values, range):
@@ -176,7 +193,10 @@ def _numbers(values: Any, what: str) -> NDArray[Any]:
         return np.asarray(values, dtype=np.int64)
     given = values
     if not isinstance(values, list | tuple):
-        given = arguments.items(what, values, _NUMBERS + _hint(what, type(values)))
+        expected = _NUMBERS + _hint(what, type(values))
+        if isinstance(values, Set):
+            raise arguments.wrong_type(what, values, expected)
+        given = arguments.items(what, values, expected)
     kinds = set(map(type, given))
     if kinds != {int}:
         for kind in kinds:

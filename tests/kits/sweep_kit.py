@@ -603,9 +603,17 @@ def _flag(value: Any) -> bool:
 def _tokens(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and (not value.size or value.dtype.kind in "iu")
-    if isinstance(value, str | bytes | bytearray | memoryview | dict):
+    if isinstance(value, str | bytes | bytearray | memoryview | dict | set | frozenset):
         return False
     return _iterable(value) and all(map(_whole, value))
+
+
+def _positions(value: Any) -> bool:
+    return _tokens(list(value) if isinstance(value, set | frozenset) else value)
+
+
+def _ordered(value: Any) -> bool:
+    return isinstance(value, list | tuple | range | np.ndarray) and _tokens(value)
 
 
 def _iterable(value: Any) -> bool:
@@ -706,6 +714,11 @@ ANY: dict[str, Callable[[Any], bool]] = {
 #: What parameters of single calls accept, besides what their annotation says.
 BY_CALL: dict[str, Callable[[Any], bool]] = {
     "ContextParams.flash_attn": ACCEPTS["FlashAttn"],
+    "Batcher.submit.checkpoints": _positions,
+    "PrefixCache.acquire.checkpoints": _positions,
+    "SlotCache.acquire.checkpoints": _positions,
+    "Sequence.feed.tokens": _ordered,
+    "Sequence.prefill.tokens": _ordered,
 }
 
 
