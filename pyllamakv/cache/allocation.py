@@ -2,8 +2,8 @@
 
 A prompt gets the sequence with its longest cached prefix, or a fork of it. If sequences, cells or
 bytes run out, the branch with the lowest priority (see `eviction_policy`) is evicted first, then
-the deepest, then the largest; never a branch point or a node with a lease. A branch is paged out if
-the cache has a pager, else dropped.
+the deepest, then the largest, and pinned ones last; never a branch point or a node with a lease. A
+branch is paged out if the cache has a tier and host memory suffices for it, else dropped.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyllamakv.binding.protocol import Capability
-from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.defrag_retry import CellUsage
 from pyllamakv.cache.radix_tree import TOKEN_BYTES
-from pyllamakv.cache.residency import DamagedPage, Windows
+from pyllamakv.cache.residency import DamagedPage, shares_cells
 from pyllamakv.errors import (
     NativeError,
     NoSlotAvailable,
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from pyllamakv.cache.lease import PrefixLease
-    from pyllamakv.cache.paging import Page
     from pyllamakv.cache.prefix_cache import PrefixCounts
     from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.residency import Residency
-    from pyllamakv.cache.stored_branches import StoredBranches
+    from pyllamakv.cache.tier import Page, PrefixTier
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.errors import KVCacheFull
     from pyllamakv.runtime.context import Context
@@ -59,11 +57,13 @@ class Allocator:
         context: Context,
         branches: Residency,
         counts: PrefixCounts,
-        stored: StoredBranches | None = None,
+        stored: PrefixTier | None = None,
     ) -> None:
         self.context, self.branches, self.counts, self.stored = context, branches, counts, stored
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = capacity(context)
+        #: Maximum number of tokens of all sequences; None: no limit, or each has its own cells.
+        self._cells = self.max_sequence_tokens if shares_cells(context) else None
         #: The leases that are not released.
         self.leases: list[PrefixLease] = []
 
@@ -77,7 +77,7 @@ class Allocator:
         ``resumed`` is the node of a parked lease, whose sequence may be taken over. Raises
         NoSlotAvailable, or KVCacheFull if the rest cannot fit; the cache is unchanged then.
         """
-        exact = self.branches.exact
+        exact = False
         while True:
             node, length = self._find(key, groups, exact=exact)
             self.check_cells(len(key) // TOKEN_BYTES - length, node, length)
@@ -91,44 +91,24 @@ class Allocator:
                     raise
                 exact = True
                 if self.stored is not None and resumed is None:
-                    loaded = self.stored.load(self, key, groups, exact=True)
-                    self.counts.add("loaded_tokens", loaded)
+                    self.branches.load_stored(self.stored, self, key, salt, groups, exact=True)
 
     def _find(self, key: bytes, groups: Many[Group], *, exact: bool) -> tuple[Node, int]:
         """Return the node in which the usable prefix ends, and the prefix's length.
 
-        ``exact``: the prefix must end at a node that has an entry.
+        ``exact``: the prefix must end where a branch does.
         """
-        pages = True
+        branches, pages = self.branches, True
         while True:
-            node, length = self._candidate(key, groups, exact=exact, pages=pages)
-            there = node.entry is not None or node.leases if exact else node.ref_count
-            if not length or there:
+            node, length, paged = branches.longest_prefix(
+                key, salt, groups, exact=exact, pages=pages
+            )
+            if paged is None:
                 return node, length
-            pages = self._page_in(node if exact else self.branches.page_holder(node))
+            pages = self._page_in(paged)
 
-    def _candidate(
-        self, key: bytes, groups: Many[Group], *, exact: bool, pages: bool
-    ) -> tuple[Node, int]:
-        tree = self.branches.tree
-        node, length = tree.match(key)
-        length = min(length, len(key) // TOKEN_BYTES - 1)  # one token is left to decode
-        path = node.path
-        if exact:
-            for each in reversed(path):
-                kept = each.entry is not None or each.leases or (pages and each.page is not None)
-                if kept and each.end <= length and grouping.floor(groups, each.end) == each.end:
-                    return each, each.end
-            return tree.root, 0
-        if not pages:
-            length = min(length, max((each.end for each in path if each.ref_count), default=0))
-        length = grouping.floor(groups, length)
-        return next((each for each in path if each.end >= length > each.start), tree.root), length
-
-    def _page_in(self, node: Node | None) -> bool:
+    def _page_in(self, node: Node) -> bool:
         """Page a node in if cells are free; return whether that succeeded."""
-        if node is None:
-            return False
         try:
             if not self.make_page_room(node):
                 return False
@@ -162,30 +142,35 @@ class Allocator:
                     taken = self.evict(node, length)
                     assert taken is not None
                     return taken
-            donor = branches.provider(node, exact=exact) if length else None
-            if donor is None:
+            source = branches.source(node, exact=exact) if length else None
+            if source is None:
                 self.make_start()
             if branches.vacant:
-                return branches.new() if donor is None else branches.fork(donor, length)
+                return branches.new() if source is None else branches.fork(source, length)
             kept = [each for each in node.path if each.end <= length]
-            victim = self.victim(kept, frees_id=True)
-            if victim is None and donor is not None:
-                victim = _tail(branches, donor, length)
-            if victim is None:
+            evicted = self.next_evicted(kept, frees_id=True)
+            if evicted is None and source is not None:
+                evicted = _tail(branches, source, length)
+            if evicted is None:
                 raise self.no_sequence_error()
-            heir = branches.heir(victim) if branches.storage(victim) is None else None
-            if victim.entry is donor and donor is not None and (heir is None or heir.end <= length):
-                taken = self.evict(victim, length)
+            heir = branches.heir(evicted) if branches.storage(evicted) is None else None
+            if (
+                evicted.entry is source
+                and source is not None
+                and (heir is None or heir.end <= length)
+            ):
+                taken = self.evict(evicted, length)
                 assert taken is not None
                 return taken
-            self.evict(victim)
+            self.evict(evicted)
 
     # Room...
 
-    def victim(self, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
+    def next_evicted(self, kept: Iterable[Node], *, frees_id: bool) -> Node | None:
         """Return the node to evict next, excluding ``kept`` and ancestors of leased nodes.
 
-        A state at a branch point is dropped last, because it serves several prompts.
+        A state at a branch point is dropped after others, because it serves several prompts, and a
+        pinned branch is paged out last.
         """
         branches = self.branches
         protected = {*kept, *branches.leased(self.leases)}
@@ -194,13 +179,17 @@ class Allocator:
             for node in branches.tree.entries
             if node not in protected and branches.removable(node, frees_id=frees_id)
         ]
+        found = [node for node in found if not node.pins] or found
         ends = [
             node for node in found if len(node.children) < 2 or branches.storage(node) is not None
         ]
         return branches.tree.evict_first(set(ends or found).__contains__, entries=True)
 
-    def evict(self, node: Node, keep: int = 0) -> Sequence | None:
-        """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens."""
+    def evict(self, node: Node, keep: int = 0, *, short: int | None = None) -> Sequence | None:
+        """Page a node out, or drop it without paging; its sequence keeps ``keep`` tokens.
+
+        ``short`` is the number of tokens to drop at least, if only cells are needed.
+        """
         branches = self.branches
         if branches.storage(node) is not None:
             try:
@@ -213,22 +202,30 @@ class Allocator:
             else:
                 self.counts.add("paged_out")
                 return kept
-        kept = branches.drop(node, keep)
         self.counts.add("evictions")
         return kept
 
     def free_sequences(self, n: int, kept: Iterable[Node]) -> bool:
-        """Free sequences by eviction. Returns False if too few can be evicted."""
+        """Free sequences by eviction. Returns False, and evicts none, if too few can be evicted."""
         kept = list(kept)
-        idle = sum(node not in kept for node in self.branches.tree.entries)
+        idle = sum(self._may_go(node, kept) for node in self.branches.tree.entries)
         if self.branches.vacant + idle < n:
             return False
         while self.branches.vacant < n:
-            node = self.victim(kept, frees_id=True)
+            node = self.next_evicted(kept, frees_id=True)
             if node is None:
                 return False
             self.evict(node)
         return True
+
+    def _may_go(self, node: Node, kept: Many[Node]) -> bool:
+        """Return whether the sequence of a node may be freed, perhaps after those below it."""
+        branches = self.branches
+        if node in kept or (node.protected and branches.storage(node) is None):
+            return False
+        if node.children:
+            return True
+        return branches.removable(node, frees_id=True) and branches.heir(node) not in kept
 
     def make_start(self) -> None:
         """Empty the context if this release needs that before another sequence can start.
@@ -257,17 +254,14 @@ class Allocator:
         branches, node = self.branches, lease.node
         if node.parent is None or node.entry is not None or node.page is not None:
             return
-        assert isinstance(branches, Windows), "only leases with points have states to keep"
-        pager = branches.state_pager
         try:
-            if pager is not None:
-                page = branches.write_page(pager, lease.sequence.save(portable=False), 0, node.end)
-                branches.tree.set_page(node, page)
+            if branches.writes_states:
+                branches.save_state(node, lease.sequence)
                 self.counts.add("paged_out")
             elif branches.vacant:
                 branches.attach(node, branches.fork(lease.sequence, len(lease.sequence)))
-            elif self.stored is not None:
-                self.counts.add("stored_tokens", self.stored.keep(node.key, lease.sequence))
+            if self.stored is not None and node.entry is None:
+                self.stored.keep(node.key, node.salt, lease.sequence)
             branches.tree.touch(node)
         except WorkerDied:
             raise
@@ -343,30 +337,30 @@ class Allocator:
 
     def certainly_fits(self, n: int, lease: PrefixLease | None) -> bool:
         """Return whether ``n`` more tokens certainly fit, without reading the cells."""
-        context, branches = self.context, self.branches
-        if context.stream_per_sequence or self.max_sequence_tokens is None:
+        context, branches, cells = self.context, self.branches, self._cells
+        if cells is None:
             return True
         most = None if _needs_holes(context) else branches.most_cells(self.leases)
         if most is None:
             return False
-        most += n + sum(each.promised for each in self.leases if each is not lease)
-        if most > self.max_sequence_tokens:
+        most += n + sum(each.reserved for each in self.leases if each is not lease)
+        if most > cells:
             return False
-        return branches.alone or most + branches.foreign() <= self.max_sequence_tokens
+        return branches.alone or most + branches.foreign() <= cells
 
     def shortage(self, n: int, lease: PrefixLease | None) -> int:
         """Return how many cells ``n`` more tokens and those granted to other leases lack.
 
         If cells are missing, leases first lose the cells that they were granted in advance.
         """
-        stats = None if self.context.stream_per_sequence else cell_stats(self.context)
+        stats = None if self._cells is None else cell_stats(self.context)
         if stats is None:
             return 0
         others = [each for each in self.leases if each is not lease]
-        if n + sum(each.promised for each in others) > stats.free:
+        if n + sum(each.reserved for each in others) > stats.free:
             for each in others:
                 each.yield_room()
-        return n + sum(each.promised for each in others) - stats.free
+        return n + sum(each.reserved for each in others) - stats.free
 
     def check_cells(self, n: int, node: Node, length: int) -> None:
         """Raise KVCacheFull unless ``n`` tokens fit after ``length`` tokens up to a node."""
@@ -406,7 +400,7 @@ class Allocator:
         """
         kept, context, branches = list(kept), self.context, self.branches
         while short > 0:
-            node = self.victim(kept, frees_id=False)
+            node = self.next_evicted(kept, frees_id=False)
             if node is None:
                 return False
             held = branches.tree.held_tokens
@@ -415,7 +409,7 @@ class Allocator:
                 assert rest is not None
                 branches.attach(head, rest)
             else:
-                self.evict(node)
+                self.evict(node, short=short)
             # Reading the cells costs more than counting evicted tokens, so they are read once at
             # the end.
             freed = branches.freed(held)
@@ -440,9 +434,9 @@ class Allocator:
         return there.full(msg, n)
 
 
-def _tail(branches: Residency, donor: Sequence, length: int) -> Node | None:
+def _tail(branches: Residency, source: Sequence, length: int) -> Node | None:
     """Return the node of a sequence that may be cut although something pinned depends on it."""
-    node = next((each for each in branches.tree.entries if each.entry is donor), None)
+    node = next((each for each in branches.tree.entries if each.entry is source), None)
     if node is None or not branches.removable(node, frees_id=False):
         return None
     heir = branches.heir(node)

@@ -115,7 +115,7 @@ def copy_shared_window(context: Context, sequences: Iterable[Sequence]) -> bool:
     llama.cpp drops a cell outside of the window only if one sequence has it. Returns False if none
     shares any, or if no cells are free for the copies.
     """
-    if not context.info.n_swa or context.stream_per_sequence:
+    if not context.info.n_swa:
         return False
     with context.lock:
         snapshot = context.kv.try_snapshot()
@@ -139,7 +139,7 @@ def cache_full_error(
         LOGGER.debug("no room for %s tokens of sequences: %s", dict(counts), describe(context))
     wanted = sum(counts.values())
     there = CellUsage.of(context, error.stats)
-    if context.stream_per_sequence:
+    if context.partitions > 1:
         # Each sequence has its own cells: report the one that lacks most.
         with context.lock:
             snapshot = context.kv.try_snapshot()

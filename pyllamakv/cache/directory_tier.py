@@ -1,5 +1,6 @@
 """Write the branches of a prefix cache to a store, and load stored prefixes into the cache.
 
+`tier` states when that happens. `prefix_store` has the files.
 K and V of an attention cache are cut into pages of tokens, so that prompts share the pages of their
 common prefix. Other memories (windows, states) are stored as whole sequences.
 """
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.prefix_store import PAGE_TOKENS, UNVERIFIED, PrefixStore, StoredPrefix
 from pyllamakv.cache.radix_tree import TOKEN_BYTES, tokens_to_key
+from pyllamakv.cache.residency import shares_cells, stores_parts
 from pyllamakv.errors import (
     BudgetTooSmall,
     ModelUnverified,
@@ -54,14 +56,16 @@ A = TypeVar("A")
 B = TypeVar("B")
 #: Number of threads that read pages.
 READERS: Final = 2
+#: Number of unfinished prompts whose stored state is removed once they are complete.
+MAX_BACKUPS: Final = 64
 
 
 def identity(context: Context, *, accept_unverified_model: bool = False) -> dict[str, str]:
     """Return what stored pages depend on, as named strings.
 
-    The model and the adapters are identified by digests of their files, the build by its name
-    without the digest. Numbers of cells, batches and threads do not matter. Raises ModelUnverified,
-    unless an unverified model is accepted.
+    The model and the adapters are identified by digests of their files, the build by its release
+    and backend: the patches change no byte of a state. Numbers of cells, batches and threads do not
+    matter. Raises ModelUnverified, unless an unverified model is accepted.
     """
     model, info = context.model, context.info
     try:
@@ -72,7 +76,7 @@ def identity(context: Context, *, accept_unverified_model: bool = False) -> dict
         digest = UNVERIFIED
     found = {
         "model": digest,
-        "build": context.native.about.variant.rpartition("-")[0] or context.native.about.variant,
+        "build": _build(context.native.about.variant),
         "memory": info.memory.name,
         "streams": str(info.n_streams),
         "window": f"{info.n_swa}, full" if context.params.swa_full else str(info.n_swa),
@@ -87,8 +91,16 @@ def identity(context: Context, *, accept_unverified_model: bool = False) -> dict
     return found | {name: str(value) for name, value in state.shape(context).items()}
 
 
-class StoredBranches:
-    """Connect a prefix cache with its store. Raises the errors of `PrefixStore`."""
+def _build(variant: str) -> str:
+    """Return release and backend of a variant: its name without stock or patched, and digest."""
+    parts = variant.rsplit("-", 3)
+    return f"{parts[0]}-{parts[2]}" if len(parts) == 4 else variant
+
+
+class DirectoryTier:
+    """Keep prefixes in a directory, as a `PrefixTier`. Raises the errors of `PrefixStore`."""
+
+    place: Final = "files"
 
     def __init__(
         self,
@@ -117,8 +129,9 @@ class StoredBranches:
 
         The branch used last is written last. If a branch exceeds the budget alone, or one of its
         files cannot be written, the error is raised after the others were written; that of a full
-        disk is raised at once.
+        disk is raised at once. Raises UsageError if the store is only read.
         """
+        self.store.check_owned()
         late: BudgetTooSmall | PrefixStoreError | None = None
         count = 0
         for node, sequence in sorted(_sequences(branches), key=lambda found: found[0].last_used):
@@ -131,28 +144,28 @@ class StoredBranches:
         self.store.sync()
         if late is not None:
             raise late
+        self.stored_tokens += count
         return count
 
-    def keep(self, key: bytes, sequence: runtime.Sequence) -> int:
-        """Write a sequence that the cache cannot keep; return the number of new tokens.
+    def keep(self, key: bytes, salt: bytes, sequence: runtime.Sequence) -> None:
+        """Write a sequence that is about to be closed.
 
-        A failure is logged: the cache needs the room, and the tokens can be decoded again.
+        A failure is logged: the cache needs the room, and the tokens can be decoded again. Nothing
+        is written to a store that is only read.
         """
         try:
-            return self.write(key, sequence)
+            self.stored_tokens += self.write(key, salt, sequence)
         except WorkerDied:
             raise
         except (NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError) as error:
             LOG.warning("%d tokens are not stored: %s", len(key) // TOKEN_BYTES, error)
-            return 0
 
     def write(self, key: bytes, sequence: runtime.Sequence) -> int:
         """Write the tokens of a sequence that are not stored; return their number."""
         self.store.check_owned()
         length = len(key) // TOKEN_BYTES
-        # A window that passed a position cannot return to it, also in a cache of full size.
-        trims = self.context.info.memory is MemoryType.ATTENTION
-        found = self.store.find(key, length, exact=not trims)
+        parts = stores_parts(self.context)
+        found = self.store.find(key, salt, length, exact=not parts)
         if not length or found.length == length:
             self.store.touch(found.pages)
             return 0
@@ -165,8 +178,8 @@ class StoredBranches:
             except StateError as error:
                 LOG.info("a state is stored as a whole: %s", error)
                 self.cuts = False
-        self.store.add("state", None, 0, key, raw)
-        for page in found.pages if trims else ():
+        self.store.add("state", salt, None, 0, key, raw)
+        for page in found.pages if parts else ():
             if page.kind == "state" and page.end == found.length:
                 self.store.replace(page)
         return length - found.length
@@ -198,14 +211,19 @@ class StoredBranches:
     # Reading...
 
     def load(
-        self, allocator: Allocator, key: bytes, groups: Sequence[Group] = (), *, exact: bool = False
-    ) -> int:
+        self,
+        allocator: Allocator,
+        key: bytes,
+        salt: bytes,
+        groups: Sequence[Group] = (),
+        *,
+        exact: bool = False,
+    ) -> None:
         """Add the longest stored prefix of a prompt to the cache, if the cache has a shorter one.
 
         It does not end inside one of ``groups``. ``exact``: only whole sequences are used, of the
-        store and of the cache. Return the number of loaded tokens. A damaged page is removed, and
-        the prefix ends before it. Without room for the prefix, or if it cannot be read or restored,
-        nothing changes.
+        store and of the cache. A damaged page is removed, and the prefix ends before it. Without
+        room for the prefix, or if it cannot be read or restored, nothing changes.
         """
         if not self.store.owned:
             return 0
@@ -216,15 +234,16 @@ class StoredBranches:
             if grouping.around(groups, found.length):
                 limit = grouping.floor(groups, found.length)
                 continue
-            if found.length <= _known(allocator.branches, key, limit, exact=exact):
-                return 0
+            if found.length <= _known(allocator.branches, key, salt, limit, exact=exact):
+                return
             try:
                 covered = self._make_room(allocator, key, found)
                 if covered is None:
-                    return 0
+                    return
                 if any(page.name not in self.store.pages for page in found.pages):
                     continue  # branches evicted for it took its place in the budget of the store
-                return self._restore(allocator, key, found, covered)
+                self.loaded_tokens += self._restore(allocator, key, salt, found, covered)
+                return
             except PrefixStoreDamaged as error:
                 LOG.warning("%s; it is removed with the pages that follow it", error)
                 allocator.counts.add("damaged")
@@ -240,7 +259,7 @@ class StoredBranches:
                 NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError,
             ) as error:  # fmt: skip
                 LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
-                return 0
+                return
 
     def _restore(self, allocator: Allocator, key: bytes, found: StoredPrefix, covered: int) -> int:
         """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
@@ -254,7 +273,7 @@ class StoredBranches:
                 self._restore_cells(sequence, key, found, covered)
             node = _resident(branches, key[: covered * TOKEN_BYTES])[0]
             if covered:
-                sequence.share(branches.provider(node), 0, covered)
+                sequence.share(branches.source(node), 0, covered)
             assert tokens_to_key(sequence.tokens) == key[: length * TOKEN_BYTES]
         except BaseException:
             branches.close(sequence)
@@ -282,7 +301,7 @@ class StoredBranches:
             if end > covered
         ]
         context, tokens = self.context, key[covered * TOKEN_BYTES : found.length * TOKEN_BYTES]
-        if len(wanted) == 1 or not context.vacant or context.stream_per_sequence:
+        if len(wanted) == 1 or not context.vacant or not shares_cells(context):
             raw = state_slices.join(list(read_ahead(self._read_cells, wanted)))
             state.load(sequence, self._saved(tokens, covered, raw))
             return
@@ -362,7 +381,13 @@ def _known(branches: Residency, key: bytes, limit: int, *, exact: bool) -> int:
     node, length = branches.tree.match(key)
     if not exact:
         return min(length, limit)
-    ends = (each.end for each in node.path if each.entry is not None or each.leases)
+    # Without a page tier, pages are those of parked leases.
+    pages = branches.tier is not None
+    ends = (
+        each.end
+        for each in node.path
+        if each.entry is not None or each.leases or (pages and each.page is not None)
+    )
     return max((end for end in ends if end <= min(length, limit)), default=0)
 
 

@@ -62,19 +62,23 @@ def check_ledgers(context: Context) -> None:
             # Some releases report a recurrent state of one token as empty.
             unclear = context.info.memory == MemoryType.RECURRENT and len(ledger) == 1
             if len(ledger) and context.info.memory != MemoryType.SWA and not unclear:
-                _agree(last == ledger.next - 1, f"sequence {number} ends at {last} in the library")
+                agree(last == ledger.next - 1, f"sequence {number} ends at {last} in the library")
     if snapshot is None or context.info.memory == MemoryType.RECURRENT:
         return
+    main = [each for each in snapshot.streams if not each.swa]
+    lost = sum(int(np.count_nonzero(each.used & (each.sharers == 0))) for each in main)
+    agree(not lost, f"{lost} cells are used by no sequence")
     for number, ledger in enumerate(context.ledgers):
         there = _positions(snapshot, number)
-        _agree(
+        agree(
             there == ledger.positions,
-            f"sequence {number}: cells have positions {there}, the ledger {ledger.positions}",
+            f"cells that no ledger knows, or that are missing: those of sequence {number} have "
+            f"positions {there}, its ledger {ledger.positions}",
         )
-    if not context.stream_per_sequence:
+    if len({each.stream for each in snapshot.streams}) == 1:
         marks = {mark for ledger in context.ledgers for mark in ledger.marks}
         used = snapshot.stats.used
-        _agree(used == len(marks), f"{used} cells are used for {len(marks)} tokens")
+        agree(used == len(marks), f"{used} cells are used for {len(marks)} tokens")
 
 
 def _positions(snapshot: Snapshot, number: int) -> list[int]:
@@ -82,6 +86,7 @@ def _positions(snapshot: Snapshot, number: int) -> list[int]:
     return sorted(pos for each in main for pos in each.pos[each.has(number)].tolist())
 
 
-def _agree(holds: bool, otherwise: str) -> None:
+def agree(holds: bool, otherwise: str) -> None:
+    """Raise AssertionError with a text unless something holds."""
     if not holds:
         raise AssertionError(otherwise)

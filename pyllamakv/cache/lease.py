@@ -8,8 +8,9 @@ its content is not dropped until it is resumed or closed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pyllamakv.cache.prefix_states import StatePoints
     from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
+    from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
 
 P = ParamSpec("P")
@@ -74,13 +76,11 @@ class PrefixLease(NotCopied):
         self.sequence = sequence
         self.cached = cached
         self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
-        #: The tokens of the prompt.
-        self.key = key
+        self.key, self.salt = key, salt
         self._groups = groups
         #: Reserved length of the sequence, and the length that was requested. The difference is
         #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
-        #: Where states are due; None: the memory needs none.
         self.points = points
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
@@ -103,15 +103,15 @@ class PrefixLease(NotCopied):
         return max(0, len(self.ledger) - self.cached)
 
     @property
-    def promised(self) -> int:
+    def reserved(self) -> int:
         """Return how many tokens can be decoded without another `make_room`."""
         return max(0, self.granted - len(self.ledger))
 
     def prefill(self, *, logits: bool = True) -> None:
-        """Decode the rest of the prompt in batches of n_batch. Batches before a failure remain.
+        """Decode the rest of the prompt in micro-batches. Those before a failure remain.
 
-        A second call continues, or restarts if the failure emptied the sequence. If the memory
-        cannot return to earlier positions, states are saved on the way.
+        A second call continues, or restarts after the last saved state if the failure emptied the
+        sequence. If the memory cannot return to earlier positions, states are saved on the way.
         """
         logits = arguments.flag("logits", logits)
         prompt, context = self._prompt, self.cache.context
@@ -122,7 +122,7 @@ class PrefixLease(NotCopied):
                 msg = f"cancelled with {prompt - here} tokens left; the others remain"
                 raise Cancelled(msg, code=2)
             self.sequence.check_end(end, f"{prompt - here} tokens of the prompt are left")
-            stop = here + self.limit_batch(prompt - here)
+            stop = here + self.limit_batch(min(size, prompt - here))
             tokens = key_to_tokens(self.key[here * TOKEN_BYTES : stop * TOKEN_BYTES])
             self._decode(tokens, logits=logits and stop == prompt)
             self.checkpoint()
@@ -235,6 +235,7 @@ class PrefixLease(NotCopied):
     @exclusive
     def _release(self) -> None:
         cache = self.cache
+        cache.note_emptied()
         self.sync_node()
         branches, node = cache.branches, self.node
         cache.counts.add("evaluated_tokens", self.evaluated)
@@ -248,14 +249,6 @@ class PrefixLease(NotCopied):
         branches.tree.touch(node)
         branches.tidy(node)
         cache.enforce(0)
-
-    def __enter__(self) -> PrefixLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"sequence {self.sequence.id}"
@@ -295,3 +288,4 @@ class ParkedPrefix(NotCopied):
     @exclusive
     def _unpark(self, node: Node) -> None:
         self.cache.branches.unpark(node)
+        self.cache.enforce(0)

@@ -19,12 +19,14 @@ from pyllamakv.cache.lease import ParkedPrefix, PrefixLease, exclusive
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.radix_tree import TOKEN_BYTES
 from pyllamakv.cache.reuse_counts import DepthCounts
-from pyllamakv.cache.stored_branches import StoredBranches
+from pyllamakv.cache.tier import host_bytes, page_tier
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     BudgetTooSmall,
     Closed,
     PagingError,
+    PromptTooLong,
+    Unsupported,
     UsageError,
     WorkerDied,
 )
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.eviction_policy import EvictionPolicyName
     from pyllamakv.cache.radix_tree import Node
-    from pyllamakv.cache.token_groups import Group
 
 LOG = logging.getLogger("pyllamakv.cache")
 
@@ -61,8 +62,8 @@ class PrefixCache(ClosedOnExit):
     (docs/prefix-cache.md). Saved states are evicted by their own value.
 
     A memory that cannot return to every position continues after saved states. ``checkpoints``
-    defines their interval, their number and their bytes in all; without ``paging`` and ``store``,
-    they are in host memory. None: every 512 tokens, up to 1 GiB.
+    defines their interval, their number and their bytes in all, which ``paging`` does not increase;
+    without ``paging`` and ``store``, they are in host memory. None: every 512 tokens, up to 1 GiB.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class PrefixCache(ClosedOnExit):
         if entries is not None and not 1 <= entries <= most:
             msg = f"entries must be 1 to {most} (n_seq_max), not {arguments.shown(entries)}"
             raise UsageError(msg)
-        if paging is not None and store is not None:
-            msg = "paging and store are two places for evicted branches: choose one"
-            raise UsageError(msg)
         self.context = context
         schedule = prefix_states.checked_schedule(checkpoints)
-        keep = None if store is None else self._store_branch
+        keep = None if store is None or reads else self._store_branch
         self.policy = policy
-        ranks = eviction_policy.make(policy, context.model.info)
+        ranks = eviction_policy.make(policy)
         kind = residency.kind_of(context)
-        self.branches = kind(context, entries or most, pager(paging), schedule, keep, ranks)
+        host = host_bytes(paging, stored=store is not None and not reads)
+        self.branches = kind(
+            context, entries or most, page_tier(paging), schedule, keep, ranks, host
+        )
         self.budget = budget
         self._pins: dict[str, Node] = {}
         self._emptied = context.emptied
@@ -103,17 +104,13 @@ class PrefixCache(ClosedOnExit):
         self.counts = PrefixCounts()
         #: Number of hits by the depth of the prefix.
         self.depths = DepthCounts()
+        self.stored: DirectoryTier | None = None
         try:
             self.check_budget(1)
         except BudgetTooSmall:
             if self.branches.pager is not None:
                 self.branches.pager.close()
             raise
-        self.stored: StoredBranches | None = None
-        if store is not None:
-            self.stored = StoredBranches(context, store, budget, accept_unverified_model=accept)
-        if self.stored is not None:
-            self.counts.add("damaged", len(self.stored.store.removed))
         self.allocator = Allocator(context, self.branches, self.counts, self.stored)
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = self.allocator.max_sequence_tokens
@@ -131,66 +128,59 @@ class PrefixCache(ClosedOnExit):
     ) -> PrefixLease:
         """Return a lease for a prompt, with its longest cached prefix.
 
-        At least one token is left to decode. The prefix does not end inside one of ``groups``,
-        disjoint ranges of the prompt. ``checkpoints`` are lengths of the prompt after which a state
-        is kept, if the memory cannot return there. Raises UsageError, BudgetTooSmall,
-        NoSlotAvailable, KVCacheFull, or PagingError if a branch cannot be paged out; the cache is
-        unchanged then.
+        Only prompts with the same ``salt`` (None: none) share prefixes. At least one token is left
+        to decode. The prefix does not end inside one of ``groups``, disjoint ranges of the prompt.
+        ``checkpoints`` are lengths of the prompt after which a state is kept, if the memory cannot
+        return there. Raises UsageError, PromptTooLong, BudgetTooSmall, NoSlotAvailable,
+        KVCacheFull, or PagingError if a branch cannot be paged out; the cache is unchanged then.
         """
-        key = self.key(tokens)
+        key, secret = self.key(tokens), salt_digest(salt)
         prompt = len(key) // TOKEN_BYTES
         together = grouping.checked(groups, prompt, prompt)
         named = prefix_states.checked_positions(checkpoints, prompt)
         self.check_budget(prompt)
-        lease = self._lease(key, together, named)
-        self._count(prompt, lease.cached)
-        return lease
-
-    def _lease(
-        self,
-        key: bytes,
-        together: tuple[Group, ...],
-        named: tuple[int, ...],
-        parked: ParkedPrefix | None = None,
-    ) -> PrefixLease:
         lease: PrefixLease | None = None
-        try:
-            with self.context.lock, Uninterrupted():
-                lease = self._new_lease(key, together, named, parked)
-        except BaseException:
-            if lease is not None:  # Ctrl-C, so the caller never gets it
-                lease.release()
-            raise
+        with self.context.lock:
+            try:
+                with Uninterrupted():
+                    self.sync()
+                    if self.stored is not None:
+                        self.branches.load_stored(
+                            self.stored, self.allocator, key, secret, together
+                        )
+                    diverging = self.branches.diverging(key, secret, self.leases)
+                    sequence, cached = self.allocator.fork_longest_prefix(key, secret, together)
+                    points = self.branches.points(prompt, cached, diverging, named, together)
+                    lease = PrefixLease(self, sequence, key, secret, cached, points, together)
+                    self._make_room(lease, prompt - cached)
+            except BaseException:  # also Ctrl-C, so that the caller never gets the lease
+                if lease is not None:
+                    lease.release()
+                raise
+        self._count(prompt, cached)
         return lease
 
     def _new_lease(
         self,
-        key: bytes,
-        together: tuple[Group, ...],
-        named: tuple[int, ...],
-        parked: ParkedPrefix | None,
-    ) -> PrefixLease:
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        salt: str | None = None,
+    ) -> int:
+        """Return how many tokens of a prompt `acquire` finds in the cache; changes nothing.
+
+        The store counts as far as it was read. Raises UsageError as `acquire` does.
+        """
+        key, secret = self.key(tokens), salt_digest(salt)
         prompt = len(key) // TOKEN_BYTES
-        resumed = parked.node if parked is not None else None
+        together = grouping.checked(groups, prompt, prompt)
         self.sync()
-        if self.stored is not None and resumed is None:
-            self.counts.add("loaded_tokens", self.stored.load(self.allocator, key, together))
-        diverges = self.branches.diverging(key, self.leases)
-        sequence, length = self.allocator.fork_longest_prefix(key, together, resumed)
-        points = parked.points if parked is not None else None
-        if points is not None:
-            for each in diverges:
-                points.add(each, length)
-        else:
-            points = self.branches.points(prompt, length, diverges, named, together)
-        lease = PrefixLease(self, sequence, key, length, points, together)
-        try:
-            self.allocator.make_cells(prompt - length, lease)
-            self.enforce(prompt - length)
-        except BaseException:
-            lease.release()
-            raise
-        return lease
+        return self.branches.longest_prefix(key, secret, together)[1]
+
+    def _make_room(self, lease: PrefixLease, n: int) -> None:
+        """Evict branches for ``n`` more tokens of a lease. Raises KVCacheFull."""
+        self.allocator.make_cells(n, lease)
+        self.enforce(n)
 
     def resume(self, parked: ParkedPrefix, tokens: Iterable[int]) -> PrefixLease:
         """Return a lease that continues a parked one, for `ParkedPrefix.resume`."""
@@ -204,10 +194,25 @@ class PrefixCache(ClosedOnExit):
             raise UsageError(msg)
         with self.context.lock:
             self._make_way(parked.node)
-            lease = self._lease(key, parked.groups, (), parked)
+            try:
+                with Uninterrupted():
+                    self.sync()
+                    diverging = self.branches.diverging(key, salt, self.leases)
+                    sequence, cached = self.allocator.fork_longest_prefix(
+                        key, salt, groups, parked.node
+                    )
+                    if points is not None:
+                        for position in diverging:
+                            points.add(position, cached)
+                    lease = PrefixLease(self, sequence, key, salt, cached, points, groups)
+                    self._make_room(lease, len(key) // TOKEN_BYTES - cached)
+            except BaseException:
+                if lease is not None:
+                    lease.release()
+                raise
             parked.close()
         self.counts.add("resumes")
-        self.counts.add("resumed_tokens", lease.cached)
+        self.counts.add("resumed_tokens", cached)
         return lease
 
     @exclusive
@@ -250,8 +255,9 @@ class PrefixCache(ClosedOnExit):
         """Write all decoded tokens to the store, also those of leases; return the number of new.
 
         After it returns, a later process can reuse them, even if this one is killed. Raises
-        UsageError without a store, PrefixStoreFull, PrefixStoreError, or BudgetTooSmall if a branch
-        alone exceeds the budget; the store keeps its complete pages then.
+        UsageError without a store and with one that is only read, PrefixStoreFull,
+        PrefixStoreError, or BudgetTooSmall if a branch alone exceeds the budget; the store keeps
+        its complete pages then.
         """
         self._check_open()
         with self.context.lock:
@@ -259,37 +265,48 @@ class PrefixCache(ClosedOnExit):
             if self.stored is None:
                 msg = "this cache has no store; create it with store=PATH"
                 raise UsageError(msg)
-            count = self.stored.flush(self.branches)
-            self.counts.add("stored_tokens", count)
-        return count
+            return self.stored.flush(self.branches)
 
     def _store_branch(self, node: Node) -> None:
         if self.stored is not None:
-            self.counts.add("stored_tokens", self.stored.keep(node.key, node.entry))
+            self.stored.keep(node.key, node.salt, node.entry)
 
     # What stays...
 
-    @exclusive
-    def pin(self, name: str, tokens: Iterable[int]) -> None:
+    def pin(self, name: str, tokens: Iterable[int], *, salt: str | None = None) -> None:
         """Protect a cached prefix from eviction until `unpin`; it may be paged out.
 
-        Raises UsageError if it is not cached, and Unsupported if the state of the memory is lost.
+        ``salt`` is that of its prompt. A name that is pinned already moves. If the memory kept no
+        state after the prefix, the tokens since the last state are evaluated again, as those of a
+        prompt. Raises UsageError if it is not cached, and as `acquire` and `PrefixLease.prefill`
+        do.
         """
         arguments.text("name", name)
-        key = self.key(tokens)
+        key, secret = self.key(tokens), salt_digest(salt)
+        try:
+            self._pin(name, key, secret)
+        except Unsupported:
+            with self.acquire(key_to_tokens(key), salt=salt) as lease:
+                lease.prefill(logits=False)
+            self._pin(name, key, secret)
+
+    @exclusive
+    def _pin(self, name: str, key: bytes, secret: bytes) -> None:
+        """Pin a prefix. Raises Unsupported if the memory has no state after it."""
         self.sync()
         branches = self.branches
-        node, length = branches.tree.match(key)
+        node, length = branches.tree.match(key, secret)
         if length * TOKEN_BYTES < len(key):
             cached = f"{length} of {len(key) // TOKEN_BYTES}"
             msg = f"only {cached} tokens are in the cache; decode the others first"
             raise UsageError(msg)
         if not branches.resumes(node, length):
             self.allocator.pin_state(node, length)
-        self.unpin(name, missing_ok=True)
-        node = branches.tree.insert(key)
+        self._drop_pin(name)
+        node = branches.tree.insert(key, secret)
         node.pins.add(name)
         self._pins[name] = node
+        self.enforce(0)
 
     @property
     def pins(self) -> dict[str, Node]:
@@ -307,14 +324,18 @@ class PrefixCache(ClosedOnExit):
                 f"{', '.join(self.pins) or 'none'}"
             )
             raise UsageError(msg)
+        self._drop_pin(name)
+        self.enforce(0)
+
+    def _drop_pin(self, name: str) -> None:
         node = self._pins.pop(name, None)
         if node is not None:
             node.pins.discard(name)
             self.branches.tidy(node)
 
     @exclusive
-    def page_out(self, tokens: Iterable[int]) -> None:
-        """Page the branch of these tokens out.
+    def page_out(self, tokens: Iterable[int], *, salt: str | None = None) -> None:
+        """Page the branch of these tokens, and of a salt, out.
 
         Raises UsageError if it is not cached, is leased, or is part of a branch. Raises PagingError
         with the cache unchanged.
@@ -327,13 +348,18 @@ class PrefixCache(ClosedOnExit):
             if not self.branches.removable(node, frees_id=True):
                 msg = f"{node} cannot be paged out: it is leased, or has children"
                 raise UsageError(msg)
+            if self.branches.storage(node) is None:
+                raise self.branches.too_large(node, self.branches.page_bytes(node))
             self.allocator.evict(node)
             self.enforce(0)
 
     @exclusive
-    def page_in(self, tokens: Iterable[int]) -> None:
-        """Page the branch of these tokens in. Raises PagingError with the cache unchanged."""
-        node = self._branch(tokens)
+    def page_in(self, tokens: Iterable[int], *, salt: str | None = None) -> None:
+        """Page the branch of these tokens, and of a salt, in.
+
+        Raises PagingError with the cache unchanged.
+        """
+        node = self._branch(tokens, salt)
         # A branch of a memory that cannot be trimmed may have both.
         if node.page is not None and node.entry is None:
             if not self.allocator.make_page_room(node):
@@ -344,11 +370,12 @@ class PrefixCache(ClosedOnExit):
                 raise PagingError(msg)
             self.branches.page_in(node)
             self.counts.add("paged_in")
+            self.counts.add("evictions", self.branches.drop_surplus())
 
-    def _branch(self, tokens: Iterable[int]) -> Node:
-        key = self.key(tokens)
+    def _branch(self, tokens: Iterable[int], salt: str | None) -> Node:
+        key, secret = self.key(tokens), salt_digest(salt)
         self.sync()
-        node, length = self.branches.tree.match(key)
+        node, length = self.branches.tree.match(key, secret)
         if length * TOKEN_BYTES < len(key) or length < node.end:
             msg = f"no branch has just these {len(key) // TOKEN_BYTES} tokens"
             raise UsageError(msg)
@@ -358,10 +385,10 @@ class PrefixCache(ClosedOnExit):
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
 
-        Evicts the least recently used branch, else copies cells of a sliding window.
+        Evicts the tokens that the policy chooses, else copies cells of a sliding window.
         """
         self.sync()
-        node = self.allocator.victim((), frees_id=False)
+        node = self.allocator.next_evicted((), frees_id=False)
         if node is None:
             leased = (lease.sequence for lease in self.leases)
             return defrag_retry.copy_shared_window(self.context, leased)
@@ -370,11 +397,12 @@ class PrefixCache(ClosedOnExit):
         except PagingError as error:
             LOG.warning("%s", error)
             return False
+        self.enforce(0)
         return True
 
     @exclusive
     def evict(self) -> bool:
-        """Drop the least recently used branch. Returns False if all are leased or pinned."""
+        """Drop the tokens that the policy chooses. Returns False if all are leased or pinned."""
         self.sync()
         node = self.branches.next_dropped(self.leases)
         if node is not None:
@@ -428,23 +456,19 @@ class PrefixCache(ClosedOnExit):
     def enforce(self, tokens: int) -> None:
         """Evict branches that would exceed the budget after this number of further tokens."""
         tokens = arguments.integer("tokens", tokens, 0)
-        while self.budget is not None and self.size + self.branches.bytes_of(tokens) > self.budget:
-            node = self.branches.next_dropped(self.leases)
+        branches, budget = self.branches, self.budget
+        while budget is not None and (short := self.size + branches.bytes_of(tokens) - budget) > 0:
+            node = branches.next_dropped(self.leases)
             if node is None:
                 break
             self.branches.drop(node)
             self.counts.add("evictions")
-        while (node := self.branches.surplus()) is not None:
-            if node.entry is None:
-                self.branches.drop(node)
-                self.counts.add("evictions")
-            else:
-                self.branches.forget_page(node)
+        self.counts.add("evictions", branches.drop_surplus())
 
     @property
     def size(self) -> int:
         """Return the bytes of all branches, resident and paged."""
-        return self.branches.resident_bytes + self.branches.paged_bytes
+        return self.branches.resident_bytes + self.branches.pages.size
 
     def key(self, tokens: Iterable[int]) -> bytes:
         """Check tokens and return them as a key of the tree."""
@@ -461,8 +485,11 @@ class PrefixCache(ClosedOnExit):
             raise UsageError(msg)
         longest = self.max_sequence_tokens
         if longest is not None and len(numbers) > longest:
-            msg = f"the prompt has {len(numbers)} tokens and a sequence at most {longest}"
-            raise UsageError(msg)
+            msg = (
+                f"the prompt has {len(numbers)} tokens, and a sequence at most {longest}: shorten "
+                "it, or create the context with more"
+            )
+            raise PromptTooLong(msg, needed=len(numbers), available=longest)
         return numbers.tobytes()
 
     def stats(self) -> PrefixStats:
@@ -506,11 +533,10 @@ class PrefixCache(ClosedOnExit):
             with Uninterrupted():
                 self.closed = True
                 if self.stored is not None:
-                    self.stored.store.close()
+                    self.stored.close()
                 for sequence in list(self.branches.sequences()):
                     sequence.close()
-                if self.branches.pager is not None:
-                    self.branches.pager.close()
+                self.branches.pages.close()
 
     def __enter__(self) -> PrefixCache:
         self._check_open()
@@ -524,7 +550,6 @@ class PrefixCache(ClosedOnExit):
 COUNTED = (
     *("hits", "misses", "reused_tokens", "prompt_tokens", "evaluated_tokens"),
     *("evictions", "paged_out", "paged_in", "damaged"),
-    *("stored_tokens", "loaded_tokens"),
     *("parks", "resumes", "parked_tokens", "resumed_tokens"),
 )
 
@@ -598,7 +623,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
     """Return the statistics of a cache."""
     branches = cache.branches
     tree = branches.tree
-    resident, paged = branches.resident_bytes, branches.paged_bytes
+    resident, pages, stored = branches.resident_bytes, branches.pages, cache.stored
     counts = PrefixCounts()
     counts.update(cache.counts)
     for lease in cache.leases:
@@ -607,7 +632,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
     stored = cache.stored.store.size if cache.stored else 0
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
-        paged=branches.paged,
+        paged=pages.count,
         leased=len(cache.leases),
         pinned=len(cache.pins),
         nodes=tree.nodes,
@@ -617,8 +642,10 @@ def measure(cache: PrefixCache) -> PrefixStats:
         paged_bytes=paged,
         bytes=resident + paged,
         budget=cache.budget,
-        stored_pages=len(cache.stored.store.pages) if cache.stored else 0,
-        stored_bytes=stored,
+        stored_tokens=stored.stored_tokens if stored else 0,
+        loaded_tokens=stored.loaded_tokens if stored else 0,
+        stored_pages=stored.count if stored else 0,
+        stored_bytes=stored.size if stored else 0,
         evicted_tokens=branches.evicted_tokens,
         paged_out_tokens=branches.paged_out_tokens,
         paged_in_tokens=branches.paged_in_tokens,
@@ -666,8 +693,8 @@ def check(cache: PrefixCache) -> None:
     assert branches.taken == len(sequences), f"{len(sequences)} sequences, {branches.taken} counted"
     assert len({each.id for each in sequences}) == len(sequences), "a sequence is at two nodes"
     pages = {id(node.page): node.page for node in nodes if node.page is not None}
-    size = sum(page.size for page in pages.values())
-    assert branches.paged_bytes == size, f"pages of {size} bytes, {branches.paged_bytes} counted"
+    size, counted = sum(page.size for page in pages.values()), branches.pages.size
+    assert counted == size, f"pages of {size} bytes, {counted} counted"
     pinned = {name: node for node in nodes for name in node.pins}
     assert pinned == cache.pins, f"pinned are {pinned}, not {cache.pins}"
     _check_cells(cache)

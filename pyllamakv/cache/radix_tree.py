@@ -82,7 +82,6 @@ class Node:
         "ref_count",
         "run",
         "start",
-        "uses",
     )
 
     def __init__(self, parent: Node | None, start: int, run: bytes) -> None:
@@ -139,7 +138,7 @@ class Node:
     @property
     def linked(self) -> bool:
         """Return whether this is a node below another one still."""
-        return self.parent is not None and self.parent.children.get(self.run[:TOKEN_BYTES]) is self
+        return self.parent is not None and self.parent.children.get(self.edge) is self
 
     @property
     def path(self) -> list[Node]:
@@ -156,7 +155,7 @@ class Node:
         return b"".join(node.run for node in self.path)
 
     @property
-    def rank(self) -> tuple[float, int, int, int]:
+    def rank(self) -> tuple[int, int, int, int]:
         """Return the order of eviction: the lowest priority, then the deepest, the longest."""
         return self.priority, self.last_used, -self.end, -len(self)
 
@@ -184,7 +183,7 @@ class Node:
 
 
 #: The rank of a node, a number that no other place has, and the node.
-Place = tuple[tuple[float, int, int, int], int, Node]
+Place = tuple[tuple[int, int, int, int], int, Node]
 
 #: Number of places in the heap beyond which former ones are removed, if they are the most.
 _FEW_PLACES = 64
@@ -197,8 +196,7 @@ class RadixTree:
     chooses the nodes for eviction (None: the least recently used node goes first).
     """
 
-    def __init__(self, *, whole_pages: bool = False, policy: EvictionPolicy | None = None) -> None:
-        self.whole_pages = whole_pages
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.policy = policy or EvictionPolicy()
         self.root = Node(None, 0, b"")
         self.clock = 0
@@ -216,7 +214,8 @@ class RadixTree:
         """Return the deepest node that a key goes into, and how many of its tokens are known."""
         node, at, size = self.root, 0, len(key)
         while at < size:
-            child = node.children.get(key[at : at + TOKEN_BYTES])
+            first = key[at : at + TOKEN_BYTES]
+            child = node.children.get(first if at else salt + first)
             if child is None:
                 break
             run = child.run
@@ -254,12 +253,16 @@ class RadixTree:
         upper.uses, upper.priority = node.uses, node.priority
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.parent, node.start, node.run = upper, at, node.run[cut:]
-        upper.children[node.run[:TOKEN_BYTES]] = node
+        upper.children[node.edge] = node
         self.nodes += 1
         self._place(node)
-        if node.page is not None and not self.whole_pages:
-            self.set_page(upper, node.page)
+        self._share_page(node, upper)
         return upper
+
+    def _share_page(self, node: Node, upper: Node) -> None:
+        """Let the upper part of a divided node use the page, which has its run too."""
+        if node.page is not None:
+            self.set_page(upper, node.page)
 
     def merge(self, node: Node) -> bool:
         """Merge a node with its only child if neither needs the boundary.
@@ -270,17 +273,16 @@ class RadixTree:
         if parent is None or len(node.children) != 1 or not node.bare or not node.linked:
             return False
         (child,) = node.children.values()
-        if node.page is not None and node.page is not child.page:
+        if not self._is_joint(node, child):
             return False
         if node.page is not None:
             node.page.drop_ref()
             node.page = None
             self._place(node)
         child.run = node.run + child.run
-        child.uses = max(node.uses, child.uses)
         child.priority = max(node.priority, child.priority)
         child.start, child.parent = node.start, parent
-        parent.children[child.run[:TOKEN_BYTES]] = child
+        parent.children[child.edge] = child
         self.nodes -= 1
         self._place(child)
         return True
@@ -346,13 +348,9 @@ class RadixTree:
         return None if old.drop_ref() else old
 
     def touch(self, node: Node, *, again: bool = False) -> None:
-        """Record that the tokens up to the end of a node were used; ``again``: by a new prompt.
-
-        A whole page is used without the pages of the nodes above it.
-        """
+        """Record that the tokens up to the end of a node were used; ``again``: by a new prompt."""
         self.clock += 1
-        for each in [node] if self.whole_pages else node.path:
-            each.uses += again
+        for each in node.path:
             self._rank(each, again=again)
 
     def _rank(self, node: Node, *, again: bool) -> None:
@@ -375,21 +373,19 @@ class RadixTree:
         heappush(self._places, node.place)
         if len(self._places) > 2 * self._placed + _FEW_PLACES:
             # Each former place was added once: its removal costs no more than that, on average.
-            self._places = [each for each in self._places if each[2].place is each]
-            heapify(self._places)
+            for places in self._places:
+                places[:] = [each for each in places if each[2].place is each]
+                heapify(places)
 
     def evict_first(self, wanted: Callable[[Node], bool], *, entries: bool = False) -> Node | None:
         """Return the node to evict first: the lowest priority, then the deepest, then the largest.
 
-        It keeps an entry or a page; with ``entries``, an entry. Records the choice in the policy,
-        so call this only for an eviction.
+        It is in the list that the policy names, unless the other one alone has a wanted node. It
+        keeps an entry or a page; with ``entries``, an entry.
         """
         best = self._first_entries(wanted) if entries else self._first_places(wanted)
         # Equal nodes were created or used together, such as the branches of a batch.
-        found = min(best, key=lambda node: node.branch) if len(best) > 1 else next(iter(best), None)
-        if found is not None:
-            self.policy.evicted(found)
-        return found
+        return min(best, key=lambda node: node.branch) if len(best) > 1 else next(iter(best), None)
 
     def _first_entries(self, wanted: Callable[[Node], bool]) -> list[Node]:
         """Return the equal first nodes among those with an entry: a context has few sequences."""
@@ -406,13 +402,13 @@ class RadixTree:
             node = place[2]
             if found and place[0] != found[0].rank:
                 break
-            heappop(self._places)
+            heappop(places)
             if node.place is place:
                 seen.append(place)
                 if wanted(node):
                     found.append(node)
         for place in seen:
-            heappush(self._places, place)
+            heappush(places, place)
         return found
 
     def walk(self) -> Iterator[Node]:
@@ -428,9 +424,8 @@ class RadixTree:
         for node in self.walk():
             parent = node.parent
             assert parent is not None, f"{node} has no parent"
-            assert parent.children.get(node.run[:TOKEN_BYTES]) is node, (
-                f"{node} is not under its token"
-            )
+            assert parent.children.get(node.edge) is node, f"{node} is not under its token"
+            assert parent is self.root or node.salt == parent.salt, f"{node} has another salt"
             assert node.start == parent.end, f"{node} does not begin where {parent} ends"
             assert node.end - node.start == len(node.run) // TOKEN_BYTES > 0, (
                 f"{node} has another length"
@@ -445,8 +440,7 @@ class RadixTree:
                 pages[id(page)] = (page, count + 1)
             if node.bare and len(node.children) == 1:
                 (child,) = node.children.values()
-                joint = node.page is None or node.page is child.page
-                assert not joint, f"{node} should be one with its only child"
+                assert not self._is_joint(node, child), f"{node} should be one with its only child"
             nodes, tokens = nodes + 1, tokens + len(node)
             held_tokens += len(node) if node.ref_count else 0
         for page, count in pages.values():
@@ -466,3 +460,19 @@ class RadixTree:
         for node in kept:
             assert node.place is not None, f"{node} has no place"
             assert node.place[0] == node.rank, f"{node} has another place"
+
+
+class WholePageTree(RadixTree):
+    """A tree whose pages have all tokens of a branch, so that each is of use for its node alone."""
+
+    def _share_page(self, node: Node, upper: Node) -> None:
+        """Do nothing: the page is of use for the lower part alone."""
+
+    def _is_joint(self, node: Node, child: Node) -> bool:
+        """Return whether nothing is at a node, whose tokens leave the tree with its only child."""
+        return node.page is None
+
+    def touch(self, node: Node, *, again: bool = False) -> None:
+        """Record that a node was used, without the nodes above it; ``again``: by a new prompt."""
+        self.clock += 1
+        self._rank(node, again=again)

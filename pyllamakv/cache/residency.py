@@ -10,8 +10,9 @@ There is one class per kind; `kind_of` is the only place that decides between th
   from recent positions.
 - `States`: recurrent and hybrid memories cannot go back at all.
 
-Each finds where a prompt can continue (`provider`, `gives`), takes sequences in (`keep`), gives
-them up (`page_out`, `drop`) and brings them back (`page_in`).
+Each finds the longest prefix that a prompt can continue (`longest_prefix`), takes sequences in
+(`keep`), gives them up (`page_out`, `drop`) and brings them back (`page_in`). Other modules test
+neither the kind of memory nor what a class below says about it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ import numpy as np
 
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache import prefix_states
+from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.checkpoints import starts_after_clear
-from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_states import StatePoints
-from pyllamakv.cache.radix_tree import RadixTree, common, tokens_to_key
+from pyllamakv.cache.radix_tree import (
+    TOKEN_BYTES,
+    RadixTree,
+    WholePageTree,
+    common,
+    tokens_to_key,
+)
+from pyllamakv.cache.tier import MemoryTier
 from pyllamakv.errors import (
     NativeError,
     PagingError,
@@ -40,11 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from collections.abc import Sequence as Many
 
+    from pyllamakv.cache.allocation import Allocator
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.eviction_policy import EvictionPolicy
-    from pyllamakv.cache.lease import PrefixLease
-    from pyllamakv.cache.paging import Page, Pager
+    from pyllamakv.cache.lease import PrefixLease, SequenceLease
     from pyllamakv.cache.radix_tree import Node
+    from pyllamakv.cache.tier import Page, PageTier, PrefixTier
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.sequence import Sequence
@@ -55,14 +64,15 @@ LOG = logging.getLogger("pyllamakv.cache")
 class Residency:
     """The tree and its sequences, at most ``limit``: what all kinds of memory have in common.
 
-    ``before_drop`` is called with a branch that is about to be dropped, or parked outside of the
-    cache. ``policy`` ranks branches for eviction.
+    ``before_drop`` is called with a branch whose sequence is about to be closed, dropped or paged
+    out. ``policy`` ranks branches for eviction. Without a ``tier``, up to ``host`` bytes of pages
+    are in host memory.
     """
 
     #: Whether a sequence can be trimmed to any length, so that a longer one contains the shorter.
-    trims = True
+    _trims = True
     #: Whether a prefix must end where a branch does.
-    exact = False
+    _exact = False
     #: Whether a page has a whole sequence.
     _whole_pages = True
     #: Maximum number of children of a node that may be dropped.
@@ -74,21 +84,23 @@ class Residency:
         self,
         context: Context,
         limit: int,
-        pager: Pager | None,
+        tier: PageTier | None,
         schedule: CheckpointSchedule,
         before_drop: Callable[[Node], None] | None = None,
         policy: EvictionPolicy | None = None,
+        host: int = 0,
     ) -> None:
         self.context, self.limit, self.schedule = context, limit, schedule
-        #: Called with a node whose entry is about to be dropped, or parked outside of the cache.
         self._before_drop = before_drop
-        self.pager = pager
-        #: Pages of parked leases, if there is no pager.
-        self._parking = MemoryPager()
+        self._host = host
+        #: Where branches are paged out to; None: they are dropped.
+        self.tier = self._default_tier() if tier is None else tier
+        #: Pages of parked leases, if there is no tier.
+        self._parking = MemoryTier()
         #: Whether this release starts no recurrent sequence in place of a removed one.
         self._leaves = starts_after_clear(context)
         self._left = False
-        self.tree = RadixTree(whole_pages=self._whole_pages, policy=policy)
+        self.tree = (WholePageTree if self._whole_pages else RadixTree)(policy)
         self.taken = 0
         self.cell_bytes = _cell_bytes(context)
         #: Totals of tokens, as in `PrefixStats`.
@@ -121,7 +133,21 @@ class Residency:
         its sequence does not.
         """
         empty = len(self.context.vacant) == self.context.info.n_seq_max
-        return empty or not self._leaves or (self.vacant > 0 and not self._left)
+        return empty or not self.must_clear(removing=not self.vacant)
+
+    def must_clear(self, *, removing: bool = False) -> bool:
+        """Return whether this release starts no sequence before the context is cleared.
+
+        ``removing``: a sequence with tokens is removed before.
+        """
+        return self._leaves and (self._left or removing)
+
+    def record_removed(self, tokens: int) -> None:
+        """Record that a sequence with so many tokens was removed."""
+        self._left |= tokens > 0
+
+    def clear_empty(self) -> None:
+        """Clear a context without tokens, if its memory needs that before sequences start."""
 
     @property
     def starting(self) -> bool:
@@ -134,9 +160,9 @@ class Residency:
         self.taken += 1
         return sequence
 
-    def fork(self, donor: Sequence, length: int) -> Sequence:
+    def fork(self, source: Sequence, length: int) -> Sequence:
         """Open a sequence that shares the first tokens of another one."""
-        sequence = donor.fork(length)
+        sequence = source.fork(length)
         self.taken += 1
         return sequence
 
@@ -146,12 +172,12 @@ class Residency:
         self.taken -= 1
         self._left = True
 
-    def provider(self, node: Node, beside: Node | None = None, *, exact: bool = False) -> Sequence:
+    def source(self, node: Node, beside: Node | None = None, *, exact: bool = False) -> Sequence:
         """Return a sequence with a node, but none at or below ``beside``; entries are preferred.
 
         If sequences cannot be trimmed, or with ``exact``, one that ends with the node comes first.
         """
-        if (exact or not self.trims) and node.entry is None and node.leases:
+        if (exact or not self._trims) and node.entry is None and node.leases:
             return node.leases[0].sequence  # type: ignore[no-any-return]
         waiting, leased = [node], None
         while waiting:
@@ -211,18 +237,36 @@ class Residency:
         for each in path:
             self.tree.merge(each)
 
-    def storage(self, node: Node) -> Pager | None:
+    def storage(self, node: Node) -> PageTier | None:
         """Return where a node is paged out to; None: it is dropped."""
-        if self.pager is not None:
-            return self.pager
-        return self._parking if node.parked else None
+        if self.tier is None:
+            return self._parking if node.parked else None
+        if self._limited(node) and self.page_bytes(node) > self._host:
+            return None
+        return self.tier
+
+    def _limited(self, node: Node) -> bool:
+        """Return whether a node's page must fit into the host memory of pages."""
+        return self._host > 0 and not node.protected
+
+    def page_bytes(self, node: Node) -> int:
+        """Return the minimum bytes of a node's page, before it is saved."""
+        start = 0 if self._whole_pages else self._alone(node)[-1].start
+        return self.bytes_of(node.end - start)
+
+    def too_large(self, node: Node, size: int) -> StateTooLarge:
+        """Create the error for a page that alone exceeds the host memory of pages."""
+        return StateTooLarge(
+            f"a page of {node.end} tokens has {size} bytes and the host memory of pages is "
+            f"{self._host}; increase paging, or decode the tokens again"
+        )
 
     def unpark(self, node: Node) -> None:
-        """Count a parked lease less. Without a pager, a page that was for it alone is dropped."""
+        """Count a parked lease less. Without a tier, a page that was for it alone is dropped."""
         node.unpark()
-        if self.pager is None and self._whole_pages and not node.protected:
+        if self.tier is None and self._whole_pages and not node.protected:
             self.forget_page(node)
-        while self.pager is None and not node.children and node.bare and node.linked:
+        while self.tier is None and not node.children and node.bare and node.linked:
             above = node.parent
             self.forget_page(node)
             self.tree.prune(node)
@@ -241,6 +285,10 @@ class Residency:
         """Return whether a prompt can continue after ``length`` tokens, which end in a node."""
         return True
 
+    def returns(self, length: int, position: int) -> bool:
+        """Return whether a sequence of ``length`` tokens may continue at an earlier position."""
+        return True
+
     def gives(self, node: Node, *, unneeded: bool) -> bool:
         """Return whether a prompt may get the sequence of a node, instead of a fork.
 
@@ -252,11 +300,104 @@ class Residency:
         """Return whether the content of a node is paged out before a prompt gets its sequence."""
         return False
 
-    def page_holder(self, node: Node) -> Node | None:
-        """Return a node whose page has the tokens of a node."""
-        return next((each for each in node.walk() if each.page is not None), None)
+    def longest_prefix(
+        self,
+        key: bytes,
+        salt: bytes,
+        groups: Many[Group] = (),
+        *,
+        exact: bool = False,
+        pages: bool = True,
+    ) -> tuple[Node, int, Node | None]:
+        """Return the node in which a prompt's longest usable prefix ends, and the prefix's length.
 
-    def diverging(self, key: bytes, leases: Iterable[PrefixLease]) -> set[int]:
+        One token is left to decode, and the prefix ends in no group. If no sequence has it, the
+        third is the node to page in before. ``exact``: it ends where a branch does. ``pages``:
+        content of pages counts.
+        """
+        node, length = self._prefix_end(key, salt, groups, exact=exact or self._exact, pages=pages)
+        there = node.entry is not None or node.leases if exact or self._exact else node.ref_count
+        return node, length, self._page_holder(node) if length and not there else None
+
+    def _prefix_end(
+        self, key: bytes, salt: bytes, groups: Many[Group], *, exact: bool, pages: bool
+    ) -> tuple[Node, int]:
+        node, length = self.tree.match(key, salt)
+        length = min(length, len(key) // TOKEN_BYTES - 1)  # one token is left to decode
+        path = node.path
+        if exact:
+            end = self._branch_end(path, length, groups, pages=pages)
+            return end, end.end
+        if not pages:
+            length = min(length, max((each.end for each in path if each.ref_count), default=0))
+        length = grouping.floor(groups, length)
+        ends = (each for each in path if each.end >= length > each.start)
+        return next(ends, self.tree.root), length
+
+    def _branch_end(
+        self, path: list[Node], length: int, groups: Many[Group], *, pages: bool = True
+    ) -> Node:
+        """Return the last node of a path, up to a length, where a branch ends; else the root."""
+        for each in reversed(path):
+            kept = each.entry is not None or each.leases or (pages and each.page is not None)
+            if kept and each.end <= length and grouping.floor(groups, each.end) == each.end:
+                return each
+        return self.tree.root
+
+    def longest_state(
+        self, key: bytes, salt: bytes, groups: Many[Group] = (), *, touch: bool = True
+    ) -> Node:
+        """Return the node of the longest prefix of a key that has content; the root: none has.
+
+        ``touch`` records a use of it.
+        """
+        node, length = self.tree.match(key, salt)
+        found = self._branch_end(node.path, length, groups)
+        if touch and found is not self.tree.root:
+            self.tree.touch(found)
+        return found
+
+    def save_state(self, node: Node, sequence: Sequence) -> None:
+        """Save the state of a sequence as the page of its node. Raises StateTooLarge."""
+        assert self.tier is not None
+        saved = sequence.save(portable=False)
+        self.tree.set_page(node, self.write_page(self.tier, saved, 0, node.end))
+
+    def save_prefix(self, sequence: Sequence, salt: bytes) -> int:
+        """Save the state of a sequence that is not in the tree; return how many others it evicts.
+
+        Nothing is saved twice, or without a tier. Raises StateTooLarge, and errors of the save.
+        """
+        if self.tier is None:
+            return 0
+        node, evicted = self.tree.insert(tokens_to_key(sequence.ledger.tokens), salt), 0
+        try:
+            if node.page is None:
+                self.save_state(node, sequence)
+                self.tree.touch(node)
+                evicted = self.drop_surplus()
+        finally:
+            self.tidy(node)
+        return evicted
+
+    def load_stored(
+        self,
+        tier: PrefixTier,
+        allocator: Allocator,
+        key: bytes,
+        salt: bytes,
+        groups: Many[Group],
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Load the longest stored prefix of a prompt that this memory can continue."""
+        tier.load(allocator, key, salt, groups, exact=exact or not self._trims)
+
+    def _page_holder(self, node: Node) -> Node:
+        """Return a node whose page has the tokens of a node that no sequence has."""
+        return next(each for each in node.walk() if each.page is not None)
+
+    def diverging(self, key: bytes, salt: bytes, leases: Iterable[SequenceLease]) -> set[int]:
         """Return the lengths at which a prompt diverges from others and a state is needed."""
         return set()
 
@@ -274,6 +415,11 @@ class Residency:
     def shareable(self, known: int) -> int:
         """Return how many of the ``known`` tokens of a prefix a new sequence can share."""
         return 0
+
+    @property
+    def writes_states(self) -> bool:
+        """Return whether the state of a lease goes to a page; else a vacant sequence keeps it."""
+        return False
 
     def most_cells(self, leases: Iterable[PrefixLease]) -> int | None:
         """Return the maximum number of cells that the branches use; None: read the cells."""
@@ -340,7 +486,7 @@ class Residency:
         if node.protected:
             return False
         heir = self.heir(node) if frees_id else None
-        return heir is None or self.storage(heir) is not None
+        return heir is None or not heir.protected or self.storage(heir) is not None
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
@@ -371,13 +517,18 @@ class Residency:
     def heir(self, node: Node) -> Node | None:
         """Return the node above that keeps the sequence of a dropped one, if it needs one."""
         parent = node.parent
+        # Tokens that nothing else needs go with the branch, also those of another list.
+        while parent is not None and parent.parent is not None and not self._inherits(parent):
+            if self._whole_pages or not parent.bare or len(parent.children) > 1:
+                break
+            parent = parent.parent
         if node.entry is None or parent is None or parent.parent is None:
             return None
         return parent if self._inherits(parent) and parent.ref_count == 1 else None
 
     def only_page(self, node: Node) -> bool:
         """Return whether a pinned or parked node above has no content but this node's page."""
-        if node.page is None or not self.tree.whole_pages:
+        if node.page is None or not self._whole_pages:
             return False
         return any(
             each.protected
@@ -418,14 +569,17 @@ class Residency:
         sequence: Sequence = node.entry
         if node.page is not None:
             return self._close_paged(node, keep)
-        pager = self.storage(node)
-        assert pager is not None
-        if pager is self._parking and self._before_drop is not None:
+        tier = self.storage(node)
+        assert tier is not None
+        if self._before_drop is not None:
             # A flush does not read pages, so their tokens are written before.
             self._before_drop(node)
         chain = self._alone(node)
         start = 0 if self._whole_pages else chain[-1].start
-        page = self.write_page(pager, self._save(sequence, chain[-1], start), start, node.end)
+        saved = self._save(sequence, chain[-1], start)
+        if self._limited(node) and len(saved) > self._host:
+            raise self.too_large(node, len(saved))
+        page = self.write_page(tier, saved, start, node.end)
         try:
             if keep:
                 sequence.trim(keep)
@@ -451,15 +605,22 @@ class Residency:
         self.tidy(node)
         return sequence
 
-    def write_page(self, pager: Pager, saved: bytes, start: int, end: int) -> Page:
+    def write_page(self, tier: PageTier, saved: bytes, start: int, end: int) -> Page:
         """Store a page. Raises StateTooLarge if it alone exceeds the budget of states."""
-        page = pager.write(saved, start, end)
+        page = tier.write(saved, start, end)
         self.paged_out_tokens += end - start
         return page
 
     def surplus(self) -> Node | None:
-        """Return the least valuable state if there are more than the schedule allows."""
-        return None
+        """Return the next page to drop if those in host memory exceed their limit."""
+        if not self._host or self.pages.size <= self._host:
+            return None
+
+        def wanted(node: Node) -> bool:
+            unused = node.page is not None and not node.ref_count and not node.protected
+            return unused and len(node.children) <= self._most_children and not self.only_page(node)
+
+        return self._least(wanted)
 
     def size_of(self, node: Node) -> int:
         """Return the bytes of the entry and the page of a node."""
@@ -468,7 +629,7 @@ class Residency:
 
     def _save(self, sequence: Sequence, top: Node, start: int) -> bytes:
         assert top.parent is not None
-        beside = self.provider(top.parent, top) if start else None
+        beside = self.source(top.parent, top) if start else None
         try:
             if beside is None:
                 return sequence.save(portable=False)
@@ -511,7 +672,7 @@ class Residency:
                 low = begin
                 self.close(made.pop())
             if covered:
-                sequence.share(self.provider(first.parent or node), 0, covered)
+                sequence.share(self.source(first.parent or node), 0, covered)
             if tokens_to_key(sequence.ledger.tokens) != node.key:
                 msg = f"a page of {node.end} tokens contains other tokens; decode them again"
                 raise DamagedPage(PagingError(msg), pages[-1])
@@ -568,14 +729,9 @@ class Residency:
         return sum(map(len, self.sequences()))
 
     @property
-    def paged_bytes(self) -> int:
-        """Return the bytes of all pages."""
-        return (self.pager or self._parking).size
-
-    @property
-    def paged(self) -> int:
-        """Return the number of pages."""
-        return (self.pager or self._parking).count
+    def pages(self) -> PageTier:
+        """Return the tier that has all pages: that of evicted branches, or that of parked ones."""
+        return self.tier or self._parking
 
     def reclaimable(self, protected: Collection[Node], head: tuple[Node, int] | None = None) -> int:
         """Return how many cells would be free with everything removable gone but ``protected``.
@@ -612,9 +768,9 @@ class Residency:
             )
             assert entry.positions == list(range(node.end)), f"the sequence of {node} has gaps"
             # Some releases report a recurrent state of one token as empty.
-            if self.trims or node.end > 1:
+            if self._trims or node.end > 1:
                 assert entry.pos_max == node.end - 1, f"the cache has not all of {node}"
-        if self.trims:
+        if self._trims:
             assert not (node.ref_count and node.page), f"{node} is resident and paged out"
         if not node.children:
             kept = entry is not None or node.leases or node.page is not None
@@ -642,8 +798,8 @@ class UnifiedCells(Residency):
     _whole_pages = False
     _most_children = 0
 
-    def page_holder(self, node: Node) -> Node | None:
-        """Return the node: it has a page, unless sequences have its tokens."""
+    def _page_holder(self, node: Node) -> Node:
+        """Return the node: it has a page, or starts in one of a node above."""
         return node
 
     def keep(self, node: Node, sequence: Sequence) -> None:
@@ -668,17 +824,34 @@ class UnifiedCells(Residency):
                 sequence.share(other, first, each.end)
             return
 
-    def storage(self, node: Node) -> Pager | None:
+    def storage(self, node: Node) -> PageTier | None:
         """Return where a node is paged out to; None: it is dropped."""
         # The page of a parked branch may start at the end of this node, and needs its tokens.
-        if self.pager is None and any(not each.ref_count for each in node.children.values()):
+        if self.tier is None and any(not each.ref_count for each in node.children.values()):
             return self._parking
         return super().storage(node)
 
     def may_lose(self, node: Node, error: PagingError) -> bool:
         """Return whether a branch may be dropped because it could not be paged out."""
-        # Pages below this node would be useless without it.
-        return not node.children and super().may_lose(node, error)
+        # Pages below this node are useless without it.
+        return (not node.children or self._limited(node)) and super().may_lose(node, error)
+
+    def _limited(self, node: Node) -> bool:
+        """Return whether a node's page must fit into the host memory of pages."""
+        # Protected pages below this node need its tokens.
+        return super()._limited(node) and not any(each.protected for each in node.walk())
+
+    def drop(self, node: Node, keep: int = 0) -> Sequence | None:
+        """Drop a node, and the pages below it; return its sequence with ``keep`` tokens, if any."""
+        self._drop_below(node)
+        return super().drop(node, keep)
+
+    def _drop_below(self, node: Node) -> None:
+        """Drop the pages below a node, which need its tokens."""
+        for below in list(node.walk())[:0:-1]:
+            self.evicted_tokens += len(below)
+            self.forget_page(below)
+            self.tree.prune(below)
 
     def shareable(self, known: int) -> int:
         """Return ``known``: sequences share the cells of a common prefix."""
@@ -763,25 +936,17 @@ class UnifiedCells(Residency):
 class Windows(Residency):
     """Sequences of a memory that forgets: decoding continues from the end of a branch.
 
-    Pages are saved states, as many and as large as the schedule allows. Without a pager they are in
+    Pages are saved states, as many and as large as the schedule allows. Without a tier they are in
     host memory, unless ``before_drop`` stores branches elsewhere.
     """
 
-    trims = False
+    _trims = False
 
-    def __init__(
-        self,
-        context: Context,
-        limit: int,
-        pager: Pager | None,
-        schedule: CheckpointSchedule,
-        before_drop: Callable[[Node], None] | None = None,
-        policy: EvictionPolicy | None = None,
-    ) -> None:
-        self._pages_optional = pager is None and before_drop is None
-        if self._pages_optional and schedule.size and prefix_states.saves(context):
-            pager = MemoryPager()
-        super().__init__(context, limit, pager, schedule, before_drop, policy)
+    def _default_tier(self) -> PageTier | None:
+        """Return host memory, unless evicted branches are stored elsewhere."""
+        self._pages_optional = self._before_drop is None or self._host > 0
+        saves = self.schedule.size and prefix_states.saves(self.context)
+        return MemoryTier() if self._pages_optional and saves else None
 
     def has(self, node: Node) -> bool:
         """Return whether a sequence ends with a node."""
@@ -796,12 +961,16 @@ class Windows(Residency):
         # A page has the same state.
         return node.page is not None or (unneeded and not self.vacant)
 
+    def page_bytes(self, node: Node) -> int:
+        """Return 0: a window has forgotten cells, and states are measured when they are saved."""
+        return 0
+
     def pages_first(self, node: Node) -> bool:
         """Return whether the content of a node is paged out before a prompt gets its sequence."""
         # Other prompts may diverge here.
         return node.page is None and self.storage(node) is not None
 
-    def diverging(self, key: bytes, leases: Iterable[PrefixLease]) -> set[int]:
+    def diverging(self, key: bytes, salt: bytes, leases: Iterable[SequenceLease]) -> set[int]:
         """Return the lengths at which a prompt diverges from others, also from leased ones."""
         node, length = self.tree.match(key)
         found = {length, *(each.end for each in node.path if len(each.children) > 1)}
@@ -826,10 +995,10 @@ class Windows(Residency):
         )
 
     @property
-    def state_pager(self) -> Pager | None:
-        """Return where the state of a lease is written; None: a vacant sequence keeps it."""
+    def writes_states(self) -> bool:
+        """Return whether the state of a lease goes to a page; else a vacant sequence keeps it."""
         # A fork of a sliding window shares its cells, and llama.cpp does not reuse shared ones.
-        return self.pager
+        return self.tier is not None
 
     def keep(self, node: Node, sequence: Sequence) -> None:
         """Make a leased sequence the entry of a node."""
@@ -841,7 +1010,7 @@ class Windows(Residency):
                 saved = 0  # no more than an estimate: not worth losing a sequence for
             self.state_bytes = max(1, saved - len(sequence) * self.cell_bytes)
 
-    def write_page(self, pager: Pager, saved: bytes, start: int, end: int) -> Page:
+    def write_page(self, tier: PageTier, saved: bytes, start: int, end: int) -> Page:
         """Store a page. Raises StateTooLarge if it alone exceeds the budget of states."""
         if len(saved) > self.schedule.budget:
             msg = (
@@ -849,7 +1018,7 @@ class Windows(Residency):
                 f"{self.schedule.budget}; increase it, or decode the tokens again"
             )
             raise StateTooLarge(msg)
-        return super().write_page(pager, saved, start, end)
+        return super().write_page(tier, saved, start, end)
 
     def surplus(self) -> Node | None:
         """Return the least valuable state if there are more than the schedule allows."""
@@ -890,7 +1059,19 @@ class Windows(Residency):
 class States(Windows):
     """Sequences of a recurrent or hybrid memory, which cannot go back at all."""
 
-    exact = True
+    _exact = True
+    loses_all = True
+
+    def returns(self, length: int, position: int) -> bool:
+        """Return whether a sequence of ``length`` tokens may continue at an earlier position."""
+        # A memory of an unknown kind is asked.
+        return position == length or self.context.info.can_remove_partly is not False
+
+    def clear_empty(self) -> None:
+        """Clear a context without tokens, so that a sequence can start in place of another one."""
+        if not any(map(len, self.context.ledgers)):
+            self.context.clear()
+            self._left = False
 
     def new(self) -> Sequence:
         """Open an empty sequence."""
@@ -902,9 +1083,9 @@ class States(Windows):
         return super().new()
 
     @property
-    def state_pager(self) -> Pager | None:
-        """Return where the state of a lease is written; None: a vacant sequence keeps it."""
-        return None if self.vacant else self.pager
+    def writes_states(self) -> bool:
+        """Return whether the state of a lease goes to a page; else a vacant sequence keeps it."""
+        return super().writes_states and not self.vacant
 
 
 def kind_of(context: Context) -> type[Residency]:
@@ -913,16 +1094,26 @@ def kind_of(context: Context) -> type[Residency]:
     ``swa_full`` gives a sliding window a cache of full size, so that sequences can be trimmed. It
     has no effect on memories with states.
     """
+    if context.info.can_remove_partly is False:
+        return States
     if context.info.memory is MemoryType.ATTENTION:
-        return OwnCells if context.stream_per_sequence else UnifiedCells
+        return UnifiedCells if shares_cells(context) else OwnCells
     if context.info.memory is MemoryType.SWA:
         return OwnCells if context.params.swa_full else Windows
     return States
 
 
-def rewinds(context: Context) -> bool:
-    """Return whether a sequence can return to every earlier position."""
-    return kind_of(context).trims and context.info.can_remove_partly is not False
+def shares_cells(context: Context) -> bool:
+    """Return whether all sequences use the same cells, and one can share those of another."""
+    return not context.stream_per_sequence
+
+
+def stores_parts(context: Context) -> bool:
+    """Return whether any part of a stored sequence can be restored and continued.
+
+    A window that passed a position cannot return to it, also in a cache of full size.
+    """
+    return context.info.memory is MemoryType.ATTENTION
 
 
 def _trimmed(sequence: Sequence, length: int) -> bool:

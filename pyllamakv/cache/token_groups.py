@@ -22,6 +22,8 @@ _GROUPS = "ranges (first, end) of the prompt"
 
 def checked(groups: Iterable[tuple[int, int]], length: int, largest: int) -> tuple[Group, ...]:
     """Return groups in order; UsageError for any that is empty, outside, too large or overlaps."""
+    if isinstance(groups, tuple) and not groups:  # the default, in the path of each prompt
+        return ()
     found = []
     for group in arguments.items("groups", groups, _GROUPS):
         ends = arguments.items("an item of groups", group, "a pair (first, end)")

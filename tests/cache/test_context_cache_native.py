@@ -216,7 +216,7 @@ def test_batch_fills_all_scattered_cells_and_one_more_fails(bench: Bench) -> Non
     """Exactly as many tokens as free cells fit, wherever these are; one more fails."""
     with bench.cache(capacity=64, max_batch=64) as cache:
         if not bench.unified:
-            pytest.skip("sequences have cells of their own, which nobody else fragments")
+            pytest.skip("sequences have separate cells, which others cannot fragment")
         cells = cache.context.info.n_ctx
         cache.capacity = cells
         for place in range(cells // 2):

@@ -14,7 +14,7 @@ from prefix_kit import SYSTEM, make, serve
 
 from pyllamakv import errors
 from pyllamakv.binding.protocol import MemoryType
-from pyllamakv.cache import prefix_store, stored_branches
+from pyllamakv.cache import directory_tier, prefix_store
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.runtime import state_slices
 
@@ -149,6 +149,47 @@ def test_evicted_branches_are_loaded_again(start: Callable[..., PrefixCache]) ->
     cache = start(n_ctx=128, n_seq_max=1)  # another shape of the context, the same one of the cells
     for chat in chats[:4]:  # the last two were not evicted
         assert serve(cache, [*chat, 2]) == len(chat)
+
+
+@pytest.mark.parametrize("place", ["memory", "files"])
+def test_host_memory_is_used_before_the_store(
+    start: Callable[..., PrefixCache], tmp_path: Path, place: str
+) -> None:
+    """Evicted branches are paged in without a read of the store; a killed process leaves all."""
+    paging = "memory" if place == "memory" else tmp_path / "pages"
+    cache = start(n_ctx=128, n_seq_max=2, paging=paging)
+    chats = [[*SYSTEM, *[number] * 30] for number in range(6)]
+    for chat in chats:
+        serve(cache, chat)
+    assert [serve(cache, [*chat, 1]) for chat in chats] == [50] * 6
+    stats = cache.stats()
+    assert (stats.loaded_tokens, stats.evictions) == (0, 0)
+    assert stats.paged_in > 0
+    assert stats.stored_tokens >= 20 + 5 * 30
+    files = stats.stored_bytes + stats.paged_bytes * (place == "files")
+    assert (stats.bytes_by_tier["files"], stats.bytes_by_tier["memory"]) == (
+        files,
+        stats.paged_bytes * (place == "memory"),
+    )
+    kill(cache)
+    cache = start(n_ctx=128, n_seq_max=2, paging="memory")
+    for chat in chats[:4]:  # the last two were not evicted
+        assert serve(cache, [*chat, 2]) == 50
+    assert cache.stats().loaded_tokens > 0
+
+
+def test_a_page_dropped_for_the_budget_is_in_the_store(
+    start: Callable[..., PrefixCache],
+) -> None:
+    """Serve more chats than cells and host memory can hold."""
+    cache = start(n_ctx=128, n_seq_max=1, paging="memory")
+    cache.budget = cache.branches.bytes_of(130)
+    chats = [[number] * 50 for number in range(4)]
+    for chat in chats:
+        serve(cache, chat)
+    assert cache.stats().evictions > 0
+    assert serve(cache, [*chats[0], 9]) == 50
+    assert cache.stats().loaded_tokens == 50
 
 
 def test_longer_stored_prefix_replaces_the_resident_one(
@@ -397,7 +438,7 @@ def test_page_with_other_content_is_not_restored(
     store = cache.stored.store
     (page,) = store.pages.values()
     store.discard(page)
-    store.add("cells", None, 0, page.tokens, content)
+    store.add("cells", b"", None, 0, page.tokens, content)
     assert serve(cache, [*SYSTEM, 1]) == 0
     assert cache.stats().damaged == 1
     cache.flush()
@@ -415,7 +456,7 @@ def test_refused_stored_state_is_decoded_and_logged(
     store = cache.stored.store
     (page,) = store.pages.values()
     store.discard(page)
-    store.add("state", None, 0, page.tokens, b"\1\0\0\0no state")
+    store.add("state", b"", None, 0, page.tokens, b"\1\0\0\0no state")
     assert serve(cache, [*SYSTEM, 1]) == 0
     assert "a stored prefix of 20 tokens is not used" in caplog.text
 
@@ -549,8 +590,6 @@ def test_second_writer_and_other_cell_shape_are_refused(
         other = prefix_kit.kit.context(tmp_path, type_k="q8_0", flash_attn=True)
         PrefixCache(other, store=tmp_path / "store")
     assert caught.value.differences == ("type_k", "v_transposed")
-    with pytest.raises(errors.UsageError, match="choose one"):
-        make(tmp_path, store=tmp_path / "store", paging="memory")
     with pytest.raises(errors.UsageError, match="store=PATH"):
         make(tmp_path).flush()
     for wrong in (5, "", b"x"):
@@ -579,6 +618,7 @@ def test_random_traffic_is_correct_after_restarts(
     if kind == "states":
         request.getfixturevalue("whole")
     past = [[3, 4, 5]]
+    served: dict[bytes, list[list[int]]] = {}
     loaded = 0
     for number in range(4):
         cache = start(n_ctx=96, n_seq_max=3, budget=30000)
@@ -586,9 +626,15 @@ def test_random_traffic_is_correct_after_restarts(
         kill(cache)
         cache.closed = True
         traffic = prefix_kit.Traffic(
-            context, seed + 10 * number, store=cache.stored.store.folder, budget=30000
+            context,
+            seed + 10 * number,
+            store=cache.stored.store.folder,
+            budget=30000,
+            paging="memory" if number > 1 else None,
         )
         traffic.past = past
+        # The store has what earlier processes decoded.
+        traffic.served = served = {**traffic.served, **served}
         traffic.run(80)
         loaded += traffic.cache.stats().loaded_tokens
         assert traffic.cache.stats().damaged == 0
@@ -596,6 +642,23 @@ def test_random_traffic_is_correct_after_restarts(
         traffic.cache.close() if number % 2 else kill(traffic.cache)
         assert prefix_store.scan(cache.stored.store.folder, contents=True).unusable == {}
     assert loaded > 30
+
+
+def test_states_are_read_from_host_memory_before_the_store(tmp_path: Path) -> None:
+    """States of prompts are written to both tiers; a killed process leaves branch points."""
+    prompts = [[*SYSTEM, 60 + number, *[70] * 5] for number in range(4)]
+    found: list[list[int]] = []
+    for _ in range(2):
+        context = kit.context(tmp_path, {"partial": False}, n_ctx=512, n_seq_max=1)
+        object.__setattr__(context.info, "memory", MemoryType.RECURRENT)
+        cache = PrefixCache(context, store=tmp_path / "store", paging="memory")
+        found.append([serve(cache, each) for each in prompts])
+        loaded = cache.stats().loaded_tokens
+        found[-1] += [serve(cache, each) for each in prompts]
+        assert cache.stats().loaded_tokens == loaded
+        kill(cache)
+    # The second prompt shows the branch point, and each has a state before its last token.
+    assert found == [[0, 0, 20, 20, 25, 25, 25, 25], [25] * 8]
 
 
 def test_a_stored_prompt_is_continued_before_its_last_token(tmp_path: Path) -> None:

@@ -194,9 +194,9 @@ def test_random_traffic_over_restarts_is_exact(
         loaded = 0
         for number in range(3):
             with model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx:
-                traffic = Traffic(
-                    ctx, number, look=look, store=tmp_path / "store", budget=1_000_000
-                )
+                # Restarts with the store alone, then with a second tier in front of it.
+                tiers = {"store": tmp_path / "store", "paging": "memory" if number else None}
+                traffic = Traffic(ctx, number, look=look, budget=1_000_000, **tiers)
                 traffic.past = past
                 traffic.run(80)
                 loaded += traffic.cache.stats().loaded_tokens
@@ -230,6 +230,36 @@ def test_a_scattered_cache_is_stored_and_loaded(
                 lease.prefill()
                 mine = ctx.logits().copy()
         assert np.abs(mine - next_logits(model, [*SYSTEM[:100], 7])).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["tiny", "sliding", "recurrent"])
+def test_stock_and_patched_builds_use_the_same_store(
+    stock: Variant, patched: Variant, tmp_path: Path, model: str
+) -> None:
+    """In both directions, in every kind of memory: logits are those of a fresh evaluation."""
+    path = synthetic_models.model(model)
+    for writer, reader in ((stock, patched), (patched, stock)):
+        store = tmp_path / writer.folder.name
+        with (
+            kv.open(writer.folder) as library,
+            library.load_model(path) as opened,
+            context(opened) as ctx,
+            PrefixCache(ctx, store=store) as cache,
+        ):
+            for chat in CHATS:
+                serve(cache, chat)
+        with (
+            kv.open(reader.folder) as library,
+            library.load_model(path) as opened,
+            context(opened) as ctx,
+            PrefixCache(ctx, store=store) as cache,
+        ):
+            for chat in CHATS:
+                with cache.acquire([*chat, 7]) as lease:
+                    assert lease.cached == len(chat)
+                    lease.prefill()
+                    mine = ctx.logits().copy()
+                assert np.abs(mine - next_logits(opened, [*chat, 7])).max() < TOLERANCE
 
 
 def test_other_models_builds_and_types_are_refused(

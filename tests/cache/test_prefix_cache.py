@@ -17,7 +17,7 @@ import runtime_kit as kit
 from prefix_kit import SYSTEM, feed, make, serve, used
 
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import Cancelled, Closed, PrefixStoreForeign, UsageError
+from pyllamakv.errors import Cancelled, Closed, PrefixStoreForeign, PromptTooLong, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,6 +93,9 @@ def test_an_empty_prompt_is_refused(cache: PrefixCache) -> None:
     for wrong in ([], [259], [-1], [1] * 129):
         with pytest.raises(UsageError):
             cache.acquire(wrong)
+    with pytest.raises(PromptTooLong) as caught:
+        cache.acquire([1] * 129)
+    assert (caught.value.needed, caught.value.available) == (129, 128)
     cache.check()
     assert used(cache) == 2
 
@@ -117,7 +120,8 @@ def test_branches_share_the_cells_of_their_beginning(cache: PrefixCache) -> None
     assert serve(cache, [*SYSTEM, 1, 2, 3, 6]) == 23
     assert serve(cache, [*SYSTEM, 4, 5, 7]) == 22
     assert used(cache) == 20 + 4 + 3
-    assert cache.stats().nodes == 3
+    # The common tokens, and for each branch the reused and the evaluated ones.
+    assert cache.stats().nodes == 5
     assert cache.context.kv.stats.shared == 20
 
 
@@ -138,7 +142,8 @@ def test_conversation_decodes_only_new_tokens(cache: PrefixCache) -> None:
         chat += [turn + 1, turn + 2, turn + 3]
         assert serve(cache, chat, [90 + turn, 80 + turn]) == max(0, len(chat) - 3)
         chat += [90 + turn, 80 + turn]
-    assert (used(cache), cache.stats().resident, cache.stats().nodes) == (40, 1, 1)
+    # The last turn was not reused, so it is another node.
+    assert (used(cache), cache.stats().resident, cache.stats().nodes) == (40, 1, 2)
 
 
 def test_equal_prompts_decoded_together_share_cells_afterwards(cache: PrefixCache) -> None:
@@ -312,6 +317,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"paging": "memory"},
     {"budget": 20_000},
     {"paging": "memory", "budget": 20_000},
+    {"paging": 20_000},
     {"entries": 1},
     {"entries": 1, "paging": "memory"},
     {"entries": 2},

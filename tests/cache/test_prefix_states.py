@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import prefix_kit
@@ -136,22 +138,50 @@ def test_every_batch_size_reaches_every_position(
 # Kept states...
 
 
-def store(*keys: tuple[int, int], size: int = 100, budget: int = 1 << 20) -> StateStore:
+class Store:
+    """Saved states of prefixes, and the number of evicted ones."""
+
+    def __init__(self, ctx: Context, *, size: int = 100, budget: int = 1 << 20) -> None:
+        schedule = CheckpointSchedule(size=size, interval=1, first=0, budget=budget)
+        self.residency = States(ctx, 4, None, schedule)
+        self.tree, self.tier = self.residency.tree, self.residency.tier
+        self.evictions = 0
+
+    def put(self, key: bytes, saved: bytes) -> None:
+        """Save a state after the tokens of a key."""
+        ledger = SimpleNamespace(tokens=key_to_tokens(key))
+        sequence: Any = SimpleNamespace(ledger=ledger, save=lambda *, portable: saved)
+        with suppress(StateTooLarge):
+            self.evictions += self.residency.save_prefix(sequence, NO_SALT)
+
+    def best(self, key: bytes, groups: Any = ()) -> tuple[int, bytes]:
+        """Return the length and the content of the longest state."""
+        node = self.residency.longest_state(key, NO_SALT, groups)
+        return node.end, node.page.read() if node.end else b""
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """Return a context that no test changes."""
+    return recurrent(tmp_path_factory.mktemp("empty"))
+
+
+def store(ctx: Context, *keys: tuple[int, int], **limits: int) -> Store:
     """Return a store with states: their length, and their bytes."""
-    made = StateStore(CheckpointSchedule(size=size, interval=1, first=0, budget=budget))
+    made = Store(ctx, **limits)
     for length, n_bytes in keys:
         made.put(tokens_to_key(range(length)), b"x" * n_bytes)
     return made
 
 
-def lengths(kept: StateStore) -> list[int]:
+def lengths(kept: Store) -> list[int]:
     """Return the lengths of the prefixes that have a state."""
     return sorted(node.end for node in kept.tree.walk() if node.page is not None)
 
 
-def test_the_longest_state_of_a_prefix_is_found() -> None:
-    """None that is longer than the common prefix, and none that divides a group."""
-    kept = store((10, 5), (20, 7), (30, 9))
+def test_the_longest_state_of_a_prefix_is_found(empty: Context) -> None:
+    """None is longer than the common prefix, and none splits a group."""
+    kept = store(empty, (10, 5), (20, 7), (30, 9))
     key = tokens_to_key([*range(25), 99])
     assert kept.best(key) == (20, b"x" * 7)
     assert kept.best(key, [(15, 22)]) == (10, b"x" * 5)
@@ -162,29 +192,27 @@ def test_the_longest_state_of_a_prefix_is_found() -> None:
     kept.put(tokens_to_key([*range(15), 99]), b"y")
     assert kept.branches(key) == {15, 25}
     kept.tree.check()
-    kept.clear()
-    assert (kept.tree.nodes, kept.pager.size, kept.pager.count) == (0, 0, 0)
 
 
-def test_the_state_that_saves_the_fewest_tokens_per_byte_is_evicted() -> None:
+def test_the_state_that_saves_the_fewest_tokens_per_byte_is_evicted(empty: Context) -> None:
     """With the same age: 10 tokens in 100 bytes before 10 in 10, and before 100 in 200."""
-    kept = store((100, 200), (110, 100), (120, 10), budget=309)
+    kept = store(empty, (100, 200), (110, 100), (120, 10), budget=309)
     assert lengths(kept) == [100, 120]
-    assert (kept.evictions, kept.evicted_tokens) == (1, 110)
+    assert (kept.evictions, kept.residency.evicted_tokens) == (1, 110)
     kept.tree.check()
 
 
-def test_bytes_count_as_much_as_tokens() -> None:
+def test_state_with_fewest_tokens_per_byte_is_evicted_first(empty: Context) -> None:
     """20 tokens in 190 bytes go before 10 in 10, although they were used later."""
-    kept = store(budget=200)
+    kept = store(empty, budget=200)
     for first, length, n_bytes in ((1, 10, 10), (2, 20, 190), (3, 10, 10)):
         kept.put(tokens_to_key([first] * length), b"x" * n_bytes)
     assert [kept.best(tokens_to_key([n] * 30))[0] for n in (1, 2, 3)] == [10, 0, 10]
 
 
-def test_a_state_that_is_used_stays() -> None:
-    """Of two that are worth the same, the one that was used last; unused value fades with age."""
-    kept = store(size=2)
+def test_recently_used_state_is_kept(empty: Context) -> None:
+    """Of two with equal value, the last used one is kept; unused value decays with age."""
+    kept = store(empty, size=2)
     for first in (1, 2):
         kept.put(tokens_to_key([first] * 10), b"x" * 10)
     kept.best(tokens_to_key([1] * 11))
@@ -200,24 +228,24 @@ def test_a_state_that_is_used_stays() -> None:
     assert kept.best(tokens_to_key([4] * 101))[0] == 0
 
 
-def test_a_state_above_the_budget_is_not_stored() -> None:
+def test_a_state_above_the_budget_is_not_stored(empty: Context) -> None:
     """Nothing is evicted for it."""
-    kept = store((10, 5), (20, 101), budget=100)
+    kept = store(empty, (10, 5), (20, 101), budget=100)
     assert lengths(kept) == [10]
     assert kept.evictions == 0
-    assert lengths(store((10, 5), size=0)) == []
+    assert lengths(store(empty, (10, 5), size=0)) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 40)), max_size=40))
-def test_a_store_keeps_its_limits(puts: list[tuple[int, int]]) -> None:
-    """Whatever is stored, bytes and number stay within the schedule, and the tree is sound."""
-    kept = store(size=4, budget=60)
+def test_a_store_keeps_its_limits(empty: Context, puts: list[tuple[int, int]]) -> None:
+    """Bytes and number stay within the schedule, and the tree is valid."""
+    kept = store(empty, size=4, budget=60)
     for length, n_bytes in puts:
         kept.put(tokens_to_key([n % 3 for n in range(length)]), b"x" * n_bytes)
         kept.tree.check()
         pages = [node.page for node in kept.tree.walk() if node.page is not None]
-        assert len(pages) == kept.pager.count <= 4
-        assert sum(page.size for page in pages) == kept.pager.size <= 60
+        assert len(pages) == kept.tier.count <= 4
+        assert sum(page.size for page in pages) == kept.tier.size <= 60
 
 
 # Managers...
@@ -257,7 +285,7 @@ def test_a_shared_prefix_is_reused_from_its_second_occurrence_after_the_first(
 def test_a_prompt_in_progress_shows_a_branch_point(tmp_path: Path, make: Any) -> None:
     """Two prompts that do not wait are both evaluated; the third finds their prefix."""
     ctx = recurrent(tmp_path)
-    with make(ctx) as cache, Batcher(cache) as batcher:
+    with make(ctx) as cache, Batcher(cache, max_defer=0) as batcher:
         both = [batcher.submit(each, 3) for each in prompts(2, 100)]
         batcher.run()
         assert [one.cached for one in both] == [0, 0]
@@ -296,6 +324,27 @@ def test_a_named_position_is_reused_the_first_time(tmp_path: Path, make: Any) ->
             with pytest.raises((UsageError, TypeError)):
                 batcher.submit(first, checkpoints=wrong)
         cache.check()
+
+
+@pytest.mark.parametrize("make", managers())
+def test_close_frees_the_host_memory_of_states_and_parked_leases(tmp_path: Path, make: Any) -> None:
+    """A manager that is referenced still keeps no bytes of pages."""
+    cache = make(recurrent(tmp_path, n_seq_max=1))
+    lease = cache.acquire([5] * 20)
+    lease.sequence.prefill([5] * 20)
+    parked = lease.park()
+    with cache.acquire([6] * 20) as lease:
+        lease.sequence.prefill([6] * 20)
+
+    def held() -> int:
+        sizes = cache.stats().bytes_by_tier
+        return sum(sizes[name] for name in sizes if name != "cells")
+
+    assert held() > 0
+    cache.close()
+    assert held() == 0
+    parked.close()
+    assert held() == 0
 
 
 @pytest.mark.parametrize("options", [{"n_ctx": 1024}, {"n_ctx": 1024, "entries": 2}])
@@ -351,7 +400,7 @@ def test_pages_of_states_stay_within_the_schedule(tmp_path: Path) -> None:
         assert cache.stats().paged_bytes <= 30_000
     assert cache.stats().evictions > 0
     with pytest.raises(PagingError, match="budget of checkpoints is 30000"):
-        cache.branches.write_page(cache.branches.pager, b"x" * 30_001, 0, 9)
+        cache.branches.write_page(cache.branches.tier, b"x" * 30_001, 0, 9)
     cache.check()
 
 
@@ -423,6 +472,20 @@ def test_shifted_tokens_are_no_prefix(tmp_path: Path) -> None:
     assert tokens_to_key(shifted) not in cache.states
     with cache.acquire([*shifted[:60], 9]) as lease:
         assert lease.cached <= 2
+
+
+def test_dropped_slots_leave_no_states(tmp_path: Path) -> None:
+    """After a change of the adapters, no prompt continues an earlier state."""
+    cache = SlotCache(recurrent(tmp_path), n_slots=1, checkpoints=OFTEN)
+    chat = [*range(10, 40)]
+    with cache.acquire(chat) as lease:
+        lease.decode()
+    assert cache.stats().states == 2
+    cache.drop_prefixes()
+    assert (cache.stats().states, cache.stats().bytes_by_tier["states"]) == (0, 0)
+    assert cache.branches.tree.nodes == 0
+    with cache.acquire(chat) as lease:
+        assert lease.cached == 0
 
 
 def test_a_budget_below_one_prompt_is_refused(tmp_path: Path) -> None:
@@ -552,9 +615,9 @@ def test_a_cancel_while_a_state_is_saved_ends_the_prefill(tmp_path: Path) -> Non
 
     ctx.native.state_save = cancelling
     with cache.acquire([3] * 40) as lease:
-        with pytest.raises(Cancelled, match="24 tokens left"):
+        with pytest.raises(Cancelled, match="32 tokens left"):
             lease.prefill()
-        assert len(lease.sequence) == 16
+        assert len(lease.sequence) == 8  # the first state of a prompt is saved
         ctx.native.state_save = real
         lease.prefill()
         assert len(lease.sequence) == 40

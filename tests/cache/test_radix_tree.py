@@ -170,11 +170,11 @@ def test_eviction_visits_few_nodes() -> None:
     tree.check()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_first_node_is_that_of_all_nodes(whole: bool) -> None:
-    """Compare the heap with a search, after sequences and pages came, were used and left."""
+@pytest.mark.parametrize("make", [RadixTree, WholePageTree])
+def test_first_evicted_node_agrees_with_a_full_search(make: type[RadixTree]) -> None:
+    """The heap agrees with a search after sequences and pages were added, used and removed."""
     draw = Random(7)
-    tree = RadixTree(whole_pages=whole)
+    tree = make()
     for _ in range(600):
         key = tokens_to_key([draw.randrange(3) for _ in range(draw.randint(1, 7))])
         node = tree.insert(key)

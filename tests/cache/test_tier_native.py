@@ -18,7 +18,7 @@ from pyllamakv.errors import PagingError, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyllamakv.cache.paging import FilePager
+    from pyllamakv.cache.tier import FileTier
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_page_is_unchanged_by_reuse_of_its_cells(tmp_path: Path) -> None:
     serve(cache, [2] * 60)
     assert serve(cache, [*([1] * 30), 5]) == 30
     rows = cache.context.kv.rows(
-        0, cache.branches.provider(cache.branches.tree.match(b"\1\0\0\0")[0])
+        0, cache.branches.source(cache.branches.tree.match(b"\1\0\0\0", b"")[0])
     )
     with kit.context(tmp_path) as fresh:
         mine = fresh.sequence()
@@ -175,8 +175,8 @@ def test_a_damaged_page_is_an_error_and_a_miss(tmp_path: Path, damage: str) -> N
     serve(cache, [*SYSTEM, 1])
     cache.page_out([*SYSTEM, 1])
     serve(cache, [9, 9])
-    pager: FilePager = cache.branches.pager  # type: ignore[assignment]
-    (path,) = pager.folder.iterdir()
+    pages: FileTier = cache.branches.tier  # type: ignore[assignment]
+    (path,) = pages.folder.iterdir()
     if damage == "gone":
         path.unlink()
     else:
@@ -200,7 +200,7 @@ def test_a_page_of_other_tokens_is_not_used(tmp_path: Path) -> None:
     for number in (1, 2):
         serve(cache, [number] * 10)
         cache.page_out([number] * 10)
-        pages.append(cache.branches.tree.match(bytes([number, 0, 0, 0]))[0].page)
+        pages.append(cache.branches.tree.match(bytes([number, 0, 0, 0]), b"")[0].page)
     pages[0]._saved, pages[1]._saved = pages[1]._saved, pages[0]._saved
     with pytest.raises(PagingError, match="contains other tokens"):
         cache.page_in([1] * 10)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import runtime_kit as kit
 
 from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_choice import count_common
 from pyllamakv.errors import KvError
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class Traffic:
                     self.errors[type(error).__name__] += 1
                     after = leaves(self.cache)
                     assert all(any(now.startswith(old) for now in after) for old in before), error
+                    self.cache.enforce(0)  # a refusal may leave more pages than allowed
                 self.cache.check()
+                assert self.cache.branches.surplus() is None
         while self.leases:
             self.leases.pop()[0].release()
         while self.parked:
@@ -116,6 +119,7 @@ class Traffic:
             parked, tokens = draw.choice(self.parked)
             prompt = [*tokens, *(draw.choice(self.tokens) for _ in range(draw.randint(1, 5)))]
             lease = parked.resume(prompt)
+            self.look_at_salt(lease, prompt)
             self.parked = [each for each in self.parked if each[0] is not parked]
             self.leases.append((lease, prompt))
         elif kind < 0.22 and self.parked:

@@ -79,7 +79,7 @@ NOT_CALLED = {
     "what a generation asks of its sampler": ("Sampler.begin",),
     "what leases, also parked ones, ask of their cache": (
         "SlotCache.discard", "SlotCache.release_slot", "SlotCache.reserve",
-        "SlotCache.keep_state", "SlotCache.count_parked", "SlotCache.discard_parked",
+        "SlotCache.keep_state", "SlotCache.park", "SlotCache.restore",
         "PrefixCache.resume", "SlotCache.resume",
     ),
     "what a sequence and a decode ask of their context": (
@@ -293,7 +293,7 @@ def _prefixes(world: CallObjects) -> Any:
     cache.pin("kept", [1, 2])
     tree = cache.branches.tree
     world.looks.append(lambda: [tree.tokens, tree.held_tokens, tree.nodes, sorted(cache.pins)])
-    world.looks.append(lambda: [cache.branches.taken, cache.branches.paged_bytes])
+    world.looks.append(lambda: [cache.branches.taken, cache.branches.pages.size])
     return cache
 
 
