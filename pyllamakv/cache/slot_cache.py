@@ -4,13 +4,17 @@ A slot is a sequence with its list of tokens. The list changes only after the li
 confirmed the operation. After a decode that fails or is cancelled, the slots and the cache
 therefore contain the same tokens. A full slot is shifted: its first tokens stay, and half of the
 tokens after them are removed at once, so that not every token causes a shift.
+
+This module chooses a slot for each prompt, and shifts full slots. `residency` has the rules of each
+kind of memory: where a sequence can continue, which states are saved and evicted, and when a
+sequence can start. A slot keeps its sequence, so that the residency's tree has saved states only.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +23,21 @@ import numpy as np
 from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, prefix_states, residency, slot_choice
 from pyllamakv.cache import token_groups as grouping
-from pyllamakv.cache.checkpoints import starts_after_clear
 from pyllamakv.cache.defrag_retry import CellUsage
-from pyllamakv.cache.interface import PARKED_LATE
-from pyllamakv.cache.prefix_states import StatePoints, StateStore
-from pyllamakv.cache.radix_tree import tokens_to_key
+from pyllamakv.cache.inspection import agree, check_ledgers
+from pyllamakv.cache.interface import PARKED_LATE, salt_digest
+from pyllamakv.cache.lease import SequenceLease
+from pyllamakv.cache.radix_tree import NO_SALT, TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.cache.reuse_counts import DepthCounts
+from pyllamakv.cache.tier import MemoryTier
 from pyllamakv.closing import ClosedOnExit, NotCopied
 from pyllamakv.errors import (
+    Cancelled,
     Closed,
     KVCacheFull,
     NativeError,
     NoSlotAvailable,
+    PagingError,
     PartialRemovalRefused,
     ReprocessNeeded,
     StateError,
@@ -42,11 +49,11 @@ from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from types import TracebackType
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.slot_choice import Policy
+    from pyllamakv.cache.tier import Page, PageTier
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime import sequence as runtime
     from pyllamakv.runtime.context import Context
@@ -103,20 +110,16 @@ class SlotCache(ClosedOnExit):
             raise UsageError(msg)
         self._cells = cells
         schedule = prefix_states.checked_schedule(checkpoints)
-        #: None if the memory can return to every position, or cannot save states.
-        self.states: StateStore | None = None
-        needed = schedule.size > 0 and not residency.rewinds(context)
-        if needed and prefix_states.saves(context):
-            self.states = StateStore(schedule)
-        #: Whether this release starts no recurrent sequence in place of a removed one before a
-        #: clear, and whether one was removed since.
-        self._leaves = starts_after_clear(context)
-        self._left = False
+        #: The saved states of prefixes, and the rules of this kind of memory.
+        self.branches = residency.kind_of(context)(context, n, None, schedule)
         self._emptied = context.emptied
         self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
         self._slots: list[Slot] = []
+        self._parked: weakref.WeakSet[ParkedSlot] = weakref.WeakSet()
+        #: Where parked slots are saved.
+        self._parking = MemoryTier()
         try:
             while len(self._slots) < n:
                 self._slots.append(Slot(context.sequence()))
@@ -146,55 +149,44 @@ class SlotCache(ClosedOnExit):
         """Return a lease on a slot for a prompt, with the longest prefix that a slot or state has.
 
         At least one token is left to evaluate. ``keep`` is as in the class. ``checkpoints`` are
-        lengths of the prompt after which a state is kept, if the memory cannot return there. Raises
-        UsageError for an empty prompt and for one longer than a slot (`truncate` shortens it), and
-        NoSlotAvailable if all slots are in use; nothing is changed then.
+        lengths of the prompt after which a state is kept, if the memory cannot return there. Only
+        prompts with the same ``salt`` share histories and states. Raises UsageError for an empty
+        prompt and for one longer than a slot (`truncate` shortens it), and NoSlotAvailable if all
+        slots are in use; nothing is changed then.
         """
-        prompt: list[int] = as_int32(tokens, "tokens").tolist()
+        prompt, key = self._checked_prompt(tokens)
         keep = arguments.whole_or_none("keep", keep)
-        if not prompt:
-            msg = "the prompt is empty"
-            raise UsageError(msg)
-        if len(prompt) > self.size:
-            msg = (
-                f"the prompt has {len(prompt)} tokens, a slot holds {self.size}: shorten it "
-                "(truncate), or create the cache with larger slots"
-            )
-            raise UsageError(msg)
-        largest = min(self.context.info.n_batch, self.size - 1)
-        together = grouping.checked(groups, len(prompt), largest)
+        secret = salt_digest(salt)
+        together = self._checked_groups(groups, len(prompt))
         kept = head(self.size, self._kept(prompt, keep), together)
         named = prefix_states.checked_positions(checkpoints, len(prompt))
         with self.context.lock:
             self._check_open()
-            diverges = self._diverges(prompt)
-            found = slot_choice.choose([self._candidate(each, prompt) for each in self._slots],
-                                    self.policy)  # fmt: skip
+            self.sync()
+            diverging = self._diverging(prompt, key, secret)
+            found = self._choose(prompt, secret)
             if found is None:
                 self._counts.refused += 1
-                msg = f"all {len(self._slots)} slots are in use: release one, or create more"
-                raise NoSlotAvailable(msg, slots=len(self._slots))
+                raise self._all_in_use()
             slot = self._slots[found.slot]
             wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
-            if not wanted and not self._state_of(prompt[:-1], together)[0]:
+            before_last = key[:-TOKEN_BYTES]
+            if not wanted and not self.branches.longest_state(before_last, secret, together).end:
                 self._check_start(slot)
             if found.evicts:
                 self.keep_state(slot)
-                kept_tokens = found.common if found.source is None else 0
-                self._counts.evict(slot, kept_tokens)
-            cached = self._bring(slot, found.source, wanted)
-            cached = self._restore_state(slot, prompt[:-1], cached, together)
+                self._counts.evict(slot, found.common if found.source is None else 0)
+            with slot.owned_by(secret):
+                cached = self._bring(slot, found.source, wanted)
+            cached = self._restore_state(slot, before_last, cached, together)
             if not cached:
                 self._make_start(slot)
             self._counts.take(cached, len(prompt))
             slot.groups = together
             points = None
-            if self.states is not None:
-                points = StatePoints(
-                    self.states.schedule, len(prompt), cached,
-                    branches=diverges, named=named, groups=together,
-                )  # fmt: skip
-            slot.lease = lease = SlotLease(self, slot, prompt, cached, kept, points)
+            if self.branches.tier is not None:
+                points = self.branches.points(len(prompt), cached, diverging, named, together)
+            slot.lease = lease = SlotLease(self, slot, key, cached, kept, points)
         _log.debug(
             "prompt of %d tokens: %d in slot %d%s", len(prompt), cached, found.slot,
             "" if found.source is None else f", from slot {found.source}",
@@ -217,8 +209,8 @@ class SlotCache(ClosedOnExit):
         for slot in self._slots:
             self._counts.evict(slot)
             self._trim(slot, 0)
-        if self.states is not None:
-            self.states.clear()
+        for node in [each for each in self.branches.tree.walk() if each.page is not None]:
+            self.branches.drop(node)
 
     def relieve(self) -> bool:
         """Free cells after a decode found none: see `CacheManager.relieve`.
@@ -231,10 +223,7 @@ class SlotCache(ClosedOnExit):
                 return defrag_retry.copy_shared_window(
                     self.context, [each.sequence for each in self._slots]
                 )
-            oldest = min(free, key=lambda each: each.last_used)
-            self.keep_state(oldest)
-            self._counts.evict(oldest)
-            self._trim(oldest, 0)
+            self._evict(min(free, key=lambda each: each.last_used))
             return True
 
     def truncate(self, tokens: Iterable[int], keep: int | None = None) -> list[int]:
@@ -261,10 +250,15 @@ class SlotCache(ClosedOnExit):
             check_slots(self._slots, self.size, self.context)
 
     def close(self) -> None:
-        """Remove the slots' sequences from the context. A second call does nothing."""
+        """Remove the slots' sequences from the context, and free all states and parked slots.
+
+        A second call does nothing.
+        """
         self._closed = True
         for slot in self._slots:
             slot.sequence.close()
+        self.branches.pages.close()
+        self._parking.close()
 
     def __repr__(self) -> str:
         return f"<SlotCache {len(self._slots)} slots of {self.size}, {self.policy}>"
@@ -272,7 +266,8 @@ class SlotCache(ClosedOnExit):
     def resume(self, parked: ParkedSlot, tokens: Iterable[int]) -> SlotLease:
         """Return a lease that continues a parked one, for `ParkedSlot.resume`."""
         arguments.instance("parked", parked, ParkedSlot, "a parked lease of this cache")
-        given: list[int] = as_int32(tokens, "tokens").tolist()
+        numbers = as_int32(tokens, "tokens")
+        given: list[int] = numbers.tolist()
         if parked.cache is not self or parked.closed:
             msg = "this lease is not parked in this cache; acquire its tokens instead"
             raise UsageError(msg)
@@ -284,8 +279,7 @@ class SlotCache(ClosedOnExit):
             self._check_open()
             free = [each for each in self._slots if each.lease is None]
             if not free:
-                msg = f"all {len(self._slots)} slots are in use: release one, or create more"
-                raise NoSlotAvailable(msg, slots=len(self._slots))
+                raise self._all_in_use()
             slot = next((each for each in free if parked.unchanged(each)), None)
             if slot is None:
                 slot = min(free, key=lambda each: (len(each.tokens) > 0, each.last_used))
@@ -294,49 +288,46 @@ class SlotCache(ClosedOnExit):
                 self.reserve(len(given) - have, slot)
             slot.groups = parked.groups
             cached = len(slot.tokens)
-            lease = SlotLease(self, slot, given, cached, parked.keep, parked.points)
+            lease = SlotLease(self, slot, numbers.tobytes(), cached, parked.keep, parked.points)
             slot.lease = lease
             self._counts.resumes += 1
             self._counts.resumed_tokens += cached
-            self._counts.parked_bytes -= len(parked.saved)
-            parked.closed, parked.saved = True, b""
+            parked.close()
         return lease
 
-    def count_parked(self, parked: ParkedSlot) -> None:
-        """Count a parked lease, for `SlotLease.park`."""
+    def park(self, slot: Slot, keep: int, points: StatePoints | None) -> ParkedSlot:
+        """Save the content of a slot, for `SlotLease.park`."""
+        parked = ParkedSlot(self, slot, self._parking, keep, points)
         self._parked.add(parked)
         self._counts.parks += 1
         self._counts.parked_tokens += len(parked.tokens)
-        self._counts.parked_bytes += len(parked.saved)
-
-    def discard_parked(self, parked: ParkedSlot) -> None:
-        """Count a parked lease that was given up, for `ParkedSlot.close`."""
-        self._counts.parked_bytes -= len(parked.saved)
+        return parked
 
     def _unpark(self, slot: Slot, parked: ParkedSlot) -> None:
         """Replace the history of a free slot by a parked one, or empty it if there is none."""
-        if not parked.saved:
+        if parked.page is None:
             self._check_start(slot)
         if self.overcommits:
             self.reserve(len(parked.tokens) + 1, None)
-        self._counts.evict(slot)
-        self.keep_state(slot)
-        self._trim(slot, 0)
-        if parked.saved:
+        self._evict(slot)
+        with slot.owned_by(parked.salt):
+            if parked.page is None:
+                self._make_start(slot)
+                return
             try:
-                slot.sequence.restore(parked.saved)
+                slot.sequence.restore(parked.page.read())
             except StateError as error:
                 have = sum(len(each.tokens) for each in self._slots)
                 msg = f"a parked sequence of {len(parked.tokens)} tokens is not restored: {error}"
                 wanted = len(parked.tokens)
                 raise CellUsage(self._cells, have).full(msg, wanted) from error
-        else:
-            self._make_start(slot)
 
     # The interface for leases.
 
     def release_slot(self, slot: Slot) -> None:
         """Release a slot, for `SlotLease.release`."""
+        if not (self._closed or self.context.closed):
+            self.sync()
         if slot.lease is not None:
             self._counts.evaluated_tokens += slot.lease.evaluated
         slot.lease = None
@@ -346,12 +337,12 @@ class SlotCache(ClosedOnExit):
             return
         if not slot.sequence.open:
             slot.sequence = self.context.sequence()
-            self._left = True
         elif slot.sequence.next_pos != len(slot.sequence):
             # Tokens were removed from the middle, so the rest is not a prefix of a prompt.
             self._trim(slot, 0)
-        # It may not have started because others removed a sequence.
-        self._left |= not len(slot.sequence)
+        if not slot.tokens:
+            # It may not have started because others removed a sequence.
+            self.branches.record_removed(1)
         _log.debug("slot of sequence %d keeps %d tokens", slot.sequence.id, len(slot.sequence))
 
     def discard(self, slot: Slot, keep: int, n: int) -> None:
@@ -363,7 +354,8 @@ class SlotCache(ClosedOnExit):
         sequence, before = slot.sequence, len(slot.tokens)
         with self.context.lock:
             end = keep + n
-            if self._can_shift(slot, end):
+            shared = sequence.ledger.shared_with(enumerate(self.context.ledgers), end, None)
+            if self.context.info.can_shift and not shared:
                 try:
                     sequence.remove(keep, end)
                 except PartialRemovalRefused:
@@ -376,7 +368,7 @@ class SlotCache(ClosedOnExit):
                     _log.debug("sequence %d: %d tokens shifted out", sequence.id, n)
                     return
             tokens = slot.tokens[:keep] + slot.tokens[end:]
-            left = self._restore_state(slot, tokens[:keep], self._trim(slot, keep))
+            left = self._restore_state(slot, tokens_to_key(tokens[:keep]), self._trim(slot, keep))
             if not left:
                 self._make_start(slot)
             slot.groups = grouping.without(slot.groups, keep, end)
@@ -415,64 +407,87 @@ class SlotCache(ClosedOnExit):
             for each in sorted(free, key=lambda one: one.last_used):
                 if _cells(ledgers) + n <= self._cells:
                     return
-                _log.debug("sequence %d is evicted", each.sequence.id)
-                self.keep_state(each)
-                self._counts.evict(each)
-                self._trim(each, 0)
+                self._evict(each)
+
+    def _evict(self, slot: Slot) -> None:
+        """Empty a slot, and keep the state of its history."""
+        _log.debug("sequence %d is evicted", slot.sequence.id)
+        self.keep_state(slot)
+        self._counts.evict(slot)
+        self._trim(slot, 0)
 
     def keep_state(self, slot: Slot) -> None:
         """Save the state of a slot's tokens, if the memory needs states. Never raises for it."""
-        states, sequence = self.states, slot.sequence
-        if states is None or not sequence.open or len(sequence) < states.schedule.first:
+        sequence, ledger = slot.sequence, slot.sequence.ledger
+        if not sequence.open or len(ledger) < max(1, self.branches.schedule.first):
             return
-        ledger = sequence.ledger
-        if ledger.moved or ledger.next != len(ledger) or tokens_to_key(ledger.tokens) in states:
+        if slot.salt is None:
+            return
+        if ledger.moved or ledger.next != len(ledger):
             return
         try:
-            states.put(tokens_to_key(ledger.tokens), sequence.save(portable=False))
-        except (NativeError, Unsupported, MemoryError) as error:
+            self._counts.state_evictions += self.branches.save_prefix(sequence, slot.salt)
+        except (NativeError, Unsupported, PagingError, MemoryError) as error:
             if isinstance(error, WorkerDied):
                 raise
-            _log.warning("no states are kept: %s", error)
-            states.clear()
-            self.states = None
+            _log.warning("the state after %d tokens is not kept: %s", len(ledger), error)
 
     # Helpers.
 
-    def _diverges(self, prompt: list[int]) -> set[int]:
-        """Return the lengths at which a prompt diverges from others, also from leased ones."""
-        if self.states is None:
-            return set()
-        found = self.states.branches(tokens_to_key(prompt))
-        for slot in self._slots:
-            found.add(slot_choice.count_common(slot.tokens, prompt))
-            if slot.lease is not None:
-                ahead = slot_choice.count_common(slot.lease.prompt, prompt)
-                if slot.lease.points is not None:
-                    slot.lease.points.add(ahead, len(slot.tokens))
-                found.add(ahead)
-        return found
+    def _checked_prompt(self, tokens: Iterable[int]) -> tuple[list[int], bytes]:
+        """Return a prompt as tokens and as a key. Raises UsageError if no slot can hold it."""
+        numbers = as_int32(tokens, "tokens")
+        if not len(numbers):
+            msg = "the prompt is empty"
+            raise UsageError(msg)
+        if len(numbers) > self.size:
+            msg = (
+                f"the prompt has {len(numbers)} tokens, a slot holds {self.size}: shorten it "
+                "(truncate), or create the cache with larger slots"
+            )
+            raise UsageError(msg)
+        return numbers.tolist(), numbers.tobytes()
 
-    def _state_of(self, tokens: list[int], groups: tuple[Group, ...]) -> tuple[int, bytes]:
-        """Return the length of the longest state of a prefix, or 0, and the state."""
-        if self.states is None:
-            return 0, b""
-        return self.states.best(tokens_to_key(tokens), groups)
+    def _checked_groups(self, groups: Iterable[tuple[int, int]], prompt: int) -> tuple[Group, ...]:
+        """Return the groups of a prompt, which fit into a batch and into a slot."""
+        return grouping.checked(groups, prompt, min(self.context.info.n_batch, self.size - 1))
+
+    def _choose(self, prompt: list[int], salt: bytes) -> slot_choice.SlotChoice | None:
+        """Choose the slot for a prompt; None if all are in use."""
+        candidates = [self._candidate(each, prompt, salt) for each in self._slots]
+        return slot_choice.choose(candidates, self.policy)
+
+    def _leases(self) -> list[SlotLease]:
+        """Return the leases that are not released."""
+        return [each.lease for each in self._slots if each.lease is not None]
+
+    def _diverging(self, prompt: list[int], key: bytes, salt: bytes) -> set[int]:
+        """Return the lengths at which a prompt diverges from others, also from leased ones."""
+        if self.branches.tier is None:
+            return set()
+        own = [slot for slot in self._slots if slot.salt == salt]
+        found = {slot_choice.count_common(slot.tokens, prompt) for slot in own}
+        return found | self.branches.diverging(key, salt, self._leases())
 
     def _restore_state(
-        self, slot: Slot, tokens: list[int], have: int, groups: tuple[Group, ...] = ()
+        self, slot: Slot, key: bytes, have: int, groups: tuple[Group, ...] = ()
     ) -> int:
         """Restore the longest state of a prefix if it has more than ``have`` tokens.
 
         Returns the number of tokens in the slot, which are unchanged if no cells are free.
         """
-        length, saved = self._state_of(tokens, groups)
+        if self.branches.tier is None:
+            return have
+        assert slot.salt is not None
+        node = self.branches.longest_state(key, slot.salt, groups)
+        length = node.end
         if length <= have:
             return have
+        saved = node.page.read()  # reserving cells may evict the state
         try:
             if self.overcommits:
                 self.reserve(length, slot)
-            self._left |= len(slot.sequence) > 0
+            self.branches.record_removed(len(slot.tokens))
             slot.sequence.restore(saved)
         except (KVCacheFull, StateError) as error:
             _log.info("the state of %d tokens is not restored: %s", length, error)
@@ -485,14 +500,16 @@ class SlotCache(ClosedOnExit):
             return len(prompt)
         return wanted + (info.add_bos and prompt[:1] == [info.token_bos])
 
-    def _candidate(self, slot: Slot, prompt: list[int]) -> slot_choice.Candidate:
-        common, length = slot_choice.count_common(slot.tokens, prompt), len(slot.tokens)
+    def _candidate(self, slot: Slot, prompt: list[int], salt: bytes) -> slot_choice.Candidate:
+        tokens = slot.tokens
+        length = len(tokens)
+        common = slot_choice.count_common(tokens, prompt) if slot.salt == salt else 0
         first_moved = slot.sequence.ledger.first_moved
         if first_moved is not None:
             # Later tokens were evaluated after tokens that a shift has discarded since, so they
             # cannot be reused as a prefix.
             common = min(common, first_moved)
-        if self.context.info.can_remove_partly is False and not common == length < len(prompt):
+        if not self.branches.returns(length, min(common, len(prompt) - 1)):
             common = 0
         return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
 
@@ -500,37 +517,30 @@ class SlotCache(ClosedOnExit):
         """Truncate or copy the first ``wanted`` tokens into a slot; return their number."""
         if source is None or not wanted:
             return self._trim(slot, wanted)
-        other = self._slots[source].sequence
-        self._left |= len(slot.sequence) > 0
-        slot.sequence.close()
+        self.branches.record_removed(len(slot.tokens))
         try:
-            slot.sequence = other.fork(None if wanted == len(other) else wanted)
+            self._slots[source].sequence.copy_to(slot.sequence, wanted)
         except PartialRemovalRefused:
-            wanted = 0
-        finally:
-            if not slot.sequence.open:
-                slot.sequence = self.context.sequence()
-        self._counts.forks += wanted > 0
+            return self._trim(slot, 0)
+        self._counts.forks += 1
         return wanted
 
-    def _can_shift(self, slot: Slot, end: int) -> bool:
-        if not self.context.info.can_shift or self.context.info.can_remove_partly is False:
-            return False
-        return not slot.sequence.ledger.shared_with(enumerate(self.context.ledgers), end, None)
-
     def _trim(self, slot: Slot, length: int) -> int:
-        """Trim a slot like `Slot.trim`, and record that it may have left a state."""
-        before = len(slot.tokens)
-        left = slot.trim(length)
-        self._left |= left < before
-        return left
+        """Keep the first tokens, or none if the memory cannot; return their number."""
+        sequence, before = slot.sequence, len(slot.tokens)
+        if length >= before:
+            return length
+        try:
+            sequence.trim(length)
+        except PartialRemovalRefused:
+            sequence.remove()
+        self.branches.record_removed(before)
+        return len(sequence)
 
-    def _must_clear(self) -> bool:
+    def _must_clear(self, *, removing: bool = False) -> bool:
         """Return whether this release starts no sequence before a clear."""
-        if self.context.emptied is not self._emptied:
-            self._emptied = self.context.emptied
-            self._left |= bool(self._emptied)
-        return self._leaves and self._left
+        self.sync()
+        return self.branches.must_clear(removing=removing)
 
     def _blocked(self, slot: Slot) -> bool:
         """Return whether a clear would remove sequences in use, other than that of a slot."""
@@ -539,7 +549,7 @@ class SlotCache(ClosedOnExit):
 
     def _check_start(self, slot: Slot) -> None:
         """Raise NoSlotAvailable if an empty slot could not start in place of this one's history."""
-        if (self._must_clear() or (self._leaves and slot.tokens)) and self._blocked(slot):
+        if self._must_clear(removing=bool(slot.tokens)) and self._blocked(slot):
             self._counts.refused += 1
             msg = (
                 "this release starts no recurrent sequence in place of a removed one while others "
@@ -552,14 +562,12 @@ class SlotCache(ClosedOnExit):
         if self._must_clear() and not self._blocked(slot):
             for each in self._slots:
                 if each is not slot and each.tokens:
-                    _log.debug("sequence %d is evicted", each.sequence.id)
-                    self.keep_state(each)
-                    self._counts.evict(each)
-                    each.trim(0)
-        context = self.context
-        if context.info.memory.keeps_states and not any(len(each) for each in context.ledgers):
-            context.clear()
-            self._left = False
+                    self._evict(each)
+        self.branches.clear_empty()
+
+    def _all_in_use(self) -> NoSlotAvailable:
+        msg = f"all {len(self._slots)} slots are in use: release one, or create more"
+        return NoSlotAvailable(msg, slots=len(self._slots))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -578,7 +586,7 @@ class Slot:
     Positions are places in the list: they begin at 0 and have no gap.
     """
 
-    __slots__ = ("groups", "last_used", "lease", "sequence")
+    __slots__ = ("groups", "last_used", "lease", "salt", "sequence")
 
     def __init__(self, sequence: runtime.Sequence) -> None:
         self.sequence = sequence
@@ -591,18 +599,15 @@ class Slot:
         """Return the slot's own list of tokens, which the runtime keeps: not to be changed."""
         return self.sequence.ledger.tokens
 
-    def trim(self, length: int) -> int:
-        """Keep the first tokens, or none if the memory cannot; return their number."""
-        if length < len(self.sequence):
-            try:
-                self.sequence.trim(length)
-            except PartialRemovalRefused:
-                self.sequence.remove()
-                length = 0
-        return length
+    @contextmanager
+    def owned_by(self, salt: bytes) -> Iterator[None]:
+        """Replace the tokens by those of a salt; after an error, they are of no salt."""
+        self.salt = None
+        yield
+        self.salt = salt
 
 
-class SlotLease(NotCopied):
+class SlotLease(SequenceLease):
     """A slot for one prompt, from `SlotCache.acquire`, which a ``with`` block releases.
 
     ``cached`` is the number of the prompt's tokens that the slot has already, and ``rest`` are the
@@ -613,33 +618,33 @@ class SlotLease(NotCopied):
         self,
         cache: SlotCache,
         slot: Slot,
-        prompt: list[int],
+        key: bytes,
         cached: int,
         keep: int,
         points: StatePoints | None = None,
     ) -> None:
         self.sequence = slot.sequence
         self.cached = cached
-        self.rest = prompt[cached:]
-        self.prompt = prompt
-        #: Where states are due; None: the memory needs none.
+        self.rest = key_to_tokens(key[cached * TOKEN_BYTES :])
+        assert slot.salt is not None
+        self.key, self.salt = key, slot.salt
         self.points = points
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
         #: Tokens that the sequence had, and that `make_room` discarded.
         self.discarded = 0
-        self._cache = cache
+        self.cache = cache
         self._slot = slot
         self._size = cache.size
         self._overcommits = cache.overcommits
-        self._tokens = slot.sequence.ledger
+        self.ledger = slot.sequence.ledger
         self.released = False
 
     @property
     def evaluated(self) -> int:
         """Return how many tokens were decoded with this lease."""
-        return max(0, len(self._tokens) + self.discarded - self.cached)
+        return max(0, len(self.ledger) + self.discarded - self.cached)
 
     def make_room(self, n: int = 1) -> None:
         """Free cells for ``n`` more tokens: shift, and evict if slots share all cells.
@@ -652,27 +657,28 @@ class SlotLease(NotCopied):
             n = arguments.integer("n", n, 0, arguments.INT32)
         self.checkpoint()
         if self._to_decode_again:
-            left = self._to_decode_again[len(self._tokens) :]
+            left = self._to_decode_again[len(self.ledger) :]
             self._to_decode_again = []
             msg = f"the last shift is incomplete: decode these {len(left)} tokens first"
             raise ReprocessNeeded(msg, left)
-        if len(self._tokens.tokens) + n > self._size:
+        if len(self.ledger.tokens) + n > self._size:
             self._shift(n)
         if self._overcommits:
-            self._cache.reserve(n, self._slot)
+            self.cache.reserve(n, self._slot)
 
     def decode(self, tokens: int | Iterable[int] | None = None) -> None:
         """Decode tokens (default: the rest of the prompt), with logits of the last one.
 
-        Frees cells first, and decodes tokens again that were lost thereby. Batches of n_batch split
-        no group of the prompt. If one fails, those before it remain, and the next call continues.
-        Raises KVCacheFull if not even a defragmentation helps.
+        Frees cells first, and decodes tokens again that were lost thereby. Micro-batches split no
+        group of the prompt. If one fails, those before it remain, and the next call continues, or
+        restarts after the last saved state if the failure emptied the slot. Raises KVCacheFull if
+        not even a defragmentation helps.
         """
         given: list[int] = []
         if tokens is not None:
             many = [tokens] if isinstance(tokens, int | np.integer) else tokens
             given = as_int32(many, "tokens").tolist()
-        with self._cache.context.lock:
+        with self.cache.context.lock:
             self._decode(None if tokens is None else given)
 
     def _decode(self, tokens: list[int] | None) -> None:
@@ -680,7 +686,9 @@ class SlotLease(NotCopied):
         self._decode_again()
         given = tokens or []
         if tokens is None:
-            given = self.prompt[len(self.sequence) :]
+            if not len(self.ledger) and self.cache.branches.loses_all:
+                self.cache.restore(self._slot)
+            given = key_to_tokens(self.key[len(self.sequence) * TOKEN_BYTES :])
             together = self._slot.groups
         if not given:
             msg = "no tokens to decode"
@@ -692,27 +700,21 @@ class SlotLease(NotCopied):
             context.lock.let_readers()
             self.sequence.check_end(mark, f"{end - at} tokens are left")
             upto = grouping.floor(together, at + self.limit_batch(min(size, end - at)))
+            if upto <= at:  # a group that is longer than a micro-batch
+                upto = grouping.ceil(together, at + 1)
             self._room(upto - at)
             piece = given[at - start : upto - start]
             defrag_retry.decode_feed(
                 context,
                 self.sequence.feed(piece, "last" if upto == end else "none"),
-                self._cache.relieve,
+                self.cache.relieve,
             )
             at = upto
             self.checkpoint()
-            mark = self._tokens.marks[-1:]
+            mark = self.ledger.marks[-1:]
 
-    def limit_batch(self, n: int) -> int:
-        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
-        if type(n) is not int or not 0 <= n <= arguments.INT32:
-            n = arguments.integer("n", n, 0, arguments.INT32)
-        return n if self.points is None else self.points.limit(len(self._tokens.tokens), n)
-
-    def checkpoint(self) -> None:
-        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
-        if self.points is not None and self.points.due(len(self._tokens.tokens)):
-            self._cache.keep_state(self._slot)
+    def _keep_state(self) -> None:
+        self.cache.keep_state(self._slot)
 
     def park(self) -> ParkedSlot:
         """Release the slot, and save its content for `ParkedSlot.resume`.
@@ -721,9 +723,8 @@ class SlotLease(NotCopied):
         """
         if self.released:
             raise UsageError(PARKED_LATE)
-        with self._cache.context.lock:
-            parked = ParkedSlot(self._cache, self._slot, self.keep, self.points)
-            self._cache.count_parked(parked)
+        with self.cache.context.lock:
+            parked = self.cache.park(self._slot, self.keep, self.points)
             self.release()
         return parked
 
@@ -733,20 +734,12 @@ class SlotLease(NotCopied):
             return
         with ExitStack() as stack:
             with suppress(Closed):
-                stack.enter_context(self._cache.context.lock)
+                stack.enter_context(self.cache.context.lock)
             self.released = True
-            self._cache.release_slot(self._slot)
-
-    def __enter__(self) -> SlotLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.release()
+            self.cache.release_slot(self._slot)
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{len(self._tokens)} of {self._size} tokens"
+        state = "released" if self.released else f"{len(self.ledger)} of {self._size} tokens"
         return f"<SlotLease of sequence {self.sequence.id}, {state}>"
 
     def _room(self, n: int) -> None:
@@ -758,7 +751,7 @@ class SlotLease(NotCopied):
 
     def _decode_again(self) -> None:
         """Decode tokens again that a shift lost; after a failure, the next call continues."""
-        context, again = self._cache.context, self._to_decode_again
+        context, again = self.cache.context, self._to_decode_again
         while (have := len(self.sequence)) < len(again):
             piece = again[have : have + context.info.n_batch]
             defrag_retry.decode_feed(
@@ -767,7 +760,7 @@ class SlotLease(NotCopied):
         self._to_decode_again = []
 
     def _shift(self, n: int) -> None:
-        slot, keep, have = self._slot, self.keep, len(self._tokens)
+        slot, keep, have = self._slot, self.keep, len(self.ledger)
         if keep + n > self._size:
             msg = (
                 f"no room for {n} tokens in a slot of {self._size} whose first {keep} stay: decode "
@@ -775,23 +768,27 @@ class SlotLease(NotCopied):
             )
             raise defrag_retry.CellUsage(self._size, have).full(msg, n)
         discard = shift_discard(self._size, keep, have, slot.groups, wanted=n)
-        self._cache.discard(slot, keep, discard)
+        self.cache.discard(slot, keep, discard)
 
 
 class ParkedSlot(NotCopied):
     """The content of a slot, saved in host memory. `SlotLease.park` creates it."""
 
-    def __init__(self, cache: SlotCache, slot: Slot, keep: int, points: StatePoints | None) -> None:
+    def __init__(
+        self, cache: SlotCache, slot: Slot, tier: MemoryTier, keep: int, points: StatePoints | None
+    ) -> None:
         self.cache = cache
         self.tokens = slot.tokens.copy()
         self.groups, self.points = slot.groups, points
         self.keep = keep
         self.closed = False
         self._marks = slot.sequence.ledger.marks.copy()
-        #: The saved sequence; empty if it cannot be saved, so that its tokens are decoded again.
-        self.saved = b""
+        #: The saved sequence; None if it cannot be saved, so that its tokens are decoded again.
+        self.page: Page | None = None
         try:
-            self.saved = slot.sequence.save(portable=False) if self.tokens else b""
+            if self.tokens:
+                saved = slot.sequence.save(portable=False)
+                self.page = tier.write(saved, 0, len(self.tokens))
         except (NativeError, Unsupported, MemoryError) as error:
             if isinstance(error, WorkerDied):
                 raise
@@ -807,9 +804,9 @@ class ParkedSlot(NotCopied):
 
     def close(self) -> None:
         """Free the saved content. A second call does nothing."""
-        if not self.closed:
-            self.cache.discard_parked(self)
-            self.closed, self.saved = True, b""
+        if self.page is not None and not self.closed:
+            self.page.drop()
+        self.closed = True
 
 
 #: Number of tokens at the start and end of a slot that `draw` shows.
@@ -826,7 +823,7 @@ class SlotStats:
     ``evaluated_tokens`` of prompts and text were decoded, ``evicted_tokens`` were dropped.
     Leases were parked ``parks`` times. There are ``states`` saved states. ``hits_by_depth`` counts
     prompts by the number of their cached tokens (see `DepthCounts`); ``bytes_by_tier`` are the
-    bytes of states and of parked slots in host memory.
+    bytes of states, also those of unfinished prompts, and of parked slots in host memory.
     """
 
     slots: int
@@ -867,8 +864,8 @@ class SlotCounts:
         self.forks = self.evictions = self.shifts = self.reprocessed = self.refused = 0
         self.evaluated_tokens = self.evicted_tokens = 0
         self.parks = self.resumes = self.parked_tokens = self.resumed_tokens = 0
+        self.state_evictions = 0
         self.depths = DepthCounts()
-        self.parked_bytes = 0
 
     def evict(self, slot: Slot, keep: int = 0) -> None:
         """Count a history of which the first ``keep`` tokens remain."""
@@ -886,20 +883,18 @@ class SlotCounts:
     def stats(self, slots: Sequence[Slot], size: int, states: StateStore | None) -> SlotStats:
         """Return the numbers, with those of the slots and of the saved states."""
         counts = dict(vars(self))
-        depths, parked = counts.pop("depths"), counts.pop("parked_bytes")
+        depths = counts.pop("depths")
         leases = (each.lease for each in slots)
         counts["evaluated_tokens"] += sum(each.evaluated for each in leases if each is not None)
-        saved = states.pager.size if states is not None else 0
         return SlotStats(
             slots=len(slots),
             in_use=sum(each.lease is not None for each in slots),
             size=size,
             tokens=sum(len(each.tokens) for each in slots),
             misses=self.prompts - self.hits,
-            states=states.pager.count if states is not None else 0,
-            state_evictions=states.evictions if states is not None else 0,
+            states=states.count if states is not None else 0,
             hits_by_depth=dict(depths),
-            bytes_by_tier={"states": saved, "parked": parked},
+            bytes_by_tier={"states": kept, "parked": parked},
             **counts,
         )
 
@@ -934,44 +929,16 @@ def check_slots(slots: Sequence[Slot], size: int, context: Context) -> None:
     The caller holds the context's lock.
     """
     ids = [each.sequence.id for each in slots]
-    _hold(len(set(ids)) == len(ids), f"two slots have one sequence: {ids}")
+    agree(len(set(ids)) == len(ids), f"two slots have one sequence: {ids}")
     for slot in slots:
         name, tokens = f"sequence {slot.sequence.id}", slot.tokens
-        _hold(slot.sequence.open, f"{name} was closed")
-        _hold(len(tokens) <= size, f"{name} has {len(tokens)} tokens in a slot of {size}")
+        agree(slot.sequence.open, f"{name} was closed")
+        agree(len(tokens) <= size, f"{name} has {len(tokens)} tokens in a slot of {size}")
         places = list(range(len(tokens)))
-        _hold(slot.sequence.positions == places, f"{name} has gaps between its positions")
+        agree(slot.sequence.positions == places, f"{name} has gaps between its positions")
         last = slot.sequence.pos_max
-        _hold(last == len(tokens) - 1, f"{name} ends at {last} and has {len(tokens)} tokens")
-    ghosts = ledger_mismatches(context)
-    _hold(not ghosts, f"cells that no ledger knows, or that are missing: {ghosts}")
-
-
-def ledger_mismatches(context: Context) -> dict[int, int]:
-    """Return per sequence the number of positions in its ledger or its cells, but not in both.
-
-    The caller holds the context's lock. Cells that left a sliding window do not count. The
-    result is empty where cells cannot be read.
-    """
-    snapshot = context.kv.try_snapshot()
-    if snapshot is None or not snapshot.streams:
-        return {}
-    found: dict[int, int] = {}
-    main = [each for each in snapshot.streams if not each.swa]
-    for number, ledger in enumerate(context.ledgers):
-        there = np.concatenate([each.pos[each.has(number)] for each in main])
-        known = np.asarray(ledger.positions, dtype=np.int32)
-        wrong = len(np.setxor1d(there, known)) + len(there) - len(np.unique(there))
-        if wrong:
-            found[number] = wrong
-    # Cells without a sequence in any ledger.
-    lost = sum(int(np.count_nonzero(each.used & (each.sharers == 0))) for each in main)
-    return {**found, -1: lost} if lost else found
-
-
-def _hold(fact: bool, otherwise: str) -> None:
-    if not fact:
-        raise AssertionError(otherwise)
+        agree(last == len(tokens) - 1, f"{name} ends at {last} and has {len(tokens)} tokens")
+    check_ledgers(context)
 
 
 def shift_discard(
