@@ -72,7 +72,7 @@ class PrefixCache(ClosedOnExit):
         *,
         entries: int | None = None,
         budget: int | None = None,
-        paging: str | PathLike[str] | None = None,
+        paging: int | str | PathLike[str] | None = None,
         store: str | PathLike[str] | None = None,
         checkpoints: CheckpointSchedule | None = None,
         policy: EvictionPolicyName = eviction_policy.DEFAULT,
@@ -340,9 +340,9 @@ class PrefixCache(ClosedOnExit):
         Raises UsageError if it is not cached, is leased, or is part of a branch. Raises PagingError
         with the cache unchanged.
         """
-        node = self._branch(tokens)
-        if self.branches.pager is None:
-            msg = "this cache has no paging; create it with paging='memory' or a folder"
+        node = self._branch(tokens, salt)
+        if self.branches.tier is None:
+            msg = "this cache has no paging; create it with paging=BYTES, 'memory' or a folder"
             raise UsageError(msg)
         if node.page is None or node.entry is not None:
             if not self.branches.removable(node, frees_id=True):

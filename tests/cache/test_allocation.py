@@ -31,7 +31,7 @@ def test_least_recently_used_branch_is_evicted_first(tmp_path: Path) -> None:
 
     An earlier ollama marked all nodes below a match as used.
     """
-    cache = make(tmp_path, n_seq_max=3)
+    cache = make(tmp_path, n_seq_max=3, paging=0)
     a, b = [*SYSTEM, 1, 1], [*SYSTEM, 2, 2]
     serve(cache, a)
     serve(cache, b)
@@ -96,6 +96,39 @@ def test_prompt_evicts_its_old_tail_when_cells_run_out(tmp_path: Path) -> None:
     assert (used(cache), cache.stats().resident) == (64, 1)
 
 
+def test_a_refused_resume_evicts_nothing(tmp_path: Path) -> None:
+    """A branch was dropped whose sequence the prefix of the parked tokens keeps."""
+    cache = make(tmp_path, n_seq_max=3, paging=0)
+    lease = prefix_kit.feed(cache.acquire([1, 2, 3]))
+    parked = lease.park()
+    cache.allocator.evict(cache.branches.tree.match(lease.key, NO_SALT)[0])
+    serve(cache, [1, 2, 7, 8])
+    leases = [cache.acquire([9]), cache.acquire([10])]
+    before = prefix_kit.leaves(cache)
+    with pytest.raises(KVCacheFull):
+        parked.resume([1, 2, 3, 4])
+    assert prefix_kit.leaves(cache) == before
+    leases[0].release()
+    with parked.resume([1, 2, 3, 4]) as lease:
+        assert lease.cached == 3
+    leases[1].release()
+    cache.check()
+
+
+def test_nothing_is_evicted_for_sequences_that_pins_keep(tmp_path: Path) -> None:
+    """Too few would be free."""
+    cache = make(tmp_path, n_seq_max=3, paging=0)
+    serve(cache, [1, 2, 3])
+    serve(cache, [4, 5, 6])
+    cache.pin("a", [1, 2, 3])
+    with cache.acquire([9]):
+        assert not cache.allocator.free_sequences(2, ())
+        assert cache.stats().resident == 2
+        assert cache.allocator.free_sequences(1, ())
+        assert cache.stats().resident == 1
+    cache.check()
+
+
 def test_all_sequences_leased_is_an_error(tmp_path: Path) -> None:
     """Lease all sequences: ollama's multi-user choice used a slot that did not exist."""
     cache = make(tmp_path, n_seq_max=2)
@@ -142,9 +175,9 @@ def test_eviction_keeps_sequences_outside_the_cache(tmp_path: Path) -> None:
 
 
 # Pins...
-def test_a_pinned_beginning_outlives_its_branches(tmp_path: Path) -> None:
-    """Pin a system prompt (UserSnapshotPreservesRestorePoint) and let everything else go."""
-    cache = make(tmp_path, n_ctx=64, n_seq_max=3)
+def test_pinned_prefix_outlives_its_branches(tmp_path: Path) -> None:
+    """Pin a system prompt (UserSnapshotPreservesRestorePoint) and evict everything else."""
+    cache = make(tmp_path, n_ctx=64, n_seq_max=3, paging=0)
     serve(cache, [*SYSTEM, 1, 2])
     cache.pin("system", SYSTEM)
     cache.check()
@@ -177,8 +210,8 @@ def test_pins_require_cached_tokens_and_known_names(cache: PrefixCache) -> None:
 
 
 def test_pinned_sequences_are_not_taken(tmp_path: Path) -> None:
-    """Pin as many beginnings as there are sequences."""
-    cache = make(tmp_path, n_seq_max=2)
+    """Pin as many prefixes as there are sequences."""
+    cache = make(tmp_path, n_seq_max=2, paging=0)
     for number in (1, 2):
         serve(cache, [number] * 5)
         cache.pin(f"{number}", [number] * 5)

@@ -72,7 +72,7 @@ def test_a_pinned_prefix_of_a_dropped_branch_is_lost(
     passed: Context, drop: Callable[[PrefixCache], object]
 ) -> None:
     """The pin is removed with it, because nothing can restore the prefix."""
-    cache = PrefixCache(passed)
+    cache = PrefixCache(passed, paging=0)
     serve(cache, [*SYSTEM, 1, 2])
     cache.pin("system", SYSTEM)
     drop(cache)

@@ -455,8 +455,8 @@ def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> No
 
 def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
     """Without paging, only parked branches have pages, and only while they are parked."""
-    cache = PrefixCache(context(tmp_path))
-    with Batcher(cache) as batcher:
+    cache = PrefixCache(context(tmp_path), paging=0)
+    with Batcher(cache, max_defer=0) as batcher:
         submit(batcher, 8)
         most = 0
         while batcher.step():

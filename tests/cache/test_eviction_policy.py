@@ -262,11 +262,34 @@ def test_frequent_prompt_is_not_evicted_by_a_scan(tmp_path: Path) -> None:
     for name in POLICIES:
         folder = tmp_path / name
         folder.mkdir()
-        cache = make(folder, n_ctx=64, n_seq_max=8, policy=name)
+        cache = make(folder, n_ctx=64, n_seq_max=8, policy=name, paging=0)
         often = [7] * 20
         for _ in range(6):
             serve(cache, often)
         for number in range(3):
             serve(cache, [20 + number] * 20)
         found[name] = serve(cache, often)
-    assert found == {"lru": 0, "lfu": 19, "lrfu": 19, "gdsf": 19}
+    assert found == {"lru": 0, "adaptive": 19}
+
+
+@pytest.mark.parametrize("limit", ["cells", "budget"])
+def test_the_end_of_a_branch_is_evicted_before_its_beginning(tmp_path: Path, limit: str) -> None:
+    """As many whole blocks as needed are evicted; LRU evicts the whole branch."""
+    found = {}
+    for name in POLICIES:
+        folder = tmp_path / name
+        folder.mkdir()
+        cache = make(folder, n_ctx=512 if limit == "budget" else 6 * BLOCK, n_seq_max=4,
+                     policy=name, paging=0)  # fmt: skip
+        if limit == "budget":
+            cache.budget = cache.branches.bytes_of(6 * BLOCK)
+        long = [1 + n % 50 for n in range(5 * BLOCK)]
+        serve(cache, long)
+        serve(cache, [60] * (BLOCK + 20))
+        cache.check()
+        assert cache.stats().evictions == 1
+        assert cache.stats().evicted_tokens == (5 if name == "lru" else 1) * BLOCK
+        assert (cache.stats().digest_bytes > 0) == (name == "adaptive")
+        found[name] = serve(cache, long)
+        cache.check()
+    assert found == {"lru": 0, "adaptive": 4 * BLOCK}

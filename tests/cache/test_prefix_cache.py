@@ -50,8 +50,8 @@ def cancelled(cache: PrefixCache, number: int) -> Iterator[None]:
 def test_the_single_entry_keeps_the_longest_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hit, trim the rest, free everything on no match; hits, misses and sizes are in the log."""
-    cache = make(tmp_path, entries=1)
+    """Hit, trim the rest, clear without a match; hits, misses and sizes are logged."""
+    cache = make(tmp_path, entries=1, paging=0)
     caplog.set_level(logging.INFO, "pyllamakv.cache")
     assert serve(cache, [1, 2, 3, 4], [5, 6]) == 0
     assert serve(cache, [1, 2, 3, 9]) == 3

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
-    """Decode token by token: the cells are checked now and then, and nothing is evicted."""
-    cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
+    """Token by token, the cells are checked only sometimes, and nothing is evicted."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=256), paging=0)
     serve(cache, [9] * 100)
     with cache.acquire([1, 2, 3]) as lease:
         lease.prefill()

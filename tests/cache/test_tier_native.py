@@ -218,8 +218,8 @@ def test_page_out_of_leased_or_missing_branches_is_refused(tmp_path: Path) -> No
         cache.page_out(SYSTEM)
     cache.page_in(SYSTEM)  # resident
     cache.page_out(SYSTEM)
-    cache.page_out(SYSTEM)  # it is out
-    other = make(tmp_path)
+    cache.page_out(SYSTEM)  # paged out
+    other = make(tmp_path, paging=0)
     serve(other, SYSTEM)
     with pytest.raises(UsageError, match="paging="):
         other.page_out(SYSTEM)

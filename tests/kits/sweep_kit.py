@@ -107,7 +107,7 @@ KEEPING = ("Context.advance", "Sequence.prefill", "Sequence.generate")
 ENDLESS = [
     *("keep", "begin", "end", "p0", "p1", "n_tokens", "length", "position", "target", "max_tokens"),
     *("budget", "size", "interval", "first", "divisor", "n", "tokens", "memory", "stream"),
-    *("sequence", "rounds", "seed"),
+    *("sequence", "rounds", "seed", "paging"),
 ]
 #: Calls in which those names mean something that ends.
 ENDING = (
