@@ -203,7 +203,10 @@ class Allocator:
                 self.counts.add("paged_out")
                 return kept
         self.counts.add("evictions")
-        return kept
+        if short is None:
+            return branches.drop(node, keep)
+        branches.drop_tail(node, short)
+        return None
 
     def free_sequences(self, n: int, kept: Iterable[Node]) -> bool:
         """Free sequences by eviction. Returns False, and evicts none, if too few can be evicted."""

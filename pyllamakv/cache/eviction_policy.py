@@ -1,4 +1,4 @@
-"""Rank the nodes of a prefix tree: the node with the lowest priority is evicted first.
+"""Choose which tokens of a prefix tree are evicted first.
 
 A policy only compares nodes. `Allocator` decides which of them may be evicted: never a node with a
 lease or a pin, and never a node before its children.
@@ -6,103 +6,145 @@ lease or a pin, and never a node before its children.
 
 from __future__ import annotations
 
-import math
+import hashlib
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from pyllamakv.binding import arguments
 
 if TYPE_CHECKING:
-    from pyllamakv.binding.protocol import ModelInfo
-    from pyllamakv.cache.radix_tree import Node
+    from collections.abc import Iterator
 
-EvictionPolicyName = Literal["lru", "lfu", "lrfu", "gdsf"]
+EvictionPolicyName = Literal["lru", "adaptive"]
 
 #: The policy of a cache that names none.
-DEFAULT: Final[EvictionPolicyName] = "lru"
+DEFAULT: Final[EvictionPolicyName] = "adaptive"
 
-#: Half-life of a use in `RecencyAndFrequency`, in ticks of the tree's clock: a prompt has two, one
-#: when it begins and one when it ends.
-HALF_LIFE: Final = 128.0
+#: Tokens of a block: of the tokens that are evicted together at least, and of a digest.
+BLOCK: Final = 64
+
+#: Maximum number of digests for each block of the cache, and in all.
+DIGESTS_PER_BLOCK: Final = 4
+MAX_DIGESTS: Final = 32_768
+
+#: Bytes of a digest with its place in an ordered dictionary, measured with CPython 3.11.
+DIGEST_BYTES: Final = 136
+
+#: Bytes per token of a key: see `radix_tree`.
+_TOKEN_BYTES: Final = 4
 
 
 class EvictionPolicy:
-    """Evict the least recently used node: the base of the other policies.
+    """Evict the least recently used tokens, and a branch whole: the base of the other policy."""
 
-    ``age`` is the highest priority of a node that was evicted.
-    """
+    #: Whether nodes are in two lists, and a part of a branch may be evicted.
+    adaptive = False
+    #: Tokens of a block.
+    block = BLOCK
 
-    def __init__(self) -> None:
-        self.age = 0.0
+    def frequent_first(self, tokens: int, frequent: int) -> bool:
+        """Return whether to evict from the frequent list first.
 
-    def rank(self, node: Node, clock: int, *, again: bool) -> float:
-        """Return the priority of a node that was used at this time of the tree's clock.
-
-        ``node.uses`` contains this use. ``again`` is False if only the time of a use changes, for
-        example at the end of the generated text.
+        ``tokens`` are those of the tree, ``frequent`` those of its frequent list.
         """
-        return float(clock)
+        return False
 
-    def evicted(self, node: Node) -> None:
-        """Record that a node was chosen for eviction."""
-        self.age = max(self.age, node.priority)
+    def recall(self, key: bytes, salt: bytes, start: int, tokens: int) -> int:
+        """Return the end of the last block of a key that was evicted, or ``start``.
+
+        Tokens before ``start`` are in the tree, which has ``tokens``.
+        """
+        return start
+
+    def remember(self, key: bytes, salt: bytes, start: int, tokens: int, *, frequent: bool) -> None:
+        """Record that a tree of ``tokens`` loses the tokens of a key from ``start`` on."""
+
+    @property
+    def digest_bytes(self) -> int:
+        """Return the bytes of what is remembered of evicted tokens."""
+        return 0
 
 
-class LeastFrequentlyUsed(EvictionPolicy):
-    """Evict the node with the fewest uses; unused nodes age.
+class AdaptiveReplacement(EvictionPolicy):
+    """Divide the cache between recent and frequent tokens, by what was evicted too early.
 
-    LFU with dynamic ageing: the priority is the number of uses plus ``age`` at the last use
-    (Arlitt, Cherkasova, Dilley, Friedrich and Jin: Evaluating Content Management Techniques for Web
-    Proxy Caches, 2000).
+    ARC (Megiddo and Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003) on the
+    blocks of a tree. Tokens that one prompt used are in the recent list, the others in the frequent
+    one; each list is in order of use. ``recent_share`` is the part of the cache for the recent
+    list. It grows when a prompt needs a block that was evicted from the recent list, and shrinks
+    for one from the frequent list, by one block or by the ratio of the other list of digests to
+    this one. It differs from the source in two values: the lists of digests are four times as long
+    as the cache, because chats return later than pages of a disk; and the share starts at one half
+    instead of zero, so that neither list is preferred before there is evidence.
     """
 
-    def rank(self, node: Node, clock: int, *, again: bool) -> float:
-        """Return the number of uses plus the age."""
-        return self.age + node.uses
+    adaptive = True
 
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self.recent_share = 0.5
+        #: Digests of evicted blocks in the order of eviction: recent ones, frequent ones.
+        self.evicted: tuple[OrderedDict[bytes, None], ...] = (OrderedDict(), OrderedDict())
+        #: Maximum number of tokens that the tree had at an eviction.
+        self.capacity = 0
 
-class GreedyDualSizeFrequency(EvictionPolicy):
-    """Evict the node that saves the least work per cell and use; unused nodes age.
+    def frequent_first(self, tokens: int, frequent: int) -> bool:
+        """Return whether the recent list is within its share."""
+        return tokens - frequent <= self.recent_share * tokens
 
-    The priority is ``age`` plus uses times cost divided by size (Cherkasova: Improving WWW Proxies
-    Performance with Greedy-Dual-Size-Frequency Caching, HP Laboratories, 1998). The size is the
-    number of tokens, the cost the work to evaluate them: 1 per token, and the attention to the
-    tokens before it, which costs 1 at position ``span``.
-    """
+    def recall(self, key: bytes, salt: bytes, start: int, tokens: int) -> int:
+        """Return the end of the last block that was evicted, and adapt the share."""
+        end = start
+        if not any(self.evicted):
+            return end
+        capacity = max(self.capacity, tokens, self.block)
+        for at, digest in self._digests(key, salt, start):
+            recent, frequent = self.evicted
+            if digest in recent:
+                step = max(1.0, len(frequent) / len(recent))
+                del recent[digest]
+            elif digest in frequent:
+                step = -max(1.0, len(recent) / len(frequent))
+                del frequent[digest]
+            else:
+                continue
+            share = self.recent_share + step * self.block / capacity
+            self.recent_share = min(1.0, max(0.0, share))
+            end = at
+        return end
 
-    def __init__(self, span: float) -> None:
-        super().__init__()
-        self.span = span
+    def remember(self, key: bytes, salt: bytes, start: int, tokens: int, *, frequent: bool) -> None:
+        """Add the digests of blocks, and forget the oldest of the longer list."""
+        self.capacity = max(self.capacity, tokens)
+        digests = self.evicted[frequent]
+        # The end of a branch is evicted before its beginning.
+        for _, digest in reversed(list(self._digests(key, salt, start))):
+            self.evicted[not frequent].pop(digest, None)
+            digests[digest] = None
+            digests.move_to_end(digest)
+        most = min(MAX_DIGESTS, DIGESTS_PER_BLOCK * self.capacity // self.block)
+        while sum(map(len, self.evicted)) > most:
+            longer = self.evicted[len(self.evicted[0]) <= most / 2]
+            longer.popitem(last=False)
 
-    def rank(self, node: Node, clock: int, *, again: bool) -> float:
-        """Return uses times the mean cost of a token, plus the age."""
-        middle = (node.start + node.end - 1) / 2
-        return self.age + node.uses * (1 + middle / self.span)
+    def _digests(self, key: bytes, salt: bytes, start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield each block of a key that ends after ``start`` tokens: its end and its digest.
 
+        A digest depends on the salt, and on all tokens up to the end of the block: what one salt
+        had evicted changes nothing for another one.
+        """
+        size, first = self.block * _TOKEN_BYTES, start // self.block
+        if len(key) < (first + 1) * size:
+            return
+        known = hashlib.blake2b(memoryview(key)[: first * size], digest_size=8, key=salt)
+        for at in range(first * size, len(key) - size + 1, size):
+            known.update(memoryview(key)[at : at + size])
+            yield (at + size) // _TOKEN_BYTES, known.copy().digest()
 
-class RecencyAndFrequency(EvictionPolicy):
-    """Evict the node with the lowest sum of past uses, each of which counts half after a half-life.
-
-    LRFU (Lee, Choi, Kim, Noh, Min, Cho and Kim: LRFU: A Spectrum of Policies that Subsumes the
-    Least Recently Used and Least Frequently Used Policies, 2001) with the weighing function
-    (1/2) ** (time / ``half_life``). The priority is the logarithm of the sum, times the half-life,
-    plus the present time: a comparison of nodes does not depend on the time. A node with n uses is
-    treated as if its last use were at most ``half_life`` times log2 n later.
-    """
-
-    def __init__(self, half_life: float = HALF_LIFE) -> None:
-        super().__init__()
-        self.half_life = half_life
-
-    def rank(self, node: Node, clock: int, *, again: bool) -> float:
-        """Return the new priority from the former one."""
-        if node.uses == 1:
-            return float(clock)
-        earlier = (node.priority - clock) / self.half_life
-        if not again:
-            return max(node.priority, float(clock))
-        # A power of a large number would overflow, and adds nothing to its logarithm.
-        more = math.log2(1 + 2**earlier) if earlier < 64 else earlier
-        return clock + self.half_life * more
+    @property
+    def digest_bytes(self) -> int:
+        """Return the bytes of all digests."""
+        return sum(map(len, self.evicted)) * DIGEST_BYTES
 
 
 def checked(policy: str) -> EvictionPolicyName:
@@ -110,21 +152,6 @@ def checked(policy: str) -> EvictionPolicyName:
     return arguments.choice("policy", policy, get_args(EvictionPolicyName))
 
 
-def make(policy: EvictionPolicyName, model: ModelInfo) -> EvictionPolicy:
-    """Return a policy for a cache of a model."""
-    if policy == "lfu":
-        return LeastFrequentlyUsed()
-    if policy == "lrfu":
-        return RecencyAndFrequency()
-    if policy == "gdsf":
-        return GreedyDualSizeFrequency(attention_span(model))
-    return EvictionPolicy()
-
-
-def attention_span(model: ModelInfo) -> float:
-    """Return the position at which attention costs as much as the rest of a token.
-
-    A token takes about 2 operations per parameter, and per position before it, 4 per layer and
-    dimension: one multiplication and one addition each for the scores and the values.
-    """
-    return max(1.0, model.n_params / max(1, 2 * model.n_layer * model.n_embd))
+def make(policy: EvictionPolicyName) -> EvictionPolicy:
+    """Return a policy for a cache."""
+    return AdaptiveReplacement() if policy == "adaptive" else EvictionPolicy()

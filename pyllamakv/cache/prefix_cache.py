@@ -461,7 +461,7 @@ class PrefixCache(ClosedOnExit):
             node = branches.next_dropped(self.leases)
             if node is None:
                 break
-            self.branches.drop(node)
+            branches.drop_tail(node, -(-short // max(1, branches.cell_bytes)))
             self.counts.add("evictions")
         self.counts.add("evictions", branches.drop_surplus())
 
@@ -578,6 +578,8 @@ class PrefixStats:
     ``stored_bytes``. Leases were parked ``parks`` times.
     ``hits_by_depth`` counts prompts by the number of their cached tokens (see `DepthCounts`),
     ``bytes_by_tier`` the bytes in cells and states, in host memory and in files, also of the store.
+    ``bytes`` are those of branches, pages, and states saved for unfinished prompts.
+    ``digest_bytes`` are for the digests of evicted blocks, in addition.
     """
 
     resident: int
@@ -613,6 +615,7 @@ class PrefixStats:
     resumed_tokens: int
     hits_by_depth: dict[str, int]
     bytes_by_tier: dict[str, int]
+    digest_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
@@ -650,7 +653,8 @@ def measure(cache: PrefixCache) -> PrefixStats:
         paged_out_tokens=branches.paged_out_tokens,
         paged_in_tokens=branches.paged_in_tokens,
         hits_by_depth=dict(cache.depths),
-        bytes_by_tier={"cells": resident, "memory": 0, "files": stored, tier: paged},
+        bytes_by_tier=by_tier,
+        digest_bytes=tree.policy.digest_bytes,
         **counts,
     )
 

@@ -71,6 +71,7 @@ class Node:
         "children",
         "end",
         "entry",
+        "frequent",
         "last_used",
         "leases",
         "page",
@@ -100,9 +101,10 @@ class Node:
         self.ref_count = 0
         #: Time of the last use, by the tree's clock.
         self.last_used = 0
-        #: Number of prompts that used these tokens, and their priority: see `EvictionPolicy`.
-        self.uses = 1
-        self.priority = 0.0
+        #: The highest time of the last use of the branches that were merged into this one.
+        self.priority = 0
+        #: Whether several prompts used these tokens: see `AdaptiveReplacement`.
+        self.frequent = False
         #: The place in the tree's order of eviction; None: nothing is kept here.
         self.place: Place | None = None
 
@@ -203,10 +205,13 @@ class RadixTree:
         self.nodes = 0
         self.tokens = 0
         self.held_tokens = 0
+        #: Tokens of the nodes that are frequent.
+        self.frequent_tokens = 0
         #: The nodes with an entry, in the order in which they got one.
         self.entries: dict[Node, None] = {}
-        #: A heap of places; those that are not `Node.place` are former ones.
-        self._places: list[Place] = []
+        #: Heaps of places, of recent and of frequent nodes; those that are not `Node.place` are
+        #: former ones.
+        self._places: tuple[list[Place], list[Place]] = ([], [])
         self._placed = 0
         self._numbers = count()
 
@@ -229,14 +234,17 @@ class RadixTree:
         node, length = self.match(key)
         if length < node.end:
             node = self.split(node, length)
-        rest = key[length * TOKEN_BYTES :]
-        if rest:
-            child = Node(node, length, rest)
-            self._rank(child, again=False)
-            node.children[rest[:TOKEN_BYTES]] = child
-            self.nodes += 1
-            self.tokens += len(child)
-            node = child
+        end = len(key) // TOKEN_BYTES
+        known = self.policy.recall(key, salt, length, self.tokens) if length < end else end
+        for stop, frequent in ((known, known > length), (end, False)):
+            if node.end < stop:
+                run = key[node.end * TOKEN_BYTES : stop * TOKEN_BYTES]
+                child = Node(node, node.end, run, salt)
+                node.children[child.edge] = child
+                self.nodes += 1
+                self.tokens += len(child)
+                self._rank(child, again=frequent)
+                node = child
         return node
 
     def split(self, node: Node, at: int) -> Node:
@@ -250,8 +258,8 @@ class RadixTree:
             raise ValueError(msg)
         upper = Node(parent, node.start, node.run[:cut])
         upper.last_used, upper.ref_count = node.last_used, node.ref_count
-        upper.uses, upper.priority = node.uses, node.priority
-        parent.children[upper.run[:TOKEN_BYTES]] = upper
+        upper.frequent, upper.priority = node.frequent, node.priority
+        parent.children[upper.edge] = upper
         node.parent, node.start, node.run = upper, at, node.run[cut:]
         upper.children[node.edge] = node
         self.nodes += 1
@@ -279,6 +287,8 @@ class RadixTree:
             node.page.drop_ref()
             node.page = None
             self._place(node)
+        # Tokens of different lists are merged only if they leave the tree together.
+        self.frequent_tokens += len(node) * (child.frequent - node.frequent)
         child.run = node.run + child.run
         child.priority = max(node.priority, child.priority)
         child.start, child.parent = node.start, parent
@@ -287,14 +297,28 @@ class RadixTree:
         self._place(child)
         return True
 
+    def _is_joint(self, node: Node, child: Node) -> bool:
+        """Return whether nothing differs between a node that keeps nothing, and its only child."""
+        if node.page is not None and node.page is not child.page:
+            return False
+        return node.frequent == child.frequent
+
     def prune(self, node: Node) -> None:
-        """Remove a node that keeps nothing and has no children, and what that leaves useless."""
+        """Remove a node that keeps nothing and has no children, and what that leaves useless.
+
+        The policy remembers its tokens, because they left the cache.
+        """
         while not node.children and node.bare and node.page is None and node.linked:
             parent = node.parent
             assert parent is not None
-            del parent.children[node.run[:TOKEN_BYTES]]
+            if self.policy.adaptive:
+                self.policy.remember(
+                    node.key, node.salt, node.start, self.tokens, frequent=node.frequent
+                )
+            del parent.children[node.edge]
             self.nodes -= 1
             self.tokens -= len(node)
+            self.frequent_tokens -= len(node) * node.frequent
             node = parent
         self.merge(node)
 
@@ -354,8 +378,13 @@ class RadixTree:
             self._rank(each, again=again)
 
     def _rank(self, node: Node, *, again: bool) -> None:
-        node.last_used = self.clock
-        node.priority = self.policy.rank(node, self.clock, again=again)
+        node.last_used = node.priority = self.clock
+        if again and self.policy.adaptive and not node.frequent and node.parent is not None:
+            node.frequent = True
+            self.frequent_tokens += len(node)
+            # The former place is in the other heap.
+            self._placed -= node.place is not None
+            node.place = None
         self._place(node)
 
     # Eviction...
@@ -370,8 +399,8 @@ class RadixTree:
             return
         self._placed += node.place is None
         node.place = (node.rank, next(self._numbers), node)
-        heappush(self._places, node.place)
-        if len(self._places) > 2 * self._placed + _FEW_PLACES:
+        heappush(self._places[node.frequent], node.place)
+        if sum(map(len, self._places)) > 2 * self._placed + _FEW_PLACES:
             # Each former place was added once: its removal costs no more than that, on average.
             for places in self._places:
                 places[:] = [each for each in places if each[2].place is each]
@@ -383,22 +412,25 @@ class RadixTree:
         It is in the list that the policy names, unless the other one alone has a wanted node. It
         keeps an entry or a page; with ``entries``, an entry.
         """
-        best = self._first_entries(wanted) if entries else self._first_places(wanted)
+        first = self.policy.frequent_first(self.tokens, self.frequent_tokens)
+        some = self._first_entries if entries else self._first_places
+        best = some(wanted, first) or some(wanted, not first)
         # Equal nodes were created or used together, such as the branches of a batch.
         return min(best, key=lambda node: node.branch) if len(best) > 1 else next(iter(best), None)
 
-    def _first_entries(self, wanted: Callable[[Node], bool]) -> list[Node]:
+    def _first_entries(self, wanted: Callable[[Node], bool], frequent: bool) -> list[Node]:
         """Return the equal first nodes among those with an entry: a context has few sequences."""
-        found = [node for node in self.entries if wanted(node)]
+        found = [node for node in self.entries if node.frequent == frequent and wanted(node)]
         first = min((node.rank for node in found), default=None)
         return [node for node in found if node.rank == first]
 
-    def _first_places(self, wanted: Callable[[Node], bool]) -> list[Node]:
-        """Return the equal first nodes in the heap."""
+    def _first_places(self, wanted: Callable[[Node], bool], frequent: bool) -> list[Node]:
+        """Return the equal first nodes in a heap."""
         seen: list[Place] = []
         found: list[Node] = []
-        while self._places:
-            place = self._places[0]
+        places = self._places[frequent]
+        while places:
+            place = places[0]
             node = place[2]
             if found and place[0] != found[0].rank:
                 break
@@ -419,7 +451,7 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError with the broken invariant."""
-        nodes = tokens = held_tokens = 0
+        nodes = tokens = held_tokens = frequent_tokens = 0
         pages: dict[int, tuple[Any, int]] = {}
         for node in self.walk():
             parent = node.parent
@@ -443,10 +475,12 @@ class RadixTree:
                 assert not self._is_joint(node, child), f"{node} should be one with its only child"
             nodes, tokens = nodes + 1, tokens + len(node)
             held_tokens += len(node) if node.ref_count else 0
+            frequent_tokens += len(node) if node.frequent else 0
         for page, count in pages.values():
             assert page.refs == count, f"{page} is at {count} nodes and counts {page.refs}"
-        counted = (self.nodes, self.tokens, self.held_tokens)
-        assert counted == (nodes, tokens, held_tokens), f"counted {counted}, not {nodes, tokens}"
+        counted = (self.nodes, self.tokens, self.held_tokens, self.frequent_tokens)
+        found = (nodes, tokens, held_tokens, frequent_tokens)
+        assert counted == found, f"counted {counted}, not {found}"
         self._check_places()
 
     def _check_places(self) -> None:
@@ -454,7 +488,12 @@ class RadixTree:
         entries = {node for node in nodes if node.entry is not None}
         assert entries == set(self.entries), f"{len(self.entries)} of {len(entries)} entries known"
         kept = {node for node in nodes if node.entry is not None or node.page is not None}
-        placed = {place[2] for place in self._places if place[2].place is place}
+        placed = {
+            place[2]
+            for frequent, places in enumerate(self._places)
+            for place in places
+            if place[2].place is place and place[2].frequent == frequent
+        }
         assert kept == placed, f"{len(placed)} of {len(kept)} nodes have a place"
         assert self._placed == len(kept), f"{self._placed} nodes counted, not {len(kept)}"
         for node in kept:

@@ -514,6 +514,10 @@ class Residency:
         self.tidy(node)
         return kept
 
+    def drop_tail(self, node: Node, tokens: int) -> None:
+        """Drop a branch to free about so many tokens: if possible, only its last blocks."""
+        self.drop(node)
+
     def heir(self, node: Node) -> Node | None:
         """Return the node above that keeps the sequence of a dropped one, if it needs one."""
         parent = node.parent
@@ -869,6 +873,28 @@ class UnifiedCells(Residency):
     def freed(self, before: int) -> int | None:
         """Return how many cells were freed since so many tokens were held."""
         return before - self.tree.held_tokens
+
+    def drop_tail(self, node: Node, tokens: int) -> None:
+        """Drop the last tokens of a branch, rounded up to blocks, if the policy allows that.
+
+        A branch keeps its sequence while a token of its own remains.
+        """
+        policy, parent = self.tree.policy, node.parent
+        assert parent is not None, "the root is not dropped"
+        own = parent.parent is not None and parent.ref_count == 1
+        at = max(node.start, (node.end - tokens) // policy.block * policy.block)
+        if node.entry is None or not policy.adaptive or (at == node.start and not own):
+            self.drop(node)
+            return
+        if self._before_drop is not None:
+            self._before_drop(node)
+        self._drop_below(node)
+        head = self.tree.split(node, at) if at > node.start else parent
+        sequence = self.detach(node)
+        self.attach(head, sequence)
+        sequence.trim(at)
+        self.evicted_tokens += node.end - at
+        self.tidy(node)
 
     def keeps_head(self, node: Node, head: Node) -> bool:
         """Return whether an evicted branch must leave the tokens up to the end of ``head``."""

@@ -11,9 +11,10 @@ import typer
 from pyllamakv.cache.eviction_policy import EvictionPolicyName, checked
 from pyllamakv.errors import UsageError
 from qa import summary
-from qa.replay import agent_workload, replay_figures
+from qa.replay import agent_workload, replay_figures, shifting_workload
 from qa.replay.agent_workload import AgentTraffic
 from qa.replay.replayed_request import BLOCK, ReplayedRequest, read_trace
+from qa.replay.shifting_workload import ShiftingTraffic
 
 if TYPE_CHECKING:
     from qa.bench.figure import Figure
@@ -39,18 +40,24 @@ def replay(
     requests: Annotated[
         int, typer.Option(min=0, help="Maximum requests of the trace; default: all.")
     ] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="Requests of the trace to skip.")] = 0,
     capacity: Annotated[
         list[int] | None,
         typer.Option(min=1, max=100, help=f"Percent of the unique cells; default: {_PERCENT}."),
     ] = None,
     agents: Annotated[int, typer.Option(min=1, help="Number of generated agents.")] = 160,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the agents.")] = 1,
+    shifting: Annotated[
+        int, typer.Option(min=0, help="Prompts over documents whose popularity shifts; 0: none.")
+    ] = ShiftingTraffic.requests,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of both.")] = 1,
     write: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Replay generated agents, and a trace if there is one, through `PrefixCache`.
+    """Replay generated traffic, and a trace if there is one, through `PrefixCache`.
 
-    No model is evaluated. Exits with 1 if the default policy reuses less than LRU.
+    Agents repeat their history; prompts over documents shift in popularity.
+
+    No model is evaluated. Exits with 1 if the default policy reuses less than 0.98 of LRU.
     """
     from pyllamakv.cli import progress_bar
 
@@ -60,10 +67,13 @@ def replay(
     workloads: dict[str, tuple[list[ReplayedRequest], int]] = {
         "agents": (agent_workload.generate(traffic), agent_workload.CELL)
     }
+    if shifting:
+        documents = ShiftingTraffic(requests=shifting, seed=seed)
+        workloads["shifting"] = shifting_workload.generate(documents), shifting_workload.CELL
     if path is not None:
-        workloads[path.stem] = read_trace(path, requests), BLOCK
-    elif requests:
-        msg = f"--requests limits a trace: name one with --trace or ${VARIABLE}"
+        workloads[path.stem] = read_trace(path, requests, skip), BLOCK
+    elif requests or skip:
+        msg = f"--requests and --skip limit a trace: name one with --trace or ${VARIABLE}"
         raise UsageError(msg)
     found: list[Figure] = []
     percents = tuple(capacity or replay_figures.CAPACITIES)
@@ -84,8 +94,10 @@ def replay(
     words = ["python -m qa replay", *(policies or [])]
     words += [f"--trace {path.name}"] if path is not None else []
     words += [f"--requests {requests}"] if requests else []
+    words += [f"--skip {skip}"] if skip else []
     words += [f"--capacity {each}" for each in capacity or ()]
     words += [f"--agents {agents}"] if agents != AgentTraffic.agents else []
+    words += [f"--shifting {shifting}"] if shifting != ShiftingTraffic.requests else []
     words += [f"--seed {seed}"] if seed != AgentTraffic.seed else []
     dated = [each.dated(" ".join(words)) for each in found]
     summary.report(dated, write, as_json=as_json)

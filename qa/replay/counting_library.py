@@ -30,19 +30,16 @@ from pyllamakv.scenarios import synthetic_models
 if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
-#: Position in tokens at which attention costs as much as the rest of a token, for a model of 7
-#: billion parameters with 32 layers of 4,096 (see `eviction_policy.attention_span`).
-SPAN: Final = 25_000
 _WIDTH: Final = 32
 
 
 class CountingLibrary:
     """Implement the part of `Native` that a prefix cache without paging needs."""
 
-    def __init__(self, n_vocab: int, span: float) -> None:
+    def __init__(self, n_vocab: int) -> None:
         self.about = LibraryInfo(1, "counting", Capability.CELLS)
         self.environment: dict[str, str] = {}
-        self._vocabulary, self._span = n_vocab, span
+        self._vocabulary = n_vocab
         self._params = ContextParams()
         self._decoded = False
 
@@ -57,12 +54,12 @@ class CountingLibrary:
         """Free nothing."""
 
     def model_info(self, model: int) -> ModelInfo:
-        """Return a small model whose attention costs as much as the rest at ``span`` cells."""
+        """Return a small model."""
         return ModelInfo(
             n_vocab=self._vocabulary, n_ctx_train=1 << 20, n_embd=_WIDTH, n_layer=1, n_head=1,
             n_head_kv=1, n_embd_k_gqa=_WIDTH, n_embd_v_gqa=_WIDTH, has_vocab=False, token_bos=-1,
             token_eos=-1, token_eot=-1, token_nl=-1, add_bos=False, is_recurrent=False,
-            n_params=round(self._span * 2 * _WIDTH), n_bytes=0,
+            n_params=1, n_bytes=0,
         )  # fmt: skip
 
     def model_meta(self, model: int, key: str) -> str | None:
@@ -85,6 +82,9 @@ class CountingLibrary:
             n_caches=1, can_shift=True, can_remove_partly=True, contiguous_slots=False,
             defrag=False, flash_attn=True, v_transposed=False, n_streams=1,
         )  # fmt: skip
+
+    def threads(self, context: int, n_threads: int, n_threads_batch: int) -> None:
+        """Change nothing: nothing is computed."""
 
     def cells(self, context: int, cache: int) -> RawCells:
         """Return the empty cache. Raises Unsupported after a decode: nothing is recorded."""
@@ -110,9 +110,9 @@ class CountingLibrary:
 
 
 @contextmanager
-def counting_context(cells: int, sequences: int, n_vocab: int, span: float) -> Iterator[Context]:
-    """Open a context that computes nothing; attention costs as much as the rest at ``span``."""
-    native: Any = CountingLibrary(n_vocab, span)
+def counting_context(cells: int, sequences: int, n_vocab: int) -> Iterator[Context]:
+    """Open a context that computes nothing."""
+    native: Any = CountingLibrary(n_vocab)
     options: dict[str, Any] = {
         "n_ctx": cells,
         "n_batch": 4096,

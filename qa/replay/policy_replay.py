@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyllamakv.cache.prefix_cache import PrefixCache
-from qa.replay.counting_library import SPAN, counting_context
+from qa.replay.counting_library import counting_context
 from qa.replay.replayed_request import ReplayedRequest
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ def replay(
     capacity: int,
     policy: EvictionPolicyName,
     *,
-    tokens: int,
     tick: Tick = lambda: None,
 ) -> ReplayResult:
-    """Replay requests over ``capacity`` cells of ``tokens`` tokens each, one after the other."""
+    """Replay requests over ``capacity`` cells, one after the other. A block is a cell."""
     room = capacity + max(len(each.cells) for each in requests) + 1
     vocabulary = max(max(each.cells) for each in requests) + 1
     # Each sequence costs time. A branch is evicted for a sequence only if none is left.
     sequences = 64 + capacity // 16
     while True:
         with (
-            counting_context(room, sequences, vocabulary, SPAN / tokens) as context,
-            PrefixCache(context, budget=capacity, policy=policy) as cache,
+            counting_context(room, sequences, vocabulary) as context,
+            PrefixCache(context, budget=capacity, policy=policy, paging=0) as cache,
         ):
+            cache.branches.tree.policy.block = 1
             reused = 0
             for each in serve(cache, requests, tick):
                 if each.branches == sequences:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from pyllamakv.cache.radix_tree import RadixTree, tokens_to_key
+from pyllamakv.cache.radix_tree import NO_SALT, RadixTree, tokens_to_key
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class ReplayedRequest:
         return self.prompt + self.text
 
 
-def read_trace(path: Path, most: int = 0) -> list[ReplayedRequest]:
-    """Read the prompts of a trace, with a cell per prefix block; at most ``most`` if not 0.
+def read_trace(path: Path, most: int = 0, skip: int = 0) -> list[ReplayedRequest]:
+    """Read the prompts of a trace after ``skip``, with a cell per block; at most ``most`` if not 0.
 
     A line is a JSON object whose ``hash_ids`` are the blocks of the prompt: equal ids in equal
     places are equal prefixes. Raises UsageError for another file.
@@ -45,7 +45,7 @@ def read_trace(path: Path, most: int = 0) -> list[ReplayedRequest]:
         with path.open(encoding="utf-8") as file:
             found = [
                 ReplayedRequest(tuple(map(int, json.loads(line)["hash_ids"])))
-                for line in islice(file, most or None)
+                for line in islice(file, skip, skip + most if most else None)
             ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         msg = f"{path} is not a trace of JSON lines with hash_ids: {error}"
@@ -60,7 +60,7 @@ def unique_cells(requests: Iterable[ReplayedRequest]) -> int:
     """Return the number of cells that all requests need if nothing is evicted."""
     tree = RadixTree()
     for each in requests:
-        tree.insert(tokens_to_key(each.cells))
+        tree.insert(tokens_to_key(each.cells), NO_SALT)
     return tree.tokens
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from random import Random
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,15 +10,14 @@ import pytest
 import runtime_kit as kit
 from prefix_kit import make, serve
 
+from pyllamakv.cache import eviction_policy
 from pyllamakv.cache.allocation import Allocator
 from pyllamakv.cache.eviction_policy import (
+    BLOCK,
     DEFAULT,
-    EvictionPolicy,
+    DIGEST_BYTES,
+    AdaptiveReplacement,
     EvictionPolicyName,
-    GreedyDualSizeFrequency,
-    LeastFrequentlyUsed,
-    RecencyAndFrequency,
-    attention_span,
 )
 from pyllamakv.cache.eviction_policy import make as make_policy
 from pyllamakv.cache.radix_tree import Node, RadixTree, key_to_tokens, tokens_to_key
@@ -29,13 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLICIES: tuple[EvictionPolicyName, ...] = get_args(EvictionPolicyName)
-
-
-def policy(name: EvictionPolicyName) -> EvictionPolicy:
-    """Return a policy for a model whose attention costs as much as the rest at position 8."""
-    if name == "gdsf":
-        return GreedyDualSizeFrequency(8.0)
-    return RecencyAndFrequency(4.0) if name == "lrfu" else make_policy(name, None)  # type: ignore[arg-type]
 
 
 def add(tree: RadixTree, tokens: list[int]) -> Node:
@@ -48,6 +39,8 @@ def add(tree: RadixTree, tokens: list[int]) -> Node:
     if node.entry is None:
         tree.attach(node, "entry")
     tree.touch(node)
+    for each in node.path:
+        tree.merge(each)
     return node
 
 
@@ -77,139 +70,103 @@ def test_a_frequent_prompt_stays_with_the_adaptive_policy_alone() -> None:
         add(tree, [2, 2])
         add(tree, [3, 3])
         found[name] = first(tree)
-        later = iter(range(4, 60))
-        while found[name] != [1, 1] and tree.match(tokens_to_key([1, 1]))[1]:
-            number = next(later)  # ends if nothing ages
-            add(tree, [number, number])
-            first(tree)
-    assert found == {"lru": [1, 1], "lfu": [2, 2], "lrfu": [2, 2], "gdsf": [2, 2]}
+    assert found == {"lru": [1, 1], "adaptive": [2, 2]}
 
 
-def test_cost_counts_for_gdsf_alone() -> None:
-    """Tokens at high positions cost more attention, so that a long run is evicted later."""
-    found = {}
-    for name in POLICIES:
-        tree = RadixTree(policy=policy(name))
-        add(tree, [5] * 40)
-        add(tree, [6] * 4)
-        found[name] = len(first(tree))
-    assert found["gdsf"] == 4
-    assert found["lru"] == found["lrfu"] == 40
+def test_the_lists_share_the_cache() -> None:
+    """Recent tokens are evicted while they exceed their share, else frequent ones, oldest first."""
+    policy = AdaptiveReplacement(block=1)
+    tree = RadixTree(policy=policy)
+    for number in (1, 2, 1, 2, 3, 4):
+        add(tree, [number])
+    assert (tree.tokens, tree.frequent_tokens) == (4, 2)
+    assert first(tree) == [1]  # half of the tokens are recent, which is within the share
+    assert first(tree) == [3]
+    policy.recent_share = 1.0
+    assert first(tree) == [2]
+    assert first(tree) == [4]
 
 
-def test_gdsf_ranks_by_uses_cost_and_size() -> None:
-    """Eight tokens from position 8: 1 each, and attention of 11.5 / 8 on average."""
-    rank = GreedyDualSizeFrequency(8.0)
-    rank.age = 3.0
-    tree = RadixTree(policy=rank)
-    add(tree, [1] * 8)
-    node = add(tree, [*[1] * 8, *[2] * 8])
-    add(tree, [*[1] * 8, *[3] * 8])
-    assert (node.start, node.end, node.uses) == (8, 16, 1)
-    assert node.priority == pytest.approx(3.0 + 1 * (1 + 11.5 / 8))
-    assert node.parent is not None
-    assert node.parent.uses == 3
-    assert node.parent.priority == pytest.approx(3.0 + 3 * (1 + 3.5 / 8))
+def test_an_evicted_block_that_returns_is_frequent_and_moves_the_share() -> None:
+    """By one block of the capacity, or by the ratio of the lists of digests."""
+    policy = AdaptiveReplacement(block=1)
+    tree = RadixTree(policy=policy)
+    for number in (1, 1, *range(2, 11)):
+        add(tree, [number])
+    assert [first(tree) for _ in range(3)] == [[2], [3], [4]]
+    policy.recent_share = 1.0
+    assert first(tree) == [1]
+    policy.recent_share = 0.5
+    assert [len(each) for each in policy.evicted] == [3, 1]
+    assert add(tree, [2]).frequent
+    assert policy.recent_share == pytest.approx(0.5 + 1 / 10)
+    assert add(tree, [1]).frequent
+    assert policy.recent_share == pytest.approx(0.6 - 2 / 1 / 10)
+    assert not add(tree, [11]).frequent
+    assert [len(each) for each in policy.evicted] == [2, 0]
 
 
-def test_lrfu_is_the_sum_of_its_uses() -> None:
-    """Each use counts 2 ** -(age / half-life); the order of nodes is that of these sums."""
-    tree = RadixTree(policy=RecencyAndFrequency(4.0))
+def test_a_digest_depends_on_all_tokens_before() -> None:
+    """A block after another beginning is another block; tokens after a known block are new."""
+    policy = AdaptiveReplacement(block=2)
+    policy.remember(tokens_to_key([1, 2, 3, 4, 5]), NO_SALT, 0, 10, frequent=False)
+    assert [len(each) for each in policy.evicted] == [2, 0]
+    assert policy.recall(tokens_to_key([9, 9, 3, 4]), NO_SALT, 0, 10) == 0
+    assert policy.recall(tokens_to_key([1, 2, 3, 4, 6, 7]), NO_SALT, 0, 10) == 4
+    policy.remember(tokens_to_key([1, 2, 3, 4]), NO_SALT, 3, 10, frequent=True)
+    assert policy.recall(tokens_to_key([1, 2, 3, 4]), NO_SALT, 0, 10) == 4
+    tree = RadixTree(policy=policy)
+    policy.remember(tokens_to_key([1, 2, 3, 4]), NO_SALT, 0, 10, frequent=True)
+    assert add(tree, [1, 2, 3, 4, 5, 6]).start == 4
+    assert tree.frequent_tokens == 4
+    tree.check()
+
+
+def test_the_bytes_of_digests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are four digests per block of the cache, up to a maximum."""
+    policy = AdaptiveReplacement(block=1)
+    for number in range(100):
+        policy.remember(tokens_to_key([number]), NO_SALT, 0, 10, frequent=number % 3 == 0)
+    assert policy.digest_bytes == 40 * DIGEST_BYTES
+    # The oldest of each list were removed.
+    assert policy.recall(tokens_to_key([50]), NO_SALT, 0, 10) == 0
+    assert policy.recall(tokens_to_key([98]), NO_SALT, 0, 10) == 1
+    monkeypatch.setattr(eviction_policy, "MAX_DIGESTS", 7)
+    policy.remember(tokens_to_key([1]), NO_SALT, 0, 10, frequent=False)
+    assert policy.digest_bytes == 7 * DIGEST_BYTES
+    assert make_policy("lru").digest_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [RadixTree, WholePageTree])
+def test_random_traffic_keeps_the_lists_consistent(kind: type[RadixTree]) -> None:
+    """By brute force, every choice is the oldest leaf of the list that exceeds its share."""
     draw = Random(3)
-    uses: dict[int, list[int]] = {n: [] for n in range(6)}
-    nodes = {}
-    for _ in range(60):
-        number = draw.choice([0, 0, 0, 1, 1, 2, 3, 4, 5])
-        if number in nodes:
-            tree.touch(nodes[number], again=True)
-        else:
-            nodes[number] = tree.insert(tokens_to_key([number, number]))
-            tree.attach(nodes[number], "entry")
-            tree.touch(nodes[number])
-        uses[number].append(tree.clock)
-    total = {
-        n: sum(2 ** (-(tree.clock - at) / 4.0) for at in times)
-        for n, times in uses.items()
-        if times
-    }
-    for n, node in nodes.items():
-        assert 2 ** ((node.priority - tree.clock) / 4.0) == pytest.approx(total[n])
-    assert tree.evict_first(is_leaf) is nodes[min(total, key=total.__getitem__)]
-
-
-def test_lrfu_survives_a_long_pause() -> None:
-    """Powers of large numbers do not overflow."""
-    rank = RecencyAndFrequency(1e-3)
-    node = Node(None, 0, b"")
-    node.uses, node.priority = 2, 10.0
-    assert rank.rank(node, 10**9, again=True) == 1e9
-    node.priority = 1e9
-    assert rank.rank(node, 5, again=True) == pytest.approx(1e9)
-    assert math.isfinite(rank.rank(node, 5, again=False))
-
-
-def test_the_end_of_a_text_is_not_another_use() -> None:
-    """A prompt counts once for the tokens that it found, whatever it decodes then."""
-    for name in POLICIES:
-        tree = RadixTree(policy=policy(name))
-        for _ in range(3):
-            node = add(tree, [1, 2, 3])
-        assert node.uses == 3
-        leaf = add(tree, [1, 2, 3, 4])
-        assert leaf is node or leaf.uses in (1, 4)
-
-
-def test_a_merged_node_is_as_valuable_as_the_upper_one() -> None:
-    """The system prompt of one remaining chat is not less popular than before."""
-    for name in POLICIES:
-        tree = RadixTree(policy=policy(name))
-        for number in range(4):
-            add(tree, [1, 1, 1, number + 2])
-        upper = tree.match(tokens_to_key([1, 1, 1]))[0]
-        uses, priority = upper.uses, upper.priority
-        assert uses == 4
-        for _ in range(3):
-            first(tree)
-        (left,) = tree.walk()
-        assert (left.uses, left.priority) == (uses, priority)
-        # A division keeps both.
-        upper = tree.split(left, 2)
-        assert (upper.uses, upper.priority) == (uses, priority)
-
-
-def test_age_is_the_highest_evicted_priority() -> None:
-    """It never falls, so that a new node is not evicted before one that was idle for long."""
-    tree = RadixTree(policy=LeastFrequentlyUsed())
-    for number in range(8):
-        for _ in range(number + 1):
-            add(tree, [number, number])
-    ages = []
-    while tree.nodes:
-        first(tree)
-        ages.append(tree.policy.age)
-    assert ages == sorted(ages)
-    assert ages[-1] == 8.0
-    assert add(tree, [9]).priority == 9.0
-
-
-def test_a_span_follows_from_the_model(tmp_path: Path) -> None:
-    """Llama 2 with 7 billion parameters: about 26,000 tokens."""
-    info = kit.context(tmp_path).model.info
-    object.__setattr__(info, "n_params", 6_738_415_616)
-    object.__setattr__(info, "n_layer", 32)
-    object.__setattr__(info, "n_embd", 4096)
-    assert attention_span(info) == pytest.approx(25_705, rel=1e-3)
-    made = make_policy("gdsf", info)
-    assert isinstance(made, GreedyDualSizeFrequency)
-    assert made.span == attention_span(info)
-    object.__setattr__(info, "n_layer", 0)
-    object.__setattr__(info, "n_params", 0)
-    assert attention_span(info) == 1.0
+    policy = AdaptiveReplacement(block=2)
+    tree = kind(policy)
+    recalled = 0
+    for _ in range(300):
+        before = policy.recent_share
+        add(tree, [draw.choice([1, 1, 1, 2, 3]) for _ in range(draw.randint(1, 9))])
+        recalled += policy.recent_share != before
+        while tree.tokens > 60:
+            leaves = [each for each in tree.walk() if not each.children]
+            recent = sum(len(each) for each in tree.walk() if not each.frequent)
+            from_frequent = recent <= policy.recent_share * tree.tokens
+            wanted = [each for each in leaves if each.frequent == from_frequent] or leaves
+            found = tree.evict_first(is_leaf)
+            assert found is not None
+            assert found.rank == min(each.rank for each in wanted)
+            tree.detach(found)
+            tree.prune(found)
+        tree.check()
+        assert not set(policy.evicted[0]) & set(policy.evicted[1])
+        assert 0 <= policy.recent_share <= 1
+    assert recalled > 10
 
 
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
-    """Before anything is created."""
-    with pytest.raises(UsageError, match="lru, lfu, lrfu, gdsf"):
+    """It is before anything is created."""
+    with pytest.raises(UsageError, match="lru, adaptive"):
         make(tmp_path, policy="fifo")
     assert make(tmp_path).policy == DEFAULT
 
@@ -221,7 +178,6 @@ def test_random_traffic_evicts_no_leases_pins_or_parents(
 ) -> None:
     """Random operations with evictions; each is compared with all candidates by brute force."""
     evicted: list[bytes] = []
-    chosen: list[Node] = []
 
     def look(cache: Allocator, node: Node, keep: int = 0) -> Any:
         protected = {each for lease in cache.leases for each in lease.node.path}
@@ -229,19 +185,29 @@ def test_random_traffic_evicts_no_leases_pins_or_parents(
         assert not node.pins or cache.branches.storage(node) is not None
         # Nothing is evicted while a child is still in the cache.
         assert all(not child.ref_count for child in node.children.values())
-        chosen.append(node)
         evicted.append(node.key)
         return evict(cache, node, keep)
 
+    def look_at_tail(branches: UnifiedCells, node: Node, tokens: int) -> None:
+        assert not node.leases
+        assert not node.protected
+        assert all(not child.ref_count for child in node.children.values())
+        evicted.append(node.key)
+        drop_tail(branches, node, tokens)
+
     def cheapest(tree: RadixTree, wanted: Any, **options: Any) -> Node | None:
+        preferred = tree.policy.frequent_first(tree.tokens, tree.frequent_tokens)
         found = evict_first(tree, wanted, **options)
         rest = [each for each in tree.walk() if wanted(each)]
+        rest = [each for each in rest if each.frequent == preferred] or rest
         assert (found is None) == (not rest)
         assert found is None or found.priority == min(each.priority for each in rest)
         return found
 
-    evict, evict_first = Allocator.evict, RadixTree.evict_first
+    evict, drop_tail = Allocator.evict, UnifiedCells.drop_tail
+    evict_first = RadixTree.evict_first
     monkeypatch.setattr(Allocator, "evict", kit.ours(look))
+    monkeypatch.setattr(UnifiedCells, "drop_tail", kit.ours(look_at_tail))
     monkeypatch.setattr(RadixTree, "evict_first", kit.ours(cheapest))
     runs = []
     for number in range(2):
@@ -268,6 +234,7 @@ def test_frequent_prompt_is_not_evicted_by_a_scan(tmp_path: Path) -> None:
             serve(cache, often)
         for number in range(3):
             serve(cache, [20 + number] * 20)
+        cache.check()
         found[name] = serve(cache, often)
     assert found == {"lru": 0, "adaptive": 19}
 

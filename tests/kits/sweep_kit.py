@@ -137,7 +137,7 @@ CHOICES = {
     "Plan": ("fewest", "ordered"),
     "Mover": ("auto", "host", "gather", "graph", "staged"),
     "PolicyName": ("never", "on_failure", "threshold", "always"),
-    "EvictionPolicyName": ("lru", "lfu", "lrfu", "gdsf"),
+    "EvictionPolicyName": ("lru", "adaptive"),
     "PoolingName": ("none", "mean", "cls", "last", "rank"),
     "Literal['on', 'off']": ("on", "off"),
 }

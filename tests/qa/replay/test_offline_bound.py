@@ -88,7 +88,7 @@ def test_no_policy_exceeds_the_bound(policy: EvictionPolicyName) -> None:
     ]
     for percent in (5, 20, 50):
         capacity = share_of(percent / 100, requests)
-        result = replay(requests, capacity, policy, tokens=1)
+        result = replay(requests, capacity, policy)
         assert 0 < result.reused <= most_reused(requests, capacity)
-    unlimited = replay(requests, unique_cells(requests), policy, tokens=1)
+    unlimited = replay(requests, unique_cells(requests), policy)
     assert (unlimited.reused, unlimited.evictions) == (possible(requests), 0)

@@ -39,7 +39,7 @@ def test_a_real_library_leads_to_the_same_decisions(policy: EvictionPolicyName) 
     many = requests()
     capacity = share_of(0.3, many)
     with (
-        counting_context(4096, 48, 64, 1.0) as ctx,
+        counting_context(4096, 48, 64) as ctx,
         PrefixCache(ctx, budget=capacity, policy=policy) as cache,
     ):
         counted = list(policy_replay.serve(cache, many))
@@ -62,7 +62,7 @@ def test_the_cache_never_exceeds_its_capacity() -> None:
     """It does not while a request is served either."""
     many = requests()
     capacity = share_of(0.1, many)
-    result = policy_replay.replay(many, capacity, "lru", tokens=1)
+    result = policy_replay.replay(many, capacity, "lru")
     assert result.prompts == sum(len(each.prompt) for each in many)
     assert 0 < result.share < 1
     assert result.evictions > 0
@@ -73,10 +73,10 @@ def test_replayed_cache_uses_the_named_policy() -> None:
     often = [ReplayedRequest((1, 1, 1, 1))] * 5
     scan = [ReplayedRequest((n, n, n, n)) for n in range(10, 14)]
     reused = {
-        name: policy_replay.replay([*often, *scan, *often[:1]], 8, name, tokens=1).reused
-        for name in ("lru", "lfu")
+        name: policy_replay.replay([*often, *scan, *often[:1]], 8, name).reused
+        for name in ("lru", "adaptive")
     }
-    assert reused == {"lru": 12, "lfu": 15}
+    assert reused == {"lru": 12, "adaptive": 15}
 
 
 def test_sequences_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +89,14 @@ def test_sequences_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return counting_context(cells, sequences, *rest)
 
     monkeypatch.setattr(policy_replay, "counting_context", opened)
-    result = policy_replay.replay(many, 460, "lru", tokens=1)
+    result = policy_replay.replay(many, 460, "lru")
     assert (result.reused, result.evictions) == (offline_bound.possible(many), 0)
     assert asked == [92, 184, 368]
 
 
-def test_nothing_is_known_about_cells_after_a_decode() -> None:
-    """A manager that needs them fails, and is not misled."""
-    with counting_context(64, 4, 64, 1.0) as ctx:
+def test_cell_statistics_after_a_decode_are_unsupported() -> None:
+    """A manager that needs them fails, and gets no wrong values."""
+    with counting_context(64, 4, 64) as ctx:
         assert ctx.kv.stats.size == 64
         ctx.sequence().prefill([1, 2, 3])
         with pytest.raises(Unsupported):
