@@ -145,6 +145,17 @@ def text(name: str, value: object) -> str:
     return value
 
 
+def salt(value: object) -> str:
+    """Return the salt of a prompt: text that is not empty.
+
+    A caller without a tenant might pass an empty one by mistake.
+    """
+    found = text("salt", value)
+    if not found:
+        raise UsageError("salt must not be empty; pass None to share prefixes with all prompts")
+    return found
+
+
 def c_text(name: str, value: object) -> str:
     """Return text that C can read: UTF-8 without a NUL."""
     found = text(name, value)

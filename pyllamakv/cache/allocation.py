@@ -70,7 +70,7 @@ class Allocator:
     # Prefixes...
 
     def fork_longest_prefix(
-        self, key: bytes, groups: Many[Group], resumed: Node | None = None
+        self, key: bytes, salt: bytes, groups: Many[Group], resumed: Node | None = None
     ) -> tuple[Sequence, int]:
         """Return a sequence with the longest prefix of a prompt, without its last token.
 
@@ -79,10 +79,10 @@ class Allocator:
         """
         exact = False
         while True:
-            node, length = self._find(key, groups, exact=exact)
+            node, length = self._find(key, salt, groups, exact=exact)
             self.check_cells(len(key) // TOKEN_BYTES - length, node, length)
             try:
-                return self._sequence(key, length, resumed, exact=exact), length
+                return self._sequence(key, salt, length, resumed, exact=exact), length
             except PartialRemovalRefused:
                 # The window has passed that position, also in a cache of full size, where
                 # llama.cpp reuses cells outside of the window. Decoding can continue from the end
@@ -93,7 +93,9 @@ class Allocator:
                 if self.stored is not None and resumed is None:
                     self.branches.load_stored(self.stored, self, key, salt, groups, exact=True)
 
-    def _find(self, key: bytes, groups: Many[Group], *, exact: bool) -> tuple[Node, int]:
+    def _find(
+        self, key: bytes, salt: bytes, groups: Many[Group], *, exact: bool
+    ) -> tuple[Node, int]:
         """Return the node in which the usable prefix ends, and the prefix's length.
 
         ``exact``: the prefix must end where a branch does.
@@ -124,7 +126,9 @@ class Allocator:
         self.counts.add("paged_in")
         return True
 
-    def _sequence(self, key: bytes, length: int, resumed: Node | None, *, exact: bool) -> Sequence:
+    def _sequence(
+        self, key: bytes, salt: bytes, length: int, resumed: Node | None, *, exact: bool
+    ) -> Sequence:
         """Return a sequence of the first tokens of a key: new, a fork, or one taken over.
 
         ``exact``: these are all tokens of a branch, and no longer one may be trimmed to them.
@@ -132,7 +136,7 @@ class Allocator:
         branches = self.branches
         while True:
             # An eviction may merge nodes, so search the tree again.
-            node, _ = branches.tree.match(key[: length * TOKEN_BYTES])
+            node, _ = branches.tree.match(key[: length * TOKEN_BYTES], salt)
             if length and node.entry is not None and node.end == length:
                 parked = node.parked - (node is resumed)
                 unneeded = not node.pins and not parked and not node.children

@@ -147,6 +147,8 @@ class Batcher(ClosedOnExit):
         tools: Iterable[Mapping[str, Any]] | None = None,
         groups: Iterable[tuple[int, int]] = (),
         checkpoints: Iterable[int] = (),
+        salt: str | None = None,
+        priority: int = 0,
         stop_at_end: bool = True,
     ) -> Generation:
         """Queue a prompt, text or tokens, and return its generation. Decodes nothing.

@@ -119,6 +119,11 @@ class DirectoryTier:
             LOG.warning("%s was removed: %s", file, why)
         if self.store.stuck is not None:
             LOG.warning("an unusable file remains: %s", self.store.stuck)
+        #: The stored states of unfinished prompts, by the prompt and its salt.
+        self._backups: dict[tuple[bytes, bytes], StoredPage] = {}
+        #: Totals, as in `PrefixStats`.
+        self.stored_tokens = self.loaded_tokens = 0
+        self.damaged = len(self.store.removed)
         #: Whether states are cut into pages; False once a state has more than one cache.
         self.cuts = context.info.memory is MemoryType.ATTENTION
 
@@ -136,7 +141,7 @@ class DirectoryTier:
         count = 0
         for node, sequence in sorted(_sequences(branches), key=lambda found: found[0].last_used):
             try:
-                count += self.write(node.key, sequence)
+                count += self.write(node.key, node.salt, sequence)
             except (PrefixStoreFull, PrefixStoreBusy):
                 raise
             except (BudgetTooSmall, PrefixStoreError) as error:
@@ -174,7 +179,7 @@ class DirectoryTier:
         if self.cuts:
             try:
                 cells = state_slices.read(raw)
-                return self._write_cells(key, cells, found)
+                return self._write_cells(key, salt, cells, found)
             except StateError as error:
                 LOG.info("a state is stored as a whole: %s", error)
                 self.cuts = False
@@ -184,7 +189,9 @@ class DirectoryTier:
                 self.store.replace(page)
         return length - found.length
 
-    def _write_cells(self, key: bytes, cells: state_slices.CellState, found: StoredPrefix) -> int:
+    def _write_cells(
+        self, key: bytes, salt: bytes, cells: state_slices.CellState, found: StoredPrefix
+    ) -> int:
         store, length = self.store, len(key) // TOKEN_BYTES
         order = np.argsort(cells.positions, kind="stable")
         if cells.positions[order].tolist() != list(range(length)):
@@ -202,7 +209,7 @@ class DirectoryTier:
             content = cells.cut(order[first:end]).to_bytes()
             tokens = key[first * TOKEN_BYTES : end * TOKEN_BYTES]
             above = chain[-1] if chain else None
-            chain.append(store.add("cells", above, first, tokens, content, chain))
+            chain.append(store.add("cells", salt, above, first, tokens, content, chain))
         if last is not None and last not in chain:
             store.replace(last)
         store.touch(chain)
@@ -230,14 +237,14 @@ class DirectoryTier:
         exact = exact or not allocator.branches.trims
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
-            found = self.store.find(key, limit, exact=exact)
+            found = self.store.find(key, salt, limit, exact=exact)
             if grouping.around(groups, found.length):
                 limit = grouping.floor(groups, found.length)
                 continue
             if found.length <= _known(allocator.branches, key, salt, limit, exact=exact):
                 return
             try:
-                covered = self._make_room(allocator, key, found)
+                covered = self._make_room(allocator, key, salt, found)
                 if covered is None:
                     return
                 if any(page.name not in self.store.pages for page in found.pages):
@@ -261,7 +268,9 @@ class DirectoryTier:
                 LOG.warning("a stored prefix of %d tokens is not used: %s", found.length, error)
                 return
 
-    def _restore(self, allocator: Allocator, key: bytes, found: StoredPrefix, covered: int) -> int:
+    def _restore(
+        self, allocator: Allocator, key: bytes, salt: bytes, found: StoredPrefix, covered: int
+    ) -> int:
         """Restore a prefix into a new branch, whose first ``covered`` tokens the cache has."""
         branches, length = allocator.branches, found.length
         sequence = branches.new()
@@ -271,14 +280,14 @@ class DirectoryTier:
                 sequence.trim(length)
             else:
                 self._restore_cells(sequence, key, found, covered)
-            node = _resident(branches, key[: covered * TOKEN_BYTES])[0]
+            node = _resident(branches, key[: covered * TOKEN_BYTES], salt)[0]
             if covered:
                 sequence.share(branches.source(node), 0, covered)
             assert tokens_to_key(sequence.tokens) == key[: length * TOKEN_BYTES]
         except BaseException:
             branches.close(sequence)
             raise
-        node = branches.tree.insert(key[: length * TOKEN_BYTES])
+        node = branches.tree.insert(key[: length * TOKEN_BYTES], salt)
         branches.keep(node, sequence)
         branches.tree.touch(node)
         branches.tidy(node)
@@ -329,7 +338,9 @@ class DirectoryTier:
             msg = f"the page {page.name} has no state of cells: {error}"
             raise PrefixStoreDamaged(msg, self.store.path(page)) from error
 
-    def _make_room(self, allocator: Allocator, key: bytes, found: StoredPrefix) -> int | None:
+    def _make_room(
+        self, allocator: Allocator, key: bytes, salt: bytes, found: StoredPrefix
+    ) -> int | None:
         """Free a sequence and cells; return how many tokens the cache has then, None without room.
 
         The room is for the whole prompt, so that a prompt that is refused evicts nothing. The
@@ -337,7 +348,7 @@ class DirectoryTier:
         """
         branches = allocator.branches
         cells = found.pages[0].kind == "cells"
-        end, at = branches.tree.match(key[: found.length * TOKEN_BYTES])
+        end, at = branches.tree.match(key[: found.length * TOKEN_BYTES], salt)
         # A state between a prefix and other branches stays there, and the prompt gets a copy.
         copied = at == found.length and (end.end > at or end.children or end.pins)
         # With one sequence, it can only take the place of those branches.
@@ -346,7 +357,7 @@ class DirectoryTier:
         for keeps in (True, False):
             covered = -1
             while True:
-                node, known = _resident(branches, key)
+                node, known = _resident(branches, key, salt)
                 before = covered
                 covered = min(branches.shareable(known), found.length - 1) if cells else 0
                 if covered == before:
@@ -367,18 +378,18 @@ def _sequences(branches: Residency) -> Iterator[tuple[Node, runtime.Sequence]]:
                 yield node, lease.sequence
 
 
-def _resident(branches: Residency, key: bytes) -> tuple[Node, int]:
+def _resident(branches: Residency, key: bytes, salt: bytes) -> tuple[Node, int]:
     """Return the longest prefix of a key that sequences have, without pages of parked leases."""
-    node, length = branches.tree.match(key)
+    node, length = branches.tree.match(key, salt)
     while node.parent is not None and not node.ref_count:
         node = node.parent
         length = node.end
     return node, length
 
 
-def _known(branches: Residency, key: bytes, limit: int, *, exact: bool) -> int:
+def _known(branches: Residency, key: bytes, salt: bytes, limit: int, *, exact: bool) -> int:
     """Return how many tokens of a key the cache can reuse without the store."""
-    node, length = branches.tree.match(key)
+    node, length = branches.tree.match(key, salt)
     if not exact:
         return min(length, limit)
     # Without a page tier, pages are those of parked leases.

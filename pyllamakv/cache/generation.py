@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
+from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.prefix_states import checked_positions
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import (
@@ -61,6 +62,7 @@ class Generation(NotCopied, GeneratedText):
         self.prompt = asked.prompt
         self.groups = asked.groups
         self.checkpoints = asked.checkpoints
+        self.salt = asked.salt
         self.sampler = asked.sampler
         self.cancelled = False
         self._batcher = batcher
@@ -134,6 +136,31 @@ class Generation(NotCopied, GeneratedText):
     def queue(self, turn: int, steps: int) -> None:
         """Wait from step ``steps`` for ``turn``, the place among all generations."""
         self.turn, self.since = turn, steps
+
+    @cached_property
+    def key(self) -> bytes:
+        """The prompt as the bytes that a radix tree compares."""
+        return tokens_to_key(self.prompt)
+
+    def common_with(self, other: Generation) -> int:
+        """Return the length of the prefix of another prompt that this one can continue."""
+        if self.salt != other.salt:
+            return 0
+        length = min(common(self.key, other.key), len(self.prompt) - 1)
+        return grouping.floor(self.groups, length)
+
+    def wait_for(self, other: Generation, length: int) -> None:
+        """Wait while an active generation evaluates a prefix of ``length`` tokens."""
+        self.awaits = other, length
+        assert other.lease is not None
+        # A memory that cannot go back needs a state there.
+        keep = getattr(other.lease, "add_checkpoint", None)
+        if keep is not None:
+            keep(length)
+
+    def defer(self) -> None:
+        """Count a step for which this waits while another one evaluates a prefix."""
+        self.deferred += 1
 
     @property
     def progressed(self) -> bool:
@@ -284,6 +311,8 @@ class Request:
     stop_at_end: bool
     groups: tuple[Group, ...]
     checkpoints: tuple[int, ...]
+    salt: str | None
+    priority: int
     sampler: TokenSampler
     owned: Sampler | None
 
@@ -301,6 +330,8 @@ def checked_request(
     sampler: TokenSampler | SamplerParams | None,
     groups: Iterable[tuple[int, int]],
     checkpoints: Iterable[int],
+    salt: str | None,
+    priority: int,
     stop_at_end: bool,
 ) -> Request:
     """Check and return a request. Raises UsageError, and Unsupported as stop strings do."""
@@ -333,6 +364,8 @@ def checked_request(
     strings = check_stop_strings(stop, has_vocab=model.info.has_vocab)
     together = grouping.checked(groups, len(given), n_batch)
     named = checked_positions(checkpoints, len(given))
+    salt_digest(salt)
+    priority = arguments.integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
     picker, owned = _picker(model, greedy, sampler)
     return Request(given, max_tokens, strings, stop_at_end, together, named, picker, owned)
 

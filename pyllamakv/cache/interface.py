@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from pyllamakv.binding import arguments
+from pyllamakv.cache.radix_tree import NO_SALT
 from pyllamakv.errors import UsageError
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
@@ -98,6 +100,23 @@ def check_range(begin: object, end: object) -> tuple[int, int | None]:
     return min(first, POSITION_LIMIT), None if last is None else min(last, POSITION_LIMIT)
 
 
+#: Bytes of the digest of a salt.
+_SALT_BYTES = 16
+
+
+def salt_digest(salt: object) -> bytes:
+    """Return the digest of a prompt's salt for trees and stores; `NO_SALT` for None.
+
+    Salts may be secrets, so that only their digests are kept. Raises UsageError for another type,
+    and for an empty text.
+    """
+    if salt is None:
+        return NO_SALT
+    return blake2b(
+        arguments.salt(salt).encode(errors="surrogatepass"), digest_size=_SALT_BYTES
+    ).digest()
+
+
 #: The error of parking a lease that was released.
 PARKED_LATE = "this lease was released, and has no content to park; acquire its tokens instead"
 
@@ -181,11 +200,13 @@ class CacheManager(Protocol):
         *,
         groups: Iterable[tuple[int, int]] = (),
         checkpoints: Iterable[int] = (),
+        salt: str | None = None,
     ) -> Lease:
         """Return a lease for a prompt, with the cached part of the prompt.
 
         ``groups`` are ranges (first, end) of the prompt that a shift never splits.
-        ``checkpoints`` are lengths of the prompt after which a state is kept. Raises
+        ``checkpoints`` are lengths of the prompt after which a state is kept. Prompts with
+        different ``salt`` share nothing: no prefix, no count and no page. Raises
         UsageError (the prompt is empty or longer than a sequence), NoSlotAvailable (all sequences
         are in use) or KVCacheFull; the cache is unchanged then.
         """

@@ -68,6 +68,7 @@ class PrefixLease(NotCopied):
         cache: PrefixCache,
         sequence: Sequence,
         key: bytes,
+        salt: bytes,
         cached: int,
         points: StatePoints | None,
         groups: tuple[Group, ...],
@@ -82,11 +83,13 @@ class PrefixLease(NotCopied):
         #: reserved in advance, and may be released again.
         self.granted = self.asked = self._prompt = len(key) // TOKEN_BYTES
         self.points = points
+        self.backups = cache.backups
+        self.backup = cache.backups.new(key, salt, cached)
         self.ledger = sequence.ledger
         self._seen: tuple[int, ...] = ()
         self._whole = True
         branches = cache.branches
-        self.node = branches.tree.insert(key[: cached * TOKEN_BYTES])
+        self.node = branches.tree.insert(key[: cached * TOKEN_BYTES], salt)
         branches.lease(self.node, self)
         branches.tree.touch(self.node, again=True)
         branches.tidy(self.node)
@@ -198,7 +201,7 @@ class PrefixLease(NotCopied):
         self._whole = self.sequence.open and ledger.next == count and not ledger.moved
         before = self.node
         self.node = branches.tree.insert(
-            tokens_to_key(ledger.tokens) if self._whole and count else b""
+            tokens_to_key(ledger.tokens) if self._whole and count else b"", self.salt
         )
         if self.node is not before:
             branches.lease(self.node, self)
@@ -217,7 +220,7 @@ class PrefixLease(NotCopied):
         try:
             with self.cache.context.lock, Uninterrupted():
                 self.cache.sync()
-                parked = ParkedPrefix(self.cache, self.node, self._groups, self.points)
+                parked = ParkedPrefix(self.cache, self.node, self.salt, self._groups, self.points)
                 self.release()
         except BaseException:
             if parked is not None:
@@ -262,11 +265,12 @@ class ParkedPrefix(NotCopied):
         self,
         cache: PrefixCache,
         node: Node,
+        salt: bytes,
         groups: tuple[Group, ...],
         points: StatePoints | None,
     ) -> None:
         self.cache = cache
-        self.key = node.key
+        self.key, self.salt = node.key, salt
         self.groups, self.points = groups, points
         self.closed = False
         #: The node that has the tokens; None: nothing was decoded.

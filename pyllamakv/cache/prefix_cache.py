@@ -15,6 +15,8 @@ from pyllamakv.binding import arguments
 from pyllamakv.cache import defrag_retry, eviction_policy, prefix_states, residency
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.allocation import Allocator, cell_stats
+from pyllamakv.cache.directory_tier import DirectoryTier
+from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.lease import ParkedPrefix, PrefixLease, exclusive
 from pyllamakv.cache.paging import FilePager, pager
 from pyllamakv.cache.radix_tree import TOKEN_BYTES
@@ -125,6 +127,7 @@ class PrefixCache(ClosedOnExit):
         *,
         groups: Iterable[tuple[int, int]] = (),
         checkpoints: Iterable[int] = (),
+        salt: str | None = None,
     ) -> PrefixLease:
         """Return a lease for a prompt, with its longest cached prefix.
 
@@ -192,6 +195,8 @@ class PrefixCache(ClosedOnExit):
         if not key.startswith(parked.key) or len(key) == len(parked.key):
             msg = "the tokens do not continue the parked ones: give these and at least one more"
             raise UsageError(msg)
+        salt, groups, points = parked.salt, parked.groups, parked.points
+        lease: PrefixLease | None = None
         with self.context.lock:
             self._make_way(parked.node)
             try:
@@ -674,6 +679,8 @@ def draw(cache: PrefixCache) -> str:
 
 def _facts(node: Node) -> list[str]:
     facts = [f"{node.start}..{node.end}"]
+    if node.salt and not node.start:
+        facts.append(f"salt {node.salt.hex()[:8]}")
     if node.entry is not None:
         facts.append(f"sequence {node.entry.id}")
     facts += [f"leased {lease.sequence.id}" for lease in node.leases]

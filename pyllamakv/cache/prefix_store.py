@@ -75,6 +75,7 @@ Identity = tuple[tuple[str, str], ...]
 class StoredPage:
     """One page: tokens ``start`` to ``end`` after those of ``parent`` (a name, or empty).
 
+    ``parent`` is the name of a page, or that of a salt for a page at 0 (empty without a salt).
     ``size`` is that of the file in bytes, and ``used`` the time of the last use in nanoseconds.
     """
 
@@ -200,6 +201,11 @@ def _canonical(identity: Identity) -> bytes:
 
 def _digest(identity: Identity) -> str:
     return blake2b(_canonical(identity), digest_size=16).hexdigest()
+
+
+def _first_parent(salt: bytes) -> str:
+    """Return the parent of pages at position 0."""
+    return f"salt {salt.hex()}" if salt else ""
 
 
 def _page_name(digest: str, kind: Kind, parent: str, start: int, tokens: bytes) -> str:
@@ -496,6 +502,7 @@ class PrefixStore:
     def add(
         self,
         kind: Kind,
+        salt: bytes,
         parent: StoredPage | None,
         start: int,
         tokens: bytes,

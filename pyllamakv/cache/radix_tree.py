@@ -15,6 +15,10 @@ tokens before, in a list in order of use. Here,
   used, and its former place is skipped later. An eviction takes O(log n), and O(log n) for each
   node before it that may not be evicted now.
 
+Prompts with different salts share no node: the children of the root are found by salt and first
+token, all others by their first token. SGLang (``extra_key``) and vLLM (``cache_salt``) separate
+prompts in the same way, by a part of the key or of the first block's hash.
+
 The tree is independent of contexts and files: the owner of a node sets entry, page and leases. A
 node is *held* while an entry or a lease is at it or below it; the tokens of its run are then in the
 cache. A page contains the run of a node that is not held, and may contain the runs of several.
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 
 #: Bytes per token.
 TOKEN_BYTES = 4
+
+#: The salt of prompts without one. Others are digests of equal length: see `interface.salt_digest`.
+NO_SALT = b""
 
 
 def tokens_to_key(tokens: Iterable[int]) -> bytes:
@@ -82,13 +89,16 @@ class Node:
         "priority",
         "ref_count",
         "run",
+        "salt",
         "start",
     )
 
-    def __init__(self, parent: Node | None, start: int, run: bytes) -> None:
+    def __init__(self, parent: Node | None, start: int, run: bytes, salt: bytes) -> None:
         self.parent = parent
         self.start = start
         self.run = run
+        #: The salt of all prompts with this node.
+        self.salt = salt
         self.end = start + len(run) // TOKEN_BYTES
         self.children: dict[bytes, Node] = {}
         self.entry: Any = None
@@ -136,6 +146,12 @@ class Node:
         """Forget pins and parked leases, because the content is lost."""
         self.pins.clear()
         self.parked = 0
+
+    @property
+    def edge(self) -> bytes:
+        """Return what the parent finds this node by: its first token, at the root with the salt."""
+        first = self.run[:TOKEN_BYTES]
+        return first if self.start else self.salt + first
 
     @property
     def linked(self) -> bool:
@@ -200,7 +216,7 @@ class RadixTree:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.policy = policy or EvictionPolicy()
-        self.root = Node(None, 0, b"")
+        self.root = Node(None, 0, b"", NO_SALT)
         self.clock = 0
         self.nodes = 0
         self.tokens = 0
@@ -215,7 +231,7 @@ class RadixTree:
         self._placed = 0
         self._numbers = count()
 
-    def match(self, key: bytes) -> tuple[Node, int]:
+    def match(self, key: bytes, salt: bytes) -> tuple[Node, int]:
         """Return the deepest node that a key goes into, and how many of its tokens are known."""
         node, at, size = self.root, 0, len(key)
         while at < size:
@@ -229,9 +245,9 @@ class RadixTree:
             node, at = child, at + len(run)
         return node, at // TOKEN_BYTES
 
-    def insert(self, key: bytes) -> Node:
+    def insert(self, key: bytes, salt: bytes) -> Node:
         """Return the node at the end of a key, creating it if necessary."""
-        node, length = self.match(key)
+        node, length = self.match(key, salt)
         if length < node.end:
             node = self.split(node, length)
         end = len(key) // TOKEN_BYTES
@@ -256,7 +272,7 @@ class RadixTree:
         if parent is None or not node.start < at < node.end:
             msg = f"expected a position inside {node}, not {at}"
             raise ValueError(msg)
-        upper = Node(parent, node.start, node.run[:cut])
+        upper = Node(parent, node.start, node.run[:cut], node.salt)
         upper.last_used, upper.ref_count = node.last_used, node.ref_count
         upper.frequent, upper.priority = node.frequent, node.priority
         parent.children[upper.edge] = upper

@@ -998,9 +998,11 @@ class Windows(Residency):
 
     def diverging(self, key: bytes, salt: bytes, leases: Iterable[SequenceLease]) -> set[int]:
         """Return the lengths at which a prompt diverges from others, also from leased ones."""
-        node, length = self.tree.match(key)
+        node, length = self.tree.match(key, salt)
         found = {length, *(each.end for each in node.path if len(each.children) > 1)}
         for lease in leases:
+            if lease.salt != salt:
+                continue  # a state where they diverge would reveal the other prompt
             ahead = common(lease.key, key)
             if lease.points is not None:
                 lease.points.add(ahead, len(lease.ledger))

@@ -144,6 +144,7 @@ class SlotCache(ClosedOnExit):
         *,
         groups: Iterable[tuple[int, int]] = (),
         checkpoints: Iterable[int] = (),
+        salt: str | None = None,
         keep: int | None = None,
     ) -> SlotLease:
         """Return a lease on a slot for a prompt, with the longest prefix that a slot or state has.
@@ -589,6 +590,8 @@ class Slot:
     __slots__ = ("groups", "last_used", "lease", "salt", "sequence")
 
     def __init__(self, sequence: runtime.Sequence) -> None:
+        #: The salt of the prompt that the tokens are of; None: unknown, so that none continues it.
+        self.salt: bytes | None = NO_SALT
         self.sequence = sequence
         self.lease: SlotLease | None = None
         self.last_used = 0
@@ -629,6 +632,8 @@ class SlotLease(SequenceLease):
         assert slot.salt is not None
         self.key, self.salt = key, slot.salt
         self.points = points
+        self.backups = cache.backups
+        self.backup = cache.backups.new(key, self.salt, cached)
         #: Tokens to decode again before any others, after a shift that was not possible in place.
         self._to_decode_again: list[int] = []
         self.keep = keep
@@ -780,6 +785,8 @@ class ParkedSlot(NotCopied):
         self.cache = cache
         self.tokens = slot.tokens.copy()
         self.groups, self.points = slot.groups, points
+        assert slot.lease is not None
+        self.salt = slot.lease.salt
         self.keep = keep
         self.closed = False
         self._marks = slot.sequence.ledger.marks.copy()
@@ -796,6 +803,8 @@ class ParkedSlot(NotCopied):
 
     def unchanged(self, slot: Slot) -> bool:
         """Return whether a slot still has the parked cells."""
+        if slot.salt != self.salt:
+            return False
         return bool(self.tokens) and slot.sequence.ledger.marks == self._marks
 
     def resume(self, tokens: Iterable[int]) -> SlotLease:

@@ -132,8 +132,8 @@ def _state(layout: state_parser.Layout, magic: int, *, more: bool = False) -> by
 def stored_pages(folder: Path) -> Target:
     """Return the target for pages of a prefix store."""
     store = prefix_store.PrefixStore(folder / "store", {"model": "m"})
-    first = store.add("cells", None, 0, struct.pack("<2i", 1, 2), b"content")
-    pages = (first, store.add("state", None, 0, struct.pack("<i", 3), b""))
+    first = store.add("cells", b"", None, 0, struct.pack("<2i", 1, 2), b"content")
+    pages = (first, store.add("state", b"", None, 0, struct.pack("<i", 3), b""))
     store.close()
     seeds = tuple(store.path(page).read_bytes() for page in pages)
     store.path(pages[1]).unlink()

@@ -1,9 +1,10 @@
 """Run random operations on a cache manager, and compare logits with those of fresh evaluations.
 
 The managers are a prefix cache that drops evicted branches, one that pages them out to files, one
-with a store that is closed and reopened, and slots. In memories that keep states or windows, they
-reuse checkpoints. Leases are parked and resumed, and a batcher with more requests than cells parks
-generations.
+with a store that is closed and reopened, with and without host memory in front of it, and slots. In
+memories that keep states or windows, they reuse checkpoints. Leases are parked and resumed, and a
+batcher with more requests than cells parks generations. Prompts have one of three salts, and must
+reuse no more than prompts with it had in common.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pyllamakv.cache.allocation import LOST_STATE
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.eviction_policy import EvictionPolicyName
+from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.radix_tree import key_to_tokens
 from pyllamakv.cache.slot_cache import SlotCache
@@ -63,18 +65,20 @@ ASKED: Final = 3
 
 @dataclass
 class HeldLease:
-    """A lease, and the tokens that its sequence must have."""
+    """A lease, the tokens that its sequence must have, and the salt of its prompt."""
 
     lease: Any
     tokens: list[int]
+    salt: str | None
 
 
 @dataclass
 class ParkedLease:
-    """A parked lease, and the tokens that it must continue."""
+    """A parked lease, the tokens that it must continue, and the salt of its prompt."""
 
     parked: Any
     tokens: list[int]
+    salt: str | None
 
 
 def limits_of(context: Context) -> frozenset[str]:
@@ -128,8 +132,10 @@ class ManagerOperations:
         self._past: list[list[int]] = [[3, 4, 5]]
         self._held: list[HeldLease] = []
         self._parked: list[ParkedLease] = []
-        #: Tokens of sequences that the store had when it was flushed.
-        self._flushed: list[list[int]] = []
+        #: Salts and tokens of sequences that the store had when it was flushed.
+        self._flushed: list[tuple[str | None, list[int]]] = []
+        #: What was evaluated with each salt.
+        self._served: dict[str | None, list[list[int]]] = {salt: [] for salt in SALTS}
         self._manager = self._make()
         limit = self._manager.size if isinstance(self._manager, SlotCache) else None
         if isinstance(self._manager, PrefixCache):
@@ -182,14 +188,14 @@ class ManagerOperations:
 
     def _start(self) -> None:
         """Acquire a prompt that continues earlier tokens, and evaluate it."""
-        prompt = self._prompt(self._longest)
-        self._say("start", prompt=prompt)
+        prompt, salt = self._prompt(self._longest), self._chance.choice(SALTS)
+        self._say("start", prompt=prompt, salt=salt)
         named = [self._chance.randrange(len(prompt))] if self._chance.random() < 0.3 else ()
         groups = self._groups(len(prompt))
-        lease = self._manager.acquire(prompt, groups=groups, checkpoints=named)
+        lease = self._manager.acquire(prompt, groups=groups, checkpoints=named, salt=salt)
         if any(first < lease.cached < end for first, end in groups):
             self._fail(f"{lease.cached} reused tokens end inside of a group of {groups}")
-        self._evaluate(HeldLease(lease, prompt))
+        self._evaluate(HeldLease(lease, prompt, salt))
 
     def _evaluate(self, held: HeldLease) -> None:
         """Evaluate the rest of a lease's tokens, and compare the logits."""
@@ -198,6 +204,8 @@ class ManagerOperations:
         self.ended["reused"] += reused
         if held.lease.sequence.tokens != held.tokens[:reused]:
             self._fail(f"{reused} reused tokens are not those of the prompt")
+        self._check_salt(reused, held.tokens, held.salt, self._served[held.salt])
+        self._served[held.salt].append(held.tokens)
         if isinstance(held.lease.rest, list) and hasattr(held.lease, "prefill"):
             held.lease.prefill()
         else:
@@ -225,6 +233,7 @@ class ManagerOperations:
         finally:
             # A failure may come after a first batch.
             held.tokens = [*held.tokens, *more][: max(before, len(lease.sequence))]
+        self._served[held.salt].append(held.tokens)
         lease.checkpoint()
         self._compare(lease.sequence.logits().copy(), held.tokens, before)
 
@@ -262,7 +271,7 @@ class ManagerOperations:
             self._say("park", tokens=len(held.tokens))
             parked = held.lease.park()
             self._held.remove(held)
-            self._parked.append(ParkedLease(parked, held.tokens))
+            self._parked.append(ParkedLease(parked, held.tokens, held.salt))
 
     def _resume(self) -> None:
         """Resume a parked lease with some more tokens."""
@@ -273,7 +282,7 @@ class ManagerOperations:
         self._say("resume", tokens=len(tokens))
         lease = one.parked.resume(tokens)
         self._parked.remove(one)
-        self._evaluate(HeldLease(lease, tokens))
+        self._evaluate(HeldLease(lease, tokens, one.salt))
 
     def _give_up(self) -> None:
         one = self._choose(self._parked)
@@ -286,14 +295,29 @@ class ManagerOperations:
         """Generate for more prompts than fit at once; each completes with its own best tokens."""
         while self._held:
             self._release(self._held[0])
-        count = self._chance.randint(2, 2 * self.context.info.n_seq_max)
-        text = self._chance.randint(1, 24)
-        prompts = [self._prompt(self._longest - text) for _ in range(count)]
-        self._say("batch", prompts=prompts, text=text)
-        with Batcher(self._manager, max_wait=self._chance.choice((2, 8, 1000))) as batcher:
+        count = self._chance.randint(2, self.context.info.n_seq_max + 3)
+        text = self._chance.randint(1, 16)
+        most = self._longest - text
+        prompts = [self._prompt(most) for _ in range(count)]
+        if self._chance.random() < 0.5:  # a burst of one new prefix
+            common = self._tokens(GenerationQueue.MIN_SHARED + 2)
+            prompts = [[*common, *each][:most] for each in prompts]
+        salts = [self._chance.choice(SALTS) for _ in prompts]
+        self._say("batch", prompts=prompts, text=text, salts=salts)
+        defer = self._chance.choice((0, 1, 4, MAX_DEFER))
+        with Batcher(
+            self._manager, max_wait=self._chance.choice((4, 16, 1000)), max_defer=defer
+        ) as batcher:
             going = [
-                batcher.submit(each, text, groups=self._groups(len(each)), stop_at_end=False)
-                for each in prompts
+                batcher.submit(
+                    each,
+                    text,
+                    groups=self._groups(len(each)),
+                    salt=salt,
+                    priority=self._chance.choice((0, 0, 1, -1)),
+                    stop_at_end=False,
+                )
+                for each, salt in zip(prompts, salts, strict=True)
             ]
             cancelled = self._chance.choice(going) if self._chance.random() < 0.2 else None
             for _ in range(self._chance.randint(0, 20)):
@@ -301,7 +325,22 @@ class ManagerOperations:
             if cancelled is not None:
                 cancelled.cancel()
             batcher.run()
-            self.ended["parked"] += batcher.stats().parks
+            stats = batcher.stats()
+        self.ended["parked"] += stats.parks
+        # Each is an operation of the manager, with a result that is compared below.
+        self.done["batch request"] += count
+        self.done["batch park"] += stats.parks
+        self.done["batch resume"] += stats.resumes
+        self.ended["deferred"] += sum(one.deferred > 0 for one in going)
+        if (longest := max(one.deferred for one in going)) > defer:
+            self._fail(f"a generation was deferred for {longest} steps, and the bound is {defer}")
+        whole = [[*one.prompt, *one.tokens] for one in going]
+        for i, (one, salt) in enumerate(zip(going, salts, strict=True)):
+            others = [each for j, each in enumerate(whole) if j != i and salts[j] == salt]
+            known = [*self._served[salt], *others]
+            self._check_salt(one.usage.reused, one.prompt, salt, known)
+        for tokens, salt in zip(whole, salts, strict=True):
+            self._served[salt].append(tokens)
         for prompt, one in zip(prompts, going, strict=True):
             if one.finish_reason == "cancelled" and one is cancelled:
                 continue
@@ -339,7 +378,8 @@ class ManagerOperations:
             # Not everything of the past is still in the cache, or has a state there.
             try:
                 with suppress(UsageError):
-                    self._manager.pin(self._chance.choice("ab"), tokens)
+                    salt = self._chance.choice(SALTS)
+                    self._manager.pin(self._chance.choice("ab"), tokens, salt=salt)
             except Unsupported as error:
                 if error.reason != LOST_STATE:
                     raise
@@ -355,11 +395,12 @@ class ManagerOperations:
             return
         tokens = self._choose(self._past) or [3]
         self._say("page", tokens=len(tokens))
+        salt = self._chance.choice(SALTS)
         with suppress(UsageError):
             if self._chance.random() < 0.7:
-                self._manager.page_out(tokens)
+                self._manager.page_out(tokens, salt=salt)
             else:
-                self._manager.page_in(tokens)
+                self._manager.page_in(tokens, salt=salt)
 
     def _evict(self) -> None:
         self._say("evict")
@@ -385,21 +426,22 @@ class ManagerOperations:
         self._manager.close()
         self.context.clear()
         self._manager = self._make()
-        for tokens in self._chance.sample(self._flushed, min(ASKED, len(self._flushed))):
+        for salt, tokens in self._chance.sample(self._flushed, min(ASKED, len(self._flushed))):
             prompt = [*tokens, *self._tokens(1)]
-            lease = self._manager.acquire(prompt)
+            lease = self._manager.acquire(prompt, salt=salt)
             reused = lease.cached
-            self._evaluate(HeldLease(lease, prompt))
+            self._evaluate(HeldLease(lease, prompt, salt))
             self._release(self._held[-1])
             if reused != len(tokens):
                 self._fail(f"{reused} of {len(tokens)} flushed tokens were reused", "lost")
 
-    def _sequences(self) -> list[list[int]]:
-        """Return the tokens of the sequences that a flush writes, if a prompt may follow them."""
+    def _sequences(self) -> list[tuple[str | None, list[int]]]:
+        """Return salts and tokens of what a flush writes, if a prompt may follow them."""
         assert isinstance(self._manager, PrefixCache)
         self._manager.sync()
+        salts = {salt_digest(salt): salt for salt in SALTS}
         found = [
-            key_to_tokens(node.key)
+            (salts[node.salt], key_to_tokens(node.key))
             for node in self._manager.branches.tree.walk()
             if node.entry is not None or node.leases
         ]
@@ -430,6 +472,14 @@ class ManagerOperations:
                 held.lease.release()
             elif tokens != held.tokens[: len(tokens)] or len(tokens) != len(held.tokens):
                 self._fail(f"a lease of {len(held.tokens)} tokens has {len(tokens)}, or others")
+
+    def _check_salt(
+        self, reused: int, prompt: list[int], salt: str | None, served: Sequence[list[int]]
+    ) -> None:
+        """Check that what a prompt reuses was evaluated with its salt."""
+        most = max((slot_choice.count_common(each, prompt) for each in served), default=0)
+        if reused > most:
+            self._fail(f"{reused} tokens were reused, and {most} evaluated with salt {salt!r}")
 
     def _compare(self, mine: NDArray[np.float32], tokens: Sequence[int], reused: int) -> None:
         """Compare logits with those of a fresh evaluation of all tokens."""

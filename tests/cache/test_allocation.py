@@ -13,6 +13,7 @@ import runtime_kit as kit
 from prefix_kit import SYSTEM, make, serve, used
 
 from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.radix_tree import NO_SALT
 from pyllamakv.errors import BudgetTooSmall, KVCacheFull, NoSlotAvailable, UsageError
 
 if TYPE_CHECKING:

@@ -20,7 +20,15 @@ from pyllamakv.cache.eviction_policy import (
     EvictionPolicyName,
 )
 from pyllamakv.cache.eviction_policy import make as make_policy
-from pyllamakv.cache.radix_tree import Node, RadixTree, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import (
+    NO_SALT,
+    Node,
+    RadixTree,
+    WholePageTree,
+    key_to_tokens,
+    tokens_to_key,
+)
+from pyllamakv.cache.residency import UnifiedCells
 from pyllamakv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,12 +38,12 @@ POLICIES: tuple[EvictionPolicyName, ...] = get_args(EvictionPolicyName)
 
 
 def add(tree: RadixTree, tokens: list[int]) -> Node:
-    """Use tokens as a prompt does: at its beginning and at its end."""
-    node, length = tree.match(tokens_to_key(tokens))
+    """Use tokens like a prompt: at its beginning and at its end."""
+    node, length = tree.match(tokens_to_key(tokens), NO_SALT)
     if length:
-        node = tree.insert(tokens_to_key(tokens[:length]))
+        node = tree.insert(tokens_to_key(tokens[:length]), NO_SALT)
         tree.touch(node, again=True)
-    node = tree.insert(tokens_to_key(tokens))
+    node = tree.insert(tokens_to_key(tokens), NO_SALT)
     if node.entry is None:
         tree.attach(node, "entry")
     tree.touch(node)

@@ -17,8 +17,9 @@ from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.cache.prefix_states import StatePoints, StateStore, checked_schedule
-from pyllamakv.cache.radix_tree import tokens_to_key
+from pyllamakv.cache.prefix_states import StatePoints, checked_schedule
+from pyllamakv.cache.radix_tree import NO_SALT, key_to_tokens, tokens_to_key
+from pyllamakv.cache.residency import States, StateTooLarge
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import BudgetTooSmall, Cancelled, PagingError, StateError, UsageError
 
@@ -186,11 +187,11 @@ def test_the_longest_state_of_a_prefix_is_found(empty: Context) -> None:
     assert kept.best(key) == (20, b"x" * 7)
     assert kept.best(key, [(15, 22)]) == (10, b"x" * 5)
     assert kept.best(tokens_to_key(range(9))) == (0, b"")
-    assert tokens_to_key(range(20)) in kept
-    assert tokens_to_key(range(21)) not in kept
-    assert kept.branches(key) == {25}
+    assert kept.best(tokens_to_key(range(20))) == (20, b"x" * 7)
+    assert kept.best(tokens_to_key(range(21))) == (20, b"x" * 7)
+    assert kept.residency.diverging(key, NO_SALT, []) == {25}
     kept.put(tokens_to_key([*range(15), 99]), b"y")
-    assert kept.branches(key) == {15, 25}
+    assert kept.residency.diverging(key, NO_SALT, []) == {15, 25}
     kept.tree.check()
 
 
@@ -468,8 +469,8 @@ def test_shifted_tokens_are_no_prefix(tmp_path: Path) -> None:
         assert lease.sequence.ledger.moved
     with cache.acquire([3] * 30) as lease:
         lease.decode()
-    assert cache.states is not None
-    assert tokens_to_key(shifted) not in cache.states
+    assert cache.branches.tier is not None
+    assert cache.branches.longest_state(tokens_to_key(shifted), NO_SALT).end < len(shifted)
     with cache.acquire([*shifted[:60], 9]) as lease:
         assert lease.cached <= 2
 

@@ -13,7 +13,7 @@ import pytest
 from pyllamakv import errors
 from pyllamakv.cache import prefix_store
 from pyllamakv.cache.prefix_store import PART, SUFFIX, PrefixStore, scan
-from pyllamakv.cache.radix_tree import tokens_to_key
+from pyllamakv.cache.radix_tree import NO_SALT, tokens_to_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,10 +39,10 @@ def store(folder: Path) -> Iterator[PrefixStore]:
 
 
 def fill(store: PrefixStore) -> tuple[StoredPage, StoredPage, StoredPage]:
-    """Write A in pages of 4 and 6 tokens, and B, which leaves A after 5."""
-    one = store.add("cells", None, 0, A[:16], b"one" * 10)
-    two = store.add("cells", one, 4, A[16:], b"two" * 10)
-    three = store.add("cells", two, 5, B[20:], b"three" * 10)
+    """Write A in pages of 4 and 6 tokens, and B, which diverges from A after 5."""
+    one = store.add("cells", NO_SALT, None, 0, A[:16], b"one" * 10)
+    two = store.add("cells", NO_SALT, one, 4, A[16:], b"two" * 10)
+    three = store.add("cells", NO_SALT, two, 5, B[20:], b"three" * 10)
     store.sync()
     return one, two, three
 
@@ -60,18 +60,18 @@ def names(found: StoredPrefix) -> list[str]:
 def test_pages_are_found_by_tokens(store: PrefixStore) -> None:
     """Search for all, a part, and a branch that starts inside of a page."""
     one, two, three = fill(store)
-    found = store.find(A, 10)
+    found = store.find(A, NO_SALT, 10)
     assert (found.length, names(found)) == (10, [one.name, two.name])
     assert [found.used_range(i) for i in range(2)] == [(0, 4), (4, 10)]
-    found = store.find(A, 9)
+    found = store.find(A, NO_SALT, 9)
     assert (found.length, found.used_range(1)) == (9, (4, 9))
-    found = store.find(B, 15)
+    found = store.find(B, NO_SALT, 15)
     assert (found.length, names(found)) == (15, [one.name, two.name, three.name])
     assert [found.used_range(i) for i in range(3)] == [(0, 4), (4, 5), (5, 15)]
-    assert names(store.find(B, 5)) == [one.name, two.name]
-    assert names(store.find(A, 4)) == [one.name]
-    assert store.find(tokens_to_key([9, 9]), 2).length == 0
-    assert store.find(tokens_to_key([*range(7), 99, 99]), 9).length == 7
+    assert names(store.find(B, NO_SALT, 5)) == [one.name, two.name]
+    assert names(store.find(A, NO_SALT, 4)) == [one.name]
+    assert store.find(tokens_to_key([9, 9]), NO_SALT, 2).length == 0
+    assert store.find(tokens_to_key([*range(7), 99, 99]), NO_SALT, 9).length == 7
     assert [store.read(page) for page in (one, two, three)] == [
         b"one" * 10,
         b"two" * 10,
@@ -91,7 +91,7 @@ def test_a_page_has_its_name_when_it_is_complete(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", look)
-    store.add("cells", None, 0, A[:16], b"one" * 10)
+    store.add("cells", NO_SALT, None, 0, A[:16], b"one" * 10)
     assert PART in seen[0]
     assert SUFFIX not in seen[0]
     assert {path.suffix for path in folder.iterdir()} == {"", ".json", SUFFIX}
@@ -115,7 +115,7 @@ def test_reopened_store_has_the_same_pages_and_order(store: PrefixStore, folder:
     store.close()
     again = PrefixStore(folder, IDENTITY)
     try:
-        assert names(again.find(B, 15)) == [one.name, two.name, three.name]
+        assert names(again.find(B, NO_SALT, 15)) == [one.name, two.name, three.name]
         assert (
             again.size
             == store.size
@@ -135,7 +135,7 @@ def test_least_recently_used_pages_are_removed_first(folder: Path) -> None:
     """A page that others follow is not removed before them."""
     store = PrefixStore(folder, IDENTITY)
     one, two, _ = fill(store)
-    other = store.add("cells", None, 0, tokens_to_key([7, 8]), b"x" * 30)
+    other = store.add("cells", NO_SALT, None, 0, tokens_to_key([7, 8]), b"x" * 30)
     store.touch([one, two])
     store.set_budget(store.size - 1)
     assert set(store.pages) == {one.name, two.name, other.name}
@@ -143,7 +143,7 @@ def test_least_recently_used_pages_are_removed_first(folder: Path) -> None:
     assert set(store.pages) == {one.name, two.name}
     # Too large together with the pages before it: nothing is removed.
     with pytest.raises(errors.BudgetTooSmall) as caught:
-        store.add("cells", two, 10, tokens_to_key([2]), b"z" * store.size)
+        store.add("cells", NO_SALT, two, 10, tokens_to_key([2]), b"z" * store.size)
     assert caught.value.needed > caught.value.budget == store.budget
     assert {one.name, two.name} <= set(store.pages)
     assert set(scan(folder).pages) == set(store.pages)
@@ -155,16 +155,16 @@ def test_least_recently_used_pages_are_removed_first(folder: Path) -> None:
 def test_a_longer_page_replaces_a_shorter_one(store: PrefixStore) -> None:
     """The shorter one is removed only if nothing follows it."""
     one, two, three = fill(store)
-    longer = store.add("cells", one, 4, A[16:] + tokens_to_key([77]), b"longer")
+    longer = store.add("cells", NO_SALT, one, 4, A[16:] + tokens_to_key([77]), b"longer")
     store.replace(two)
     assert two.name in store.pages
     store.discard(three)
     store.replace(two)
     assert set(store.pages) == {one.name, longer.name}
-    assert store.find(A, 10).length == 10
-    # After a crash between the two steps both exist, and either serves.
-    store.add("cells", one, 4, A[16:], b"two" * 10)
-    assert store.find(A + tokens_to_key([77]), 11).length == 11
+    assert store.find(A, NO_SALT, 10).length == 10
+    # After a crash between the two steps both exist, and either one is valid.
+    store.add("cells", NO_SALT, one, 4, A[16:], b"two" * 10)
+    assert store.find(A + tokens_to_key([77]), NO_SALT, 11).length == 11
 
 
 def test_second_writer_of_a_store_is_refused(store: PrefixStore, folder: Path) -> None:
@@ -237,9 +237,9 @@ def test_another_format_is_refused(store: PrefixStore, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_changed_byte_is_noticed(store: PrefixStore, folder: Path) -> None:
-    """Change each byte of a page, and cut it everywhere: it is never read."""
-    page = store.add("cells", None, 0, A, b"content" * 5)
+def test_page_with_any_changed_byte_is_refused(store: PrefixStore, folder: Path) -> None:
+    """Each byte of a page is changed, and each length cut: it is never read."""
+    page = store.add("cells", NO_SALT, None, 0, A, b"content" * 5)
     store.close()
     path = store.path(page)
     whole = path.read_bytes()
@@ -262,7 +262,7 @@ def test_unusable_files_are_removed_when_a_store_is_opened(
 ) -> None:
     """Incomplete, renamed, truncated and orphaned files are removed."""
     one, two, three = fill(store)
-    alone = store.add("state", None, 0, A, b"state")
+    alone = store.add("state", NO_SALT, None, 0, A, b"state")
     store.close()
     store.path(two).unlink()
     (folder / f"x{PART}").write_bytes(b"half")
@@ -317,13 +317,13 @@ def test_a_missing_page_is_damage(store: PrefixStore) -> None:
     store.discard(two)
     assert set(store.pages) == {one.name}
     assert store.size == one.size
-    assert store.find(B, 15).length == 4
+    assert store.find(B, NO_SALT, 15).length == 4
 
 
 def test_pages_of_another_store_are_not_read(store: PrefixStore, folder: Path) -> None:
     """A page copied from a store of another model is unusable."""
     other = PrefixStore(folder.parent / "other", {**IDENTITY, "model": "n"})
-    page = other.add("cells", None, 0, A, b"other")
+    page = other.add("cells", NO_SALT, None, 0, A, b"other")
     other.close()
     (folder / (page.name + SUFFIX)).write_bytes(other.path(page).read_bytes())
     assert "another store" in str(next(iter(scan(folder).unusable.values())))
@@ -363,7 +363,7 @@ def test_failed_writes_leave_nothing(
     kind: type[Exception],
 ) -> None:
     """Each step of a write may fail: complete pages remain, and the next write succeeds."""
-    one = store.add("cells", None, 0, A[:16], b"one")
+    one = store.add("cells", NO_SALT, None, 0, A[:16], b"one")
     store.sync()
     before = files(folder)
 
@@ -373,17 +373,17 @@ def test_failed_writes_leave_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path if call == "replace" else os, call, fail)
         with pytest.raises(kind) as caught:
-            store.add("cells", one, 4, A[16:], b"two")
+            store.add("cells", NO_SALT, one, 4, A[16:], b"two")
         assert type(caught.value) is kind
     assert files(folder) == before
     assert list(store.pages) == [one.name]
-    store.add("cells", one, 4, A[16:], b"two")
+    store.add("cells", NO_SALT, one, 4, A[16:], b"two")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(kind):
             store.sync()
     store.sync()
-    assert store.find(A, 10).length == 10
+    assert store.find(A, NO_SALT, 10).length == 10
 
 
 def test_store_directory_without_permission_is_refused(
@@ -509,7 +509,7 @@ def test_directory_in_place_of_a_page_is_unusable(
         again = PrefixStore(folder, IDENTITY)
         assert (list(again.pages), path in again.removed) == ([], False)
         with pytest.raises(errors.PrefixStoreError, match="move it away"):
-            again.add("cells", None, 0, A[:16], b"one")
+            again.add("cells", NO_SALT, None, 0, A[:16], b"one")
         again.close()
         with pytest.raises(errors.PrefixStoreError, match="move it away"):
             prefix_store.prune(folder)
@@ -522,7 +522,7 @@ def test_directory_in_place_of_a_page_is_unusable(
     monkeypatch.setattr(Path, "unlink", refuse)
     path.rmdir() if kind == "directory" else None
     other = PrefixStore(folder, IDENTITY)
-    other.add("cells", None, 0, A[:16], b"one" * 10)
+    other.add("cells", NO_SALT, None, 0, A[:16], b"one" * 10)
     other.close()
     with pytest.raises(errors.PrefixStoreError, match="Permission denied"):
         prefix_store.prune(folder, 0)

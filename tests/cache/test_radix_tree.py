@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pyllamakv.cache.paging import CountedPage
-from pyllamakv.cache.radix_tree import Node, RadixTree, common, key_to_tokens, tokens_to_key
+from pyllamakv.cache.radix_tree import (
+    NO_SALT,
+    Node,
+    RadixTree,
+    WholePageTree,
+    common,
+    key_to_tokens,
+    tokens_to_key,
+)
+from pyllamakv.cache.tier import CountedPage
 
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -27,8 +35,8 @@ class Sheet(CountedPage):
 
 
 def entered(tree: RadixTree, tokens: list[int]) -> Node:
-    """Let a node keep something, so that it stays."""
-    node = tree.insert(tokens_to_key(tokens))
+    """Attach a page to a node, so that it is not merged."""
+    node = tree.insert(tokens_to_key(tokens), NO_SALT)
     if node.entry is None:
         tree.attach(node, tuple(tokens))
     return node
@@ -59,16 +67,16 @@ def test_tokens_survive_conversion_to_a_key() -> None:
 def test_empty_tree_matches_nothing() -> None:
     """FindBestMatch, empty."""
     tree = RadixTree()
-    assert tree.match(tokens_to_key([1, 2])) == (tree.root, 0)
-    assert tree.match(b"") == (tree.root, 0)
+    assert tree.match(tokens_to_key([1, 2]), NO_SALT) == (tree.root, 0)
+    assert tree.match(b"", NO_SALT) == (tree.root, 0)
 
 
 def test_match_ends_at_the_end_of_a_node() -> None:
     """Whole nodes match, and nodes below them (FindBestMatch, full edge)."""
     tree = RadixTree()
     node = entered(tree, [1, 2, 3])
-    assert tree.match(tokens_to_key([1, 2, 3])) == (node, 3)
-    assert tree.match(tokens_to_key([1, 2, 3, 4])) == (node, 3)
+    assert tree.match(tokens_to_key([1, 2, 3]), NO_SALT) == (node, 3)
+    assert tree.match(tokens_to_key([1, 2, 3, 4]), NO_SALT) == (node, 3)
 
 
 def test_match_ends_inside_a_node() -> None:
@@ -76,7 +84,7 @@ def test_match_ends_inside_a_node() -> None:
     tree = RadixTree()
     long = list(range(47_000))
     node = entered(tree, long)
-    assert tree.match(tokens_to_key([*long[:46_000], 5])) == (node, 46_000)
+    assert tree.match(tokens_to_key([*long[:46_000], 5]), NO_SALT) == (node, 46_000)
 
 
 def test_split_and_merged_node_is_unchanged() -> None:
@@ -102,7 +110,7 @@ def test_repeated_branching_keeps_every_branch() -> None:
     nodes = [entered(tree, [*trunk[:i], 1, 2]) for i in range(1, 20)]
     tree.check()
     for i, node in enumerate(nodes, 1):
-        assert tree.match(tokens_to_key([*trunk[:i], 1, 2, 3])) == (node, i + 2)
+        assert tree.match(tokens_to_key([*trunk[:i], 1, 2, 3]), NO_SALT) == (node, i + 2)
 
 
 def test_removed_branch_merges_its_parent_and_sibling() -> None:
@@ -120,13 +128,13 @@ def test_removed_branch_merges_its_parent_and_sibling() -> None:
 def test_pinned_node_is_not_merged() -> None:
     """A pinned node is not merged with its only child (UserSnapshotResistsAutoMerge)."""
     tree = RadixTree()
-    pinned = tree.insert(tokens_to_key([1, 2]))
+    pinned = tree.insert(tokens_to_key([1, 2]), NO_SALT)
     pinned.pins.add("system")
     leaf = entered(tree, [1, 2, 3])
     assert not tree.merge(pinned)
     tree.check()
     parted(tree, leaf)
-    assert tree.match(tokens_to_key([1, 2])) == (pinned, 2)
+    assert tree.match(tokens_to_key([1, 2]), NO_SALT) == (pinned, 2)
 
 
 def test_eviction_order_is_age_then_depth_then_size() -> None:
@@ -135,7 +143,7 @@ def test_eviction_order_is_age_then_depth_then_size() -> None:
     for tokens in ([1], [2, 2], [3, 3], [3, 4, 4], [3, 4, 5], [6, 6, 6]):
         entered(tree, tokens)
     order = []
-    tree.touch(tree.match(tokens_to_key([1]))[0])
+    tree.touch(tree.match(tokens_to_key([1]), NO_SALT)[0])
     while (node := tree.evict_first(lambda node: not node.children)) is not None:
         order.append(key_to_tokens(node.key))
         parted(tree, node)
@@ -177,7 +185,7 @@ def test_first_evicted_node_agrees_with_a_full_search(make: type[RadixTree]) -> 
     tree = make()
     for _ in range(600):
         key = tokens_to_key([draw.randrange(3) for _ in range(draw.randint(1, 7))])
-        node = tree.insert(key)
+        node = tree.insert(key, NO_SALT)
         kind = draw.randrange(5)
         if kind < 2 and node.entry is None:
             tree.attach(node, "entry")
@@ -223,7 +231,7 @@ def test_match_updates_only_the_used_nodes() -> None:
     a, b = entered(tree, [1, 2, 3]), entered(tree, [1, 2, 4])
     tree.touch(a)
     tree.touch(b)
-    middle = tree.match(tokens_to_key([1, 2]))[0]
+    middle = tree.match(tokens_to_key([1, 2]), NO_SALT)[0]
     tree.touch(middle)
     assert a.last_used < b.last_used < middle.last_used
     assert tree.evict_first(lambda node: not node.children) is a
@@ -232,7 +240,7 @@ def test_match_updates_only_the_used_nodes() -> None:
 def test_a_divided_page_is_counted_at_both_nodes() -> None:
     """Both nodes may use it, until neither needs it (SplitPreservesData)."""
     tree = RadixTree()
-    node = tree.insert(tokens_to_key([1, 2, 3, 4]))
+    node = tree.insert(tokens_to_key([1, 2, 3, 4]), NO_SALT)
     page = Sheet(0, 4)
     assert tree.set_page(node, page) is None
     upper = tree.split(node, 2)
@@ -241,8 +249,8 @@ def test_a_divided_page_is_counted_at_both_nodes() -> None:
     assert (node.page, page.refs) == (page, 1)
     tree.check()
     assert tree.set_page(node, None) is page
-    whole = RadixTree(whole_pages=True)
-    node = whole.insert(tokens_to_key([1, 2, 3, 4]))
+    whole = WholePageTree()
+    node = whole.insert(tokens_to_key([1, 2, 3, 4]), NO_SALT)
     whole.set_page(node, page)
     assert whole.split(node, 2).page is None
 
@@ -279,7 +287,7 @@ class Machine(RuleBasedStateMachine):
         """Find the longest common prefix with any sequence."""
         known = {each[:i] for each in self.kept for i in range(len(each) + 1)} | {()}
         expected = max(i for i in range(len(tokens) + 1) if tuple(tokens[:i]) in known)
-        node, length = self.tree.match(tokens_to_key(tokens))
+        node, length = self.tree.match(tokens_to_key(tokens), NO_SALT)
         assert length == expected
         assert node is self.tree.root or node.start < length <= node.end
         assert key_to_tokens(node.key)[:length] == tokens[:length]
@@ -302,8 +310,8 @@ TestMachine.pytestmark = pytest.mark.slow
 def test_whole_page_use_does_not_touch_its_parents() -> None:
     """States above it were not used; runs above a partial page were."""
     for whole in (True, False):
-        tree = RadixTree(whole_pages=whole)
-        upper = tree.insert(tokens_to_key([1, 2]))
+        tree = (WholePageTree if whole else RadixTree)()
+        upper = tree.insert(tokens_to_key([1, 2]), NO_SALT)
         tree.attach(upper, "entry")
-        tree.touch(tree.insert(tokens_to_key([1, 2, 3])))
+        tree.touch(tree.insert(tokens_to_key([1, 2, 3]), NO_SALT))
         assert upper.last_used == (0 if whole else 1)

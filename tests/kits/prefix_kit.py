@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import runtime_kit as kit
 
+from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_choice import count_common
 from pyllamakv.errors import KvError
@@ -73,6 +74,7 @@ class Traffic:
         seed: int,
         *,
         tokens: range = range(3, 10),
+        salts: tuple[str | None, ...] = (None,),
         look: Callable[[PrefixLease], None] | None = None,
         **options: Any,
     ) -> None:
@@ -84,6 +86,9 @@ class Traffic:
         self.parked: list[tuple[ParkedPrefix, list[int]]] = []
         self.parking = random.Random(seed)
         self.past = [[3, 4, 5]]
+        self.salting, self.salts = random.Random(seed), salts
+        #: The tokens of all prompts and texts of each salt.
+        self.served: dict[bytes, list[list[int]]] = {salt_digest(salt): [] for salt in salts}
         self.errors: Counter[str] = Counter()
 
     def run(self, steps: int) -> None:
@@ -132,7 +137,9 @@ class Traffic:
         if kind < 0.35:
             base = draw.choice(self.past)
             prompt = [*base[: draw.randint(0, len(base))], *self.some(draw.randint(0, 20))]
-            self.leases.append((cache.acquire(prompt), prompt))
+            lease = cache.acquire(prompt, salt=self.salting.choice(self.salts))
+            self.look_at_salt(lease, prompt)
+            self.leases.append((lease, prompt))
         elif kind < 0.7 and self.leases:
             self.go_on(*draw.choice(self.leases))
         elif kind < 0.9 and self.leases:
@@ -141,7 +148,8 @@ class Traffic:
             lease.release()
         elif kind < 0.94:
             tokens = draw.choice(self.past)
-            cache.pin(draw.choice("ab"), tokens[: draw.randint(1, len(tokens))])
+            name, length = draw.choice("ab"), draw.randint(1, len(tokens))
+            cache.pin(name, tokens[:length], salt=self.salting.choice(self.salts))
         elif kind < 0.97 and cache.pins:
             cache.unpin(draw.choice(list(cache.pins)))
         elif kind < 0.98:
@@ -160,6 +168,11 @@ class Traffic:
         assert lease.sequence.tokens[: len(prompt)] == prompt[: len(lease.sequence)]
         if self.look is not None and len(lease.sequence) >= len(prompt):
             self.look(lease)
+
+    def look_at_salt(self, lease: PrefixLease, prompt: list[int]) -> None:
+        """Check that what a prompt reuses was decoded with its salt."""
+        lengths = (count_common(tokens, prompt) for tokens in self.served[lease.salt])
+        assert lease.cached <= max(lengths, default=0)
 
     def some(self, n: int) -> list[int]:
         """Return random tokens."""
