@@ -109,12 +109,15 @@ class DirectoryTier:
         budget: int | None = None,
         *,
         accept_unverified_model: bool = False,
+        read_only: bool = False,
     ) -> None:
         context.native.about.require(Capability.STATES, "save the state of a sequence")
         self.context = context
         accept = accept_unverified_model
         needed = identity(context, accept_unverified_model=accept)
-        self.store = PrefixStore(path, needed, budget=budget, accept_unverified_model=accept)
+        self.store = PrefixStore(
+            path, needed, budget=budget, accept_unverified_model=accept, read_only=read_only
+        )
         for file, why in self.store.removed.items():
             LOG.warning("%s was removed: %s", file, why)
         if self.store.stuck is not None:
@@ -125,7 +128,26 @@ class DirectoryTier:
         self.stored_tokens = self.loaded_tokens = 0
         self.damaged = len(self.store.removed)
         #: Whether states are cut into pages; False once a state has more than one cache.
-        self.cuts = context.info.memory is MemoryType.ATTENTION
+        self.cuts = stores_parts(context)
+
+    @property
+    def read_only(self) -> bool:
+        """Return whether nothing is written."""
+        return self.store.read_only
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all pages."""
+        return self.store.size
+
+    @property
+    def count(self) -> int:
+        """Return the number of pages."""
+        return len(self.store.pages)
+
+    def close(self) -> None:
+        """Release the lock of the store. A second call does nothing."""
+        self.store.close()
 
     # Writing...
 
@@ -158,6 +180,8 @@ class DirectoryTier:
         A failure is logged: the cache needs the room, and the tokens can be decoded again. Nothing
         is written to a store that is only read.
         """
+        if self.read_only:
+            return
         try:
             self.stored_tokens += self.write(key, salt, sequence)
         except WorkerDied:
@@ -233,8 +257,11 @@ class DirectoryTier:
         room for the prefix, or if it cannot be read or restored, nothing changes.
         """
         if not self.store.owned:
-            return 0
-        exact = exact or not allocator.branches.trims
+            return
+        try:
+            self.store.refresh()
+        except PrefixStoreError as error:
+            LOG.warning("new pages of a store are not found: %s", error)
         limit = len(key) // TOKEN_BYTES - 1  # one token is left to decode
         while True:
             found = self.store.find(key, salt, limit, exact=exact)
@@ -252,8 +279,12 @@ class DirectoryTier:
                 self.loaded_tokens += self._restore(allocator, key, salt, found, covered)
                 return
             except PrefixStoreDamaged as error:
-                LOG.warning("%s; it is removed with the pages that follow it", error)
-                allocator.counts.add("damaged")
+                gone = error.path is not None and not error.path.exists()
+                if self.read_only and gone:
+                    LOG.info("%s: its writer has removed it", error)
+                else:
+                    LOG.warning("%s; it is not used, nor the pages that follow it", error)
+                    self.damaged += 1
                 self.store.discard(
                     next(page for page in found.pages if self.store.path(page) == error.path)
                 )

@@ -54,14 +54,17 @@ class PrefixCache(ClosedOnExit):
 
     ``entries`` is the maximum number of sequences (None: all; 1: each prompt truncates and reuses
     the only one). ``budget`` limits the bytes of resident and paged branches, and those of the
-    store. ``paging`` is the storage of evicted branches: "memory" or a directory; None drops them.
-    ``store`` is a directory that keeps decoded prefixes for later processes: `flush`, `close` and
-    evictions write to it. A store is of one model, which the digest of its files identifies; with
-    ``accept_unverified_model``, a store of an unverified model, or of an earlier version, is used
-    as well, and by a model that cannot be verified. Raises PrefixStoreError, or a subclass that
-    names the reason, and ModelUnverified. ``policy``
-    selects the branch that is evicted first: "lru", "lfu", "lrfu" or "gdsf"
-    (docs/prefix-cache.md). Saved states are evicted by their own value.
+    store. ``paging`` is the storage of evicted branches: at most this number of bytes of host
+    memory, "memory" without a limit, or a directory; 0 drops them, except states. None: 1 GiB per
+    cache, or the ``store`` if evictions write to it. That is a directory that keeps decoded
+    prefixes for later processes: `flush`, `close` and evictions write to it; with ``paging`` as
+    well, it is read if no page has the prefix. A store is of one model, which the digest of its
+    files identifies; with ``accept_unverified_model``, a store of an unverified model, or of an
+    earlier version, is used as well, and by a model that cannot be verified. With
+    ``store_read_only``, another process may write to the store, and nothing is written here. Raises
+    PrefixStoreError, or a subclass that names the reason, and ModelUnverified. ``policy`` selects
+    what is evicted first: "adaptive" or "lru" (docs/prefix-cache.md). Saved states are evicted by
+    their own value.
 
     A memory that cannot return to every position continues after saved states. ``checkpoints``
     defines their interval, their number and their bytes in all, which ``paging`` does not increase;
@@ -79,9 +82,13 @@ class PrefixCache(ClosedOnExit):
         checkpoints: CheckpointSchedule | None = None,
         policy: EvictionPolicyName = eviction_policy.DEFAULT,
         accept_unverified_model: bool = False,
+        store_read_only: bool = False,
     ) -> None:
         arguments.instance("context", context, Context, "a Context")
         accept = arguments.flag("accept_unverified_model", accept_unverified_model)
+        reads = arguments.flag("store_read_only", store_read_only)
+        if reads and store is None:
+            raise UsageError("store_read_only=True needs store=, the directory of a store")
         policy = eviction_policy.checked(policy)
         entries = arguments.whole_or_none("entries", entries)
         budget = arguments.whole_or_none("budget", budget, 0)
@@ -109,9 +116,12 @@ class PrefixCache(ClosedOnExit):
         self.stored: DirectoryTier | None = None
         try:
             self.check_budget(1)
-        except BudgetTooSmall:
-            if self.branches.pager is not None:
-                self.branches.pager.close()
+            if store is not None:
+                self.stored = DirectoryTier(
+                    context, store, budget, accept_unverified_model=accept, read_only=reads
+                )
+        except BaseException:
+            self.branches.pages.close()
             raise
         self.allocator = Allocator(context, self.branches, self.counts, self.stored)
         #: Maximum number of tokens of a sequence; None: no limit.
@@ -532,7 +542,8 @@ class PrefixCache(ClosedOnExit):
         try:
             # A worker that has ended has nothing to write.
             with suppress(WorkerDied):
-                if self.stored is not None and not self.context.closed:
+                stored = self.stored
+                if stored is not None and not stored.read_only and not self.context.closed:
                     self.flush()
         finally:
             with Uninterrupted():

@@ -3,8 +3,8 @@
 The directory contains `store.json` (format and identity), `lock`, and one file per page. A page has
 a range of tokens and what the cache stores for them. Its name is a digest of its content's origin:
 identity, kind, parent, position and tokens. docs/prefix-store.md describes the format and the
-recovery rule. `PrefixStore` is the only writer; `scan` reads a store without the lock. This module
-knows files and tokens; `stored_branches` connects a store with a cache.
+recovery rule. One `PrefixStore` is the writer; others, and `scan`, read without the lock. This
+module knows files and tokens; `directory_tier` connects a store with a cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import struct
 import time
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 import filelock
@@ -36,6 +38,7 @@ from pyllamakv.errors import (
     PrefixStoreError,
     PrefixStoreForeign,
     PrefixStoreFull,
+    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ _MAGIC: Final = b"PLKPFX1\n"
 _HEAD: Final = struct.Struct("<8sIIQI")
 #: The numbers of the head that the checksum of the header includes.
 _SIZES: Final = struct.Struct("<IQI")
+#: Age in nanoseconds from which on the time of a directory differs from that of its next change.
+_RECENT_NS: Final = 100_000_000
 #: errno values of a full disk, an exceeded quota, and the size limit of a file.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: errno values of a place that has something else than a file.
@@ -73,7 +78,7 @@ Identity = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True, eq=False)
 class StoredPage:
-    """One page: tokens ``start`` to ``end`` after those of ``parent`` (a name, or empty).
+    """One page: tokens ``start`` to ``end`` after those of ``parent``.
 
     ``parent`` is the name of a page, or that of a salt for a page at 0 (empty without a salt).
     ``size`` is that of the file in bytes, and ``used`` the time of the last use in nanoseconds.
@@ -127,11 +132,13 @@ class StoreContents:
 # Files...
 
 
-def scan(folder: Path, *, contents: bool = False) -> StoreContents:
+def scan(
+    folder: Path, *, contents: bool = False, known: Mapping[str, StoredPage] = MappingProxyType({})
+) -> StoreContents:
     """Read the headers of all pages, and with ``contents`` all bytes. Needs no lock.
 
-    Raises PrefixStoreForeign, PrefixStoreDamaged (`store.json`), or PrefixStoreError, also for a
-    page that cannot be read now, but may be intact.
+    Files of ``known`` pages are not read again. Raises PrefixStoreForeign, PrefixStoreDamaged
+    (`store.json`), or PrefixStoreError, also for a page that cannot be read now, but may be intact.
     """
     found = StoreContents(read_identity(folder))
     digest = _digest(found.identity)
@@ -140,6 +147,9 @@ def scan(folder: Path, *, contents: bool = False) -> StoreContents:
         if path.suffix == PART:
             found.unusable[path] = "it was not completed"
         if path.suffix != SUFFIX:
+            continue
+        if path.stem in known:
+            read.append(known[path.stem])
             continue
         try:
             page = _read_page(path, digest, contents=contents)[0]
@@ -317,6 +327,9 @@ def _read_page(path: Path, digest: str, *, contents: bool) -> tuple[StoredPage, 
 class PrefixStore:
     """Write and read the pages of one directory. One object at a time has the lock.
 
+    With ``read_only``, the store must exist and is not changed, whether or not another process
+    writes to it: `refresh` finds new pages, and pages that the writer removed are no longer used.
+
     ``identity`` names what the pages depend on; None accepts that of an existing store. With
     ``accept_unverified_model``, the model may differ if one of both is not a digest. ``budget``
     limits the bytes of all pages. Opening removes unusable files, and pages beyond the budget.
@@ -331,36 +344,36 @@ class PrefixStore:
         *,
         budget: int | None = None,
         accept_unverified_model: bool = False,
+        read_only: bool = False,
     ) -> None:
         self.folder = folder = arguments.path("store", path).absolute()
+        self.read_only = read_only
         self._process = os.getpid()
         self.budget = arguments.whole_or_none("budget", budget, 0)
         wanted = None if identity is None else tuple(identity.items())
-        self._prepare(new=wanted is not None)
-        self._lock = filelock.FileLock(folder / _LOCK, timeout=0, mode=0o600, thread_local=False)
-        try:
-            self._lock.acquire()
-        except filelock.Timeout as error:
-            msg = f"{folder} is in use by another process or cache; close it, or use another path"
-            raise PrefixStoreBusy(msg, folder) from error
-        except OSError as error:
-            raise _failed(folder / _LOCK, error) from error
+        self._prepare(new=wanted is not None and not read_only)
+        self._lock = None if read_only else self._locked()
         try:
             self._identity = self._check_identity(wanted, accept=accept_unverified_model)
             self._digest = _digest(self._identity)
-            found = scan(folder)
+            found = StoreContents(self._identity) if read_only else scan(folder)
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
         self.pages: dict[str, StoredPage] = {}
         self.size = 0
         #: Parent -> position and first token -> pages that start there.
         self._below: defaultdict[str, dict[tuple[int, bytes], list[StoredPage]]] = defaultdict(dict)
-        #: Pages of kind "state" by their number of tokens, then by their tokens.
-        self._states: defaultdict[int, dict[bytes, StoredPage]] = defaultdict(dict)
+        #: Pages of kind "state" by their number of tokens, then by their parent and tokens.
+        self._states: defaultdict[int, dict[tuple[str, bytes], StoredPage]] = defaultdict(dict)
         self._unsynced = False
+        #: Time of the last change of the directory that was read, for a store that is only read.
+        self._seen: int | None = None
+        #: Names of damaged pages, which only a writer can remove.
+        self._refused: set[str] = set()
         for page in found.pages.values():
             self._index(page)
+        self.refresh()
         self._clock = max((page.used for page in self.pages.values()), default=0)
         #: The error of the first file that could not be removed.
         self.stuck: PrefixStoreError | None = None
@@ -370,7 +383,50 @@ class PrefixStore:
             for path, why in found.unusable.items()
             if self._unlink(path) and path.suffix == SUFFIX
         }
-        self._evict(0, ())
+        if not read_only:
+            self._evict(0, ())
+
+    def _locked(self) -> filelock.BaseFileLock:
+        """Return the lock of the only writer."""
+        path = self.folder / _LOCK
+        lock = filelock.FileLock(path, timeout=0, mode=0o600, thread_local=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout as error:
+            msg = (
+                f"{self.folder} is in use by another process or cache; close it, use another path, "
+                "or read it only (store_read_only=True)"
+            )
+            raise PrefixStoreBusy(msg, self.folder) from error
+        except OSError as error:
+            raise _failed(path, error) from error
+        return lock
+
+    def refresh(self) -> None:
+        """Find the pages that the writer has added and removed, if the store is only read.
+
+        Raises as `scan` does. Takes one system call if nothing has changed.
+        """
+        if not self.read_only:
+            return
+        try:
+            changed = self.folder.stat().st_mtime_ns
+        except OSError as error:
+            raise _failed(self.folder, error) from error
+        if changed == self._seen:
+            return
+        found = scan(self.folder, known=self.pages)
+        # A change of the same instant would have the same time.
+        self._seen = changed if time.time_ns() - changed > _RECENT_NS else None
+        for name in self.pages.keys() - found.pages.keys():
+            self._remove(self.pages[name])
+        self._refused.intersection_update(found.pages)
+        for name, page in found.pages.items():
+            # Parents come first: what follows a damaged page is refused with it.
+            if name in self._refused or page.parent in self._refused:
+                self._refused.add(name)
+            elif name not in self.pages:
+                self._index(page)
 
     def _prepare(self, *, new: bool) -> None:
         """Create the directory; refuse one with other content before anything is written."""
@@ -390,7 +446,9 @@ class PrefixStore:
             raise PrefixStoreForeign(msg, self.folder)
 
     def _check_identity(self, wanted: Identity | None, *, accept: bool) -> Identity:
-        if wanted is not None and not os.path.lexists(self.folder / _STORE):
+        new = wanted is not None and not os.path.lexists(self.folder / _STORE)
+        if new and not self.read_only:
+            assert wanted is not None
             facts = {
                 "format": _FORMAT,
                 "version": VERSION,
@@ -404,6 +462,11 @@ class PrefixStore:
         if wanted is None or found == wanted:
             return found
         there, here = dict(found), dict(wanted)
+        # Earlier stores name the variant too: 0.3.9-patched-cpu instead of 0.3.9-cpu.
+        if "build" in there:
+            there["build"] = re.sub(r"-(stock|patched)-(?=[^-]*$)", "-", there["build"])
+        if there == here:
+            return found
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         verified = is_digest(there.get("model")) and is_digest(here.get("model"))
         if accept and names == ["model"] and not verified:
@@ -419,19 +482,20 @@ class PrefixStore:
 
     # Search...
 
-    def find(self, key: bytes, limit: int, *, exact: bool = False) -> StoredPrefix:
-        """Return the longest stored prefix of a key, up to ``limit`` tokens.
+    def find(self, key: bytes, salt: bytes, limit: int, *, exact: bool = False) -> StoredPrefix:
+        """Return the longest prefix of a key that was stored with a salt, up to ``limit`` tokens.
 
         ``exact``: only a state that ends where the prefix does can be used.
         """
-        whole = self._find_state(key, limit, exact=exact)
-        cells = StoredPrefix(0) if exact else self._find_cells(key, limit)
+        root = _first_parent(salt)
+        whole = self._find_state(key, root, limit, exact=exact)
+        cells = StoredPrefix(0) if exact else self._find_cells(key, root, limit)
         return cells if cells.length >= whole.length else whole
 
-    def _find_cells(self, key: bytes, limit: int) -> StoredPrefix:
+    def _find_cells(self, key: bytes, root: str, limit: int) -> StoredPrefix:
         best: StoredPage | None = None
         length = 0
-        waiting = [("", 0, 0)]
+        waiting = [(root, 0, 0)]
         while waiting:
             parent, low, high = waiting.pop()
             below = self._below.get(parent, {})
@@ -453,10 +517,10 @@ class PrefixStore:
             above = self.pages.get(above.parent)
         return StoredPrefix(length, tuple(chain)) if chain else StoredPrefix(0)
 
-    def _find_state(self, key: bytes, limit: int, *, exact: bool) -> StoredPrefix:
+    def _find_state(self, key: bytes, root: str, limit: int, *, exact: bool) -> StoredPrefix:
         best = StoredPrefix(0)
         for end in sorted(self._states, reverse=True):
-            page = self._states[end].get(key[: end * TOKEN_BYTES])
+            page = self._states[end].get((root, key[: end * TOKEN_BYTES]))
             if page is not None and end <= limit:
                 best = StoredPrefix(end, (page,))
                 break
@@ -464,6 +528,8 @@ class PrefixStore:
             return best
         for pages in self._states.values():
             for page in pages.values():
+                if page.parent != root:
+                    continue
                 length = min(limit, common(page.tokens, key))
                 if length > best.length:
                     best = StoredPrefix(length, (page,))
@@ -489,6 +555,8 @@ class PrefixStore:
         self._clock = max(self._clock + 1, time.time_ns())
         for page in pages:
             page.used = self._clock
+            if self.read_only:
+                continue
             # A lost time of use costs no more than an earlier eviction.
             with suppress(OSError):
                 os.utime(self.path(page), ns=(page.used, page.used))
@@ -509,12 +577,12 @@ class PrefixStore:
         content: bytes | memoryview,
         keep: Collection[StoredPage] = (),
     ) -> StoredPage:
-        """Write a page that follows the tokens of ``parent`` before ``start``.
+        """Write a page that follows the tokens of ``parent`` before ``start``, or begins a prompt.
 
         Pages used least recently are removed for it, except ``keep``. `sync` completes the write.
         Raises BudgetTooSmall or PrefixStoreFull; complete pages remain.
         """
-        above = parent.name if parent else ""
+        above = parent.name if parent else _first_parent(salt)
         name = _page_name(self._digest, kind, above, start, tokens)
         if name in self.pages:
             return self.pages[name]
@@ -542,10 +610,16 @@ class PrefixStore:
         self._evict(0, ())
 
     def discard(self, page: StoredPage) -> None:
-        """Remove a page and all that follow it."""
+        """Remove a page and all that follow it.
+
+        A store that is only read refuses them until its writer removes them, unless the writer has
+        removed the page already, and may write it again.
+        """
         doomed = [page]
         for each in doomed:
             doomed += [low for pages in self._below.get(each.name, {}).values() for low in pages]
+        if self.read_only and os.path.lexists(self.path(page)):
+            self._refused.update(each.name for each in doomed)
         # Children first: at any time, each page that remains has its parent.
         for each in reversed(doomed):
             self._remove(each)
@@ -571,11 +645,13 @@ class PrefixStore:
 
     @property
     def owned(self) -> bool:
-        """Return whether this process has the lock, and not the one that it was forked from."""
-        return os.getpid() == self._process
+        """Return whether this process may use the store, not that from which it was forked."""
+        return self.read_only or os.getpid() == self._process
 
     def check_owned(self) -> None:
-        """Raise PrefixStoreBusy in a forked process."""
+        """Raise PrefixStoreBusy in a forked process, and UsageError if the store is only read."""
+        if self.read_only:
+            raise UsageError(f"{self.folder} was opened to read it only; nothing is written")
         if not self.owned:
             msg = (
                 f"{self.folder} is in use by process {self._process}, from which this one was "
@@ -585,7 +661,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""
-        if self.owned:
+        if self._lock is not None and self.owned:
             self._lock.release()
 
     def path(self, page: StoredPage) -> Path:
@@ -606,17 +682,18 @@ class PrefixStore:
         self.pages[page.name] = page
         self.size += page.size
         if page.kind == "state":
-            self._states[page.end][page.tokens] = page
+            self._states[page.end][page.parent, page.tokens] = page
         else:
             place = (page.start, page.tokens[:TOKEN_BYTES])
             self._below[page.parent].setdefault(place, []).append(page)
 
     def _remove(self, page: StoredPage) -> None:
-        self._unlink(self.path(page))
+        if not self.read_only:
+            self._unlink(self.path(page))
         del self.pages[page.name]
         self.size -= page.size
         if page.kind == "state":
-            del self._states[page.end][page.tokens]
+            del self._states[page.end][page.parent, page.tokens]
             if not self._states[page.end]:
                 del self._states[page.end]
             return

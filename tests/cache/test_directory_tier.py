@@ -669,3 +669,40 @@ def test_a_stored_prompt_is_continued_before_its_last_token(tmp_path: Path) -> N
         object.__setattr__(context.info, "memory", MemoryType.RECURRENT)
         with PrefixCache(context, store=tmp_path / "store") as cache:
             assert serve(cache, tokens) == cached
+
+
+def test_a_cache_reads_the_store_of_another_one(
+    start: Callable[..., PrefixCache], tmp_path: Path
+) -> None:
+    """It finds flushed pages of the other one, and writes nothing."""
+    writer = start()
+    serve(writer, [*LONG, 1])
+    writer.flush()
+    reader = start(store_read_only=True)
+    assert serve(reader, [*LONG, 2]) == len(LONG)
+    again = [7, *LONG]
+    serve(writer, again)
+    assert serve(reader, [*again, 5]) == 0
+    reader.clear()
+    writer.flush()
+    assert serve(reader, [*again, 5]) == len(again)
+    with pytest.raises(errors.UsageError, match="read it only"):
+        reader.flush()
+    reader.clear()
+    assert reader.stats().stored_tokens == 0
+    before = {path.name for path in (tmp_path / "store").iterdir()}
+    reader.close()
+    assert {path.name for path in (tmp_path / "store").iterdir()} == before
+    # A page that the writer has removed is no damage.
+    reader = start(store_read_only=True)
+    assert writer.stored is not None
+    seen = reader.stored.store  # type: ignore[union-attr]
+    seen.refresh = lambda: None  # as between listing the directory and the read
+    for page in list(writer.stored.store.pages.values()):
+        if page.name in writer.stored.store.pages:
+            writer.stored.store.discard(page)
+    assert serve(reader, [*LONG, 3]) == 0
+    assert reader.stats().damaged == 0
+    writer.close()
+    with pytest.raises(errors.UsageError, match="store="):
+        prefix_kit.make(tmp_path, store_read_only=True)

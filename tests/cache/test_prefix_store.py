@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +99,15 @@ def test_a_page_has_its_name_when_it_is_complete(
     assert {path.suffix for path in folder.iterdir()} == {"", ".json", SUFFIX}
 
 
-def test_states_end_where_a_prefix_does(store: PrefixStore) -> None:
-    """A whole state is used at its end only, or trimmed where the memory can."""
-    short = store.add("state", None, 0, A[:24], b"short")
-    long = store.add("state", None, 0, A, b"long")
-    assert names(store.find(A, 10, exact=True)) == [long.name]
-    assert store.find(A, 9, exact=True) == prefix_store.StoredPrefix(6, (short,))
-    assert store.find(A, 9) == prefix_store.StoredPrefix(9, (long,))
-    assert store.find(B, 15, exact=True).length == 0
-    assert store.find(B, 15).length == 5
+def test_stored_state_is_used_at_its_end_or_trimmed(store: PrefixStore) -> None:
+    """A whole state is used only at its end, or trimmed if the memory can."""
+    short = store.add("state", NO_SALT, None, 0, A[:24], b"short")
+    long = store.add("state", NO_SALT, None, 0, A, b"long")
+    assert names(store.find(A, NO_SALT, 10, exact=True)) == [long.name]
+    assert store.find(A, NO_SALT, 9, exact=True) == prefix_store.StoredPrefix(6, (short,))
+    assert store.find(A, NO_SALT, 9) == prefix_store.StoredPrefix(9, (long,))
+    assert store.find(B, NO_SALT, 15, exact=True).length == 0
+    assert store.find(B, NO_SALT, 15).length == 5
 
 
 def test_reopened_store_has_the_same_pages_and_order(store: PrefixStore, folder: Path) -> None:
@@ -550,3 +552,110 @@ def test_forked_process_cannot_write_to_the_store(store: PrefixStore, folder: Pa
     assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(errors.PrefixStoreBusy):
         PrefixStore(folder, IDENTITY)
+
+
+def test_a_reader_uses_pages_that_are_written_again(store: PrefixStore, folder: Path) -> None:
+    """Its read found them removed, which is no damage."""
+    fill(store)
+    reader = PrefixStore(folder, IDENTITY, read_only=True)
+    found = reader.find(B, NO_SALT, 15)
+    one = found.pages[0]
+    store.discard(store.pages[one.name])
+    with pytest.raises(errors.PrefixStoreDamaged, match="missing"):
+        reader.read(one)
+    reader.discard(one)
+    fill(store)
+    reader.refresh()
+    assert names(reader.find(B, NO_SALT, 15)) == names(found)
+    reader.close()
+
+
+def test_a_store_is_read_while_another_one_writes(store: PrefixStore, folder: Path) -> None:
+    """New pages are found, removed ones are not used, and no file is changed or locked."""
+    one, two, three = fill(store)
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+    reader = PrefixStore(folder, IDENTITY, read_only=True, budget=1)
+    other = PrefixStore(folder, None, read_only=True)
+    found = reader.find(B, NO_SALT, 15)
+    assert names(found) == [one.name, two.name, three.name]
+    assert bytes(reader.read(found.pages[2])) == b"three" * 10
+    reader.touch(found.pages)
+    with pytest.raises(errors.UsageError, match="read it only"):
+        reader.check_owned()
+    assert before == {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()
+    }
+    store.discard(two)
+    more = store.add("cells", NO_SALT, one, 4, B[16:], b"more" * 10)
+    with pytest.raises(errors.PrefixStoreDamaged, match="missing"):
+        reader.read(found.pages[1])
+    reader.refresh()
+    assert names(reader.find(B, NO_SALT, 15)) == [one.name, more.name]
+    assert reader.size == store.size
+    # A damaged page is neither used again nor removed.
+    path = folder / f"{more.name}{SUFFIX}"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(errors.PrefixStoreDamaged):
+        reader.read(reader.pages[more.name])
+    reader.discard(reader.pages[more.name])
+    store.add("cells", NO_SALT, None, 0, tokens_to_key([9]), b"new")
+    reader.refresh()
+    assert more.name not in reader.pages
+    assert path.exists()
+    assert len(reader.pages) == 2
+    reader.close()
+    other.close()
+    with pytest.raises(errors.PrefixStoreForeign, match="model"):
+        PrefixStore(folder, {**IDENTITY, "model": "n"}, read_only=True)
+    with pytest.raises(errors.PrefixStoreForeign):
+        PrefixStore(folder / "nothing", IDENTITY, read_only=True)
+    assert not (folder / "nothing").exists()
+
+
+READER = """
+import sys
+from pyllamakv.cache.prefix_store import PrefixStore
+from pyllamakv.cache.radix_tree import NO_SALT
+from pyllamakv.errors import PrefixStoreDamaged
+reader = PrefixStore(sys.argv[1], None, read_only=True)
+print("ready", flush=True)
+seen = gone = 0
+for line in sys.stdin:
+    key = bytes.fromhex(line)
+    reader.refresh()
+    for page in reader.find(key, NO_SALT, len(key) // 4).pages:
+        try:
+            assert bytes(reader.read(page)) == page.tokens * 10
+            seen += 1
+        except PrefixStoreDamaged as error:
+            assert "missing" in str(error), error
+            reader.discard(page)
+            gone += 1
+    print(seen, gone, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_process_reads_pages_of_a_concurrent_writer(folder: Path) -> None:
+    """While pages are added and evicted, each page that it reads is complete."""
+    store = PrefixStore(folder, IDENTITY, budget=3000)
+    keys = [tokens_to_key([number, 7, 8, 9]) for number in range(60)]
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for key in keys:
+            page = store.add("cells", NO_SALT, None, 0, key, key * 10)
+            assert page.size < 600
+            child.stdin.write(f"{key.hex()}\n")
+            child.stdin.flush()
+        answers = [child.stdout.readline().split() for _ in keys]
+        child.stdin.close()
+        assert child.wait() == 0
+    seen, gone = map(int, answers[-1])
+    assert seen + gone > 0
+    assert len(store.pages) < len(keys)
+    store.close()
