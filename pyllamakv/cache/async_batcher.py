@@ -239,6 +239,17 @@ class _Call:
         with suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(self._finish, result, error)
 
+    def discard(self) -> None:
+        """Cancel a generation that the task does not get, because it was cancelled meanwhile."""
+        future = self.future
+        if not future.cancelled() and future.done() and future.exception() is None:
+            self._drop(future.result())
+
+    @staticmethod
+    def _drop(result: Any) -> None:
+        if isinstance(result, AsyncGeneration):
+            result.cancel()
+
     def _finish(self, result: Any, error: Exception | None) -> None:
         if self.future.cancelled():
             if isinstance(result, AsyncGeneration):

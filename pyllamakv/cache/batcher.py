@@ -241,6 +241,10 @@ class Batcher(ClosedOnExit):
                 running = decode_only.decoding and generation in decode_only.generations
             else:
                 running = any(each is generation for each, _ in self._feeding)
+            # Of all sequences, also those that are not in the decode.
+            empties = self.context.info.memory.keeps_states
+            if empties and not all(each.cancelled for each in tuple(self._queue.active)):
+                return
             if running:
                 self._interrupts += 1
                 with suppress(Closed):
@@ -366,11 +370,14 @@ class Batcher(ClosedOnExit):
             self._queue.park(max(self._queue.active, key=lambda each: each.turn), self._steps)
 
     def _feed(self, portions: list[Portion], *, defragged: bool = False) -> None:
-        """Decode, and choose the next tokens."""
-        if not portions:
-            return
+        """Decode those that are not cancelled, and choose the next tokens."""
         self._feeding = portions
         try:
+            # After `_feeding` is set, because `Generation.cancel` sets its flag before it
+            # interrupts.
+            portions = [each for each in portions if not each[0].cancelled]
+            if not portions:
+                return
             # The logits are those of this decode until all tokens are sampled.
             with self.context.lock:
                 decode(self.context, portions)
@@ -489,10 +496,12 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
 def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
     """Divide what a step decodes: a recurrent sequence starts in a batch of its own.
 
-    Through 0.3.9, llama.cpp computes other states for sequences that start beside others.
+    After a cancellation, those before the cancelled one remain. A recurrent sequence starts in a
+    batch of its own: through 0.3.9, llama.cpp computes other states for sequences that start beside
+    others.
     """
     if context.info.memory is not MemoryType.RECURRENT:
-        return [portions]
+        return micro_batches(portions, context.info.n_ubatch)
     others = [each for each in portions if len(each[0].ledger)]
     return [others, *([each] for each in portions if not len(each[0].ledger))]
 

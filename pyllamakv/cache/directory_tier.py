@@ -189,7 +189,36 @@ class DirectoryTier:
         except (NativeError, Unsupported, UsageError, PrefixStoreError, MemoryError) as error:
             LOG.warning("%d tokens are not stored: %s", len(key) // TOKEN_BYTES, error)
 
-    def write(self, key: bytes, sequence: runtime.Sequence) -> int:
+    def replace_backup(self, prompt: bytes, salt: bytes, saved: bytes) -> None:
+        """Write the saved state of an unfinished prompt in place of its former one; empty: none.
+
+        A failure is logged, and the former one stays. States that were stored otherwise are never
+        removed.
+        """
+        if self.read_only or not self.store.owned:
+            return
+        if saved:
+            content = state.unpack(saved)
+            key = content.tokens.tobytes()
+            known = self.store.find(key, salt, len(key) // TOKEN_BYTES, exact=True)
+            if known.length * TOKEN_BYTES == len(key):
+                self.store.touch(known.pages)
+                return
+            try:
+                page = self.store.add("state", salt, None, 0, key, content.raw)
+            except (BudgetTooSmall, PrefixStoreError) as error:
+                LOG.warning("%d tokens are not stored: %s", len(key) // TOKEN_BYTES, error)
+                return
+            self.stored_tokens += len(content.tokens)
+        former = self._backups.pop((prompt, salt), None)
+        if former is not None:
+            self.store.replace(former)
+        if saved:
+            if len(self._backups) >= MAX_BACKUPS:
+                del self._backups[next(iter(self._backups))]  # its page stays, as others do
+            self._backups[prompt, salt] = page
+
+    def write(self, key: bytes, salt: bytes, sequence: runtime.Sequence) -> int:
         """Write the tokens of a sequence that are not stored; return their number."""
         self.store.check_owned()
         length = len(key) // TOKEN_BYTES

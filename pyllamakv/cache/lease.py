@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pyllamakv.cache.prefix_cache import PrefixCache
-    from pyllamakv.cache.prefix_states import StatePoints
+    from pyllamakv.cache.prefix_states import PrefillBackup, PrefillBackups, StatePoints
     from pyllamakv.cache.radix_tree import Node
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.ledger import Ledger
@@ -56,7 +56,76 @@ def exclusive(
     return run
 
 
-class PrefixLease(NotCopied):
+class SequenceLease(NotCopied, ABC):
+    """A prompt's use of a sequence, with the states that are due in it: what managers share.
+
+    ``key`` and ``salt`` identify the prompt, ``ledger`` has the tokens of the sequence, and
+    ``points`` the positions of states; None: the memory needs none. ``backup`` is the state after a
+    micro-batch of the prompt, if a cancelled decode loses states, and one of ``backups``.
+    """
+
+    key: bytes
+    salt: bytes
+    sequence: Sequence
+    ledger: Ledger
+    points: StatePoints | None
+    backups: PrefillBackups
+    backup: PrefillBackup | None
+
+    def limit_batch(self, n: int) -> int:
+        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
+        if type(n) is not int or not 0 <= n <= arguments.INT32:
+            n = arguments.integer("n", n, 0, arguments.INT32)
+        return n if self.points is None else self.points.limit(len(self.ledger.tokens), n)
+
+    def add_checkpoint(self, length: int) -> None:
+        """Keep the state after ``length`` tokens as well, if the sequence gets there."""
+        length = arguments.integer("length", length, 0, arguments.INT32)
+        if self.points is not None:
+            self.points.add(length, len(self.ledger.tokens))
+
+    def checkpoint(self) -> None:
+        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
+        here = len(self.ledger.tokens)
+        if self.points is not None and self.points.due(here):
+            self._keep_state()
+        if self.backup is None:
+            return
+        left = len(self.key) // TOKEN_BYTES - here
+        if left <= 0:
+            self._drop_backup()
+        elif left > 1:
+            self._save_backup(self.backup)
+
+    @exclusive
+    def _save_backup(self, backup: PrefillBackup) -> None:
+        """Save the state of an unfinished prompt, if that is due."""
+        self.backups.update(self, backup)
+
+    @exclusive
+    def _drop_backup(self) -> None:
+        """Drop the saved state of a prompt that is complete."""
+        self.backup = None
+        self.backups.complete(self)
+
+    @abstractmethod
+    def _keep_state(self) -> None:
+        """Keep the state after the present tokens, if that is possible."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release the sequence. Its tokens stay cached. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PrefixLease(SequenceLease):
     """A lease of a sequence from `PrefixCache.acquire`, which a ``with`` block releases.
 
     ``cached`` is the number of the prompt's tokens that the sequence has already, and ``rest`` are
@@ -118,7 +187,9 @@ class PrefixLease(NotCopied):
         """
         logits = arguments.flag("logits", logits)
         prompt, context = self._prompt, self.cache.context
-        cancels = context.cancels
+        cancels, size = context.cancels, context.info.n_ubatch
+        if not len(self.ledger) and self.cache.branches.loses_all:
+            self._restore_state()
         end = self.ledger.marks[-1:]
         while (here := len(self.ledger)) < prompt:
             if context.cancels != cancels:
@@ -131,16 +202,12 @@ class PrefixLease(NotCopied):
             self.checkpoint()
             end = self.ledger.marks[-1:]
 
-    def limit_batch(self, n: int) -> int:
-        """Return how many of the next ``n`` tokens to decode before `checkpoint` is called."""
-        if type(n) is not int or not 0 <= n <= arguments.INT32:
-            n = arguments.integer("n", n, 0, arguments.INT32)
-        return n if self.points is None else self.points.limit(len(self.ledger.tokens), n)
-
-    def checkpoint(self) -> None:
-        """Keep the state after the present tokens, if one is due here. Never fails a prompt."""
-        if self.points is not None and self.points.due(len(self.ledger.tokens)):
-            self._keep_state()
+    @exclusive
+    def _restore_state(self) -> None:
+        """Continue after the last saved state, if a cancelled decode emptied the sequence."""
+        self.cache.sync()
+        if saved := self.backups.longest(self, self._groups):
+            self.sequence.restore(saved)
 
     @exclusive
     def _keep_state(self) -> None:

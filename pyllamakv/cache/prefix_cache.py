@@ -18,8 +18,8 @@ from pyllamakv.cache.allocation import Allocator, cell_stats
 from pyllamakv.cache.directory_tier import DirectoryTier
 from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.lease import ParkedPrefix, PrefixLease, exclusive
-from pyllamakv.cache.paging import FilePager, pager
-from pyllamakv.cache.radix_tree import TOKEN_BYTES
+from pyllamakv.cache.prefix_states import PrefillBackups
+from pyllamakv.cache.radix_tree import TOKEN_BYTES, key_to_tokens
 from pyllamakv.cache.reuse_counts import DepthCounts
 from pyllamakv.cache.tier import host_bytes, page_tier
 from pyllamakv.closing import ClosedOnExit
@@ -127,6 +127,8 @@ class PrefixCache(ClosedOnExit):
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = self.allocator.max_sequence_tokens
         self.leases = self.allocator.leases
+        #: The states of unfinished prompts, which are used after a cancel.
+        self.backups = PrefillBackups(self.branches, lambda: self.leases, self.stored)
         context.keepers.add(self)
 
     # Prompts...
@@ -259,10 +261,18 @@ class PrefixCache(ClosedOnExit):
         self._check_open()
         for lease in self.leases:
             lease.sync_node()
-        if self.context.emptied is not self._emptied:
-            # A cancelled decode may destroy the states of sequences outside of the batch.
-            self._emptied = self.context.emptied
-            self.branches.forget_emptied()
+        self.note_emptied()
+
+    def note_emptied(self) -> None:
+        """Forget what a cancelled decode has emptied, also sequences outside of its batch.
+
+        The saved state of an unfinished prompt becomes a page. The caller holds the context's lock.
+        """
+        if self.context.emptied is self._emptied:
+            return
+        self._emptied = self.context.emptied
+        self.branches.forget_emptied()
+        self.backups.keep_emptied()
 
     # The store...
 
@@ -645,10 +655,16 @@ def measure(cache: PrefixCache) -> PrefixStats:
     resident, pages, stored = branches.resident_bytes, branches.pages, cache.stored
     counts = PrefixCounts()
     counts.update(cache.counts)
+    counts.add("evictions", cache.backups.evicted)
     for lease in cache.leases:
         counts.add("evaluated_tokens", lease.evaluated)
-    tier = "files" if isinstance(branches.pager, FilePager) else "memory"
-    stored = cache.stored.store.size if cache.stored else 0
+    by_tier = {"cells": resident, "memory": 0, "files": 0}
+    by_tier[pages.place] += pages.size
+    backups = cache.backups.size
+    by_tier["memory"] += backups
+    if stored is not None:
+        by_tier[stored.place] += stored.size
+        counts.add("damaged", stored.damaged)
     return PrefixStats(
         resident=branches.taken - len(cache.leases),
         paged=pages.count,
@@ -658,8 +674,8 @@ def measure(cache: PrefixCache) -> PrefixStats:
         tokens=tree.tokens,
         cells=branches.cells,
         resident_bytes=resident,
-        paged_bytes=paged,
-        bytes=resident + paged,
+        paged_bytes=pages.size,
+        bytes=resident + pages.size + backups,
         budget=cache.budget,
         stored_tokens=stored.stored_tokens if stored else 0,
         loaded_tokens=stored.loaded_tokens if stored else 0,

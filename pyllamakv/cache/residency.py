@@ -79,6 +79,8 @@ class Residency:
     _most_children = 1
     #: Whether a branch may be dropped instead of paged out.
     _pages_optional = False
+    #: Whether a cancelled decode empties all sequences.
+    loses_all = False
 
     def __init__(
         self,
@@ -107,6 +109,13 @@ class Residency:
         self.evicted_tokens = self.paged_out_tokens = self.paged_in_tokens = 0
         #: Bytes of a sequence that do not depend on its length: its states.
         self.state_bytes = 0
+        #: Returns the bytes of the backups of unfinished prompts.
+        self._backup_bytes: Callable[[], int] = int
+
+    def _default_tier(self) -> PageTier | None:
+        """Return where branches are paged out to if the cache names no tier."""
+        self._pages_optional = self._host > 0 and prefix_states.saves(self.context)
+        return MemoryTier() if self._pages_optional else None
 
     # Sequences...
 
@@ -615,6 +624,24 @@ class Residency:
         self.paged_out_tokens += end - start
         return page
 
+    def share_budget(self, backup_bytes: Callable[[], int]) -> None:
+        """Let the backups of unfinished prompts, so many bytes, share the budget of states."""
+        self._backup_bytes = backup_bytes
+
+    def drop_surplus(self) -> int:
+        """Drop the least valuable states that exceed the schedule; return the number of branches.
+
+        A branch with a sequence loses its page only.
+        """
+        dropped = 0
+        while (node := self.surplus()) is not None:
+            if node.entry is None:
+                self.drop(node)
+                dropped += 1
+            else:
+                self.forget_page(node)
+        return dropped
+
     def surplus(self) -> Node | None:
         """Return the next page to drop if those in host memory exceed their limit."""
         if not self._host or self.pages.size <= self._host:
@@ -1050,8 +1077,9 @@ class Windows(Residency):
 
     def surplus(self) -> Node | None:
         """Return the least valuable state if there are more than the schedule allows."""
-        pager, most = self.pager, self.schedule
-        if pager is None or (pager.count <= most.size and pager.size <= most.budget):
+        tier, most = self.tier, self.schedule
+        limit = min(most.budget - self._backup_bytes(), self._host or most.budget)
+        if tier is None or (tier.count <= most.size and tier.size <= limit):
             return None
 
         def wanted(node: Node) -> bool:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
+    from pyllamakv.cache.prefix_states import PrefillBackups, StatePoints
     from pyllamakv.cache.slot_choice import Policy
     from pyllamakv.cache.tier import Page, PageTier
     from pyllamakv.cache.token_groups import Group
@@ -130,7 +131,8 @@ class SlotCache(ClosedOnExit):
         self.overcommits = context.partitions == 1 and (
             n * self.size > cells or n < context.info.n_seq_max
         )
-        self._parked: weakref.WeakSet[ParkedSlot] = weakref.WeakSet()
+        #: The states of unfinished prompts, which are used after a cancel.
+        self.backups = prefix_states.PrefillBackups(self.branches, self._leases)
         context.keepers.add(self)
 
     @property
@@ -238,7 +240,8 @@ class SlotCache(ClosedOnExit):
 
     def stats(self) -> SlotStats:
         """Return the statistics and totals."""
-        return self._counts.stats(self._slots, self.size, self.states)
+        states, parked = self.branches.tier, self._parking.size
+        return self._counts.stats(self._slots, self.size, states, self.backups, parked)
 
     def dump(self) -> str:
         """Return the slots as text, one line each."""
@@ -324,6 +327,25 @@ class SlotCache(ClosedOnExit):
                 raise CellUsage(self._cells, have).full(msg, wanted) from error
 
     # The interface for leases.
+
+    def sync(self) -> None:
+        """Note what a cancelled decode has emptied, also slots outside of its batch.
+
+        The saved state of an unfinished prompt becomes a page. The caller holds the context's lock.
+        """
+        if self.context.emptied is not self._emptied:
+            self._emptied = self.context.emptied
+            self.branches.record_removed(len(self._emptied))
+            self.backups.keep_emptied()
+
+    def restore(self, slot: Slot) -> None:
+        """Continue the prompt of an empty slot after its longest saved state, if there is one."""
+        lease = slot.lease
+        assert lease is not None
+        self.sync()
+        restored = self._restore_state(slot, lease.key[:-TOKEN_BYTES], 0, slot.groups)
+        if lease.backup is not None:
+            lease.backup.restart(restored)
 
     def release_slot(self, slot: Slot) -> None:
         """Release a slot, for `SlotLease.release`."""
@@ -698,11 +720,14 @@ class SlotLease(SequenceLease):
         if not given:
             msg = "no tokens to decode"
             raise UsageError(msg)
-        context, start = self._cache.context, len(self.sequence)
-        at, end, size = start, start + len(given), context.info.n_batch
-        mark = self._tokens.marks[-1:]
+        context, start = self.cache.context, len(self.sequence)
+        at, end, size = start, start + len(given), context.info.n_ubatch
+        cancels, mark = context.cancels, self.ledger.marks[-1:]
         while at < end:
             context.lock.let_readers()
+            if context.cancels != cancels:
+                msg = f"cancelled with {end - at} tokens left; the others remain"
+                raise Cancelled(msg, code=2)
             self.sequence.check_end(mark, f"{end - at} tokens are left")
             upto = grouping.floor(together, at + self.limit_batch(min(size, end - at)))
             if upto <= at:  # a group that is longer than a micro-batch
@@ -758,10 +783,8 @@ class SlotLease(SequenceLease):
         """Decode tokens again that a shift lost; after a failure, the next call continues."""
         context, again = self.cache.context, self._to_decode_again
         while (have := len(self.sequence)) < len(again):
-            piece = again[have : have + context.info.n_batch]
-            defrag_retry.decode_feed(
-                context, self.sequence.feed(piece, "none"), self._cache.relieve
-            )
+            piece = again[have : have + context.info.n_ubatch]
+            defrag_retry.decode_feed(context, self.sequence.feed(piece, "none"), self.cache.relieve)
         self._to_decode_again = []
 
     def _shift(self, n: int) -> None:
@@ -889,11 +912,20 @@ class SlotCounts:
         self.reused_tokens += cached
         self.prompt_tokens += length
 
-    def stats(self, slots: Sequence[Slot], size: int, states: StateStore | None) -> SlotStats:
-        """Return the numbers, with those of the slots and of the saved states."""
+    def stats(
+        self,
+        slots: Sequence[Slot],
+        size: int,
+        states: PageTier | None,
+        backups: PrefillBackups,
+        parked: int,
+    ) -> SlotStats:
+        """Return the numbers, with those of the slots, and the bytes of states and parked slots."""
         counts = dict(vars(self))
         depths = counts.pop("depths")
         leases = (each.lease for each in slots)
+        kept = backups.size + (states.size if states is not None else 0)
+        counts["state_evictions"] += backups.evicted
         counts["evaluated_tokens"] += sum(each.evaluated for each in leases if each is not None)
         return SlotStats(
             slots=len(slots),

@@ -222,7 +222,7 @@ def test_a_cancelled_prompt_keeps_its_progress(tmp_path: Path) -> None:
     Ollama discarded the decoded tokens of a cancelled prompt, so that retries made no progress
     (ollama #17839).
     """
-    cache = make(tmp_path, n_batch=18)
+    cache = make(tmp_path, n_batch=18, n_ubatch=18)
     prompt = [i % 50 for i in range(50)]
     for expected in (0, 18, 36):
         with cache.acquire(prompt) as lease:
@@ -237,9 +237,9 @@ def test_a_cancelled_prompt_keeps_its_progress(tmp_path: Path) -> None:
         assert lease.cached == 49
 
 
-def test_cancelled_prompts_that_part_keep_both(tmp_path: Path) -> None:
-    """Cancel two prompts behind their common beginning (ScenarioDivergentCancels)."""
-    cache = make(tmp_path, n_batch=10)
+def test_divergent_cancelled_prompts_are_both_cached(tmp_path: Path) -> None:
+    """Cancel two prompts after their common beginning (ScenarioDivergentCancels)."""
+    cache = make(tmp_path, n_batch=10, n_ubatch=10)
     prompts = [[*SYSTEM, *[tail] * 20] for tail in (1, 2)]
     for number, prompt in enumerate(prompts):
         with cache.acquire(prompt) as lease:

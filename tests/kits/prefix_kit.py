@@ -26,7 +26,7 @@ SYSTEM = [10 + i % 40 for i in range(20)]
 
 def make(folder: Path, **options: Any) -> PrefixCache:
     """Create a cache; context options are passed to the context."""
-    names = ("n_ctx", "n_seq_max", "n_batch", "native")
+    names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch", "native")
     context = {name: options.pop(name) for name in names if name in options}
     return PrefixCache(kit.context(folder, **{"n_ctx": 128, **context}), **options)
 
