@@ -2,8 +2,8 @@
 
 A step decodes one batch: a token of each active sequence, then as much of the waiting prompts as
 fits (`schedule_batch`). The sequence that has waited longest comes first, so a long prompt does not
-delay the others. `GenerationQueue` admits generations in the order of submission. `DecodeOnlyBatch`
-is the fast path for steps in which every generation needs one token. There are no threads:
+delay the others. `GenerationQueue` decides which generation is admitted next. `DecodeOnlyBatch` is
+the fast path for steps in which every generation needs one token. There are no threads:
 `Batcher.step`, or iterating over a generation, does the work.
 """
 
@@ -50,6 +50,7 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.context import Context
+from pyllamakv.runtime.decoder import StepGroup
 from pyllamakv.runtime.sampler import Sampler, make_sampler
 
 if TYPE_CHECKING:
@@ -67,6 +68,20 @@ R = TypeVar("R")
 #: Number of steps after which a waiting generation takes the place of one that has run as long.
 MAX_WAIT = 1024
 
+#: Number of steps for which a generation waits at most while another one evaluates a prefix of its
+#: prompt, and after which it is not overtaken by one with a longer cached prefix.
+MAX_DEFER = 64
+
+#: Number of steps of waiting that count as much as one level of priority.
+AGING_STEPS = 256
+
+
+def _busy() -> Busy:
+    return Busy(
+        "the batcher is in a call that this one interrupted or that called it, or that another "
+        "thread makes: use it after that call"
+    )
+
 
 def _exclusive(
     method: Callable[Concatenate[Batcher, P], R],
@@ -76,10 +91,7 @@ def _exclusive(
     @wraps(method)
     def run(self: Batcher, /, *given: P.args, **options: P.kwargs) -> R:
         if self._running:
-            raise Busy(
-                "the batcher is in a call that this one interrupted or that called it, or that "
-                "another thread makes: use it after that call"
-            )
+            raise _busy()
         try:
             self._running = True
             return method(self, *given, **options)
@@ -95,11 +107,18 @@ class Batcher(ClosedOnExit):
     A decode has at most ``n_batch`` tokens (None: the context's n_batch). A prompt that does not
     fit waits until another generation has ended. If cells run short, the generation that was
     submitted last is parked until another one has ended. One that has waited for ``max_wait`` steps
-    takes the place of one that has run as long (None: it waits).
+    takes the place of one that has run as long (None: it waits). A prompt waits for at most
+    ``max_defer`` steps while another one evaluates tokens that both begin with, so that it reuses
+    them (0: it does not wait).
     """
 
     def __init__(
-        self, manager: CacheManager, *, n_batch: int | None = None, max_wait: int | None = MAX_WAIT
+        self,
+        manager: CacheManager,
+        *,
+        n_batch: int | None = None,
+        max_wait: int | None = MAX_WAIT,
+        max_defer: int = MAX_DEFER,
     ) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
@@ -123,7 +142,8 @@ class Batcher(ClosedOnExit):
         #: Text of tokens by id, a cache for all generations: see `Generation`.
         self.known: dict[int, str] = {}
         max_wait = arguments.whole_or_none("max_wait", max_wait, 1, arguments.INT32)
-        self._queue = GenerationQueue(manager, max_wait)
+        max_defer = arguments.integer("max_defer", max_defer, 0, arguments.INT32)
+        self._queue = GenerationQueue(manager, max_wait, max_defer)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._feeding: list[Portion] = []
         self._running = False
@@ -159,15 +179,19 @@ class Batcher(ClosedOnExit):
         stop string, or at an end-of-generation token unless ``stop_at_end`` is False. Without
         ``sampler``, it is greedy. Each of ``groups`` of tokens is decoded in one batch.
         ``checkpoints`` are lengths of the prompt after which the manager keeps a state, if the
-        memory cannot return there. Raises PromptTooLong for a prompt that is longer than a
-        sequence of the manager, and UsageError for other invalid arguments and for a sampler with
-        the history of another generation. If the manager refuses the prompt later, only this
-        generation fails.
+        memory cannot return there. Only prompts with the same ``salt`` share prefixes. Generations
+        of a higher ``priority``, from -100 to 100, are admitted first and parked last;
+        256 steps of waiting count as much as 1.
+
+        Raises PromptTooLong for a prompt that is longer than a sequence of the manager,
+        BudgetTooSmall for one that exceeds its budget, and UsageError for other invalid arguments
+        and for a sampler with the history of another generation. If the manager refuses the prompt
+        later, only this generation fails.
         """
         asked = checked_request(
             self.manager, self._greedy, self.n_batch, prompt, messages=messages, tools=tools,
             max_tokens=max_tokens, stop=stop, sampler=sampler, groups=groups,
-            checkpoints=checkpoints, stop_at_end=stop_at_end,
+            checkpoints=checkpoints, salt=salt, priority=priority, stop_at_end=stop_at_end,
         )  # fmt: skip
         made = Generation(self, asked)
         self._begin(made)
@@ -177,7 +201,6 @@ class Batcher(ClosedOnExit):
         self._queue.submit(made, self._steps)
         return made
 
-    @_exclusive
     def step(self) -> bool:
         """Decode one batch. Returns False if no generation is left.
 
@@ -185,7 +208,11 @@ class Batcher(ClosedOnExit):
         the context was closed, or its worker died. Meanwhile, other threads, signal handlers and
         samplers get Busy from the batcher.
         """
+        # What `_exclusive` does, without another call between two decodes.
+        if self._running:
+            raise _busy()
         try:
+            self._running = True
             decode_only = self._decode_only
             if decode_only is not None:
                 try:
@@ -201,11 +228,13 @@ class Batcher(ClosedOnExit):
                     self._remove_ended(decode_only.generations)
                     return bool(self._queue)
             self._step()
+            return bool(self._queue)
         except (Closed, WorkerDied) as error:
             self._decode_only = None
             self._queue.end_all("failed", error)
             raise
-        return bool(self._queue)
+        finally:
+            self._running = False
 
     def run(self) -> None:
         """Decode until every generation has ended."""
@@ -232,7 +261,10 @@ class Batcher(ClosedOnExit):
         )
 
     def interrupt(self, generation: Generation) -> None:
-        """Cancel the running decode if it includes this generation. Thread-safe."""
+        """Cancel the running decode if it includes this generation. Thread-safe.
+
+        If an interruption would empty the states of others, the decode continues.
+        """
         arguments.instance("generation", generation, Generation, "a Generation")
         with self._lock:
             decode_only = self._decode_only
@@ -332,9 +364,16 @@ class Batcher(ClosedOnExit):
         portions = [each for each in portions if self._room(*each)]
         # Room for a later one may have required to park an earlier one.
         portions = [each for each in portions if each[0].lease is not None]
+        starts = {one: len(one.ledger.tokens) for one, _ in portions}
         for group in batches(self.context, portions):
-            # An earlier batch may have required to park a generation.
-            self._feed([each for each in group if each[0].lease is not None])
+            fed = []
+            for one, n in group:
+                # An earlier batch may have parked a generation, or not decoded its tokens: those
+                # of this one would then end inside a group.
+                if one.lease is not None and len(one.ledger.tokens) == starts[one]:
+                    fed.append((one, n))
+                starts[one] += n
+            self._feed(fed)
         self._enter_decode_only()
 
     def _sweep(self) -> bool:
@@ -494,7 +533,7 @@ def schedule_batch(active: Sequence[Generation], n_batch: int, steps: int) -> li
 
 
 def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
-    """Divide what a step decodes: a recurrent sequence starts in a batch of its own.
+    """Divide what a step decodes into micro-batches, as llama.cpp does.
 
     After a cancellation, those before the cancelled one remain. A recurrent sequence starts in a
     batch of its own: through 0.3.9, llama.cpp computes other states for sequences that start beside
@@ -503,7 +542,33 @@ def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
     if context.info.memory is not MemoryType.RECURRENT:
         return micro_batches(portions, context.info.n_ubatch)
     others = [each for each in portions if len(each[0].ledger)]
-    return [others, *([each] for each in portions if not len(each[0].ledger))]
+    apart = ([each] for each in portions if not len(each[0].ledger))
+    return [
+        part for each in (others, *apart) for part in micro_batches(each, context.info.n_ubatch)
+    ]
+
+
+def micro_batches(portions: list[Portion], size: int) -> list[list[Portion]]:
+    """Divide portions into batches of at most ``size`` tokens, if no group is longer."""
+    if sum(n for _, n in portions) <= size or all(n == 1 for _, n in portions):
+        return [portions]
+    found: list[list[Portion]] = [[]]
+    room = size
+    for one, n in portions:
+        at = len(one.ledger.tokens)
+        end = at + n
+        while at < end:
+            upto = grouping.floor(one.groups, min(at + room, end))
+            if upto <= at:
+                if room < size:
+                    found.append([])
+                    room = size
+                    continue
+                upto = min(grouping.ceil(one.groups, at + 1), end)
+            found[-1].append((one, upto - at))
+            room -= upto - at
+            at = upto
+    return found
 
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
@@ -558,11 +623,24 @@ class BatcherStats:
 
 
 class GenerationQueue:
-    """The generations of a batcher that have not ended, and the totals of the others."""
+    """The generations of a batcher that have not ended, and the totals of the others.
 
-    def __init__(self, manager: CacheManager, max_wait: int | None) -> None:
+    Those that wait are in the order of their turns: that of submission, moved by the priority, so
+    that each overtakes only those of a bounded number of steps. Two exceptions reuse more tokens,
+    each for a bounded number of steps: a generation is deferred while an active one evaluates a
+    prefix of its prompt, as SGLang defers requests of a batch, and of equal priorities the one with
+    the longest cached prefix comes first, SGLang's policy "lpm".
+    """
+
+    #: Number of tokens for which a generation is deferred at least: the threshold of SGLang.
+    MIN_SHARED = 32
+    #: Number of waiting generations whose cached prefixes are compared.
+    MAX_COMPARED = 32
+
+    def __init__(self, manager: CacheManager, max_wait: int | None, max_defer: int = 0) -> None:
         self.manager = manager
         self.max_wait = max_wait
+        self.max_defer = max_defer
         #: Those without a lease, in the order of their turns.
         self.waiting: list[Generation] = []
         self.active: list[Generation] = []
@@ -574,6 +652,8 @@ class GenerationQueue:
         #: Whether only one generation is admitted while none is active.
         self._singly = False
         self._turns = count()
+        #: `PrefixCache.cached_length`; not every manager has it.
+        self._cached_length = getattr(manager, "cached_length", None)
         #: Totals: generations that were parked, and that were resumed.
         self.parks = self.resumes = 0
 
@@ -595,9 +675,12 @@ class GenerationQueue:
         active generation could free any.
         """
         self._singly = self._singly and not self.active
+        deferred: set[Generation] = set()
         while self.waiting and not self.full and not (self._singly and self.active):
+            first = self._next(steps, deferred)
+            if first is None:
+                break
             self._crowded = None
-            first = self.waiting[0]
             resumes = first.parked is not None
             try:
                 first.begin(self.manager, steps)
@@ -615,10 +698,62 @@ class GenerationQueue:
                 self.active.append(first)
                 self.resumes += resumes
 
+    def _next(self, steps: int, deferred: set[Generation]) -> Generation | None:
+        """Return the generation to admit next; None if all are deferred, and add these."""
+        candidates: list[Generation] = []
+        for one in self.waiting:
+            if candidates and (one.priority != candidates[0].priority or one.parked is not None):
+                continue
+            if one not in deferred and self._defers(one):
+                deferred.add(one)
+                one.defer()
+            if one in deferred:
+                continue
+            candidates.append(one)
+            late = steps - one.since >= self.max_defer or one.parked is not None
+            if self._cached_length is None or len(candidates) == self.MAX_COMPARED:
+                break
+            if late and len(candidates) == 1:
+                break
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        return max(candidates, key=self._cached)  # the first one of equal ones
+
+    def _cached(self, one: Generation) -> int:
+        """Return how many tokens of a prompt are cached, as far as the manager says that."""
+        if self._cached_length is None:
+            return 0
+        tokens = np.frombuffer(one.key, np.int32)
+        return int(self._cached_length(tokens, groups=one.groups, salt=one.salt))
+
+    def _defers(self, one: Generation) -> bool:
+        """Return whether a generation waits, because an active one evaluates a prefix of it."""
+        if one.parked is not None or one.all_tokens or one.deferred >= self.max_defer:
+            return False
+        if one.awaits is not None and _evaluates(*one.awaits):
+            return True
+        awaits, length = None, 0
+        for other in self.active:
+            have, shared = len(other.ledger.tokens), one.common_with(other)
+            if shared - have >= self.MIN_SHARED and shared > length and _evaluates(other, shared):
+                awaits, length = other, shared
+        if awaits is None or self._cached(one) > length - self.MIN_SHARED:
+            return False
+        one.wait_for(awaits, length)
+        return True
+
     def submit(self, one: Generation, steps: int) -> None:
-        """Add a generation as the last one."""
-        one.queue(next(self._turns), steps)
-        self.waiting.append(one)
+        """Add a generation."""
+        one.queue(self._turn(one, steps), steps)
+        insort(self.waiting, one, key=lambda each: each.turn)
+
+    def _turn(self, one: Generation, steps: int) -> tuple[int, int]:
+        """Return the turn of a generation that begins to wait.
+
+        If each step of waiting raised the priority, the order of two generations would not change:
+        it is that of these constants.
+        """
+        return steps - one.priority * AGING_STEPS, next(self._turns)
 
     def park(self, one: Generation, steps: int) -> None:
         """Let a generation wait for its turn, until another one ends."""
@@ -644,9 +779,10 @@ class GenerationQueue:
     def rotate(self, steps: int) -> None:
         """Park a generation for one that has waited for ``max_wait`` steps.
 
-        Those that have run as long, and have sampled a token, get a new turn, after all others. The
+        None is parked for one that is deferred: it is not admitted yet. Those that have run as
+        long, and have sampled a token, get a new turn, after all others of their priority. The
         first one that waits is therefore admitted after the runs of those before it, whatever is
-        submitted later.
+        submitted later with its priority.
         """
         if self.max_wait is None or not self.waiting or not self.active:
             return
@@ -656,9 +792,9 @@ class GenerationQueue:
         for one in self.active:
             # Without a new token, a run that decodes lost tokens again would be repeated for ever.
             if one.turn < first.turn and steps - one.since >= self.max_wait and one.progressed:
-                one.yield_turn(next(self._turns))
+                one.yield_turn(self._turn(one, steps))
         last = max(self.active, key=lambda one: one.turn)
-        if last.turn > first.turn:
+        if last.turn > first.turn and not self._defers(first):
             self.park(last, steps)
         self._crowded = None
 
@@ -691,6 +827,11 @@ class GenerationQueue:
             self.ended[one.finish_reason] += 1
 
 
+def _evaluates(one: Generation, length: int) -> bool:
+    """Return whether a generation is going to evaluate its prompt up to this length."""
+    return one.lease is not None and len(one.ledger.tokens) < length <= len(one.prompt)
+
+
 class StepOutcome(Enum):
     """Record the result of a step: all continue, one ended, or nothing was decoded."""
 
@@ -710,7 +851,7 @@ class DecodeOnlyBatch:
     """
 
     __slots__ = (
-        "_alike", "_context", "_epoch", "_greedy", "_rooms", "_sequences", "cancels",
+        "_alike", "_context", "_epoch", "_greedy", "_group", "_outputs", "_rooms", "cancels",
         "decoding", "generations", "limit", "portions", "steps",
     )  # fmt: skip
 
@@ -729,51 +870,54 @@ class DecodeOnlyBatch:
         self.cancels = cancels
         self.decoding = False
         self._context = context
+        self._outputs = context.outputs
         self._epoch = context.epoch
         self._greedy = greedy
         #: Whether all generations use the greedy sampler, which samples for all in one call.
         self._alike = all(one.sampler is greedy for one in generations)
-        self._sequences = [one.sequence for one in generations]
-        self._rooms = [(one, one.ledger, one.lease.make_room) for one in generations if one.lease]
+        self._group = StepGroup(
+            tuple(one.sequence.id for one in generations), [one.ledger for one in generations]
+        )
+        self._rooms = [
+            (one, one.sequence, one.ledger, one.lease.make_room) for one in generations if one.lease
+        ]
 
     def step(self) -> StepOutcome:
         """Reserve cells, decode a token of each generation, and sample the next ones.
 
         NOTHING when that has to be done in the general way. Raises DecodeError.
         """
-        context = self._context
+        context, alike = self._context, self._alike
         if context.cancels != self.cancels or self.steps == self.limit:
             return NOTHING
-        if context.epoch != self._epoch:  # another decode, which may have changed a sequence
+        if self._outputs.epoch != self._epoch:  # another decode, which may have changed a sequence
             return NOTHING
-        tokens = []
-        for one, ledger, reserve in self._rooms:
-            have, end = len(ledger.tokens), ledger.marks[-1:]
-            if len(one.all_tokens) != have + 1:
-                return NOTHING
-            try:
-                reserve(1)
-            except ReprocessNeeded as needed:
-                follow_ledger(one, have, needed.tokens)
-                return NOTHING
-            except KvError:
-                return NOTHING
-            token = one.all_tokens[-1]
-            if len(ledger.tokens) != have:
-                if ledger.marks[-1:] != end:
-                    return NOTHING  # others removed tokens
-                follow_ledger(one, have)
-            tokens.append(token)
-        with context.lock:
-            if any(len(one.all_tokens) != len(ledger.tokens) + 1 for one, ledger, _ in self._rooms):
-                return NOTHING
+        # Held once for all: to take a lock again costs a tenth of a step of a small model.
+        with context.lock as handle:
+            tokens = []
+            for one, sequence, ledger, reserve in self._rooms:
+                have, end = len(ledger.tokens), ledger.marks[-1:]
+                if len(one.all_tokens) != have + 1 or not sequence.open:
+                    return NOTHING
+                try:
+                    reserve(1)
+                except ReprocessNeeded as needed:
+                    follow_ledger(one, have, needed.tokens)
+                    return NOTHING
+                except KvError:
+                    return NOTHING
+                tokens.append(one.all_tokens[-1])
+                if len(ledger.tokens) != have:
+                    if ledger.marks[-1:] != end:
+                        return NOTHING  # others removed tokens
+                    follow_ledger(one, have)
             self.decoding = True
             context.decoder.step(handle, self._group, tokens)
             self.decoding = False
             self.steps += 1
-            self._epoch = context.epoch
-            if self._alike and len(tokens) > 1:
-                chosen = self._greedy.sample_all(context)
+            self._epoch = self._outputs.epoch
+            if alike:
+                chosen = self._greedy.sample_locked(context, handle)
                 for one, token in zip(self.generations, chosen, strict=True):
                     one.keep_sample(token)
             else:

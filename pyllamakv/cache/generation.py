@@ -6,6 +6,7 @@ The request is checked before any decode.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
@@ -13,6 +14,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.interface import salt_digest
 from pyllamakv.cache.prefix_states import checked_positions
+from pyllamakv.cache.radix_tree import common, tokens_to_key
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import (
     Cancelled,
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
     from pyllamakv.runtime.sequence import Sequence
+
+#: Limit of priorities, in both directions.
+MAX_PRIORITY = 100
 
 
 class Generation(NotCopied, GeneratedText):
@@ -71,8 +76,14 @@ class Generation(NotCopied, GeneratedText):
         self.lease: Lease | None = None
         #: What the generation continues with, while it gave up its sequence.
         self.parked: Parked | None = None
-        #: Order of priority: the lowest is parked last. It changes after a long run.
-        self.turn = 0
+        self.priority = asked.priority
+        #: Number of steps for which it waited while another one evaluated a prefix of its prompt,
+        #: and that one, with the length of the prefix.
+        self.deferred = 0
+        self.awaits: tuple[Generation, int] | None = None
+        #: Place among all generations: the lowest is admitted first and parked last. It changes
+        #: after a long run.
+        self.turn = (0, 0)
         #: Step in which the generation began to wait, or to run.
         self.since = 0
         #: Number of all tokens when the generation began to run.
@@ -126,14 +137,17 @@ class Generation(NotCopied, GeneratedText):
         else:
             # After an interrupted `park`, the tokens so far are the prompt.
             tokens = self.all_tokens or self.prompt.copy()
-            lease = manager.acquire(tokens, groups=self.groups, checkpoints=self.checkpoints)
+            lease = manager.acquire(
+                tokens, groups=self.groups, checkpoints=self.checkpoints, salt=self.salt
+            )
             self.cached = lease.cached if self.cached is None else self.cached
             self.all_tokens = tokens
+        self.awaits = None
         self.last_step = self.since = steps
         self.begun_with = len(self.all_tokens)
         self.lease, self.sequence, self.ledger = lease, lease.sequence, lease.sequence.ledger
 
-    def queue(self, turn: int, steps: int) -> None:
+    def queue(self, turn: tuple[int, int], steps: int) -> None:
         """Wait from step ``steps`` for ``turn``, the place among all generations."""
         self.turn, self.since = turn, steps
 
@@ -167,7 +181,7 @@ class Generation(NotCopied, GeneratedText):
         """Return whether it has a token that it had not when it began to run."""
         return len(self.all_tokens) > self.begun_with
 
-    def yield_turn(self, turn: int) -> None:
+    def yield_turn(self, turn: tuple[int, int]) -> None:
         """Get a later turn."""
         self.turn = turn
 
@@ -207,11 +221,7 @@ class Generation(NotCopied, GeneratedText):
         if isinstance(token, Exception):
             self.end("failed", token)
             return False
-        return self.accept_token(token)
-
-    def accept_token(self, token: int) -> bool:
-        """Continue with a sampled token, or end. Return False if the generation has ended."""
-        if super().accept_token(token):
+        if self.accept_token(token):
             self.all_tokens.append(token)
             return True
         return False
@@ -221,6 +231,7 @@ class Generation(NotCopied, GeneratedText):
         if self.finish_reason is not None:
             return
         super().end(reason, error)
+        self.awaits = None  # otherwise it keeps that one, and all that it awaited, in memory
         if self.finish_reason == "cancelled" and self.error is None:
             msg = f"the generation was cancelled after {len(self.tokens)} tokens"
             self.error = Cancelled(msg, text=self.text)
@@ -358,6 +369,9 @@ def checked_request(
             "create the context or the cache manager with more"
         )
         raise PromptTooLong(msg, needed=len(given), available=longest)
+    check_budget = getattr(manager, "check_budget", None)
+    if check_budget is not None:
+        check_budget(len(given))
     max_tokens = arguments.whole_or_none("max_tokens", max_tokens, 0)
     stop_at_end = arguments.flag("stop_at_end", stop_at_end)
     check_sampler(sampler)
@@ -367,7 +381,9 @@ def checked_request(
     salt_digest(salt)
     priority = arguments.integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
     picker, owned = _picker(model, greedy, sampler)
-    return Request(given, max_tokens, strings, stop_at_end, together, named, picker, owned)
+    return Request(
+        given, max_tokens, strings, stop_at_end, together, named, salt, priority, picker, owned
+    )
 
 
 def _picker(

@@ -175,7 +175,8 @@ class PrefixCache(ClosedOnExit):
         self._count(prompt, cached)
         return lease
 
-    def _new_lease(
+    @exclusive
+    def cached_length(
         self,
         tokens: Iterable[int],
         *,

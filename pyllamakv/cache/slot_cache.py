@@ -196,6 +196,32 @@ class SlotCache(ClosedOnExit):
         )  # fmt: skip
         return lease
 
+    def cached_length(
+        self,
+        tokens: Iterable[int],
+        *,
+        groups: Iterable[tuple[int, int]] = (),
+        salt: str | None = None,
+    ) -> int:
+        """Return how many tokens of a prompt `acquire` finds now, 0 without a free slot.
+
+        Changes nothing. A sliding window may have passed the position since. Raises UsageError as
+        `acquire` does.
+        """
+        prompt, key = self._checked_prompt(tokens)
+        secret = salt_digest(salt)
+        together = self._checked_groups(groups, len(prompt))
+        with self.context.lock:
+            self._check_open()
+            self.sync()
+            found = self._choose(prompt, secret)
+            if found is None:
+                return 0
+            wanted = grouping.floor(together, min(found.common, len(prompt) - 1))
+            before_last = key[:-TOKEN_BYTES]
+            state = self.branches.longest_state(before_last, secret, together, touch=False)
+            return max(wanted, state.end)
+
     def droppable_sequences(self) -> set[int]:
         """Return the ids of all slots, for `Context.set_adapters`; UsageError if one is in use."""
         if self._closed:

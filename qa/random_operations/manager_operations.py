@@ -23,7 +23,7 @@ import numpy as np
 
 from pyllamakv.cache import defrag_retry, slot_choice
 from pyllamakv.cache.allocation import LOST_STATE
-from pyllamakv.cache.batcher import Batcher
+from pyllamakv.cache.batcher import MAX_DEFER, Batcher, GenerationQueue
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.interface import salt_digest

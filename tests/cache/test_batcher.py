@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit as kit
-from batching_kit import PROMPTS, Fixed, alone, said
+from batching_kit import PROMPTS, Fixed, alone, scripted
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, SamplerParams

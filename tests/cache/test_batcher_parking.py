@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit as kit
-from batching_kit import alone, said
+from batching_kit import alone, scripted
 from fakes.simulated import ALL
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.checkpoints import CheckpointSchedule
-from pyllamakv.cache.paging import MemoryPager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.cache.tier import MemoryTier
 from pyllamakv.errors import (
     KVCacheFull,
     NoSlotAvailable,
@@ -321,7 +321,7 @@ def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise PagingError("no space left", tmp_path)
 
-    cache.branches.pager.write = full
+    cache.branches.tier.write = full
     with cache.acquire([5] * 40) as old:
         old.prefill()
     with Batcher(cache) as batcher:
@@ -342,7 +342,6 @@ def test_a_full_disk_fails_the_request_that_needs_room(tmp_path: Path) -> None:
 def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
     """Sequence and cells are free for others, and the tokens continue afterwards."""
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
-    ctx = cache.context
     tokens = [*range(10, 70)]
     lease = cache.acquire(tokens)
     lease.sequence.prefill(lease.rest)
@@ -369,7 +368,6 @@ def test_a_lease_is_parked_and_resumed(tmp_path: Path, name: str) -> None:
 def test_a_lease_that_cannot_be_resumed_stays_parked(tmp_path: Path, name: str) -> None:
     """If cells or sequences are in use, nothing of the others changes."""
     cache = MANAGERS[name](tmp_path, n_seq_max=2)
-    ctx = cache.context
     lease = cache.acquire([4] * 60)
     lease.sequence.prefill(lease.rest)
     parked = lease.park()
@@ -414,7 +412,7 @@ def test_a_released_lease_is_not_parked(tmp_path: Path, name: str) -> None:
 def test_checkpoints_are_due_after_parking_as_before(tmp_path: Path, name: str) -> None:
     """Check a named position, and the interval if text is parked more often than that."""
     cache = MANAGERS[name](tmp_path)
-    ctx, prompt = cache.context, [*range(10, 40)]
+    prompt = [*range(10, 40)]
     lease = cache.acquire(prompt, checkpoints=[25])
     lease.sequence.prefill(prompt[:20])
     lease = lease.park().resume(prompt)
@@ -434,7 +432,7 @@ def test_checkpoints_are_due_after_parking_as_before(tmp_path: Path, name: str) 
 def test_a_branch_that_cannot_be_paged_in_yet_stays_parked(tmp_path: Path) -> None:
     """If two sequences are needed, it waits for them, so that nothing is evaluated again."""
     cache = PrefixCache(context(tmp_path, n_seq_max=2), paging="memory")
-    ctx, head = cache.context, [*range(10, 30)]
+    head = [*range(10, 30)]
     first = cache.acquire([*head, *([5] * 20)])
     first.sequence.prefill(first.rest)
     parked = first.park()
@@ -466,7 +464,7 @@ def test_memory_of_parked_branches_is_separate(tmp_path: Path) -> None:
             assert len(pages) <= parked
     assert most > 0
     assert cache.stats().paged_bytes == 0
-    assert isinstance(cache.branches._parking, MemoryPager)
+    assert isinstance(cache.branches._parking, MemoryTier)
 
 
 @pytest.mark.parametrize("name", ["prefixes", "states"])

@@ -133,3 +133,61 @@ def test_a_batcher_reuses_as_much_as_with_attention(model: kv.Model, manager: An
     assert reused[1:3] == turns
     assert reused[3] in (0, 120)  # the first divergence: later ones find a state there
     assert reused[4:] == [*turns, 120, *turns, 120, *turns]
+
+
+class CancelledPrompts:
+    """Cancel real decodes of a context: the one in which more than ``left`` tokens are decoded."""
+
+    def __init__(self, ctx: kv.Context) -> None:
+        self.left = 1 << 30
+        decode = ctx.native.decode
+
+        def counting(handle: Any, tokens: Any, *others: Any) -> int:
+            self.left -= len(tokens)
+            ctx.native.cancel_after(handle, 0 if self.left < 0 else -1)
+            return decode(handle, tokens, *others)
+
+        ctx.native.decode = counting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "batched"),
+    [
+        (("b11549+patched", "hybrid"), False),
+        (("b11549+patched", "hybrid"), True),
+        (("0.3.9+patched", "recurrent"), False),
+    ],
+    indirect=["model"],
+)
+def test_a_prompt_that_is_cancelled_repeatedly_is_complete_and_exact(
+    model: kv.Model, manager: Any, batched: bool
+) -> None:
+    """2,000 tokens, cancelled every 320, need at most 8 tries in micro-batches of 64."""
+    prompt = text(2000)
+    with (
+        model.context(n_ctx=8192, n_batch=256, n_ubatch=64, n_seq_max=2) as ctx,
+        manager(ctx) as cache,
+        kv.Batcher(cache) as batcher,
+    ):
+        whole = batcher.submit(prompt, 1, stop_at_end=False)
+        batcher.run()
+        with cache.acquire(prompt) as lease:
+            expected = decode(lease)
+        cancels, done = CancelledPrompts(ctx), False
+        for _ in range(8):
+            cancels.left = 320
+            if batched:
+                one = batcher.submit(prompt, 1, salt="another", stop_at_end=False)
+                batcher.run()
+                done = one.finish_reason == "length" and one.tokens == whole.tokens
+                continue
+            found = cache.cached_length(prompt, salt="another")
+            with cache.acquire(prompt, salt="another") as lease, suppress(kv.Cancelled):
+                assert lease.cached == found
+                logits = decode(lease)
+                assert lease.sequence.tokens == prompt
+                assert np.abs(logits - expected).max() < NOISE
+                done = True
+        assert done
+        cache.check()

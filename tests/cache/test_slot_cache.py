@@ -193,8 +193,37 @@ def test_cancelled_prompt_keeps_its_decoded_tokens(ctx: Context) -> None:
     cache.check()
 
 
-def test_slots_lend_each_other_cells(ctx: Context) -> None:
-    """With larger slots, the oldest free history is evicted, and never one in use."""
+@pytest.mark.parametrize("memory", [MemoryType.ATTENTION, MemoryType.HYBRID])
+@pytest.mark.parametrize("policy", ["best", "longest"])
+def test_cached_length_is_that_of_the_next_lease(
+    tmp_path: Path, memory: MemoryType, policy: Any
+) -> None:
+    """It depends on salt and groups, changes nothing, and is 0 while all slots are in use."""
+    ctx = kit.context(tmp_path, {"partial": memory is MemoryType.ATTENTION}, n_ctx=256)
+    object.__setattr__(ctx.info, "memory", memory)
+    cache = SlotCache(ctx, 2, policy=policy)
+    text = [3 + (7 * i * i + i) % 250 for i in range(40)]
+    prompts: list[tuple[list[int], dict[str, Any]]] = [
+        (text, {}), (text[:30], {}), ([*text[:30], 9], {}), ([*text[:35], 8], {"salt": "a"}),
+        ([*text[:35], 7], {"salt": "a"}), ([*text[:20], 6], {"groups": [(15, 21)]}), (text, {}),
+    ]  # fmt: skip
+    found = []
+    for prompt, options in prompts:
+        before, clock = cache.dump(), cache.branches.tree.clock
+        found.append(cache.cached_length(prompt, **options))
+        assert (cache.dump(), cache.branches.tree.clock) == (before, clock)
+        with cache.acquire(prompt, **options) as lease:
+            assert lease.cached == found[-1]
+            lease.decode()
+    assert found[0] == found[3] == 0 < found[2]
+    with cache.acquire(text), cache.acquire([5]):
+        assert cache.cached_length(text) == 0
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        cache.cached_length([])
+
+
+def test_larger_slots_evict_the_oldest_free_history(ctx: Context) -> None:
+    """The oldest free history is evicted, and never one in use."""
     cache = SlotCache(ctx, 4, size=40)
     assert cache.overcommits
     fill(cache, [5] * 20)

@@ -70,11 +70,15 @@ NOT_CALLED = {
         "Generation.accept_sample", "Generation.end",
         "Generation.accept_token", "Generation.is_end", "Generation.reuse",
         "Generation.park", "Generation.queue", "Generation.yield_turn",
+        "Generation.common_with", "Generation.wait_for",
     ),
     "what a task asks of its generation": ("Generation.parts",),
     "what a context asks of its sampler": (
         "Sampler.keep_ahead", "Sampler.take_ahead",
         "NumpySampler.keep_ahead", "NumpySampler.take_ahead",
+    ),
+    "what a batcher asks of a sampler, with the context's lock held": (
+        "Sampler.sample_locked", "NumpySampler.sample_locked",
     ),
     "what a generation asks of its sampler": ("Sampler.begin",),
     "what leases, also parked ones, ask of their cache": (
@@ -119,6 +123,7 @@ ENDING = (
 NEGATIVE = {
     "delta": "shifts to lower positions",
     "keep": "all of the prompt",
+    "priority": "later than others",
     "pooling": "that of the model file",
     "index": "counts from the last place",
     "axis": "counts from the last axis",
