@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
 
-from pyllamakv.cache.batcher import MAX_WAIT, Batcher
+from pyllamakv.cache.batcher import MAX_DEFER, MAX_WAIT, Batcher
 from pyllamakv.cache.generation import Generation
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Closed
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from pyllamakv.cache.interface import CacheManager
     from pyllamakv.runtime.generated_text import Reason, Usage
 
-R = TypeVar("R")
+#: Seconds for which an idle batcher over a memory with states waits for more prompts.
+GATHER_SECONDS = 0.01
 
 
 class AsyncBatcher(NotCopied):
@@ -37,9 +39,17 @@ class AsyncBatcher(NotCopied):
     """
 
     def __init__(
-        self, manager: CacheManager, *, n_batch: int | None = None, max_wait: int | None = MAX_WAIT
+        self,
+        manager: CacheManager,
+        *,
+        n_batch: int | None = None,
+        max_wait: int | None = MAX_WAIT,
+        max_defer: int = MAX_DEFER,
     ) -> None:
-        self._batcher = Batcher(manager, n_batch=n_batch, max_wait=max_wait)
+        self._batcher = Batcher(manager, n_batch=n_batch, max_wait=max_wait, max_defer=max_defer)
+        #: Number of prompts to gather: those that the manager serves at once, if any are deferred.
+        slots = getattr(manager, "branches", None)
+        self._most = getattr(slots, "limit", manager.context.info.n_seq_max) if max_defer else 0
         self._wake = threading.Condition()
         # Shared with the thread, under `_wake`.
         self._calls: list[_Call] = []
@@ -60,11 +70,36 @@ class AsyncBatcher(NotCopied):
             self._live.append(made)
             return made
 
-        return await self._call(begin)
+        made: AsyncGeneration = await self.call(begin)
+        return made
 
     async def stats(self) -> BatcherStats:
         """Return the totals so far."""
-        return await self._call(self._batcher.stats)
+        stats: BatcherStats = await self.call(self._batcher.stats)
+        return stats
+
+    async def call(self, work: Callable[[], Any]) -> Any:
+        """Run a function in the thread, between two steps; return its result or raise its error.
+
+        It may use the manager, for example ``cache.flush``. Raises Closed after `aclose`.
+        """
+        call = _Call(work, asyncio.get_running_loop())
+        with self._wake:
+            if self._closing:
+                raise Closed("the batcher was closed; create a new one")
+            if self._thread is None:
+                # A daemon: a program that forgets `aclose` can end.
+                self._thread = threading.Thread(
+                    target=self._run, name="pyllamakv-batcher", daemon=True
+                )
+                self._thread.start()
+            self._calls.append(call)
+            self._wake.notify()
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            call.discard()
+            raise
 
     async def aclose(self) -> None:
         """Cancel all generations and end the thread. The manager stays open. May be repeated."""
@@ -93,33 +128,15 @@ class AsyncBatcher(NotCopied):
     ) -> None:
         await self.aclose()
 
-    async def _call(self, work: Callable[[], R]) -> R:
-        """Run ``work`` in the thread, between two steps."""
-        call = _Call(work, asyncio.get_running_loop())
-        with self._wake:
-            if self._closing:
-                raise Closed("the batcher was closed; create a new one")
-            if self._thread is None:
-                # A daemon: a program that forgets `aclose` can end.
-                self._thread = threading.Thread(
-                    target=self._run, name="pyllamakv-batcher", daemon=True
-                )
-                self._thread.start()
-            self._calls.append(call)
-            self._wake.notify()
-        found: R = await call.future
-        return found
-
     # In the thread...
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._calls or self._live or self._closing)
-                calls, self._calls = self._calls, []
-                closing = self._closing
-            for call in calls:
-                call.run(closed=closing)
+            idle = not self._live
+            closing = self._run_calls(None if idle else 0.0)
+            until = monotonic() + GATHER_SECONDS
+            while idle and not closing and self._gathers(left := until - monotonic()):
+                closing = self._run_calls(left)
             if closing:
                 break
             if self._live:
@@ -128,6 +145,28 @@ class AsyncBatcher(NotCopied):
             self._batcher.close()
         finally:
             self._deliver()
+
+    def _run_calls(self, seconds: float | None) -> bool:
+        """Run the calls of tasks; wait up to ``seconds`` (None: for ever) for the first one.
+
+        Returns whether the batcher is closing.
+        """
+        with self._wake:
+            self._wake.wait_for(lambda: self._calls or self._closing, seconds)
+            calls, self._calls = self._calls, []
+            closing = self._closing
+        for call in calls:
+            call.run(closed=closing)
+        return closing
+
+    def _gathers(self, left: float) -> bool:
+        """Return whether to wait for more prompts before the first step, ``left`` seconds at most.
+
+        A memory with states has none for prompts that arrive after the prefix was evaluated. There
+        is no wait if no prompt is deferred, or if the manager serves no more prompts at once.
+        """
+        waits = 0 < len(self._live) < self._most and left > 0
+        return waits and self._batcher.context.info.memory.keeps_states
 
     def _step(self) -> None:
         try:
@@ -252,8 +291,7 @@ class _Call:
 
     def _finish(self, result: Any, error: Exception | None) -> None:
         if self.future.cancelled():
-            if isinstance(result, AsyncGeneration):
-                result.cancel()
+            self._drop(result)
         elif error is not None:
             self.future.set_exception(error)
         else:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit as kit
-from batching_kit import PROMPTS, Fixed, alone, said
+from batching_kit import PROMPTS, Fixed, alone, scripted
 
+from pyllamakv.cache import async_batcher
 from pyllamakv.cache.async_batcher import AsyncBatcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
@@ -131,6 +132,28 @@ def test_a_cancelled_task_frees_its_sequence(ctx: Context, how: str) -> None:
     run(ctx, main)
 
 
+def test_generation_that_its_task_cannot_get_is_cancelled(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task is cancelled in the iteration of the loop in which the generation began."""
+
+    async def main(front: AsyncBatcher) -> None:
+        finish = async_batcher._Call._finish
+
+        def cancel(call: Any, *given: Any) -> None:
+            finish(call, *given)
+            task.cancel()
+
+        monkeypatch.setattr(async_batcher._Call, "_finish", cancel)
+        task = asyncio.create_task(front.submit("Hi"))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        monkeypatch.undo()
+        await ended(front, "cancelled", 1)
+
+    run(ctx, main)
+
+
 def test_errors_reach_the_task_that_waits(ctx: Context) -> None:
     """They are those of its own generation; the others are not affected."""
 
@@ -245,8 +268,34 @@ def test_closing_ends_the_decode_that_runs(ctx: Context) -> None:
     asyncio.run(main())
 
 
-def test_generations_of_several_loops(ctx: Context) -> None:
-    """One loop may end before its generations do."""
+def test_a_call_runs_between_two_steps(ctx: Context) -> None:
+    """It may use the manager, which is Busy for other threads during a step."""
+    native: Any = ctx.native
+
+    async def main() -> None:
+        cache = PrefixCache(ctx)
+        front = AsyncBatcher(cache)
+        native.gate.clear()
+        native.entered.clear()
+        one = await front.submit("Hi", 3)
+        await asyncio.to_thread(native.entered.wait, 60)
+        task = asyncio.create_task(front.call(lambda: cache.pin("Hi", one.generation.prompt)))
+        await asyncio.sleep(0)
+        native.gate.set()
+        assert await task is None
+        assert await front.call(lambda: list(cache.pins)) == ["Hi"]
+        with pytest.raises(UsageError, match="no store"):
+            await front.call(cache.flush)
+        assert len(await one.result()) == 3
+        await front.aclose()
+        with pytest.raises(Closed):
+            await front.call(cache.stats)
+
+    asyncio.run(main())
+
+
+def test_generation_is_cancelled_after_its_loop_ends(ctx: Context) -> None:
+    """A loop may end before its generations do."""
     front = AsyncBatcher(SlotCache(ctx))
     left = asyncio.run(front.submit("Hi", sampler=Fixed([70] * 10_000)))
 

@@ -94,6 +94,7 @@ NOT_CALLED = {
     "what a prefill asks of its sequence": ("Sequence.check_end",),
     "what a policy asks of the cells, with the context's lock held": ("KV.defrag_locked",),
     "a coroutine, whose arguments Batcher.submit checks": ("AsyncBatcher.submit",),
+    "a coroutine that calls the function it is given": ("AsyncBatcher.call",),
     "what the window asks of its screen": ("Screen.show",),
 }  # fmt: skip
 
