@@ -37,6 +37,7 @@ from pyllamakv.runtime.batch import (
 from pyllamakv.runtime.decoder import Decoder
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.generated_text import TextStream
+from pyllamakv.runtime.generation import PromptCache
 from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger
@@ -374,19 +375,24 @@ class Context(ClosedOnExit):
         stop: str | Iterable[str] = (),
         stop_at_end: bool = True,
         sequence: Sequence | None = None,
+        cache: PromptCache | None = None,
+        salt: str | None = None,
         template: str | None = None,
         **options: Any,
     ) -> TextStream:
         """Generate the reply to the messages of a chat; yield text when it is complete.
 
         ``sequence`` keeps the tokens for the next call, which evaluates only what differs.
-        Without one, a sequence is opened, and closed at the end. ``template`` and ``options`` are
-        those of `Model.apply_chat_template`, the others those of `Sequence.generate`. Raises as
-        both do, PromptTooLong, and UsageError if the grammar or schema of the sampler has begun
+        ``cache`` is a `PrefixCache` of this context, which reuses prefixes of all chats with the
+        same ``salt``, and evicts others for the reply. Without both, a sequence is opened, and
+        closed at the end. ``template`` and ``options`` are those of `Model.apply_chat_template`,
+        the others those of `Sequence.generate`. Raises as both do, PromptTooLong, as
+        `PrefixCache.acquire` does, and UsageError if the grammar or schema of the sampler has begun
         another text.
         """
         if sequence is not None:
             checked(sequence).check(self)
+        generation.check_cache(self, sequence, cache, salt)
         return generation.chat(
             self,
             messages,
@@ -396,6 +402,8 @@ class Context(ClosedOnExit):
             stop=stop,
             stop_at_end=stop_at_end,
             sequence=sequence,
+            cache=cache,
+            salt=salt,
             template=template,
             options=options,
         )

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.protocol import SamplerParams
@@ -25,12 +25,57 @@ from pyllamakv.runtime.sampler import (
 from pyllamakv.runtime.stop_strings import check_stop_strings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenSampler
     from pyllamakv.runtime.sequence import Sequence
+
+
+class PromptLease(Protocol):
+    """A sequence for one prompt, with the tokens that were cached: `PrefixLease`."""
+
+    sequence: Sequence
+    cached: int
+
+    def prefill(self) -> None:
+        """Decode the rest of the prompt."""
+
+    def make_room(self, n: int) -> None:
+        """Free cells for ``n`` more tokens."""
+
+    def release(self) -> None:
+        """Release the sequence; its tokens stay cached."""
+
+
+@runtime_checkable
+class PromptCache(Protocol):
+    """What a chat needs of a `PrefixCache`, which is in a package above this one."""
+
+    def acquire(self, tokens: Iterable[int], *, salt: str | None = None) -> PromptLease:
+        """Return a lease for a prompt, with its longest cached prefix."""
+
+    def pin(self, name: str, tokens: Iterable[int]) -> None:
+        """Protect a prefix from eviction: no other cache manager does."""
+
+
+def check_cache(
+    context: Context, sequence: Sequence | None, cache: PromptCache | None, salt: str | None
+) -> None:
+    """Raise UsageError for a wrong cache or salt of a chat, and for those that contradict."""
+    if cache is None:
+        if salt is not None:
+            raise UsageError("salt= separates prefixes of a cache; pass cache= as well")
+        return
+    if not isinstance(cache, PromptCache):
+        raise arguments.wrong_type("cache", cache, "a PrefixCache")
+    if sequence is not None:
+        raise UsageError("pass either sequence= or cache=: a cache selects the sequence")
+    if getattr(cache, "context", None) is not context:
+        raise UsageError("the cache is one of another context")
+    if salt is not None:
+        arguments.salt(salt)
 
 
 def generate(
@@ -62,6 +107,8 @@ def chat(
     stop: str | Iterable[str],
     stop_at_end: bool,
     sequence: Sequence | None,
+    cache: PromptCache | None,
+    salt: str | None,
     template: str | None,
     options: Mapping[str, Any],
 ) -> TextStream:
@@ -77,6 +124,8 @@ def chat(
         msg = "the chat template rendered no text"
         raise UsageError(msg)
     output = GeneratedText(model, len(tokens), **limits, known={})
+    if cache is not None:
+        return TextStream(output, lambda out: _chat_cached(out, tokens, sampler, cache, salt))
     return TextStream(output, lambda out: _chat(out, context, tokens, sampler, sequence))
 
 
@@ -129,10 +178,29 @@ def _chat(
         yield from _generate(output, used, sampler)
 
 
+def _chat_cached(
+    output: GeneratedText,
+    tokens: list[int],
+    sampler: TokenSampler | SamplerParams | None,
+    cache: PromptCache,
+    salt: str | None,
+) -> Generator[str]:
+    lease = cache.acquire(tokens, salt=salt)
+    try:
+        if isinstance(sampler, Sampler):
+            sampler.begin(lease.sequence, new=True)
+        output.reuse(lease.cached)
+        lease.prefill()
+        yield from _generate(output, lease.sequence, sampler, lease.make_room)
+    finally:
+        lease.release()
+
+
 def _generate(
     output: GeneratedText,
     sequence: Sequence,
     sampler: TokenSampler | SamplerParams | None,
+    make_room: Callable[[int], None] | None = None,
 ) -> Generator[str]:
     context = sequence.context
     picker, mine = _picker(context.model, sampler)
@@ -160,6 +228,8 @@ def _generate(
                 if cancels != context.cancels:
                     msg = "the generation was cancelled; yielded tokens are in the sequence"
                     raise Cancelled(msg, text=output.text)
+                if make_room is not None:
+                    make_room(1)
                 sequence.step(token)
                 decoded, token = token, -1
                 if output.accept_token(decoded):

@@ -9,7 +9,10 @@ import runtime_kit as kit
 from batching_kit import Fixed
 from fakes.simulated import ALL
 
-from pyllamakv.binding.protocol import Capability
+from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.cache.checkpoints import CheckpointSchedule
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import PromptTooLong, Unsupported, UsageError
 from pyllamakv.runtime.generated_text import Usage
 
@@ -96,6 +99,60 @@ def test_usage_counts_what_the_sequence_had(tmp_path: Path) -> None:
     with pytest.raises(PromptTooLong):
         next(failed)
     assert (failed.finish_reason, failed.usage.reused, failed.tokens) == ("failed", 0, [])
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_cache_reuses_prefixes_of_other_chats(tmp_path: Path, partial: bool) -> None:
+    """They do with the same salt. Replies are those without a cache, also after evictions."""
+    plain = chat_context(tmp_path)
+    native = {"meta": {"tokenizer.chat_template": TEMPLATE}, "partial": partial}
+    ctx = kit.context(tmp_path, native, n_ctx=128)
+    if not partial:
+        object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
+    often = CheckpointSchedule(size=100, interval=4, first=1)
+    cache = PrefixCache(ctx, checkpoints=often)
+    system = {"role": "system", "content": "Be brief and kind."}
+    reused = {}
+    for salt, question in ((None, "one"), (None, "two"), ("a", "one"), ("a", "two"), (None, "one")):
+        messages = [system, {"role": "user", "content": question}]
+        expected = "".join(plain.chat(messages, 20))
+        reply = ctx.chat(messages, 20, cache=cache, salt=salt)
+        assert "".join(reply) == expected
+        assert (reply.finish_reason, reply.usage.generated) == ("length", 20)
+        reused.setdefault(salt, []).append(reply.usage.reused)
+        assert cache.stats().leased == 0
+        cache.check()
+    assert [each[0] for each in reused.values()] == [0, 0]
+    assert all(n >= 16 for each in reused.values() for n in each[1:])
+    assert cache.stats().evictions + cache.stats().paged_out > 0
+
+
+def test_a_chat_releases_its_lease(tmp_path: Path) -> None:
+    """The lease ends if iteration stops early or the prompt is refused; it starts with it."""
+    ctx = chat_context(tmp_path)
+    cache = PrefixCache(ctx)
+    messages = [{"role": "user", "content": "Hi"}]
+    reply = ctx.chat(messages, cache=cache)
+    assert cache.stats().leased == 0
+    next(reply)
+    assert cache.stats().leased == 1
+    reply.close()
+    assert cache.stats().leased == 0
+    other = kit.context(tmp_path)
+    for wrong, match in (
+        ({"cache": 1}, "cache"),
+        ({"cache": SlotCache(kit.context(tmp_path))}, "PrefixCache"),
+        ({"cache": PrefixCache(other)}, "another context"),
+        ({"cache": cache, "sequence": ctx.sequence()}, "either"),
+        ({"salt": "a"}, "cache="),
+        ({"cache": cache, "salt": ""}, "salt"),
+        ({"cache": cache, "salt": 5}, "salt"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            ctx.chat(messages, **wrong)
+    with pytest.raises(PromptTooLong, match="at most"):
+        next(ctx.chat([{"role": "user", "content": "x" * 100}], cache=cache))
+    cache.check()
 
 
 def test_bad_chats_are_refused_at_once(tmp_path: Path) -> None:
