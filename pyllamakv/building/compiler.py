@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,8 @@ from pyllamakv.source.files import write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
 
 _HINT = (
     "install one: Debian or Ubuntu `apt-get install g++ make`, Fedora `dnf install gcc-c++ make`, "
@@ -123,7 +127,8 @@ int main() {
 class Compiler:
     """A pair of compilers: paths, version line, target, and the CPU flags of `native`.
 
-    ``native_options`` leave out what this compiler cannot compile correctly.
+    ``native_options`` leave out what this compiler cannot compile correctly. ``untested`` is the
+    reason why that could not be tested: they then leave out what is in doubt.
     """
 
     c: str
@@ -132,6 +137,7 @@ class Compiler:
     target: str
     native_flags: tuple[str, ...]
     native_options: tuple[str, ...] = ()
+    untested: str = ""
 
     @property
     def identity(self) -> str:
@@ -142,7 +148,8 @@ class Compiler:
 def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) -> Compiler:
     """Return the compilers in CC and CXX, else gcc, clang or cc on PATH.
 
-    ``cache`` is a file for results. Raises ToolMissing with the package to install.
+    ``cache`` is a file for results; one without a test of AMX is not cached. Raises ToolMissing
+    with the package to install.
     """
     env = os.environ if environ is None else environ
     c, cxx = _paths(env)
@@ -151,7 +158,9 @@ def find(cache: Path | None = None, environ: Mapping[str, str] | None = None) ->
     if kept := _kept(known, stamp):
         return kept
     found = _ask(c, cxx)
-    if cache is not None:
+    if found.untested:
+        log.warning("AMX is not used: its test failed: %s", found.untested)
+    elif cache is not None:
         known[stamp] = dataclasses.asdict(found)
         _write(cache, known)
     return found
@@ -271,25 +280,35 @@ def _ask(c: str, cxx: str) -> Compiler:
     defined = set(re.findall(r"#define (\w+) ", _run(cxx, native, "-dM", "-E", "-x", "c++", "-")))
     flags = tuple(sorted(flag for macro, flag in _MACROS.items() if macro in defined))
     options: tuple[str, ...] = ()
-    if "amx_tile" in flags and not _loads_tiles(cxx, native):
+    untested, works = "", True
+    if "amx_tile" in flags:
+        try:
+            works = _loads_tiles(cxx, native)
+        except (OSError, subprocess.SubprocessError) as error:
+            output = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").strip()
+            untested, works = f"{error} {output}".strip().replace("\n", "; "), False
+    if not works:
         options = tuple(option for flag, option in _TILES.items() if flag in flags)
         flags = tuple(flag for flag in flags if flag not in _TILES)
-    return Compiler(c, cxx, line, target, flags, options)
+    return Compiler(c, cxx, line, target, flags, options, untested)
 
 
 def _loads_tiles(cxx: str, native: str) -> bool:
-    """Return whether an optimized program loads the tile configuration that it has stored."""
+    """Return whether an optimized program loads the tile configuration that it has stored.
+
+    Raises OSError or SubprocessError if that cannot be tested, as in a full temporary directory, or
+    in one where programs cannot be run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "tiles"
         command = [cxx, native, "-O3", "-x", "c++", "-", "-o", str(program)]
-        try:
-            subprocess.run(
-                command, input=_TILE_PROGRAM.encode(), capture_output=True, check=True, timeout=120
-            )
-            subprocess.run([str(program)], capture_output=True, check=True, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return False
-    return True
+        subprocess.run(
+            command, input=_TILE_PROGRAM.encode(), capture_output=True, check=True, timeout=120
+        )
+        done = subprocess.run([str(program)], capture_output=True, check=False, timeout=20)
+    if done.returncode not in (0, 1, -signal.SIGILL):
+        done.check_returncode()
+    return done.returncode == 0
 
 
 def _prove_standard(cxx: str, version: str) -> None:

@@ -190,6 +190,10 @@ def cpu() -> ProbeResult:
     sets = ("avx512f", "avx2", "avx", "asimddp")
     best = next((name for name in sets if name in found.native_flags), "plain")
     text = f"{platform.machine()} with {best}; --portable leaves it out"
+    if found.untested:
+        hint = "set TMPDIR to a directory with free space in which programs can run"
+        text += f"; AMX is not used, because its test failed: {found.untested}"
+        return ProbeResult("cpu", "optional", text, hint)
     if found.native_options:
         text += f"; AMX is not used, because {found.version} compiles it incorrectly"
     return ProbeResult("cpu", "ok", text)

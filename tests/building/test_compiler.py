@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from building_kit import script
 
-from pyllamakv.building import compiler
+from pyllamakv.building import compiler, doctor
 from pyllamakv.errors import ToolMissing
 
 if TYPE_CHECKING:
@@ -47,22 +47,60 @@ def test_compiler_reports_version_target_and_cpu_flags(tmp_path: Path) -> None:
     assert found.native_flags == ("avx2", "pni")
 
 
-@pytest.mark.parametrize("status", [0, 1])
+#: Compile the test of AMX into a script, and define AMX.
+AMX = """*-O3*)
+    for output; do :; done
+    printf '#!/bin/sh\\n{program}\\n' >"$output"; /bin/chmod {mode} "$output"; exit {status} ;;
+*native*) echo '#define __AMX_TILE__ 1'; echo '#define __AMX_INT8__ 1';"""
+
+
+@pytest.mark.parametrize("status", ["exit 0", "exit 1", "kill -ILL $$"])
 def test_amx_is_used_only_if_the_loaded_tile_configuration_is_the_stored_one(
     tmp_path: Path, status: str
 ) -> None:
-    """GCC 12 drops stores to the configuration: ggml's AMX code then ends with SIGILL."""
-    body = BODY.replace(
-        "*native*)",
-        f"""*-O3*)
-    for output; do :; done
-    printf '#!/bin/sh\\nexit {status}\\n' >"$output"; /bin/chmod +x "$output" ;;
-*native*) echo '#define __AMX_TILE__ 1'; echo '#define __AMX_INT8__ 1';""",
-    )
-    found = compiler.find(environ=programs(tmp_path, "gcc", "g++", body=body))
-    assert ("amx_int8" in found.native_flags) == (status == 0)
-    assert found.native_options == (("-mno-amx-tile", "-mno-amx-int8") if status else ())
+    """GCC 12 removes stores to the configuration, so ggml's AMX code ends with SIGILL."""
+    words = AMX.format(program=status, mode="+x", status=0)
+    body = BODY.replace("*native*)", words)
+    cache = tmp_path / "cache.json"
+    found = compiler.find(cache, programs(tmp_path, "gcc", "g++", body=body))
+    works = status == "exit 0"
+    assert ("amx_int8" in found.native_flags) == works
+    assert found.native_options == (() if works else ("-mno-amx-tile", "-mno-amx-int8"))
     assert {"avx2", "pni"} <= set(found.native_flags)
+    assert not found.untested
+    assert cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "mode", "status", "reason"),
+    [
+        ("exit 2", "+x", 0, "non-zero exit status 2"),
+        ("exit 0", "-x", 0, "Permission denied"),
+        ("exit 0", "+x", 1, "g++"),
+    ],
+    ids=["another status", "no execution", "no compilation"],
+)
+def test_amx_test_that_cannot_run_is_not_cached(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    mode: str,
+    status: int,
+    reason: str,
+) -> None:
+    """AMX is disabled with the reason, and the next call tests again."""
+    words = AMX.format(program=program, mode=mode, status=status)
+    env = programs(tmp_path, "gcc", "g++", body=BODY.replace("*native*)", words))
+    cache = tmp_path / "cache.json"
+    found = compiler.find(cache, env)
+    assert reason in found.untested
+    assert found.native_options == ("-mno-amx-tile", "-mno-amx-int8")
+    assert "amx_int8" not in found.native_flags
+    assert not cache.exists()
+    monkeypatch.setattr(compiler, "find", lambda: found)
+    probe = doctor.cpu()
+    assert f"its test failed: {found.untested}" in probe.found
+    assert "TMPDIR" in probe.hint
 
 
 def test_native_options_of_this_compiler_disable_what_the_flags_lack() -> None:
