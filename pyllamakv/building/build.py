@@ -49,18 +49,20 @@ def build(
     jobs: int | None = None,
     options: Mapping[str, str] | None = None,
     paths: Mapping[str, str] | None = None,
+    lock: Path | None = None,
     progress: Progress | None = None,
 ) -> Variant:
     """Return the variant that ``spec`` names, building what is missing.
 
     ``options`` are CMake variables besides those of the backend, which the variant's id contains;
-    ``paths`` are CMake variables that it does not contain, such as paths of this machine. A second
-    build of the same release waits for the first. Raises the errors of fetching and
+    ``paths`` are CMake variables that it does not contain, such as paths of this machine. ``lock``
+    is the lock file of a series with more releases. A second build of the same release waits for
+    the first. Raises the errors of fetching and
     applying, ToolMissing, CommandFailed with the first error, DiskFull, or BuildError when the
     data directory cannot be written.
     """
     wanted = variant.request(
-        spec, backend=backend, native=native, options=options or {}, paths=paths or {}
+        spec, backend=backend, native=native, options=options or {}, paths=paths or {}, lock=lock
     )
     found = variant.lookup(wanted)
     if found:
@@ -122,7 +124,7 @@ def build_series(
     """Return the variant of a release with patches of a series, building it if needed.
 
     ``patches`` is the series (default: the shipped one), and ``names`` are ids of its patches
-    (default: all that apply). Raises the exceptions of `build`.
+    (default: all that apply; none: stock). Raises the exceptions of `build`.
     """
     options: Any = {"backend": backend, "native": native, "jobs": jobs, "progress": progress}
     if not patches:
@@ -130,8 +132,10 @@ def build_series(
     from pyllamakv.patching import apply, port_choice
     from pyllamakv.source import fetch, spec_resolver
 
-    found = fetch.fetch(spec_resolver.resolve(release), progress=progress)
     series = port_choice.load_series(patches)
+    if names is not None and not names:
+        return build(variant.Spec(release, ()), **options, lock=series.lock)
+    found = fetch.fetch(spec_resolver.resolve(release, series.lock), progress=progress)
     return build_patched(found, apply.apply(found, names, series=series), **options)
 
 

@@ -189,16 +189,18 @@ def request(
     native: bool = True,
     options: Mapping[str, str] = MappingProxyType({}),
     paths: Mapping[str, str] = MappingProxyType({}),
+    lock: Path | None = None,
 ) -> BuildRequest:
     """Resolve a spec against this machine's tools, without fetching, applying or compiling.
 
     ``options`` and ``paths`` are CMake variables besides those of the backend; only the options are
-    part of the id. Raises UnknownPatch for a patch that the series does not have.
+    part of the id. ``lock`` is the lock file of a series. Raises UnknownPatch for a patch that the
+    series does not have.
     """
     parsed = parse(spec) if isinstance(spec, str) else spec
     if parsed.series:
         check_patches(parsed.series)
-    release = spec_resolver.resolve(parsed.release)
+    release = spec_resolver.resolve(parsed.release, lock)
     wanted = request_of(release, parsed, backend=backend, native=native)
     return replace(wanted, backend=wanted.backend.extended(options, paths))
 

@@ -64,19 +64,9 @@ def command(
     options: Any = {"backend": backend, "native": not portable, "jobs": jobs}
     with progress_bar.progress() as progress:
         for spec in _specs(release or verified.newest().name, series, stock=stock):
-            own = "" if spec.series == () else patches
-            made = build_server(spec, patches=own, **options, progress=progress) if server else None
-            variant = (
-                made.variant
-                if made
-                else build_series(
-                    spec.release,
-                    spec.series,
-                    own,
-                    **options,
-                    progress=progress,
-                )
-            )
+            words: Any = {**options, "patches": patches, "progress": progress}
+            made = build_server(spec, **words) if server else None
+            variant = made.variant if made else build_series(spec.release, spec.series, **words)
             built.append((spec, variant, made))
             if not as_json:
                 write_lines(_text(spec, variant, made))

@@ -228,6 +228,7 @@ def watch(
     is continued, also if no index answers. Exit status 1: a verdict is bad; 4: no index answers.
     """
     from pyllamakv.cli import progress_bar
+    from pyllamakv.patching import port_choice
     from pyllamakv.verification import matrix, release_watch
 
     def which(chosen: Sequence[str]) -> MatrixSelection:
@@ -238,13 +239,14 @@ def watch(
         wanted, warnings, unread = _versions(names, which, unpinned, dry_run, as_json)
         if dry_run:
             raise typer.Exit(unread.exit_code if unread else 0)
+        lock = port_choice.lock_of(patches)
         with progress_bar.progress() as progress:
             # Without a release, no branch is written, and the command runs anywhere.
             following = release_watch.ReleaseWatch(branch if wanted else "", patches, progress)
             chosen = []
             for version in wanted:
                 try:
-                    release = release_watch.obtain(version, progress)
+                    release = release_watch.obtain(version, lock, progress)
                 except KvError as error:
                     # One archive that cannot be fetched does not stop the others.
                     following.failed(version, error)

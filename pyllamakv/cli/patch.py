@@ -328,8 +328,9 @@ def accept(
     from pyllamakv.patching import carry_acceptance
     from pyllamakv.source import fetch
 
+    lock = _series_of(patches).lock
     with progress_bar.progress() as progress:
-        release = fetch.ensure(spec, progress=progress)
+        release = fetch.ensure(spec, lock=lock, progress=progress)
         done = carry_acceptance.accept(
             release, patches=patches or None, server=server, progress=progress
         )
@@ -536,6 +537,7 @@ def import_patch(
     from pyllamakv import home
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import patch_import
+    from pyllamakv.source import lockfile
 
     folder = to or home.data("patches")
     if path is None:
@@ -545,7 +547,7 @@ def import_patch(
         return
     tried = {release.name: release for release in _releases_of([], every=every, none=bool(base))}
     if base:
-        tried.setdefault(base, _release_of(base))
+        tried.setdefault(base, _release_of(base, folder / lockfile.SERIES_LOCK))
     with progress_bar.progress() as progress:
         done = patch_import.import_patch(
             path if path.startswith("git:") else Path(path),

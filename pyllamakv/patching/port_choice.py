@@ -407,6 +407,11 @@ def load_series(patches: Path | str | None = None) -> Series:
     return with_requirements(series, series_module.load()) if _needs(series) else series
 
 
+def lock_of(patches: Path | str | None) -> Path | None:
+    """Return the lock file of another series than the shipped one, if there may be one."""
+    return load_series(patches).lock if patches else None
+
+
 def with_requirements(series: Series, shipped: Series) -> Series:
     """Return a foreign series after the shipped patches that it requires and does not contain."""
     found = only(shipped, sorted(_needs(series) & set(shipped.order)))

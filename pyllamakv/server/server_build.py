@@ -57,13 +57,16 @@ def build_server(
         return _build_foreign(
             parsed, patches, backend=backend, native=native, jobs=jobs, progress=progress
         )
-    wanted = variant.request(spec, backend=backend, native=native)
+    lock = port_choice.lock_of(patches)
+    wanted = variant.request(spec, backend=backend, native=native, lock=lock)
     library = variant.lookup(wanted)
     found = library and server_artifact.lookup(library)
     if found:
         return found
     _check_sources(wanted.release, progress)
-    library = build.build(spec, backend=backend, native=native, jobs=jobs, progress=progress)
+    library = build.build(
+        spec, backend=backend, native=native, jobs=jobs, lock=lock, progress=progress
+    )
     sources = server_patches.choose(wanted.release, wanted.spec.series, progress=progress)
     return build_sources(wanted, library, sources, jobs=jobs, progress=progress)
 
@@ -79,7 +82,7 @@ def _build_foreign(
 ) -> BuiltServer:
     """Return the server of a release with patches of another series."""
     series = port_choice.load_series(patches)
-    release = spec_resolver.resolve(spec.release)
+    release = spec_resolver.resolve(spec.release, series.lock)
     _check_sources(release, progress)
     # A series that changes only the server is linked with the libraries of stock.
     names = spec.series if len(series) else ()

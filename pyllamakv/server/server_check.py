@@ -114,7 +114,9 @@ def check_server(
     for name in dict.fromkeys(name for each in chosen for name in each.packages):
         server_client.package(name)
     try:
-        stock = build_server(Spec(release, ()), backend=backend, native=native, progress=progress)
+        stock = build_server(
+            Spec(release, ()), patches=patches, backend=backend, native=native, progress=progress
+        )
     except (BuildError, SourceError, Unsupported) as error:
         if isinstance(error, SourceError) and error.exit_code != SourceError.exit_code:
             raise
@@ -122,7 +124,7 @@ def check_server(
     if reason := _cannot_run(stock):
         return ServerCheck(release, decide((), untestable=f"stock's server cannot run: {reason}"))
     sides, conflict = {"stock": stock}, ""
-    known, names = spec_resolver.resolve(release), tuple(series) or None
+    known, names = spec_resolver.resolve(release, whole.lock), tuple(series) or None
     undecided: dict[str, str] = {}
     facts: dict[str, Any] = {}
     try:

@@ -64,10 +64,13 @@ def fetch(release: Release, *, progress: Progress | None = None, keep: bool = Fa
     return release
 
 
-def ensure(spec: str, *, progress: Progress | None = None) -> Release:
-    """Return the release that a spec means, fetched; a version that is new is added first."""
+def ensure(spec: str, *, lock: Path | None = None, progress: Progress | None = None) -> Release:
+    """Return the release that a spec means, fetched; a version that is new is added first.
+
+    ``lock`` is the lock file of a series.
+    """
     try:
-        release = resolve(spec)
+        release = resolve(spec, lock)
     except UnknownRelease:
         if not find_package(spec.strip()):
             raise

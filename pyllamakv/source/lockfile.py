@@ -61,9 +61,25 @@ def bases(lock: Path | None = None) -> dict[str, Release]:
 
     ``lock`` is the lock file of a series, whose releases are included.
     """
-    pinned = {release.name: release for release in load(lock)} if lock else {}
-    found = pinned | known()
+    found = pins(lock) | known()
     return {release.key: release for release in found.values()} | found
+
+
+def pins(lock: Path | None) -> dict[str, Release]:
+    """Return the git commits that the lock file of a series pins, by name.
+
+    Raises LockFileError for another entry than `pin` writes: a series comes from anywhere, and its
+    lock must not state what a release of a package index or a branch is.
+    """
+    found = {release.name: release for release in load(lock)} if lock else {}
+    for name, release in found.items():
+        if release.kind != "git" or not re.fullmatch(rf"git:.+@{release.commit}", name):
+            msg = (
+                f"{lock}: release {name!r} is not git:URL@{release.commit}: the lock of a series "
+                "pins git commits by their ids; remove the entry"
+            )
+            raise LockFileError(msg)
+    return found
 
 
 def pin(folder: Path, release: Release) -> None:

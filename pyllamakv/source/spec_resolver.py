@@ -31,6 +31,7 @@ _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
 _PASSWORD = re.compile(r"[^/?#]*://[^/?#]*:[^/?#]*@")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
 _INCOMING = "refs/incoming/x"
 #: Timeout in seconds for the list of a remote's references.
 _LIST_SECONDS = 120
@@ -43,8 +44,8 @@ def resolve(spec: str, lock: Path | None = None) -> Release:
 
     Names are looked up in the shipped lock and in the lock of the data directory; `fetch.ensure`
     also asks the package indexes. `releases.canonical_name` has the other spellings of a name. A
-    git reference is pinned when it is first resolved, and so is a release of ``lock``, the lock
-    file of a series. Raises UnknownRelease with the closest names.
+    git reference is pinned when it is first resolved. The git commits of ``lock``, the lock file of
+    a series, are known to this call only. Raises UnknownRelease with the closest names.
     """
     spec = spec.strip()
     if spec.startswith("path:"):
@@ -53,10 +54,9 @@ def resolve(spec: str, lock: Path | None = None) -> Release:
     name = canonical_name(spec, known)
     if name in known:
         return known[name]
-    pinned = {release.name: release for release in lockfile.load(lock)} if lock else {}
-    if (name := canonical_name(spec, pinned)) in pinned:
-        lockfile.save(lockfile.added(), [pinned[name]])
-        return pinned[name]
+    pinned = lockfile.pins(lock)
+    if (of_series := canonical_name(spec, pinned)) in pinned:
+        return pinned[of_series]
     if spec.startswith("git:"):
         return pin_git(spec)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -122,6 +122,8 @@ def fetch_git(spec: str, *, commit: str = "") -> Release:
             git_limits.raise_if_limit_hit(error, f"what {shown} has under {ref}")
             output = error.output.strip().replace(url, shown)
             msg = f"cannot fetch {ref} from {shown}: {output}"
+            if _SHORT_COMMIT.fullmatch(ref):
+                msg += "; git fetches a commit only by all its 40 digits"
             raise FetchError(msg) from error
         if commit and found != commit:
             msg = f"{redacted(spec)} is now {found}, was {commit}; add it again to use the new one"
@@ -219,7 +221,7 @@ def _tracked(folder: Path) -> tuple[Iterable[str], str] | None:
     if not (folder / ".git").exists():
         return None
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    # Unlike `git log`, this command obeys no setting that starts a program.
+    # `rev-list` obeys fewer settings than `git log`.
     asking = ("rev-list", "-1", "--format=%cd", "--date=format-local:%Y-%m-%dT%H:%M:%SZ")
     try:
         listed = git_command.git(folder, *listing, timeout=git_limits.MAX_SECONDS)

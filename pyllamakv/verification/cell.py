@@ -28,6 +28,7 @@ from pyllamakv.verification.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from pyllamakv.scenarios.outcome import Outcome
     from pyllamakv.source.progress import Progress
@@ -266,8 +267,9 @@ def verify_cell(
     release: Release | None = None
     try:
         with build_lock(progress):
-            release = fetch.ensure(spec.release, progress=progress)
-            _build(spec, progress)
+            lock = port_choice.lock_of(spec.patches)
+            release = fetch.ensure(spec.release, lock=lock, progress=progress)
+            _build(spec, lock, progress)
             drifted = _drift(spec, release)
         answer = checking.check(spec.check_request(fresh=fresh), progress=progress)
         result = _result(spec, answer, drifted)
@@ -360,12 +362,12 @@ def _rows(answer: CheckResult) -> tuple[ScenarioRow, ...]:
     return tuple(rows)
 
 
-def _build(spec: CellSpec, progress: Progress | None) -> None:
+def _build(spec: CellSpec, lock: Path | None, progress: Progress | None) -> None:
     """Build both sides. `check` reports a failure here when it occurs again."""
     names = (spec.isolate,) if spec.isolate else (spec.series or None)
     options: Any = {"backend": spec.backend, "native": spec.native, "progress": progress}
     with contextlib.suppress(KvError):
-        build(variants.Spec(spec.release, ()), **options)
+        build(variants.Spec(spec.release, ()), **options, lock=lock)
         build_series(spec.release, names, spec.patches, **options)
 
 

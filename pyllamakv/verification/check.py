@@ -167,6 +167,7 @@ def check(question: CheckRequest, *, progress: Progress | None = None) -> CheckR
             f"{question.release}+stock",
             backend=question.backend,
             native=question.native,
+            lock=series.lock,
             progress=progress,
         )
         made = _patch(question, series, release, names, progress)

@@ -157,7 +157,7 @@ class ReleaseWatch:
                     self._checkout, name, release, results, progress=self._progress
                 )
         except BranchRefused as error:
-            # Somebody reviews the release already.
+            # The release is under review.
             _mark(release).unlink(missing_ok=True)
             return FollowedRelease(release.name, results, conflicts, made, error)
         except KvError as error:
@@ -167,16 +167,16 @@ class ReleaseWatch:
         return FollowedRelease(release.name, results, conflicts, made)
 
 
-def obtain(name: str, progress: Progress | None = None) -> Release:
+def obtain(name: str, lock: Path | None = None, progress: Progress | None = None) -> Release:
     """Return a release to follow; a git reference is pinned to the commit that it has now.
 
-    Raises the errors of `fetch.ensure`.
+    ``lock`` is the lock file of a series. Raises the errors of `fetch.ensure`.
     """
-    if name.startswith("git:"):
+    if name.startswith("git:") and name not in lockfile.pins(lock):
         known = lockfile.known().get(name)
         if known is None or spec_resolver.remote_commit(known) != known.commit:
             return spec_resolver.pin_git(name)
-    return fetch.ensure(name, progress=progress)
+    return fetch.ensure(name, lock=lock, progress=progress)
 
 
 def added() -> list[Release]:

@@ -43,7 +43,7 @@ def key(spec: CellSpec, where: str = "here") -> str | None:
     ``where`` other than "here" means other machines, whose type is unknown here.
     """
     try:
-        release = spec_resolver.resolve(spec.release)
+        release = spec_resolver.resolve(spec.release, port_choice.lock_of(spec.patches))
         chosen = discovery.select(discovery.discover(), spec.scenarios)
         facts: list[Any] = [
             _SCHEMA,

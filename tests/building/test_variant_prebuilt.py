@@ -101,9 +101,8 @@ def test_any_verified_build_precedes_a_newer_prebuilt_release(
     (shop.tree / "src" / "llama.cpp").write_text("// older\n", encoding="utf-8")
     older = spec_resolver.resolve(f"path:{shop.tree}")
     monkeypatch.setattr(verified, "releases", lambda _kind=None: [newer, older])
-    monkeypatch.setattr(
-        spec_resolver, "resolve", lambda name: {each.name: each for each in [newer, older]}[name]
-    )
+    known = {each.name: each for each in (newer, older)}
+    monkeypatch.setattr(spec_resolver, "resolve", lambda name, *_: known[name])
     made = build.build(variant.Spec(older.name, ()))
     variant.add_to_index(variant.request(variant.Spec(older.name, None)), made)
     assert variant.newest_verified() == made

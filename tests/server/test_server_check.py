@@ -192,8 +192,9 @@ def test_missing_patched_server_is_broken_apply_or_build(monkeypatch: pytest.Mon
     assert (found.verdict, found.reason) == (Verdict.BROKEN_BUILD, "server.cpp:1: error")
 
 
-def test_a_stock_side_that_is_missing_is_untestable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, of a release without a server."""
+@pytest.mark.slow
+def test_missing_stock_server_is_untestable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example is a release without a server."""
 
     def build_server(*_args: object, **_options: object) -> None:
         raise Unsupported("release 0.0 contains no llama-server")

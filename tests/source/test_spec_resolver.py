@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 from source_kit import TREE, fill, imported, isolate, objects, refs, repository
 
-from pyllamakv.errors import FetchError, HashMismatch, SourceError, UnknownRelease, UsageError
+from pyllamakv.errors import (
+    FetchError,
+    HashMismatch,
+    LockFileError,
+    SourceError,
+    UnknownRelease,
+    UsageError,
+)
 from pyllamakv.source import fetch, git_command, git_limits, lockfile, spec_resolver
 from pyllamakv.source.releases import Release
 from pyllamakv.source.spec_resolver import resolve
@@ -21,6 +28,8 @@ from pyllamakv.source.tree_export import STAMP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pyllamakv.source.releases import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +211,25 @@ def test_release_of_a_series_lock_is_known_to_one_call(tmp_path: Path) -> None:
     with pytest.raises(UnknownRelease):
         resolve("git-" + "a" * 12)
     assert resolve("git-" + "a" * 12, tmp_path / "upstream.lock.toml") == pins[0]
-    assert list(lockfile.known()) == [pins[0].name]
+    assert not lockfile.known()
     assert set(lockfile.bases(tmp_path / "upstream.lock.toml")) > {each.key for each in pins}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("0.3.99", "sdist"), ("0.3.99", "git"), ("git:/x@main", "git"), ("folder", "path")],
+)
+def test_series_lock_with_another_entry_than_a_commit_is_refused(
+    tmp_path: Path, name: str, kind: Kind
+) -> None:
+    """It must not contain a version or a branch, because a series may be untrusted."""
+    lock = tmp_path / "upstream.lock.toml"
+    lockfile.save(lock, [Release(name, kind, "a" * 40, "c" * 40, "unified", "2026-01-01")])
+    for asks in (lambda: resolve(name, lock), lambda: lockfile.bases(lock)):
+        with pytest.raises(LockFileError, match="pins git commits by their ids") as caught:
+            asks()
+        assert f"{lock}: release {name!r} is not git:URL@{'a' * 40}" in str(caught.value)
+    assert not lockfile.added().exists()
 
 
 def test_a_message_shows_control_characters_of_a_url() -> None:
@@ -221,6 +247,14 @@ def test_unreachable_git_url_raises_fetch_error(tmp_path: Path) -> None:
             resolve(spec)
     assert not refs(open_store())
     assert lockfile.known() == {}
+
+
+def test_short_commit_of_a_remote_is_asked_for_in_full(tmp_path: Path) -> None:
+    """Git cannot fetch an abbreviated commit: the message asks for 40 digits."""
+    commit = repository(tmp_path / "up")
+    with pytest.raises(FetchError, match="by all its 40 digits"):
+        resolve(f"git:{tmp_path / 'up'}@{commit[:10]}")
+    assert resolve(f"git:{tmp_path / 'up'}@{commit}").commit == commit
 
 
 @pytest.fixture
@@ -263,7 +297,10 @@ def test_silent_git_server_is_ended_after_the_timeout(
         pass
 
 
-def test_a_server_that_stalls(monkeypatch: pytest.MonkeyPatch, silent: socket.socket) -> None:
+@pytest.mark.slow
+def test_slow_http_transfer_is_ended_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, silent: socket.socket
+) -> None:
     """HTTP ends before the timeout if too few bytes arrive."""
     options = [each.replace("Time=60", "Time=1") for each in git_limits.NETWORK_OPTIONS]
     monkeypatch.setattr(git_limits, "NETWORK_OPTIONS", options)
