@@ -53,6 +53,8 @@ _SETTINGS = {
     "core.abbrev": "40",
     "commit.gpgSign": "false",
     "tag.gpgSign": "false",
+    # The program that verifies signatures may be one that the .git/config of a source names.
+    "log.showSignature": "false",
     "gc.auto": "0",
     "maintenance.auto": "false",
     "advice.detachedHead": "false",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 from source_kit import TREE, isolate, refs, repository
 
+from pyllamakv.cli import main
 from pyllamakv.errors import FetchError, KvError, LockFileError, UsageError
+from pyllamakv.patching import foreign_series
 from pyllamakv.source import fetch, git_command, lockfile, spec_resolver
 from pyllamakv.source.releases import is_safe_name
 from pyllamakv.source.spec_resolver import resolve
@@ -41,12 +44,15 @@ CONFIG = """
 [uploadpack]
 \tpackObjectsHook = touch {trace}-pack; false
 [gpg]
-\tprogram = touch {trace}-gpg
+\tprogram = {hooks}/gpg
+[log]
+\tshowSignature = true
 [commit]
 \tgpgSign = true
 [credential]
 \thelper = !touch {trace}-credential
 """
+HOOKS = ("post-checkout", "post-index-change", "reference-transaction", "pre-commit")
 LAZY = """
 [core]
 \trepositoryformatversion = 1
@@ -66,12 +72,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hostile(folder: Path, config: str) -> Path:
-    """Make a work tree whose config and hooks leave files called ``ran-…`` beside it."""
-    repository(folder, FILTER)
+    """Create a work tree whose config and hooks would create files ``ran-…`` beside it.
+
+    Its second commit adds the files, and its signature would be verified by a program.
+    """
+    commit = repository(folder, FILTER)
+    text = git_command.git(folder, "cat-file", "commit", commit)
+    signature = "\ngpgsig -----BEGIN PGP SIGNATURE-----\n \n -----END PGP SIGNATURE-----\n\n"
+    signed = text.replace("\n\n", signature, 1) + "\n"
+    words = ("hash-object", "-t", "commit", "-w", "--stdin")
+    git_command.git(folder, "update-ref", "HEAD", git_command.git(folder, *words, input=signed))
     trace = folder.parent / "ran"
     hooks = folder / ".git" / "hooks"
     hooks.mkdir(exist_ok=True)
-    for name in ("post-checkout", "post-index-change", "reference-transaction", "pre-commit"):
+    for name in (*HOOKS, "gpg"):
         (hooks / name).write_text(f"#!/bin/sh\ntouch {trace}-{name}\n")
         (hooks / name).chmod(0o755)
     with (folder / ".git" / "config").open("a") as file:
@@ -100,6 +114,41 @@ def test_config_and_hooks_of_a_repository_never_run(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "up", CONFIG)
     release = fetch.add(f"git:{folder}@main")
     open_store().export(release, tmp_path / "tree")
+    assert not ran(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["path:{}", "git:{}@main"])
+@pytest.mark.regression(
+    "`patch status` of a contained patch ran the program for signatures of the source's own git "
+    "configuration",
+    by="hostile input",
+    of="Python",
+)
+def test_status_of_a_contained_patch_runs_nothing(
+    tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commit of a contained patch is found without running programs of the repository."""
+    folder = hostile(tmp_path / "up", CONFIG)
+    file = tmp_path / "mine.patch"
+    added = FILTER["src/llama.cpp"]
+    head = b"--- /dev/null\n+++ b/src/llama.cpp\n@@ -0,0 +1 @@\n+"
+    file.write_bytes(head + added)
+    with pytest.raises(SystemExit):
+        main.main(["patch", "status", source.format(folder), "--patches", str(file), "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    commit = git_command.git(folder, "rev-parse", "HEAD")
+    assert row["state"] == "contained"
+    assert f"it is in {commit[:12]} (state)" in row["reason"]
+    assert not ran(tmp_path)
+
+
+def test_commits_of_a_repository_are_read_without_its_programs(tmp_path: Path) -> None:
+    """Neither does `git:REPOSITORY@FROM..TO` as a series of patches."""
+    folder = hostile(tmp_path / "up", CONFIG)
+    (patch,) = foreign_series.load(f"git:{folder}@main~1..main")
+    assert "src/llama.cpp" in patch.ports[0].patch.paths
+    with pytest.raises(UsageError, match="no known release"):
+        foreign_series.load(f"git:{folder}@main")
     assert not ran(tmp_path)
 
 
