@@ -148,7 +148,7 @@ def _summary(one: PatchStatus) -> str:
     moved = [place.offset for place in best.placements if place.offset]
     if not moved:
         return f"{total}"
-    return f"{total}, {len(moved)} moved by {min(moved):+d} to {max(moved):+d} lines"
+    return f"{total}, {len(moved)} moved by {_span(min(moved), max(moved))} lines"
 
 
 def facts(patch: Definition) -> dict[str, Any]:

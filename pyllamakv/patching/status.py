@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,24 +11,27 @@ from pyllamakv.errors import GitError, SourceError
 from pyllamakv.patching import port_choice, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.carry import Carrier
-from pyllamakv.patching.strict_apply import TreeOverlay
+from pyllamakv.patching.strict_apply import TreeOverlay, place
 from pyllamakv.printable import printable
 from pyllamakv.source import git_command
 from pyllamakv.source.releases import sdist_version
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pyllamakv.patching.definition import Definition, Port
+    from pyllamakv.patching.hunks import FilePatch
     from pyllamakv.patching.port_choice import AppliedPort, Skipped
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Placement, Tree
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
-#: Timeout in seconds for the search of one line in a history.
+#: Timeout in seconds for the search of the lines of one file in a history.
 _SECONDS = 30
+#: The first line of an entry of `git blame --porcelain`: commit, line there, line here.
+_BLAMED = re.compile(rb"([0-9a-f]{40,64}) \d+ (\d{1,9})(?: \d+)?$")
 
 State = Literal[
     "applies",
@@ -123,12 +126,17 @@ def status(
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> tuple[PatchStatus, ...]:
-    """Try every patch on every release, releases one after another; nothing is written."""
+    """Try every patch on every release, releases one after another; nothing is written.
+
+    The reason of a contained patch names the commit of upstream, if the release is a local
+    repository.
+    """
     store = store or open_store()
     series = series_module.load() if series is None else series
     found: list[PatchStatus] = []
     for release in releases:
-        found += of_release(release, series, store, progress)
+        rows = of_release(release, series, store, progress)
+        found += (_with_commit(one, release, series, store) for one in rows)
     return tuple(found)
 
 
@@ -142,44 +150,103 @@ def of_release(
     except SourceError as error:
         return tuple(PatchStatus(release.name, p.id, "unknown", reason=str(error)) for p in series)
     tree.fetch(path for patch in series for port in patch.ports for path in port.patch.paths)
-    carrier = Carrier(store, release, series, progress=progress)
-    found = of_tree(release.name, series, tree, carrier)
-    return tuple(_with_commit(one, release, series.definition(one.id), tree) for one in found)
+    return of_tree(release.name, series, tree, Carrier(store, release, series, progress=progress))
 
 
-def _with_commit(
-    one: PatchStatus, release: Release, definition: Definition, tree: Tree
-) -> PatchStatus:
-    """Add the commit of upstream that contains a contained patch, if the history is there."""
-    commit = _containing(release, definition, tree) if one.state == "contained" else ""
+def _with_commit(one: PatchStatus, release: Release, series: Series, store: Store) -> PatchStatus:
+    """Add the commit of upstream that completed a contained patch, if the history is there."""
+    if one.state != "contained":
+        return one
+    release = trees.ensure_fetched(store, release)
+    tree = trees.StoreTree(store, store.tree_of(release))
+    commit = _containing(release, series.definition(one.id), tree)
     return replace(one, reason=f"{one.reason}; it is in {commit}") if commit else one
 
 
 def _containing(release: Release, definition: Definition, tree: Tree) -> str:
-    """Return the newest commit that brought a line of a patch, with its subject.
+    """Return the newest commit of the lines that a contained patch adds, with its subject.
 
-    Only a local repository has the history. Of each file, the longest line is searched that the
-    patch adds and the release has, or else one that the patch removes.
+    Only a local repository has the history. One line of each hunk is searched. Nothing is returned
+    for a patch that the release contains only together with later ones, that adds no line, or
+    whose lines are as old as the history.
     """
-    place = Path((release.url or "").removeprefix("file://"))
-    if release.kind not in ("path", "git") or not release.url or not place.is_dir():
+    folder = Path((release.url or "").removeprefix("file://"))
+    if release.kind not in ("path", "git") or not release.url or not folder.is_dir():
         return ""
     head = release.commit if release.kind == "git" else "HEAD"
-    found: list[str] = []
-    for file in definition.ports[-1].patch.files if definition.ports else ():
-        entry = tree.entry(file.path)
-        data = entry.data if entry else b""
-        added = [line for hunk in file.hunks for line in hunk.added if line in data]
-        lines = added or [line for hunk in file.hunks for line in hunk.removed]
-        text = max((line.strip().decode("utf-8", "replace") for line in lines), key=len, default="")
-        words = ("-1", "--format=%ct %h %s", "--no-ext-diff", "--no-textconv", f"-S{text}")
-        with suppress(GitError):  # the directory may be no repository, and its history long
-            command = ("log", *words, head, "--", file.path)
-            done = git_command.run(place, *command, bounded=True, timeout=_SECONDS)
-            found += done.stdout.decode("utf-8", "replace").splitlines()[:1]
-    newest = max(found, key=lambda line: int(line.split()[0]), default="")
-    commit, _, subject = newest.partition(" ")[2].partition(" ")
-    return f"{commit[:12]} ({printable(subject)})" if commit else ""
+    undone = [port.patch.reversed for port in port_choice.candidates(definition, release.name)]
+    draft = TreeOverlay(tree)
+    patch = next((p for p in undone if all(found.good for found in draft.dry_run(p))), None)
+    commits: list[_Blamed] = []
+    for file in patch.files if patch else ():
+        entry = tree.entry(file.old) if file.old else None
+        lines = _located(entry.data, file) if entry else {}
+        if file.old and lines:
+            commits += _blame(folder, head, file.old, lines)
+    newest = max(commits, key=lambda blamed: blamed.seconds, default=None)
+    return f"{newest.commit[:12]} ({printable(newest.subject)})" if newest else ""
+
+
+def _located(data: bytes, undone: FilePatch) -> dict[int, bytes]:
+    """Return the longest line that each hunk adds, by its number in the content of a file.
+
+    ``undone`` is the reversed part of the patch, which removes these lines.
+    """
+    found: dict[int, bytes] = {}
+    placements, _ = place(data, undone)
+    for hunk, placement in zip(undone.hunks, placements, strict=True):
+        present = [line for line in hunk.lines if line[:1] not in (b"+", b"\\")]
+        marked = {
+            placement.at + number: line[1:]
+            for number, line in enumerate(present)
+            if line[:1] == b"-" and line[1:].strip()
+        }
+        if marked:
+            longest = max(marked, key=lambda number: len(marked[number].strip()))
+            found[longest] = marked[longest]
+    return found
+
+
+@dataclass(frozen=True)
+class _Blamed:
+    """The commit that brought a line: its id, the time of its commit in seconds, its subject."""
+
+    commit: str
+    seconds: int
+    subject: str
+
+
+def _blame(folder: Path, head: str, path: str, lines: Mapping[int, bytes]) -> list[_Blamed]:
+    """Return the commits that brought lines of a file, except the first commit of the history.
+
+    A line that is another one in ``head``, as below a local change, has no commit.
+    """
+    ranges = [word for number in lines for word in ("-L", f"{number},{number}")]
+    # The list of ignored commits is a file that the configuration of the repository may name.
+    options = ("--porcelain", "--no-root", "--no-textconv", "--ignore-revs-file=")
+    try:  # the directory may be no repository, and its history long
+        done = git_command.run(
+            folder, "blame", *options, *ranges, head, "--", path, bounded=True, timeout=_SECONDS
+        )
+    except GitError:
+        return []
+    known: dict[str, dict[str, str]] = {}
+    found: dict[str, None] = {}
+    commit, number = "", 0
+    for line in done.stdout.split(b"\n"):
+        if line[:1] == b"\t":
+            if lines.get(number, b"").rstrip(b"\r\n") == line[1:].rstrip(b"\r"):
+                found[commit] = None
+        elif match := _BLAMED.match(line):
+            commit, number = match[1].decode(), int(match[2])
+        else:
+            key, _, text = line.decode("utf-8", "replace").partition(" ")
+            known.setdefault(commit, {})[key] = text
+    return [
+        _Blamed(commit, int(facts["committer-time"]), facts["summary"])
+        for commit in found
+        if "boundary" not in (facts := known[commit])
+    ]
 
 
 def of_tree(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pyllamakv.cli import patch_views
@@ -60,8 +63,21 @@ def test_drift_view_lists_patches_before_failing_hunks(capsys: pytest.CaptureFix
     ]
 
 
-def test_all_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    """A named patch of other releases has its reason; there is nothing more to show."""
+@pytest.mark.parametrize(
+    ("offsets", "text"),
+    [([5], "1, 1 moved by +5 lines"), ([0, -2, 3], "3, 2 moved by -2 to +3 lines")],
+)
+def test_equal_offsets_are_one_number(offsets: list[int], text: str) -> None:
+    """The column of hunks states a range only if the offsets differ."""
+    places = [SimpleNamespace(offset=offset) for offset in offsets]
+    status: Any = SimpleNamespace(
+        best=SimpleNamespace(placements=places), state="offset", good=True
+    )
+    assert patch_views._summary(status) == text
+
+
+def test_view_of_exact_patches_has_no_hunk_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A named patch of other releases has its reason; nothing else is shown."""
     one, other = patch("one", "applies", hunk(1)), patch("two", "not-applicable")
     assert printed(capsys, one, other, named=("two",)) == [
         "one applies port 0.3.36, 1 hunk",

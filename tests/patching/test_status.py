@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from patching_kit import SeriesSandbox, diff, numbered
+from patching_kit import Files, SeriesSandbox, diff, fill, numbered, repository
 
 from pyllamakv.errors import NoPortApplies, PatchConflict
 from pyllamakv.patching import foreign_series, port_choice, series, status
-from pyllamakv.source import lockfile
+from pyllamakv.source import git_command, lockfile
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyllamakv.source.releases import Release
 
 OLD = {"src/a.cpp": numbered(60), "src/b.cpp": numbered(20)}
 ONE = OLD | {"src/a.cpp": numbered(60, l10="x", l40="y")}
@@ -133,3 +136,48 @@ def test_a_tree_with_a_file_of_the_patch_is_partly_patched(bench: SeriesSandbox)
             port_choice.choose_for_release(release, ["four"], series=loaded, store=bench.store)
         conflicts = getattr(caught.value, "conflicts", [caught.value])
         assert [each.half_applied for each in conflicts] == [True] * partly, name
+
+
+@pytest.mark.slow
+def test_the_commit_of_a_contained_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """It is the commit that added the lines of the port that the release contains."""
+    blank = OLD | {"src/b.cpp": numbered(20, l2="line 2\n\n")}
+    other = OLD | {"src/a.cpp": numbered(60, l9="another text")}
+    bench.add_patch("four", {"0.3.1": (OLD, THREE), "0.3.2": (OLD, other)})
+    bench.add_patch("five", {"0.3.1": (OLD, blank)})
+    upstream = repository(tmp_path / "up", OLD)
+    files, commits = dict(OLD), []
+    changed = numbered(20, l2="line 2\n\n", l9="three")
+    for number, change in enumerate(
+        (
+            {"src/b.cpp": changed},
+            {"src/b.cpp": changed + b"three\n"},
+            {"src/a.cpp": OLD["src/a.cpp"] + b"three\nanother text\n"},
+        )
+    ):
+        files |= change
+        fill(upstream, files)
+        date = f"2026-11-2{number}T00:00:00Z"
+        dates = {"GIT_COMMITTER_DATE": date}
+        git_command.git(upstream, "commit", "-q", "-a", "-m", f"change {number}", env=dates)
+        commits.append(git_command.git(upstream, "rev-parse", "HEAD"))
+    loaded = series.load(bench.folder)
+
+    def release(name: str, files: Files) -> Release:
+        found = replace(bench.add_release(name, files), kind="path", url=str(upstream))
+        bench.store.update_ref(f"refs/upstream/{found.key}", found.commit)
+        return found
+
+    there = release("there", files)
+    found = {one.id: one for one in status.status([there], series=loaded, store=bench.store)}
+    assert found["four"].state == found["five"].state == "contained"
+    assert found["four"].reason.endswith(f"it is in {commits[0][:12]} (change 0)")
+    assert "it is in" not in found["five"].reason  # its only line is empty
+    # The search takes time, and the other verbs do not print the commit.
+    rows = status.of_release(there, loaded, bench.store)
+    assert not any("it is in" in one.reason for one in rows)
+    # Below a local change, the lines of the last commit have other numbers.
+    moved = release("changed", files | {"src/b.cpp": b"+\n" + files["src/b.cpp"]})
+    found = {one.id: one for one in status.status([moved], series=loaded, store=bench.store)}
+    assert found["four"].state == "contained"
+    assert "it is in" not in found["four"].reason
