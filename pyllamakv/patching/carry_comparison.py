@@ -5,15 +5,14 @@ A function is identified by its file and its name. The sources are compared by t
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from pyllamakv.patching import class_members, cpp_lines, headings, hunk_locator, token_merge
+from pyllamakv.patching import cpp_lines, headings, hunk_locator, token_merge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pyllamakv.patching.hunks import FilePatch, Patch
 
@@ -27,17 +26,7 @@ Changes = dict[Place, list[tuple[str, ...]]]
 #: The lines of functions and types.
 Bodies = dict[Place, set[bytes]]
 
-_NAME = re.compile(r"(?<![\w.])(?<!->)(?<!::)[A-Za-z_]\w*")
-#: A type and a name that is declared with it, in one line: a variable, a parameter or a member.
-_DECLARED = re.compile(
-    r"(?:^|[;{(,])\s*(?:(?:const|constexpr|static|mutable|struct|enum|unsigned)\s+)*"
-    r"([A-Za-z_][\w:]*)(?:<[^;{}]*>)?(?:\s*[*&]+\s*|\s+)(?:const\s+)?"
-    r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?=[=;,){(:]|$)"
-)
 _T = TypeVar("_T")
-
-#: Words before a name that is used, not declared.
-_STATEMENTS = frozenset({"return", "case", "else", "throw", "new", "delete", "goto", "do", "using"})
 
 
 def difference(
@@ -58,11 +47,6 @@ def difference(
     second. A file has been renamed if each of its names exists on one side only. A function has
     been renamed if each of its names exists on one side only, its changes are the same, and half of
     its lines. Its class has been renamed if each of the qualified names exists on one side only.
-
-    Added lines must not use a variable, parameter or member that the first function or type
-    declares, and that the second one does not contain. A class must have the same data members if
-    the patch defines a function in it that uses half of them: it moves or copies an object, and
-    would omit a new member.
     """
     first, second = _added_files(one), _added_files(other)
     if first != second:
@@ -76,37 +60,7 @@ def difference(
     bodies = _moved(_functions(one, read_one), moved), _functions(other, read_other)
     renamed = _renamed(before, bodies[0], after, bodies[1])
     before = {renamed.get(place, place): parts for place, parts in before.items()}
-    if problem := _difference(before, after, in_order=tokens is not None):
-        return problem
-    if problem := _changed_members(one, read_one, other, read_other):
-        return problem
-    former = {new: old for old, new in renamed.items()}
-    for place, lines in _added_lines(other, read_other).items():
-        own = {line.strip() for line in lines}
-        declaring = bodies[0].get(former.get(place, place), set())
-        for name in _lost_names(lines, declaring, bodies[1].get(place, set()) - own):
-            return f"the patch uses `{name}`, which {_place(place).removeprefix('in ')} lacks"
-    return ""
-
-
-def _changed_members(one: Patch, read_one: Reader, other: Patch, read_other: Reader) -> str:
-    """Return which class has other data members than a function of the patch was written for."""
-    former = [each for path in _changed_files(one) for each in _classes(read_one(path)).values()]
-    for file in other.files:
-        added = class_members.plain(_text([line for hunk in file.hunks for line in hunk.added]))
-        for name, found in _classes(read_other(file.path)).items() if file.old else ():
-            for head in (each for each in found.functions if each in added):
-                # The class may have another name: it is the one with the added function.
-                old = next((each for each in former if head in each.functions), found)
-                differing = sorted(old.members ^ found.members)
-                if differing and 2 * old.used(head) >= len(old.members):
-                    members = ", ".join(f"`{member}`" for member in differing)
-                    return f"the patch adds `{head}` to `{name}`, whose data differ: {members}"
-    return ""
-
-
-def _classes(data: bytes) -> dict[str, class_members.Class]:
-    return class_members.classes(_text([data]))
+    return _difference(before, after, in_order=tokens is not None)
 
 
 def _difference(before: Changes, after: Changes, *, in_order: bool) -> str:
@@ -201,26 +155,6 @@ def _similar(one: set[bytes], other: set[bytes]) -> bool:
     return 2 * len(one & other) >= max(len(one), len(other)) > 0
 
 
-def _lost_names(added: Sequence[bytes], old: set[bytes], new: set[bytes]) -> Iterator[str]:
-    """Yield the names that added lines use, that old lines declare, and that no new line has."""
-    own = set(_declared(added))
-    used = set(_names(added)) - own - cpp_lines.WORDS
-    declared = used & set(_declared(old))
-    yield from sorted(declared - set(_names(new)))
-
-
-def _declared(lines: Iterable[bytes]) -> Iterator[str]:
-    for line in lines:
-        for kind, name in _DECLARED.findall(cpp_lines.code(line)):
-            if kind not in _STATEMENTS:
-                yield name
-
-
-def _names(lines: Iterable[bytes]) -> Iterator[str]:
-    for line in lines:
-        yield from _NAME.findall(cpp_lines.code(line))
-
-
 def _changed_files(patch: Patch) -> list[str]:
     return [file.path for file in patch.files if file.old is not None and file.new is not None]
 
@@ -232,13 +166,6 @@ def _functions(patch: Patch, read: Reader) -> Bodies:
         for path in _changed_files(patch)
         for name, lines in headings.bodies(hunk_locator.lines_of(read(path))).items()
     }
-
-
-def _added_lines(patch: Patch, read: Reader) -> dict[Place, list[bytes]]:
-    found: dict[Place, list[bytes]] = {}
-    for place, _, added in _changed(patch, read):
-        found.setdefault(place, []).extend(added)
-    return found
 
 
 def _added_files(patch: Patch) -> dict[str, bytes]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
+from pyllamakv.errors import UsageError
 from pyllamakv.patching import series
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.source.store import open_store
-from qa.upkeep import page, sample
+from qa.upkeep import ablation, page, queues, sample
 from qa.upkeep.measurement import Measurement
+
+if TYPE_CHECKING:
+    from pyllamakv.source.progress import Progress
 
 app = typer.Typer(add_completion=False)
 
@@ -23,6 +28,9 @@ def upkeep(
     seed: int = typer.Option(1, help="Random seed of the sample; default: 1."),
     state: list[str] = typer.Option([], "--state", help="Choose this state instead of a sample."),
     verify: bool = typer.Option(False, "--verify", help="Build and check the sample."),
+    queue: list[str] = typer.Option(
+        [], "--queue", help="Measure each mechanism for: ours, runner, mesh, binding."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure how many fetched states need no manual work; interrupted runs continue.
@@ -34,6 +42,14 @@ def upkeep(
 
     with progress() as report:
         measurement = Measurement(open_store(), series.load(), report)
+        if queue:
+            return _ablate(queue, measurement, report, write)
+        before = page.states(write.read_text("utf-8")) if write and write.is_file() else 0
+        if before > len(measurement.states):
+            raise UsageError(
+                f"{write} has {before} states, and {len(measurement.states)} are fetched here: add "
+                "the others with `pyllamakv upstream add`, or write another file"
+            )
         found = measurement.run()
         hooks = measurement.hooks()
         measurement.forget()
@@ -42,7 +58,7 @@ def upkeep(
             verified = sample.verify(chosen, measurement, report)
         else:
             verified = sample.current(measurement, chosen if count or state else None)
-    text = page.page(found, hooks, verified)
+    text = page.page(found, hooks, verified, ablation.kept())
     if write is not None:
         write_text_atomic(write, text)
     if as_json:
@@ -54,3 +70,21 @@ def upkeep(
         write_lines(text.splitlines())
     if verify and any(one.verdict == "broken-carry" for one in verified):
         raise typer.Exit(1)
+    return None
+
+
+def _ablate(
+    names: list[str], measurement: Measurement, report: Progress, write: Path | None
+) -> None:
+    """Switch off each mechanism for the named queues, and write the section of the page."""
+    from pyllamakv.cli.stdout import write_lines
+
+    known = (ablation.OURS, *queues.SHAPES)
+    strange = next((name for name in names if name not in known), None)
+    if strange is not None:
+        raise UsageError(f"there is no queue {strange!r}: expected one of {', '.join(known)}")
+    ablation.run(names, measurement, report)
+    rows = ablation.kept()
+    if write is not None:
+        write_text_atomic(write, page.with_mechanisms(write.read_text("utf-8"), rows))
+    write_lines(page.mechanisms(rows))

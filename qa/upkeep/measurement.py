@@ -52,7 +52,7 @@ MODES = (TODAY, LEAVE_ONE_OUT, FORWARD, CARRY_FIRST)
 MANUAL = "manual"
 
 #: The modules of `pyllamakv.patching` that determine how a patch is applied or carried.
-_MODULES = ("carry", "carry_comparison", "class_members", "cpp_lines", "definition", "headings",
+_MODULES = ("carry", "carry_comparison", "cpp_lines", "definition", "headings",
             "hunk_locator", "hunks", "port_choice", "strict_apply", "token_merge",
             "used_names")  # fmt: skip
 
@@ -164,6 +164,12 @@ class Measurement:
             self._progress(f"measuring {release.name}", number, len(self.states))
             found += (self.measure(release, mode, fits) for mode in MODES)
         return found
+
+    def code(self, *more: Path, ports: bool) -> str:
+        """Return the digest of the code that determines a result, and of the ports if they do."""
+        texts = [self._code, *(path.read_text("utf-8") for path in more)]
+        texts += [port.digest for each in self.whole for port in each.ports] if ports else []
+        return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
     def forget(self) -> None:
         """Remove the results that this run did not use, of former ports and code."""

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from qa.upkeep.ablation import CARRYING, NOTHING, OURS, PLACING, STEPS
 from qa.upkeep.measurement import (
     CARRY_FIRST,
     FORWARD,
@@ -15,11 +16,13 @@ from qa.upkeep.measurement import (
     RECENT,
     TODAY,
 )
-from qa.upkeep.sample import STEPS
+from qa.upkeep.queues import SHAPES
+from qa.upkeep.sample import STEPS as TIMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from qa.upkeep.ablation import Ablated
     from qa.upkeep.measurement import Hook, Measured
     from qa.upkeep.sample import Verified
 
@@ -71,39 +74,63 @@ enough; the places of the hooks were chosen with knowledge of later releases. Th
 no older ports and is not measured forward.
 """
 
-#: Measured once, by replacing each function by one that does nothing.
 _MECHANISMS = """\
 ## Mechanisms
 
-Each mechanism of carrying was switched off in turn, on 28 November 2026, over the 27 states that
-were fetched then. The first numbers are states without manual work, of
-27 in *leave one out* and of 26 in *forward*. *Carried* counts patches in *forward, carry first*,
-and *other* those whose changes are not those of a port that fits strictly today. Nothing was built:
-a difference is a candidate for a wrong merge, and no proof of one.
+One mechanism of carrying and placing after another is switched off (`python -m qa upkeep --queue
+NAME --write docs/upkeep.md`): for our series on fetched states, the newest first, and for three
+queues that the command generates, with edits that a script can repeat on any state. They have
+the shapes of queues that others carry: *runner* as ollama's ({runner} mails on models, cache,
+ggml and multimodal code), *mesh* as Mesh-LLM's ({mesh} on common, server and RPC), and
+*binding* as java-llama.cpp's ({binding} on common and server). Each mail is applied alone to
+{steps} states since b6845. *Leave one out* has its ports for the other states, *forward* those
+for older states, and *carry first* those of *forward* that do not fit the state. The numbers
+are sums over the three modes.
 
-| switched off | leave one out | forward | carried | other |
-|---|---|---|---|---|
-| nothing | 22 | 16 | 32 | 4 |
-| merge by tokens | 21 | 15 | 6 | 0 |
-| changes that upstream made as well | 21 | 15 | 30 | 4 |
-| functions that upstream renamed | 22 | 16 | 22 | 3 |
-| files that upstream renamed | 22 | 16 | 22 | 3 |
-| names that the patch uses | 22 | 16 | 41 | 13 |
-| comparison of functions | 22 | 16 | 32 | 4 |
-| members of classes | 22 | 16 | 32 | 4 |
-| names that a function declares | 22 | 16 | 32 | 4 |
-| the second and third port | 22 | 16 | 32 | 4 |
-| tokens, equal changes, used names and comparison: git's merge alone | 20 | 14 | 4 | 0 |
+A cell has three numbers. *Gained* are right trees that only a run with the mechanism makes, *lost*
+are right trees that it refuses, and *wrong* are wrong trees that only a run without it makes. A
+tree of a queue is right if it is that of the script, or if the changes are in functions of the
+same names, with the variables that they use. A tree of our series is wrong if it has other changed
+lines than a port that fits strictly today; without such a port, it is not counted. Nothing was
+built.
+"""
 
-The merge by tokens gains most, and the names that a patch uses prevent most candidates for wrong
-merges. The comparison, the members and the declared names changed nothing for this series on these
-states: they only refuse, and remain because a merge that git accepts can lose a hunk. Queues of
-others were not measured.
+#: Why mechanisms were removed, and others stay that the table does not require.
+_REMOVED = """\
+Two mechanisms were removed because no queue needs them and they prevent no wrong carry: the
+comparison of the data members of a class in which a patch defines a function, which refused nine
+right trees of earlier mails of *runner*, and the search for names that a function declares in the
+base only. On 29 November 2026, every mode had the same states and patches that require manual work
+with and without them, over 27 states. Their empty cells were not measured with the present mails.
+
+What `check` reports was tried on 29 November 2026. The six wrong trees of our series include a
+header that the state lacks: they do not compile, so the verdict is `broken-carry`. The 27 of
+*runner* are of mails that add a function which copies an object member by member. They apply
+strictly to a state whose class has other members, which no rule finds. Three copy a member that
+the state lacks, and do not compile. The others miss new members; the three that were tried compile.
+Nothing calls the function, so the machine code is that of stock (compared for one), and only a
+scenario that uses the copy can fail.
+
+Others remain although no queue of mails needs them. On 28 November 2026, they were measured for our
+series over 27 states. Without equal changes of upstream, one state more requires manual work in
+*leave one out* and in *forward*. Without renamed functions or files, 10 of 32 patches are not
+carried. Without the names that a patch uses, 9 more carried patches differ from a port that fits.
+Markers select the port for a layout of the sources. The nearest base first carries a fork whose
+date is newer than its content. A change that is present is refused because a tree may be patched.
 """
 
 
+def states(text: str) -> int:
+    """Return the number of states that a page has, or 0."""
+    row = re.search(rf"^\| all \| {_HEADINGS[TODAY]} \| (\d+) \|", text, re.MULTILINE)
+    return int(row[1]) if row else 0
+
+
 def page(
-    found: Sequence[Measured], hooks: Sequence[Hook] = (), verified: Sequence[Verified] = ()
+    found: Sequence[Measured],
+    hooks: Sequence[Hook] = (),
+    verified: Sequence[Verified] = (),
+    ablated: Mapping[tuple[str, str], Ablated] | None = None,
 ) -> str:
     """Return the page."""
     oldest = min((one.date for one in found), default="")
@@ -138,9 +165,54 @@ def page(
             facts = (one.release, one.date[:10], _HEADINGS[one.mode], ", ".join(manual), cause)
             lines.append(f"| {' | '.join(facts)} | {shares} |")
     lines += ["", "## Hooks", "", *_hooks(hooks)]
-    lines += ["", *_MECHANISMS.splitlines()]
+    lines += ["", *mechanisms(ablated or {})]
     lines += ["", "## Verified sample", "", *_sample(verified)]
     return "\n".join([*lines, ""])
+
+
+def with_mechanisms(text: str, ablated: Mapping[tuple[str, str], Ablated]) -> str:
+    """Return a page with another section of mechanisms."""
+    before, _, rest = text.partition("## Mechanisms\n")
+    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
+    return "\n".join([*before.splitlines(), *mechanisms(ablated), "", *after.splitlines(), ""])
+
+
+def mechanisms(ablated: Mapping[tuple[str, str], Ablated]) -> list[str]:
+    """Return the section of mechanisms: a row for each, and a column for each measured queue."""
+    counts = {name: shape.mails for name, shape in SHAPES.items()}
+    lines = _MECHANISMS.format(steps=len(STEPS), **counts).splitlines()
+    names = [name for name in (OURS, *SHAPES) if (name, NOTHING) in ablated]
+    if not names:
+        return [*lines, "", "Nothing was measured yet."]
+    whole = [ablated[name, NOTHING] for name in names]
+    heads = (f"{one.queue} ({one.parts} {_part(one.queue)})" for one in whole)
+    lines += ["", f"| switched off | {' | '.join(heads)} |", f"|{'---|' * (len(names) + 1)}"]
+    total = " | ".join(f"{one.good} right, {one.wrong} wrong" for one in whole)
+    lines.append(f"| nothing | {total} |")
+    for mechanism in dict.fromkeys(each for _, each in ablated if each != NOTHING):
+        cells = [ablated.get((name, mechanism)) for name in names]
+        shown = (f"{one.gained} / {one.lost} / {one.allowed}" if one else "" for one in cells)
+        gone = "" if mechanism in {*CARRYING, *PLACING} else " (removed)"
+        lines.append(f"| {mechanism}{gone} | {' | '.join(shown)} |")
+    lines += ["", *_REMOVED.splitlines()]
+    carried = sum(one.carried for one in whole)
+    alarms = sum(one.alarms for one in whole)
+    lines += [
+        "",
+        "`patch rebase --continue` reports each line that a resolution deletes and the port before",
+        f"keeps. The carried ports of these runs have a report in {alarms} of {carried} cases. The",
+        "ports that the scripts write, and those of our series, have one where the changed lines",
+        "differ from those of the port before:",
+        "",
+        "| queue | ports with other changed lines | with a report |",
+        "|---|---|---|",
+        *(f"| {one.queue} | {one.resolved} | {one.resolved_alarms} |" for one in whole),
+    ]
+    return lines
+
+
+def _part(queue: str) -> str:
+    return "states" if queue == OURS else "mails"
 
 
 def _limits(found: Sequence[Measured]) -> list[str]:
@@ -244,8 +316,8 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
         "columns are a fetch into an empty data directory, the merges, the builds of stock and",
         "patched, and all runs. They depend on the machine, its load, and its compiler cache.",
         "",
-        f"| state | date | mode | carried | verdict | verified | {' | '.join(STEPS)} |",
-        f"|{'---|' * (6 + len(STEPS))}",
+        f"| state | date | mode | carried | verdict | verified | {' | '.join(TIMED)} |",
+        f"|{'---|' * (6 + len(TIMED))}",
     ]
     for one in verified:
         carried = ", ".join(f"{id_} from {base}" for id_, base in one.carried.items())
@@ -256,10 +328,10 @@ def _sample(verified: Sequence[Verified]) -> list[str]:
             carried,
             one.verdict,
             one.verified,
-            *(f"{one.seconds[step]:.0f} s" if step in one.seconds else "" for step in STEPS),
+            *(f"{one.seconds[step]:.0f} s" if step in one.seconds else "" for step in TIMED),
         )
         lines.append(f"| {' | '.join(facts)} |")
-    totals = [sum(one.seconds.values()) for one in verified if {*STEPS} <= {*one.seconds}]
+    totals = [sum(one.seconds.values()) for one in verified if {*TIMED} <= {*one.seconds}]
     if totals:
         took = f"{min(totals) / 60:.1f} to {max(totals) / 60:.1f} minutes"
         lines += [

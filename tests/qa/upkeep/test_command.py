@@ -45,3 +45,8 @@ def test_page_sample_and_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "broken-carry" not in file.read_text()
     run("--write", str(file), "--sample", "1")
     assert "broken-carry" not in file.read_text()
+    wider = file.read_text().replace("| all | all ports | 4 |", "| all | all ports | 5 |")
+    file.write_text(wider)
+    refused = CliRunner().invoke(command.app, ["--write", str(file)])
+    assert "5 states, and 4 are fetched here" in str(refused.exception)
+    assert file.read_text() == wider
