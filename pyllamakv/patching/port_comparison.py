@@ -260,6 +260,12 @@ class _Pool:
         self.added = set(map(cpp_lines.normalize, added))
         self.removed = set(map(cpp_lines.normalize, removed))
         self.names = cpp_lines.names(added)
+        self.by_function: dict[str, set[str]] = {}
+        for hunk in hunks:
+            lines = filter(cpp_lines.is_significant, hunk.added)
+            self.by_function.setdefault(heading(hunk), set()).update(
+                map(cpp_lines.normalize, lines)
+            )
 
     def has(self, hunk: Hunk) -> bool:
         """Return whether most of a hunk is present."""
@@ -270,7 +276,11 @@ class _Pool:
             ]
             # Lines that the other base never had need no removal; any remaining line is enough.
             return not removed or any(line in self.removed for line in removed)
-        same = sum(line in self.added for line in added) / len(added)
+        # A resolution often changes a line of its hunk.
+        near = self.by_function.get(heading(hunk), ())
+        same = sum(
+            line in self.added or any(_similar(line, each) for each in near) for line in added
+        ) / len(added)
         if same >= _KEPT:
             return True
         fresh = set(cpp_lines.names(hunk.added)) - set(cpp_lines.names(hunk.old))
@@ -342,20 +352,34 @@ def _changes(patch: Patch) -> list[tuple[object, ...]]:
 def deletions(old: Patch, new: Patch) -> tuple[str, ...]:
     """Describe each line that the second of two ports deletes and the first one does not.
 
-    Such a line is usually upstream's, and was lost in the resolution of a conflict. A line that the
-    second port adds elsewhere was moved. A line that is similar to one that the first port deletes,
-    or that the same lines replace, was changed by upstream. Lines that leave a function or a loop,
-    or check something, come first.
+    Such a line is usually upstream's, and was lost in the resolution of a conflict. Equal lines are
+    counted: one ``return false;`` that the first port deletes or adds explains one of the second
+    port. A line that the second port adds elsewhere was moved. A line that is similar to one that
+    only the first port deletes, or that the same lines replace, was changed by upstream. Lines that
+    leave a function or a loop, or check something, come first.
     """
     before = [block for _, _, block in _blocks(old)]
-    gone = {line for removed, _ in before for line in removed}
     after = list(_blocks(new))
-    moved = {line for _, _, (_, added) in after for line in added}
+    gone, deleted, made, moved = (
+        Counter(line for block in blocks for line in block[side])
+        for side in (0, 1)
+        for blocks in (before, [block for _, _, block in after])
+    )
+    excess = deleted - gone - (moved - made)
+    changed = [*(gone - deleted).elements()]
     replaced = {added: removed for removed, added in before if added}
     found: list[tuple[bool, str]] = []
     for path, start, (removed, added) in after:
-        lines = [line for line in removed if line not in gone | moved]
-        lines = [line for line in lines if not any(_similar(line, each) for each in gone)]
+        lines = []
+        for line in removed:
+            if not excess[line]:
+                continue
+            excess[line] -= 1
+            former = next((each for each in changed if _similar(line, each)), None)
+            if former is None:
+                lines.append(line)
+            else:
+                changed.remove(former)
         if len(lines) <= len(replaced.get(added, ())):
             continue
         for line in lines:

@@ -7,7 +7,8 @@ removes must be unchanged, and so must both tokens beside an insertion within a 
 inserted lines, one line must be unchanged, or the conflict must end. These places need a name:
 brackets alone can match anywhere. What the patch adds must not use a name that upstream removed
 there, unless it was renamed, or a function whose arguments upstream changed. Arguments are not
-changed if upstream calls another function there.
+changed if upstream calls another function there, and a condition not if upstream changed a negation
+or a comparison in it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _NAME = re.compile(r"[A-Za-z_]")
+#: The words before a condition, and the operators that turn it around.
+_TESTS = frozenset({"if", "while"})
+_OPERATORS = frozenset({"!", "==", "!=", "<", ">", "<=", ">="})
 
 
 class Token(NamedTuple):
@@ -106,6 +110,10 @@ def merge(upstream: str, base: str, patch: str) -> Merged | None:
     # Arguments for one function need not fit another one.
     if any(kept[at] is None for edit in changes for at in _callees(old, edit.first)):
         return None
+    # A term of a condition need not fit the opposite condition.
+    turned = {_condition(old, edit.first) for edit in upstreams if _turns(old, edit)} - {None}
+    if any(_condition(old, edit.first) in turned for edit in changes):
+        return None
     for token, at, there in zip(old, kept, _kept(old, changes), strict=True):
         if at is not None and there is not None and ours[at].space == token.space:
             ours[at] = theirs[there]
@@ -160,6 +168,18 @@ def _callees(old: Sequence[Token], at: int) -> Iterator[int]:
         if depth < 0:
             depth = 0
             yield there - 1
+
+
+def _condition(old: Sequence[Token], at: int) -> int | None:
+    """Return the place of the `if` or `while` in whose condition a token is, outside of calls."""
+    callee = next((each for each in _callees(old, at) if _NAME.match(old[each].text)), None)
+    return callee if callee is not None and old[callee].text in _TESTS else None
+
+
+def _turns(old: Sequence[Token], edit: Edit) -> bool:
+    """Return whether an edit adds, removes or replaces a negation or a comparison."""
+    removed = {token.text for token in old[edit.first : edit.last]}
+    return bool(_OPERATORS & (removed ^ {token.text for token in edit.tokens}))
 
 
 def _kept(old: Sequence[Token], changes: Sequence[Edit]) -> list[int | None]:

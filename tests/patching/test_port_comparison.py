@@ -99,8 +99,9 @@ def test_port_loses_nothing_against_itself(lines: list[bytes]) -> None:
     assert port_comparison.missing_parts(patch, patch) == ()
 
 
-def test_the_shipped_patch_without_any_one_hunk() -> None:
-    """Each hunk of the shipped patch that adds code is missed when it is taken out."""
+@pytest.mark.slow
+def test_each_hunk_of_the_shipped_patch_is_missed() -> None:
+    """Each hunk of the shipped patch that adds code is reported if it is removed."""
     text = series.load(home.data("patches")).definition("full-defrag").port("0.3.9")
     for file in text.patch.files:
         for number, hunk in enumerate(file.hunks, 1):
@@ -168,3 +169,30 @@ def test_gains_count_in_the_order_of_the_ports() -> None:
     found = port_comparison.compare(port("0.3.1", changed()), port("0.3.2", changed(RETRY)))
     assert "calls of find_slot(): 0 -> 1" in map(str, found.gained)
     assert not found.missing
+
+
+def test_deleted_return_is_reported_although_the_port_adds_an_equal_one() -> None:
+    """Each equal line that the port before deletes or adds explains one."""
+    there = OLD | {"src/b.cpp": OLD["src/b.cpp"] + b"    return 1;\n"}
+    here = there | {"src/a.cpp": OLD["src/a.cpp"].replace(BODY[10], RETRY)}
+    before = hunks.parse(diff(there, here))
+    lost = hunks.parse(diff(there, here | {"src/b.cpp": OLD["src/b.cpp"]}))
+    (report,) = port_comparison.deletions(before, lost)
+    assert report.startswith("deletes a check or a jump of upstream")
+    assert report.endswith(": return 1;")
+    assert port_comparison.deletions(lost, lost) == ()
+
+
+def test_hunk_with_a_changed_line_is_not_missing() -> None:
+    """A line that a resolution rewrote is still the hunk's, and one of another function is not."""
+    line = b"    if (head > used + n_tokens) {}\n"
+    merged = b"    if (head > used + n_tokens && used > 0) {}\n"
+    one = changed(line)
+    for other, missing in (
+        (changed(merged), []),
+        (changed(b=merged), ["src/a.cpp, hunk 1 (int decode)"]),
+    ):
+        lost = port_comparison.missing_parts(one, other)
+        assert [
+            str(loss) for loss in lost if loss.what == "hunk" and "a.cpp" in loss.file
+        ] == missing

@@ -45,8 +45,10 @@ def test_blanks_and_comments_are_no_changes() -> None:
         ("    const k = find(batch);\n", "    const k = find(ubatch);\n",
          "    k = find(ubatch);\n    k = again(ubatch);\n",
          "    k = find(batch);\n    k = again(batch);\n"),
+        ("    if (ok(!c) && b) {\n", "    if (ok(c) && b) {\n", "    if (ok(c) && b && x()) {\n",
+         "    if (ok(!c) && b && x()) {\n"),
     ],
-    ids=["argument", "next line", "deleted line", "indented", "statement", "renamed"],
+    ids=["argument", "next line", "deleted line", "indented", "statement", "renamed", "term"],
 )  # fmt: skip
 def test_changes_that_are_apart_are_merged(
     upstream: str, base: str, patch: str, wanted: str
@@ -72,10 +74,12 @@ def test_changes_that_are_apart_are_merged(
         ("    f(a, x, b);\n", "    f(a, b);\n", "    f();\n"),
         ("    p(7);\n    };\n", "    q(8);\n    };\n", "    q(8);\n    }\n"),
         ("    drop(b);\n", "    keep(b);\n", "    keep(c);\n"),
+        ("    if (!a) {\n", "    if (a) {\n", "    if (a && x()) {\n"),
+        ("    if (n >= m) {\n", "    if (n > m) {\n", "    if (n > m && x()) {\n"),
         ("", "", "    x();\n" * 3000),
     ],
     ids=["replaced", "insertions", "no-line", "removed-name", "changed-call", "braces",
-         "within", "brackets", "function", "huge"],
+         "within", "brackets", "function", "negated", "compared", "huge"],
 )  # fmt: skip
 def test_doubtful_changes_are_refused(upstream: str, base: str, patch: str) -> None:
     """The conflict is then reported as in git."""
