@@ -30,48 +30,73 @@ _ADVICE = {
     "kept": "the patch deletes it, {onto} changed it; delete it, or `git add` it to keep it",
     "both": "both sides add it; resolve the marked places",
 }
+_GENERAL = "make the change of the patch in upstream's lines"
 
 
 def decision(upstream: Iterable[str], base: Iterable[str], patch: Iterable[str]) -> str:
     """Return the likely way to resolve a conflict, from the lines of its three sides.
 
-    Lines are compared by their tokens, without blanks and comments.
+    Sides are compared by their tokens, without blanks and comments. A decision that keeps the
+    lines of one side requires that they contain the change of the other one: in doubt, the hunk is
+    to be rewritten.
     """
-    ours, old, theirs = (_code(side) for side in (upstream, base, patch))
-    added, removed = theirs - old, old - theirs
-    if not added and not removed:
+    sides = tuple(map(tuple, (upstream, base, patch)))
+    ours, old, theirs = map(_tokens, sides)
+    if theirs == old:
         return "take upstream's lines: the patch changes no code here"
     if ours == old:
         return "take the patch's lines: upstream changed no code here"
-    present = added & (ours - old)
-    if present == added and not removed & ours:
+    ours, old, theirs = map(_code, sides)
+    here, before, after = map(Counter, (ours, old, theirs))
+    added, removed = after - before, before - after
+    if not added and not removed:
+        return _GENERAL  # the patch only moves lines
+    present = added & (here - before)
+    # Upstream has made the removals of the patch if no removed line is left, also not changed.
+    touched = _names(removed)
+    changed = [line for line in here - before - added if _names([line]).keys() & touched.keys()]
+    done = not removed & here and not changed
+    if done and present == added and _in_order(ours, [line for line in theirs if line in added]):
         return "drop the hunk: upstream makes its change"
+    if done and present == added and _names(present):
+        return "take upstream's lines, if their order does not matter: it is not that of the patch"
     if not ours:
         return "rewrite the hunk: upstream removed these lines"
-    if present:
+    if done and _names(present):
         lacking = _lines((added - present).total())
         return f"take upstream's lines, and add {lacking} of the patch that they lack"
-    names = [
-        cpp_lines.names(line.encode("utf-8", "replace") for line in side)
-        for side in (added, old, ours)
-    ]
-    gone = [name for name in names[0] if name in names[1] and name not in names[2]]
+    used, known, left = map(_names, (added, old, ours))
+    gone = [name for name in used if name in known and name not in left]
     if gone:
         return f"rewrite the hunk: it uses `{gone[0]}`, which upstream's lines do not have"
     if not removed:
         return f"take upstream's lines, and add {_lines(added.total())} of the patch"
-    if not removed & ours:
-        return f"rewrite the hunk: upstream changed {_lines(removed.total())} that it replaces"
-    return "make the change of the patch in upstream's lines"
+    if not removed & here:
+        verb = "replaces" if added else "removes"
+        return f"rewrite the hunk: upstream changed {_lines(removed.total())} that it {verb}"
+    return _GENERAL
 
 
-def _code(lines: Iterable[str]) -> Counter[str]:
-    code = (line for line in lines if cpp_lines.is_significant(line.encode("utf-8", "replace")))
-    return Counter(" ".join(token.text for token in token_merge.split(line)) for line in code)
+def _tokens(lines: Iterable[str]) -> list[str]:
+    return [token.text for token in token_merge.split("\n".join(lines)) if token.text]
+
+
+def _code(lines: Iterable[str]) -> list[str]:
+    """Return the lines with code, also lone braces, each as its tokens with single spaces."""
+    code = (line for line in lines if cpp_lines.normalize(line.encode("utf-8", "replace")))
+    return [" ".join(_tokens([line])) for line in code]
 
 
 def _names(lines: Iterable[str]) -> Counter[str]:
-    return cpp_lines.names(line.encode("utf-8", "replace") for line in lines)
+    """Count the names and calls in lines."""
+    data = [line.encode("utf-8", "replace") for line in lines]
+    return cpp_lines.names(data) | cpp_lines.calls(data)
+
+
+def _in_order(lines: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Return whether lines contain others in this order, with any lines between them."""
+    rest = iter(lines)
+    return all(line in rest for line in wanted)
 
 
 def _lines(count: int) -> str:
@@ -106,14 +131,17 @@ def conflict_error(
 
 
 def _likely(file: Path) -> str:
-    """Return the likely decisions for the marked places of a file, each once."""
+    """Return the likely decision for each marked place of a file, with the lines of its markers."""
     data = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
-    sides = (
-        [match[number].decode("utf-8", "surrogateescape").splitlines() for number in (1, 2, 3)]
-        for match in carry.CONFLICT.finditer(data)
-    )
-    found = dict.fromkeys(decision(*each) for each in sides)
-    return f"; likely: {'; '.join(found)}" if found else ""
+    found: dict[str, list[str]] = {}
+    for match in carry.CONFLICT.finditer(data):
+        sides = [match[n].decode("utf-8", "surrogateescape").splitlines() for n in (1, 2, 3)]
+        line = data.count(b"\n", 0, match.start()) + 1
+        found.setdefault(decision(*sides), []).append(f"{line}")
+    words = [
+        f"line{'s' * (len(lines) > 1)} {', '.join(lines)}: {text}" for text, lines in found.items()
+    ]
+    return f"; likely: {'; '.join(words)}" if words else ""
 
 
 def _where(store: Store, session: Session, clash: worktree.UnmergedFile) -> str:

@@ -44,6 +44,50 @@ from pyllamakv.patching.conflict_help import decision
             ["call();"],
             "make the change of the patch in upstream's lines",
         ),
+        (
+            ["b();", "a();"],
+            ["a();", "b();"],
+            ["a();", "b();", "fix();"],
+            "take upstream's lines, and add a line of the patch",
+        ),
+        (
+            ["a(n);", "b();"],
+            ["a();", "b();"],
+            ["b();", "a();"],
+            "make the change of the patch in upstream's lines",
+        ),
+        (
+            ["a();", "defrag(x, true);"],
+            ["a();", "defrag(x);"],
+            ["a();"],
+            "rewrite the hunk: upstream changed a line that it removes",
+        ),
+        (
+            ["fix();", "defrag(x, true);"],
+            ["defrag(x);"],
+            ["fix();"],
+            "rewrite the hunk: upstream changed a line that it replaces",
+        ),
+        (["a();", "other();"], ["a();", "defrag(x);"], ["a();"], "drop the hunk"),
+        (
+            ["second();", "first();"],
+            ["none();"],
+            ["first();", "second();"],
+            "take upstream's lines, if their order does not matter",
+        ),
+        (
+            ["first();", "old();", "third();"],
+            ["old();"],
+            ["first();", "second();"],
+            "make the change of the patch in upstream's lines",
+        ),
+        (
+            ["a(n);", "b();"],
+            ["a();", "b();"],
+            ["{", "a();", "b();", "}"],
+            "take upstream's lines, and add 2 lines of the patch",
+        ),
+        (["if (n) a();"], ["if (n)", "a();"], ["if (n)", "a(m);"], "take the patch's lines"),
     ],
 )
 def test_conflict_decision_is_the_first_matching_rule(
