@@ -6,6 +6,7 @@ layout of the series: `patch.toml`, one port, and a place in the order.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from pyllamakv.patching import (
     trees,
 )
 from pyllamakv.patching import series as series_module
+from pyllamakv.patching.carry import Carrier
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.strict_apply import TreeOverlay
 from pyllamakv.source import lockfile, spec_resolver
@@ -107,17 +109,31 @@ class Imported:
         }
 
 
+@dataclass(frozen=True)
+class _ImportBase:
+    """The commit and tree that ports are applied to.
+
+    ``earlier`` are the ports of the series that were applied to the tree ``below``, by id.
+    """
+
+    commit: str
+    tree: str
+    below: str
+    earlier: dict[str, Port]
+
+
 def try_releases(
     ports: Sequence[Port],
     releases: Sequence[Release],
     *,
     store: Store,
-    series: Series | None = None,
+    series: Series,
     progress: Progress | None = None,
 ) -> tuple[ApplyResult, ...]:
     """Apply ports, one on top of the other, to each release.
 
-    The patches of ``series`` that they require are applied first. No file is written.
+    The patches of ``series`` are applied first, or if the ports do not apply then, those that they
+    require. No file is written.
     """
     found = []
     for number, release in enumerate(releases):
@@ -125,8 +141,7 @@ def try_releases(
             progress("trying releases", number, len(releases))
         there = trees.ensure_fetched(store, release, progress)
         try:
-            _, tree = _ground(ports, there, series, store)
-            moved = _applied(TreeOverlay(trees.StoreTree(store, tree)), ports)
+            _, moved = _placed(ports, there, series, store)
         except PatchConflict as error:
             found.append(ApplyResult(there, conflict=error))
         except NoPortApplies as error:
@@ -157,8 +172,9 @@ def import_patch(
     ``path`` is a file, a mailbox, a directory, or ``git:REPOSITORY@FROM..TO``; files of a directory
     that are no patches are left out. ``strip`` is the number of directories that paths begin with
     (``-pN``). A single patch gets
-    the id ``id_``; several get ``id_-1``, ``id_-2``. Each requires the patches that its header
-    requires, and the earlier ones without which it does not apply, or whose files or names it uses.
+    the id ``id_``; several get ``id_-1``, ``id_-2``. They follow the patches of the series. Each
+    requires the patches that its header requires, and the earlier ones without which it does not
+    apply, or whose files or names it uses.
     ``base`` is the release for which they were written. The default is the release in their header,
     else the one among ``releases`` with the smallest offsets, the newest of several. They are meant
     for the oldest release that they apply to, and later ones through ``until``; without it,
@@ -174,7 +190,7 @@ def import_patch(
     refused: dict[str, str] = {}
     definitions = tuple(foreign_series.load(path, strip=strip, refused=refused))
     ports = [port for definition in definitions for port in definition.ports]
-    series = _requirable(folder)
+    series = _preceding(folder, ports)
     ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
     if title and len(ports) > 1:
         raise UsageError(f"A title is for one patch; {path} contains {len(ports)}.")
@@ -189,15 +205,16 @@ def import_patch(
     files = []
     stock = trees.StoreTree(store, store.tree_of(chosen))
     stocks = [trees.StoreTree(store, store.tree_of(release)) for release in fitting]
-    commit, ground = _ground(ports, chosen, series, store)
-    tree = trees.StoreTree(store, ground)
+    ground, _ = _placed(ports, chosen, series, store)
+    commit, tree = ground.commit, trees.StoreTree(store, ground.tree)
+    below = trees.StoreTree(store, ground.below)
     named = {port.id: each for port, each in zip(ports, ids, strict=True)}
-    earlier: dict[str, Port] = {}
+    earlier = dict(ground.earlier)
     claims = [scenarios or each.scenarios for each in definitions for _ in each.ports]
     for foreign, each, claimed in zip(ports, ids, claims, strict=True):
         shape = replace(_described(foreign, each, path, claimed, title), **covered)
         needs = (named.get(id_, id_) for id_ in foreign.requires)
-        requires = _requirements(foreign, tuple(needs), earlier, trees.StoreTree(store, ground))
+        requires = _requirements(foreign, tuple(needs), earlier, below)
         port = Port(each, hunks.Patch(b"", ()), chosen.key, title=shape.title, requires=requires)
         draft = TreeOverlay(tree)
         draft.apply(foreign.patch, foreign.name)
@@ -259,22 +276,49 @@ def _bounds(first: Release, until: str | None, lock: Path | None) -> dict[str, A
     return {**found, "until": last.key}
 
 
-def _requirable(folder: Path) -> Series:
-    """Return the patches that an imported one may require: of the series, and the shipped ones."""
-    if not (folder / "series.toml").is_file():
-        return series_module.load()
-    return port_choice.load_series(folder)
+def _preceding(folder: Path, ports: Sequence[Port]) -> Series:
+    """Return the series in a folder, if any, after the shipped patches that ports require."""
+    series = series_module.Series(())
+    if (folder / "series.toml").is_file():
+        series = port_choice.load_series(folder)
+    needs = {need for port in ports for need in port.requires}
+    needs -= {*series.order, *(port.id for port in ports)}
+    shipped = series_module.load()
+    found = port_choice.only(shipped, sorted(needs & set(shipped.order)))
+    before = [patch for patch in found if patch.id not in series.order]
+    return replace(series, definitions=(*before, *series))
 
 
-def _ground(
-    ports: Sequence[Port], release: Release, series: Series | None, store: Store
-) -> tuple[str, str]:
-    """Return commit and tree of a release with the patches that ports require."""
+def _placed(
+    ports: Sequence[Port], release: Release, series: Series, store: Store
+) -> tuple[_ImportBase, int]:
+    """Return the tree of a release that ports apply to, and by how many lines their hunks moved.
+
+    It is the tree after all patches of the series that apply. A patch that replaces others applies
+    to the release with the patches that it requires.
+    """
+    conflict: PatchConflict | None = None
     own = {port.id for port in ports}
-    needs = dict.fromkeys(id_ for port in ports for id_ in port.requires if id_ not in own)
-    if series is None or not needs:
-        return release.commit, store.tree_of(release)
-    return apply.apply_requirements(series, tuple(needs), release, store=store)
+    requires = dict.fromkeys(id_ for port in ports for id_ in port.requires if id_ not in own)
+    stock = store.tree_of(release)
+    carrier = Carrier(store, release, series)
+    with contextlib.suppress(NoPortApplies):
+        plan = port_choice.choose_for_release(release, series=series, store=store, carrier=carrier)
+        earlier = {port.id: port for port in plan.ports}
+        if requires.keys() <= earlier.keys():
+            made = apply.write(store, release, plan)
+            try:
+                moved = _applied(TreeOverlay(trees.StoreTree(store, made.tree)), ports)
+            except PatchConflict as error:
+                conflict = error
+            else:
+                return _ImportBase(made.commit, made.tree, stock, earlier), moved
+    commit, tree = apply.apply_requirements(series, tuple(requires), release, store=store)
+    try:
+        moved = _applied(TreeOverlay(trees.StoreTree(store, tree)), ports)
+    except PatchConflict as error:
+        raise conflict or error from None
+    return _ImportBase(commit, tree, tree, {}), moved
 
 
 def _requirements(
@@ -408,7 +452,7 @@ def _toml(
     document["schema"] = 1
     document["id"] = shape.id
     document["title"] = shape.title
-    document["why"] = tomlkit.string(f"{shape.why}\n", multiline=True)
+    document["why"] = tomlkit.string(f"{shape.why}\n", multiline=True) if shape.why else ""
     document["origin"] = shape.origin
     document["upstream"] = shape.upstream
     document["author"] = shape.author

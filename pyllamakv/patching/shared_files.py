@@ -1,7 +1,7 @@
 """Compose a port with the shared files of its patch, and separate them again.
 
-A shared file exists once, as a regular file, below ``shared/`` of the series directory. What is
-applied, digested and exported is the composed patch: message, hooks and shared files, in git's
+A shared file exists once, as a regular file, below ``shared/`` of the series directory. The
+composed patch is applied, digested and exported: message, hooks and shared files, in git's
 order.
 """
 

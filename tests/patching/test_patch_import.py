@@ -351,8 +351,29 @@ def test_required_patch_is_applied_before_the_imported_one(
     assert bench.store.read(patched.tree, "src/b.cpp") == mine["src/b.cpp"]
 
 
-def test_only_its_header_claims_scenarios(bench: SeriesSandbox, tmp_path: Path) -> None:
-    """Nothing is claimed for its author; a claim in the message is not written twice."""
+def test_patch_is_imported_on_top_of_the_series(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """It requires the patches of the series that it needs, as if all were imported at once."""
+    first = OLD | {"src/a.cpp": numbered(60, l10="x")}
+    second = first | {"src/a.cpp": numbered(60, l10="x", l30="other_name();")}
+    third = second | {"src/a.cpp": numbered(60, l10="xy", l30="other_name();")}
+    last = third | {"src/b.cpp": numbered(20, l15="other_name();")}
+    for number, (old, new) in enumerate([(OLD, first), (first, second)], 1):
+        (tmp_path / f"{number}.patch").write_bytes(diff(old, new))
+        take(bench, tmp_path / f"{number}.patch", f"mine-{number}")
+    for number, (old, new) in enumerate([(second, third), (third, last)], 3):
+        (tmp_path / f"{number}.patch").write_bytes(diff(old, new))
+        done = take(bench, tmp_path / f"{number}.patch", f"mine-{number}")
+        assert done.applies == (("0.3.1", "0.3.2") if number == 3 else ("0.3.1", "0.3.2", "0.3.3"))
+    loaded = series.load(bench.folder)
+    needs = [loaded.definition(f"mine-{number}").ports[0].requires for number in range(1, 5)]
+    assert needs == [(), (), ("mine-1",), ("mine-2",)]
+    patched = apply.apply(bench.releases["0.3.2"], series=loaded, store=bench.store)
+    assert patched.patches == ("one", "mine-1", "mine-2", "mine-3", "mine-4")
+    assert bench.store.read(patched.tree, "src/a.cpp") == b"+\n" + last["src/a.cpp"]
+
+
+def test_scenarios_are_claimed_by_the_header_only(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """No claim is added; a claim in the message is not written twice."""
     file = tmp_path / "mine.patch"
     file.write_bytes(MAIL + diff(OLD, NEW))
     words: dict[str, Any] = {"folder": bench.folder, "store": bench.store}
