@@ -502,21 +502,21 @@ def test_watch_report_without_a_new_version_has_warnings(
     assert "<testsuites" in junit.read_text()
 
 
-def test_bisect(run: Run) -> None:
-    """The change is named, with the steps that led to it."""
-    code, out, _ = run("bisect", "0.3.9", "0.3.36")
+def test_bisect_names_the_first_changed_release(run: Run) -> None:
+    """The output has the change and the steps that led to it."""
+    code, out, _ = run("matrix", "bisect", "0.3.9", "0.3.36")
     assert code == 0
     assert "0.3.36 is the first release that is native; 0.3.9 is needed." in out
-    code, out, _ = run("bisect", "0.3.9", "0.3.5")
+    code, out, _ = run("matrix", "bisect", "0.3.9", "0.3.5")
     assert code == 2
-    code, out, _ = run("bisect", "0.3.9", "0.3.36", "--json", "--scenario", "fragmented")
+    code, out, _ = run("matrix", "bisect", "0.3.9", "0.3.36", "--json", "--scenario", "fragmented")
     assert json.loads(out)["first"]["release"] == "0.3.36"
 
 
 def test_bisect_reports_contradicting_cached_verdicts(run: Run) -> None:
     """A verdict that contradicts a single change is reported, also outside of the search."""
     code, out, _ = run("matrix", "run")
-    code, out, _ = run("bisect", "0.3.5", "0.3.36")
+    code, out, _ = run("matrix", "bisect", "0.3.5", "0.3.36")
     assert code == 0
     assert "0.3.6 is the first release that is ineffective" in out
     assert "more than one change: 0.3.9 is needed" in out

@@ -53,7 +53,7 @@ def test_short_step_prints_one_line(capsys) -> None:
         (("upstream", "fetch", "0.3.9"), "pyllamakv.source.fetch", "fetch"),
         (("check", "0.3.9"), "pyllamakv.verification.check", "check"),
         (("matrix", "run", "0.3.9"), "pyllamakv.verification.matrix", "run"),
-        (("bisect", "0.3.8", "0.3.9"), "pyllamakv.verification.matrix", "run"),
+        (("matrix", "bisect", "0.3.8", "0.3.9"), "pyllamakv.verification.matrix", "run"),
     ],
 )
 def test_long_commands_print_progress_without_reports(

@@ -42,21 +42,21 @@ VERBS = {
     "patch export-series {}": 0,
     "patch rebase one --onto {}": 0,
     "matrix plan {}": 0,
-    "bisect {} 0.4.1": 125,
-    "bisect 0.4.1 {}": 125,
+    "matrix bisect {} 0.4.1": 125,
+    "matrix bisect 0.4.1 {}": 125,
     "build {} --stock": 1,
     "check {} --quick": 125,
-    "env {}": 2,
+    "dropin env {}": 2,
     "rpc serve {}": 2,
     "upstream sync {}+patched": 0,
     "upstream sync {}+one": 0,
     "upstream sync {}+stock": 0,
     "build {}+patched": 1,
-    "env {}+stock": 2,
+    "dropin env {}+stock": 2,
     "rpc serve {}+patched": 2,
 }
 #: Each of these configures a build.
-COSTLY = ("bisect", "build", "check")
+COSTLY = ("matrix bisect", "build", "check")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def check(stock, capsys: pytest.CaptureFixture[str]) -> Iterator[Check]:
 
     def ask(*words: str) -> tuple[int, dict[str, Any]]:
         with pytest.raises(SystemExit) as left:
-            main.main(["check", RELEASE, "--json", *words])
+            main.main(["check", RELEASE, "--quick", "--json", *words])
         answer = json.loads(capsys.readouterr().out)
         if "patched" in answer["variants"]:
             made.append(home() / "built" / answer["variants"]["patched"])

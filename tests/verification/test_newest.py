@@ -78,8 +78,11 @@ def test_bad_verdict_of_the_newest_release_is_bisected(
     assert set(asked) == {"0.3.1", "0.3.2", "0.3.3", "0.3.4"}
 
 
-def test_a_series_that_fits_nothing(bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no newest release; the oldest one that was tried is the first failure."""
+@pytest.mark.slow
+def test_series_without_a_good_release_has_no_newest(
+    bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no newest release; the oldest tested one is the first failure."""
     found = newest([bench.releases["0.3.5"]], patches=str(bench.folder))
     assert (found.release, found.first) == ("", "0.3.5")
     assert found.as_json()["release"] is None

@@ -434,7 +434,7 @@ def test_feature_absent_on_both_sides_is_ignored() -> None:
 def test_feature_untestable_on_both_sides_is_no_harm() -> None:
     """A feature that stock lacks and this device does not need does not affect the verdict."""
     absent = Outcome("absent", "", "no such option")
-    skipped = Outcome("skip", "", "the cache lies on a device")
+    skipped = Outcome("skip", "", "the cache is on a device")
     found = decide([Pair("lazy", "feature", "plain f16", absent, skipped)])
     assert found.verdict == Verdict.UNTESTABLE
     assert found.patched_failed == 0
