@@ -112,6 +112,13 @@ HEADERS = (
         ),
     ),
     Header("server-park", "tools/server/server-park.h", "server_park"),
+    Header(
+        "server-metrics",
+        "tools/server/server-kv-metrics.h",
+        "server_kv_metrics",
+        needs_directory=True,
+        needs=("src/llama-kv-counters.h",),
+    ),
 )
 
 
@@ -155,7 +162,7 @@ def run_header_tests(
             continue
         if progress:
             progress(f"test {Path(header.path).name}", 0, None)
-        texts = {Path(path).name: files[path] for path in wanted}
+        texts = {path: files[path] for path in wanted}
         found.append(_cached(header, texts, source, folder, _SANITIZERS if sanitize else ()))
     return found
 
@@ -189,21 +196,29 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="pyllamakv-header-") as name:
         folder = Path(name)
         for file, data in texts.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(data)
         program = folder / "program"
-        command = [*cxx, "-std=c++17", "-O1", "-w", "-pthread", "-I", str(folder), "-I", str(stubs)]
-        command += [str(source), "-o", str(program)]
+        includes = [*sorted({(folder / file).parent for file in texts}), stubs]
+        command = [*cxx, "-std=c++17", "-O1", "-w", "-pthread"]
+        command += [f"-I{path}" for path in includes] + [str(source), "-o", str(program)]
         built = _output(command, _COMPILE_TIMEOUT)
         if built.returncode:
             lines = [line for line in built.stdout.splitlines() if "error" in line]
             first = next(iter(lines or built.stdout.splitlines()), "the compiler failed")
             return HeaderResult(header.path, error=first.replace(f"{folder}{os.sep}", ""))
-        groups = _output([str(program)], _GROUP_TIMEOUT).stdout.split()
+        listed = _output([str(program)], _GROUP_TIMEOUT)
+        groups = listed.stdout.split()
+        if listed.returncode or not groups:
+            return HeaderResult(header.path, failed=(("the list of groups", listed.stdout[-200:]),))
         failed = []
         for group in groups:
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 words = [group, work] if header.needs_directory else [group]
                 done = _output([str(program), *words], _GROUP_TIMEOUT)
+                left = [path.name for path in Path(work).iterdir()]
+            if left and not done.returncode:
+                failed.append((group, f"leaves {', '.join(left)}"))
             if done.returncode:
                 lines = done.stdout.strip().splitlines()
                 failed.append((group, lines[-1] if lines else f"status {done.returncode}"))

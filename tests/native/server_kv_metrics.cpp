@@ -1,11 +1,8 @@
-// Tests of server-kv-metrics.h by itself: what /metrics has before, between and after readings.
+// Unit tests of server-kv-metrics.h: the text for /metrics before and after updates of the counters.
 
-#include "check.h"
+#include "groups.h"
 
 #include "server-kv-metrics.h"
-
-#include <functional>
-#include <map>
 
 static bool              has_counters = true;
 static llama_kv_counters counters;
@@ -38,7 +35,7 @@ static void values() {
     CHECK(has("llamacpp:kv_slot_searches_total 1") && has("llamacpp:kv_slot_failures_total 2") && has("llamacpp:kv_decode_retries_total 3"));
     CHECK(has("llamacpp:kv_defragmentations_total 4") && has("llamacpp:kv_defragmentation_moves_total 5"));
     CHECK(has("llamacpp:kv_defragmentation_cells_total 6") && has("llamacpp:kv_defragmentation_graphs_total 8"));
-    // a large number has all digits, and a time is in seconds
+    // large numbers are not rounded, and times are in seconds
     CHECK(has("llamacpp:kv_defragmentation_bytes_total 12345678901234"));
     CHECK(has("llamacpp:kv_defragmentation_seconds_total 1.000000001") && has("llamacpp:kv_defragmentation_plan_seconds_total 0.999999999"));
     CHECK(has("llamacpp:kv_defragmentation_scratch_bytes 11"));
@@ -49,20 +46,15 @@ static void absent() {
     has_counters = false;
     server_kv_metrics::update(nullptr);
     CHECK(server_kv_metrics::text().empty());
-    // a build without full-defrag and compaction counts only the searches
+    // a build without full-defrag and compaction reports only slot searches
     has_counters = true;
     counters     = { 7, 0, -1, -1, -1, -1, -1, -1, -1, -1, -1 };
     server_kv_metrics::update(nullptr);
     CHECK(n_lines() == 3*2 && has("llamacpp:kv_slot_searches_total 7") && has("llamacpp:kv_slot_failures_total 0"));
-    // a model that was unloaded leaves the last values
+    // the last values remain after a model is unloaded
     has_counters = false;
     server_kv_metrics::update(nullptr);
     CHECK(n_lines() == 3*2);
 }
 
-int main(int argc, char ** argv) {
-    const std::map<std::string, std::function<void()>> groups = { { "absent", absent }, { "values", values } };
-    CHECK(argc == 2 && groups.count(argv[1]));
-    groups.at(argv[1])();
-    return 0;
-}
+int main(int argc, char ** argv) { return run_group(argc, argv, { { "absent", absent }, { "values", values } }); }
