@@ -34,7 +34,7 @@ from pyllamakv.source import architectures
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyllamakv.scenarios.architectures import Shape
     from pyllamakv.server.server_artifact import BuiltServer
@@ -82,6 +82,8 @@ MODELS = {
             ("sliding", replace(SHAPES["sliding"], window=56)),
             ("hybrid", SHAPES["hybrid"]),
             ("recurrent", SHAPES["recurrent"]),
+            # The shape of "full" with other weights.
+            ("other", replace(_BYTES, seed=_BYTES.seed + 1)),
         )
     },
 }
@@ -202,6 +204,7 @@ class ServerLab:
         slots: int | None = None,
         cells: int | None = None,
         placed: bool = True,
+        env: Mapping[str, str] | None = None,
         sink: Callable[[str], None] | None = None,
     ) -> ServerProcess:
         more = [flag for flag in _WHERE_KNOWN if flag in self.flags]
@@ -216,11 +219,12 @@ class ServerLab:
         slots = self.slots if slots is None else slots
         size = ["-np", str(slots), "-c", str(cells or slots * SLOT)]
         every = [*words, *size, *more, *arguments]
+        env = self._environment | dict(env or {})
         try:
-            return ServerProcess(self.built.program, every, env=self._environment, sink=sink)
+            return ServerProcess(self.built.program, every, env=env, sink=sink)
         except AddressInUse:
             # Another program took the free port before the server did.
-            return ServerProcess(self.built.program, every, env=self._environment, sink=sink)
+            return ServerProcess(self.built.program, every, env=env, sink=sink)
 
     def _shape(self, model: str) -> Shape:
         """Return the shape of one of `MODELS`, with the rows that a device computes correctly."""
@@ -237,12 +241,16 @@ class ServerLab:
         slots: int | None = None,
         one_cache: bool = False,
         cells: int | None = None,
+        env: Mapping[str, str] | None = None,
+        sink: Callable[[str], None] | None = None,
     ) -> Iterator[ServerProcess]:
         """Run a server with one of `MODELS` or a file; ``shift`` enables context shifts.
 
         ``slots`` None is the number of the lab. With ``one_cache`` the slots share one cache also
         where each of them may then use all cells. With ``cells``, the cache has so many, and each
-        slot may use all of them, as on a server whose arguments do not give the number of slots.
+        slot may use all of them, up to the context size that the model was trained with, as on a
+        server whose arguments do not give the number of slots.
+        ``env`` has more variables, and ``sink`` receives each line of the log.
 
         If the server ends in the block, ServerDied replaces what its clients saw. Other errors of
         connections, and refused requests, raise ScenarioFailed. Raises Untestable if a slot cannot
@@ -255,11 +263,15 @@ class ServerLab:
         whole = bool(cells) or (one_cache and not self.sharing and "--kv-unified" in self.flags)
         every = (*(("--kv-unified",) if whole else self.sharing), *switches, *arguments)
         with (
-            self._start(*every, model=model, slots=slots, cells=cells) as server,
+            self._start(
+                *every, model=model, slots=slots, cells=cells, env=env, sink=sink
+            ) as server,
             _explained(server),
         ):
             size = (cells or SLOT * (slots or self.slots)) if whole else SLOT
-            if (parts := _parts(server)) != {size}:
+            parts = _parts(server)
+            fewer = max(parts, default=size) < size
+            if parts != {size} and not (fewer and parts == {_trained(server)}):
                 raise Untestable(f"expected slots of {size} cells, found {sorted(parts)}")
             yield server
 
@@ -392,6 +404,12 @@ def _parts(server: ServerProcess) -> set[int]:
     """Return the sizes of a server's slots."""
     with ServerClient(server.url) as client:
         return {int(slot["n_ctx"]) for slot in client.slots()}
+
+
+def _trained(server: ServerProcess) -> int:
+    """Return the context size that the model was trained with, which limits each slot."""
+    with ServerClient(server.url) as client:
+        return client.trained_context()
 
 
 def complete(

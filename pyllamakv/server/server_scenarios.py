@@ -54,8 +54,52 @@ _FEWER_CELLS = 512
 _PROMPT_LENGTHS = (40, 400)
 _ANSWER_LENGTHS = (40, 240)
 
+#: Cells of a cache whose half takes more than a MiB with the model "sliding"; length of two prompts
+#: that leave few of them, and of answers that do not fit into the rest.
+_MANY_CELLS = 2048
+_HALF = _MANY_CELLS * 15 // 32
+_QUARTER = _MANY_CELLS // 4
+#: JSON schemas that no grammar enforces, with the part to name in the error. Stock hangs at the
+#: last ones, and ignores the pattern of the others.
+_BAD_SCHEMAS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"type": "string", "pattern": r"^hello\!$"}, "#/pattern"),
+    (
+        {"type": "object", "properties": {"a/b": {"type": "string", "pattern": "[a-z]+"}}},
+        "#/properties/a~1b/pattern",
+    ),
+    ({"type": "array", "items": {"type": "string", "pattern": "^(?=a)a$"}}, "#/items/pattern"),
+    ({"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^a$|b"}]}, "#/anyOf/1/pattern"),
+    ({"type": "integer", "minimum": 7, "maximum": 6}, "#: minimum"),
+    ({"type": "string", "pattern": "^a{2,1}$"}, "#/pattern"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "#: minLength"),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "#: minItems"),
+    # Upstream converts this bound to [0-9]{17,15}.
+    ({"type": "integer", "minimum": 10**17}, "{17,"),
+    (
+        {"anyOf": [{"$ref": "#/a"}], "a": {"type": "string", "minLength": 2, "maxLength": 1}},
+        "#/a: minLength",
+    ),
+)
+
+#: A grammar whose repetition has its maximum in another line, and one with literals like it.
+_BAD_GRAMMARS = ('root ::= [{] "{2,1}" "a"{2,1}', 'root ::= ("a"{2, # {\n1})')
+
+#: Schemas with a pattern that every string matches, and with one that nothing refers to.
+_LOOSE_SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "string", "pattern": ".*"},
+    {"type": "boolean", "$defs": {"a": {"type": "string", "pattern": "b"}}},
+)
+
+#: A JSON schema that a grammar enforces, and what its answers match.
+_GOOD_SCHEMA = {"type": "string", "pattern": "^(ab|cd){2,3}$"}
+_GOOD_TEXT = re.compile('"(ab|cd){2,3}"')
+
+#: Bytes at the end of a slot file that server-safety writes.
+_SEAL = 32
+
 #: The metrics of the patch server-park.
 _PARKS = "llamacpp:parks_total"
+_PARK_FAILURES = "llamacpp:park_failures_total"
 _PARKED = ("llamacpp:parked_slots", "llamacpp:parked_bytes")
 
 #: Upstream's metric of generated tokens.
@@ -500,10 +544,134 @@ def _share_cells(lab: ServerLab, server: ServerProcess, cells: int, *, outgrown:
             raise ScenarioFailed("a cancelled request keeps its slot", failure="hang")
         metrics = client.metrics()
         lab.note(requests=4 * len(requests), cancelled=len(requests))
-        for name in _PARKED:
-            if metrics.get(name):
-                raise ScenarioFailed(f"{name} is {metrics[name]:g} although all slots are idle")
+        _refuse_parked(metrics)
         return int(metrics.get(_PARKS, 0))
+
+
+def _park_limit(lab: ServerLab) -> None:
+    """Set ``LLAMA_SERVER_PARK_MIB``; leave while parked, and end the server meanwhile."""
+    manifest = lab.built.manifest
+    if not manifest.patches:
+        raise Unsupported("the server parks no requests", "server")
+    if "server-park" not in manifest.server_patches:
+        raise Untestable("the patch server-park is not applied")
+    for text in ("-1", "1 GiB"):
+        log: list[str] = []
+        with _parking_server(lab, text, log.append) as server:
+            if text == "-1":
+                _leave_while_parked(lab, server)
+        if not any(f"LLAMA_SERVER_PARK_MIB is '{text}'" in line for line in log):
+            raise ScenarioFailed(f"LLAMA_SERVER_PARK_MIB={text!r} is not reported in the log")
+    # The state of a prompt takes more than one MiB.
+    for text, expected in (("1", ["", "503 LLAMA_SERVER_PARK_MIB"]), ("0", ["500 Context"] * 2)):
+        with _parking_server(lab, text) as server:
+            _exceed_limit(lab, server, expected)
+    try:
+        with _parking_server(lab, "16") as server:
+            _exceed_cells(lab, server)
+            with _half_of_the_cells(lab, server):
+                os.kill(server.pid, signal.SIGTERM)
+                if not server.ended():
+                    raise ScenarioFailed("SIGTERM does not end a server that parks", failure="hang")
+    except ServerDied as died:
+        if died.exitcode != 0:
+            raise
+
+
+def _parking_server(
+    lab: ServerLab, limit: str, sink: Callable[[str], None] | None = None
+) -> AbstractContextManager[ServerProcess]:
+    """Return a server with two slots and a limit of the memory of parked requests."""
+    return lab.server(
+        "--metrics",
+        model="sliding",
+        slots=2,
+        cells=_MANY_CELLS,
+        env={"LLAMA_SERVER_PARK_MIB": limit},
+        sink=sink,
+    )
+
+
+@contextmanager
+def _half_of_the_cells(
+    lab: ServerLab, server: ServerProcess
+) -> Iterator[tuple[Generator[dict[str, Any], None, None], ...]]:
+    """Start two answers that do not fit together; yield their events when one is parked."""
+    with ExitStack() as stack:
+        events = []
+        for slot in range(2):
+            client = stack.enter_context(ServerClient(server.url))
+            prompt = lab.prompt(client, _HALF)
+            answer = client.stream(prompt, _QUARTER, n_probs=0, id_slot=slot, logit_bias=NOT_ASCII)
+            events.append(stack.enter_context(closing(answer)))
+            next(answer)
+        until = time.monotonic() + _IDLE
+        while not client.slots()[1]["park"]["is_parked"]:
+            if time.monotonic() > until:
+                raise ScenarioFailed("two requests that do not fit together, and none is parked")
+        lab.note(requests=2)
+        yield tuple(events)
+
+
+def _leave_while_parked(lab: ServerLab, server: ServerProcess) -> None:
+    """Disconnect the client of a parked request; the other one gets its answer."""
+    with ServerClient(server.url) as client:
+        with _half_of_the_cells(lab, server) as (stays, leaves):
+            leaves.close()
+            (*_, last) = stays
+        if last.get("tokens_predicted") != _QUARTER:
+            raise ScenarioFailed("the answer beside a parked request is incomplete", failure="lost")
+        if not client.wait_idle(_IDLE):
+            raise ScenarioFailed("a parked request keeps its slot without a client", failure="hang")
+        metrics = client.metrics()
+        lab.note(cancelled=1, parked=int(metrics[_PARKS]))
+        _refuse_parked(metrics)
+
+
+def _exceed_limit(lab: ServerLab, server: ServerProcess, expected: Sequence[str]) -> None:
+    """Send two requests that do not fit together; compare how they are refused, if at all."""
+    with ServerClient(server.url) as client:
+        prompts = [lab.prompt(client, _HALF) for _ in expected]
+
+        def ask(one: ServerClient, prompt: tuple[int, ...]) -> ServerCompletion:
+            return complete(one, prompt, _QUARTER // 2)
+
+        found = in_parallel(server.url, prompts, len(prompts), ask)
+        refused = sorted(str(each) if isinstance(each, RequestFailed) else "" for each in found)
+        lab.note(requests=len(found), refused=sum(map(bool, refused)))
+        for words, reason in zip(expected, refused, strict=True):
+            if bool(words) != bool(reason) or not all(word in reason for word in words.split()):
+                raise ScenarioFailed(f"expected {words or 'an answer'!r}, found {reason!r}")
+        metrics = client.metrics()
+        failures = sum("PARK" in words for words in expected)
+        if metrics[_PARK_FAILURES] != failures:
+            raise ScenarioFailed(f"{_PARK_FAILURES} is {metrics[_PARK_FAILURES]:g}, not {failures}")
+        _refuse_parked(metrics)
+
+
+def _exceed_cells(lab: ServerLab, server: ServerProcess) -> None:
+    """Request two answers that do not fit together with their prompt, and one that does."""
+    with ServerClient(server.url) as client:
+        prompt = lab.prompt(client, _HALF)
+
+    def ask(client: ServerClient, count: int) -> int:
+        n_predict = _QUARTER + _QUARTER // 4 if count > 1 else _ANSWER
+        found = client.complete_family(prompt, n_predict, count, logit_bias=NOT_ASCII)
+        return len(found[0].tokens)
+
+    family, single = in_parallel(server.url, [2, 1], 2, ask)
+    lab.note(requests=2, refused=1)
+    if not isinstance(family, PromptTooLong) or "needs" not in str(family):
+        raise ScenarioFailed(f"two answers that do not fit are not refused: {family!r}")
+    if single != _ANSWER:
+        raise ScenarioFailed(f"an answer beside a refused request is {single!r}", failure="lost")
+
+
+def _refuse_parked(metrics: Mapping[str, float]) -> None:
+    """Raise ScenarioFailed if a request is parked, or its memory kept, although none runs."""
+    for name in _PARKED:
+        if metrics.get(name):
+            raise ScenarioFailed(f"{name} is {metrics[name]:g} although all slots are idle")
 
 
 def _listed(
