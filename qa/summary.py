@@ -136,12 +136,24 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "llama-server .*, fits(, .*)?",
         "^patched",
     ),
+    "A patched llama-server answers four chats that fit alone but not together": (
+        "llama-server .*, chats",
+        "^patched",
+    ),
+    "A patched llama-server answers all requests whose slots need up to 8 times its cells": (
+        r"llama-server .*, overcommit-\d(, .*)?",
+        "^patched",
+    ),
+    "At N times the cells, no request takes longer than 3 N times the p99 of enough cells": (
+        r"llama-server .*, overcommit-\d(, .*)?",
+        "^longest request",
+    ),
     "A patched llama-server needs no more CPU time per token than stock": (
-        "llama-server .*, (fits|shift|trace)(, .*)?",
+        "llama-server .*, (fits|shift|trace|overcommit-1)(, .*)?",
         "^CPU per token, patched",
     ),
     "A patched llama-server has the latency of stock, by 95th percentiles": (
-        "llama-server .*, (fits|shift|trace)(, .*)?",
+        "llama-server .*, (fits|shift|trace|overcommit-1)(, .*)?",
         "^p95",
     ),
     "`Batcher` needs no more CPU time per token than llama-server of the same build": (

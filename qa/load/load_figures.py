@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -150,6 +151,7 @@ def _ratios(cell: LoadCell, sides: Mapping[str, Sequence[LoadResult]]) -> list[F
     for one, other, measures in (
         ("patched", "stock", (_CPU, *_LATENCIES)),
         ("batcher", "patched", (_CPU, _SPEED)),
+        ("serve", "patched", (_CPU, _SPEED, _LATENCIES[0])),
     ):
         if one not in sides or other not in sides:
             continue
@@ -193,10 +195,13 @@ def _ratio(cell: LoadCell, measure: Measure, systems: str, ratio: Interval, pair
         "",
         f"{pairs} pairs; {_how(cell)}",
         {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+        samples=pairs,
     )
 
 
 def _milliseconds(values: tuple[float, float, float]) -> str:
     return ", ".join(
-        f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}" for value in values
+        f"{1e3 * value:,.0f}" if value >= 0.1 else f"{1e3 * value:.3g}"
+        for value in values
+        if not math.isnan(value)
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
+
+#: Gaps between tokens that are kept of a request.
+GAPS: Final = 4
 
 
 @dataclass(frozen=True)
 class RequestTiming:
     """A request: seconds from the start of the run until arrival, first token and end.
 
-    ``error`` is the reason why it was lost: refused, cut off or without an answer.
+    ``error`` is the reason why it was lost: refused, cut off or without an answer. ``gaps`` are the
+    longest times without a token of a server, at most `GAPS`, as beginning and end.
     """
 
     arrived: float
@@ -20,6 +24,7 @@ class RequestTiming:
     ended: float
     tokens: int
     error: str = ""
+    gaps: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,17 @@ class LoadResult:
     def from_json(cls, raw: dict[str, Any]) -> Self:
         """Return the result that `to_json` wrote. Raises KeyError, TypeError or ValueError."""
         return cls(
-            tuple(RequestTiming(**each) for each in raw["timings"]),
+            tuple(_timing(each) for each in raw["timings"]),
             float(raw["cpu_seconds"]),
             int(raw["retries"]),
             tuple((float(at), str(why)) for at, why in raw["deaths"]),
             str(raw["day"]),
         )
+
+
+def _timing(raw: dict[str, Any]) -> RequestTiming:
+    gaps = tuple((float(begin), float(end)) for begin, end in raw.get("gaps", ()))
+    return RequestTiming(**{**raw, "gaps": gaps})
 
 
 def percentiles(values: tuple[float, ...]) -> tuple[float, float, float]:

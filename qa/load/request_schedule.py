@@ -24,6 +24,7 @@ WORKLOADS: Final = {
     "fits": "Poisson arrivals; prompt and answer fit into a slot.",
     "shift": "Poisson arrivals; half of the answers outgrow their slots.",
     "trace": "Arrivals, lengths and common prefixes of a recorded trace, scaled down.",
+    "chats": "Closed loop; chats of 200 tokens and 150 to generate share a cache.",
     "overcommit-1": "Closed loop; the slots share a cache that has all cells that they need.",
     "overcommit-2": "Closed loop; the slots need twice the cells of the cache that they share.",
     "overcommit-4": "Closed loop; the slots need 4 times the cells of the cache that they share.",
@@ -32,6 +33,9 @@ WORKLOADS: Final = {
 
 #: Lengths of prompts and answers of a closed loop, at least and at most; each fits into a slot.
 _LOOP_PROMPTS, _LOOP_ANSWERS = (64, 320), (32, 192)
+
+#: The same of a chat, and the cells of the cache that chats share.
+_CHAT_PROMPT, _CHAT_ANSWER, _CHAT_CELLS = 200, 150, 1024
 
 #: Token ids that are ordinary tokens of every model: neither control tokens nor out of range.
 _TOKENS: Final = range(32, 320)
@@ -69,13 +73,16 @@ def schedule(
     if workload not in WORKLOADS:
         msg = f"there is no workload {workload!r}: choose from {', '.join(WORKLOADS)}"
         raise UsageError(msg)
-    if overcommit(workload):
+    if overcommit(workload) or workload == "chats":
+        prompts, answers = _LOOP_PROMPTS, _LOOP_ANSWERS
+        if workload == "chats":
+            prompts, answers = (_CHAT_PROMPT, _CHAT_PROMPT), (_CHAT_ANSWER, _CHAT_ANSWER)
         draw = random.Random(seed)
         return [
             LoadRequest(
                 None,
-                tuple(draw.choices(_TOKENS, k=draw.randint(*_LOOP_PROMPTS))),
-                draw.randint(*_LOOP_ANSWERS),
+                tuple(draw.choices(_TOKENS, k=draw.randint(*prompts))),
+                draw.randint(*answers),
             )
             for _ in range(count)
         ]
@@ -98,6 +105,8 @@ def cells(workload: str, clients: int) -> int | None:
 
     Raises UsageError if a request would not fit alone.
     """
+    if workload == "chats":
+        return _CHAT_CELLS
     times = overcommit(workload)
     if times <= 1:
         return clients * SLOT if times else None

@@ -17,7 +17,8 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ServerDied
 from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_lab import ENDING
-from qa.load.load_result import LoadResult, RequestTiming
+from pyllamakv.server.server_process import ServerProcess
+from qa.load.load_result import GAPS, LoadResult, RequestTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,7 +163,13 @@ class _Connection(ClosedOnExit):
         ended = time.perf_counter() - begin
         if broken:
             self._server.replace(self._url, broken)
-        return RequestTiming(at, first or ended, ended, tokens, error)
+        gaps = sorted(pairwise(times), key=lambda gap: gap[0] - gap[1])[:GAPS]
+        return RequestTiming(at, times[0] if times else ended, ended, tokens, error, tuple(gaps))
+
+    def _stream(self, request: LoadRequest) -> Generator[dict[str, Any], None, None]:
+        if self._openai:
+            return self._client.stream_openai(request.prompt, request.n_predict)
+        return self._client.stream(request.prompt, request.n_predict, n_probs=0)
 
     def close(self) -> None:
         """Close the client."""

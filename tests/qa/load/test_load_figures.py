@@ -55,6 +55,14 @@ def test_load_rows_sum_the_rounds() -> None:
     assert stock.group == f"llama-server 0.3.9, fits, {Path(__file__).name}"
 
 
+def test_times_of_lost_requests_are_empty() -> None:
+    """A system that answers none has no percentiles."""
+    lost = LoadResult((RequestTiming(0.0, 1.0, 1.0, 0, "RequestFailed: 500"),), 1.0)
+    (stock, _) = load_figures.figures(dict.fromkeys(results(1), lost))
+    assert stock.row["first token, ms (p50, p95, p99)"] == ""
+    assert stock.row["per token, ms (p50, p95, p99)"] == stock.row["CPU per token, ms"] == ""
+
+
 def test_figures_of_another_model_replace_none() -> None:
     """Those of the test model have no name in their group."""
     plan = LoadPlan(("0.3.9",), ("fits",), (4,))
@@ -83,7 +91,7 @@ def test_load_ratios_are_paired_by_round() -> None:
     """Rounds are compared in pairs; the target is missed if CPU time doubles."""
     *_, ratio, first, token = load_figures.figures(results(load_figures.PAIRS))
     assert ratio.name == "CPU per token, patched over stock, 4 clients"
-    assert ratio.value == "2.00 [2.00, 2.00]"
+    assert (ratio.value, ratio.samples) == ("2.00 [2.00, 2.00]", load_figures.PAIRS)
     assert ratio.met is False
     assert first.name == "p95 of the first token, patched over stock, 4 clients"
     assert first.value == "2.00 [2.00, 2.00]"

@@ -25,6 +25,28 @@ def test_losses_and_aborts_are_drawn() -> None:
     assert svg(made).startswith("<svg")
 
 
+def test_few_requests_have_bars_with_gaps() -> None:
+    """Grey before the first token and in a long gap; a cross where a request was lost."""
+    gaps = ((4.0, 4.1), (6.0, 10.0))
+    run = LoadResult(
+        (
+            RequestTiming(2.0, 3.0, 12.0, 90, "", gaps),
+            RequestTiming(2.0, 7.0, 7.0, 0, "RequestFailed: 500"),
+        ),
+        1.0,
+    )
+    made = draw("chats", {"stock": run})
+    first, waits, second, late = (each for each in made.items if isinstance(each, Area))
+    (whole,) = first.boxes
+    before, between = waits.boxes
+    assert [first.tip, second.tip] == ["90 tokens", "RequestFailed: 500"]
+    assert round(before[2] / whole[2], 3) == 0.1
+    assert round(between[2] / whole[2], 3) == 0.4
+    assert late.boxes == second.boxes
+    (cross,) = [each for each in made.items if isinstance(each, Mark)]
+    assert cross.x == pytest.approx(whole[0] + whole[2] / 2)
+
+
 def test_an_empty_run_is_drawn() -> None:
     """It causes no division by zero."""
     assert svg(draw("nothing", {"stock": LoadResult((), 0.0)}))

@@ -11,7 +11,7 @@ from qa.load.load_result import LoadResult, RequestTiming, percentiles
 
 RESULT = LoadResult(
     (
-        RequestTiming(0.0, 1.0, 2.0, 11),
+        RequestTiming(0.0, 1.0, 2.0, 11, gaps=((1.0, 1.5),)),
         RequestTiming(1.0, 1.5, 4.0, 1),
         RequestTiming(2.0, 2.5, 5.0, 7, "ConnectionError: gone"),
     ),

@@ -72,8 +72,16 @@ def test_closed_loop_schedule_overcommits_the_cells() -> None:
         cells("overcommit-8", 4)
 
 
-def test_requests_that_cannot_be_made(tmp_path: Path) -> None:
-    """Name the option to change."""
+def test_chats_are_those_of_the_readme() -> None:
+    """Four of them do not fit into their cache together, and each does alone."""
+    found = schedule("chats", 4, 10.0)
+    assert [(each.at, len(each.prompt), each.n_predict) for each in found] == [(None, 200, 150)] * 4
+    assert len({each.prompt for each in found}) == 4
+    assert cells("chats", 4) == 1024
+
+
+def test_impossible_schedule_names_the_option(tmp_path: Path) -> None:
+    """The error names the option to change."""
     short = rows(tmp_path / "short", (1024, [1]))
     other = tmp_path / "other"
     other.write_text("[]", encoding="utf-8")

@@ -55,6 +55,12 @@ def test_every_request_is_answered(program: Path) -> None:
     assert len(ticks) == 9
     assert max(ticks) == 9
     assert found.cpu_seconds > 0
+    start = partial(ServerProcess, program, ["--port", "0"])
+    found = server_load.send(start, [request()] * 3, 3, ticks.append, openai=True)
+    assert (len(found.timings), found.lost, found.tokens) == (3, 0, 6)
+    gaps = [gap for each in found.timings for gap in each.gaps]
+    assert len(gaps) == 3  # between two events
+    assert all(begin <= end for begin, end in gaps)
 
 
 @pytest.mark.slow
