@@ -442,6 +442,180 @@ def _slot_files(lab: ServerLab) -> None:
             raise ScenarioFailed("the answer of a restored slot differs", failure="data")
 
 
+def _swa_full(lab: ServerLab) -> None:
+    """Go back in prompts of a server with --swa-full, whose saved states lack cells."""
+    _require(lab, "server-safety", "--swa-full")
+    with (
+        lab.folder() as folder,
+        lab.server(
+            "--swa-full", "--slot-save-path", f"{folder}/", "-ub", "32", model="sliding"
+        ) as server,
+        ServerClient(server.url) as client,
+    ):
+        turns: list[tuple[CompletionRequest, ServerCompletion]] = []
+
+        def ask(prompt: tuple[int, ...], slot: int) -> ServerCompletion:
+            found = complete(client, prompt, _ANSWER, id_slot=slot)
+            turns.append((CompletionRequest(prompt, _ANSWER), found))
+            return found
+
+        for _ in range(2):
+            first, other = (lab.prompt(client, SLOT // 4) for _ in range(2))
+            # A saved state has the last 56 tokens: half of the window before these 40 is missing.
+            again = first[:-16] + lab.prompt(client, 40)
+            first += ask(first, 0).tokens
+            client.post("/slots/0?action=save", {"filename": "slot"})
+            ask(other, 0)
+            ask(again, 0)
+            for prompt in (first + other[:8], again):
+                client.post("/slots/1?action=restore", {"filename": "slot"})
+                found = ask(prompt, 1)
+                # The window of the whole prompt is complete.
+                if prompt is not again and found.reused < len(first) - 1:
+                    raise ScenarioFailed(f"a restored slot reused {found.reused} tokens")
+        alone = _compare_with_uncached(lab, server, turns)
+        changes = [largest_change(one, found) for one, (_, found) in zip(alone, turns, strict=True)]
+        lab.note(changed=sum(change > lab.tie for change in changes))
+        if max(changes) > lab.tie:
+            raise ScenarioFailed(
+                f"the margin of a token differs from that of a single client by up to "
+                f"{max(changes):.2f}",
+                failure="data",
+            )
+
+
+def _schema(lab: ServerLab) -> None:
+    """Request answers by schemas and grammars that cannot be enforced, and by one that can."""
+    _require(lab, "server-safety", "--checkpoint-min-step")
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 16, "temperature": 0}
+    with lab.server() as server, ServerClient(server.url) as client:
+
+        def send(schema: dict[str, Any], *, chats: bool) -> str:
+            if chats:
+                wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+                body = {**chat, "response_format": wanted}
+                found = client.post("/v1/chat/completions", body)
+                return str(found["choices"][0]["message"]["content"])
+            body = {"prompt": "a", "n_predict": 16, "temperature": 0, "json_schema": schema}
+            return str(client.post("/completion", body)["content"])
+
+        for schema, path in _BAD_SCHEMAS:
+            for chats in (False, True):
+                _refuse_answer(lambda: send(schema, chats=chats), f"{schema}", path)  # noqa: B023
+        for grammar in _BAD_GRAMMARS:
+            bad = {"prompt": "a", "n_predict": 4, "grammar": grammar}
+            _refuse_answer(lambda: str(client.post("/completion", bad)), grammar, "{2,1}")  # noqa: B023
+        for schema in _LOOSE_SCHEMAS:
+            for chats in (False, True):
+                send(schema, chats=chats)
+        for chats in (False, True):
+            text = send(_GOOD_SCHEMA, chats=chats)
+            if not _GOOD_TEXT.fullmatch(text):
+                raise ScenarioFailed(f"{text!r} does not match the schema", failure="data")
+        schemas = len(_BAD_SCHEMAS) + len(_LOOSE_SCHEMAS) + 1
+        lab.note(requests=2 * schemas + len(_BAD_GRAMMARS))
+
+
+def _refuse_answer(send: Callable[[], str], what: str, part: str) -> None:
+    """Raise ScenarioFailed unless a request is refused with status 400 and a part of the error."""
+    try:
+        text = send()
+    except RequestFailed as error:
+        if error.code == 400 and part in str(error):
+            return
+        msg = f"{what}: expected status 400 with {part!r}, found: {error}"
+        raise ScenarioFailed(msg) from error
+    raise ScenarioFailed(f"{what}: expected status 400, found the answer {text!r}", failure="data")
+
+
+def _slot_damage(lab: ServerLab) -> None:
+    """Restore damaged slot files and one of another model; the slot keeps its prompt."""
+    _require(lab, "server-safety", "--checkpoint-min-step")
+    with lab.folder() as folder:
+        option = ("--slot-save-path", f"{folder}/")
+        with lab.server(*option, model="other") as server, ServerClient(server.url) as client:
+            complete(client, lab.prompt(client, SLOT // 4), 1, id_slot=0)
+            client.post("/slots/0?action=save", {"filename": "foreign"})
+        log: list[str] = []
+        with lab.server(*option, sink=log.append) as server, ServerClient(server.url) as client:
+            saved, kept = (lab.prompt(client, SLOT // 4) for _ in range(2))
+            complete(client, saved, 1, id_slot=0)
+            expected = [complete(client, kept, _ANSWER, id_slot=1) for _ in range(2)][1]
+            client.post("/slots/0?action=save", {"filename": "slot"})
+            whole = (folder / "slot").read_bytes()
+            damaged = {"foreign": (folder / "foreign").read_bytes()}
+            for at in (9, len(whole) // 3, len(whole) // 2, len(whole) - _SEAL, len(whole) - 1):
+                damaged[f"flipped-{at}"] = whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :]
+            for cut in (len(whole) // 2, _SEAL + 100, len(whole) - 10, len(whole)):
+                damaged[f"cut-{cut}"] = whole[: len(whole) - cut]
+            _refuse_slot_files(lab, client, folder, damaged, kept, expected)
+            # Files of other servers have no checksum.
+            (folder / "old").write_bytes(whole[:-_SEAL])
+            for name in ("slot", "old"):
+                client.post("/slots/2?action=restore", {"filename": name})
+                found = complete(client, saved, 1, id_slot=2)
+                if found.reused < len(saved) - 1:
+                    raise ScenarioFailed(f"a restored slot reused {found.reused} tokens")
+            lab.note(requests=8)
+        if not any("'old' has no checksum" in line.replace(f"{folder}/", "") for line in log):
+            raise ScenarioFailed("a file without a checksum is restored without a warning")
+        # A hybrid model has checkpoints after its state.
+        with (
+            lab.server(*option, "-ub", "64", model="hybrid", cells=_FEW_CELLS) as server,
+            ServerClient(server.url) as client,
+        ):
+            saved, kept = (lab.prompt(client, SLOT * 3 // 4) for _ in range(2))
+            complete(client, saved, 1, id_slot=0)
+            expected = [complete(client, kept, _ANSWER, id_slot=1) for _ in range(2)][1]
+            client.post("/slots/0?action=save", {"filename": "hybrid"})
+            whole = (folder / "hybrid").read_bytes()
+            ends = [*_ends_of_checkpoints(whole), len(whole) - _SEAL + 4, len(whole) - 1]
+            cuts = {f"hybrid-{end}": whole[:end] for end in ends}
+            _refuse_slot_files(lab, client, folder, cuts, kept, expected)
+
+
+def _ends_of_checkpoints(data: bytes) -> list[int]:
+    """Return where the parts of the checkpoints in a slot file end, without the last part.
+
+    They are a magic number, a version, a count, and per checkpoint 16 bytes and three times a size
+    of 8 bytes and as many bytes.
+    """
+    at = data.find(b"SCKP\x01\0\0\0")
+    if at < 0:
+        raise ScenarioFailed("a slot file of a hybrid model has no checkpoints")
+    ends = [at + 2, at + 4, at + 8, at + 12]
+    for _ in range(int.from_bytes(data[at + 8 : at + 12], sys.byteorder)):
+        ends.append(ends[-1] + 16)
+        for _ in range(3):
+            ends.append(ends[-1] + 8)
+            ends.append(ends[-1] + int.from_bytes(data[ends[-1] - 8 : ends[-1]], sys.byteorder))
+    return sorted({*ends} - {ends[-1]})
+
+
+def _refuse_slot_files(
+    lab: ServerLab,
+    client: ServerClient,
+    folder: Path,
+    files: Mapping[str, bytes],
+    kept: tuple[int, ...],
+    expected: ServerCompletion,
+) -> None:
+    """Raise ScenarioFailed unless slot 1 refuses files and keeps the prompt that it has."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        _refuse_answer(
+            lambda: str(client.post("/slots/1?action=restore", {"filename": name})),  # noqa: B023
+            f"the slot file {name}",
+            "another model" if name == "foreign" else "restore",
+        )
+        found = complete(client, kept, _ANSWER, id_slot=1)
+        if found.reused < max(1, expected.reused):
+            raise ScenarioFailed(f"after {name}, {found.reused} tokens were reused")
+        if first_difference(expected, found, lab.tie) is not None:
+            raise ScenarioFailed(f"after {name}, the answer differs", failure="data")
+    lab.note(requests=2 * len(files))
+
+
 def _openai(lab: ServerLab) -> None:
     """Hold chats with the openai package; every message is answered."""
     openai: Any = package("openai")

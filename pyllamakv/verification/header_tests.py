@@ -112,6 +112,7 @@ HEADERS = (
         ),
     ),
     Header("server-park", "tools/server/server-park.h", "server_park"),
+    Header("server-safety", "tools/server/server-safety.h", "server_safety", needs_directory=True),
     Header(
         "server-metrics",
         "tools/server/server-kv-metrics.h",
