@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import PromptTooLong, ScenarioFailed, Unsupported, Untestable
+from pyllamakv.errors import (
+    PromptTooLong,
+    RequestFailed,
+    ScenarioFailed,
+    ServerDied,
+    Unsupported,
+    Untestable,
+)
 from pyllamakv.server.server_client import ServerClient, package
 from pyllamakv.server.server_lab import (
     CLIENTS,
@@ -26,7 +38,9 @@ from pyllamakv.server.server_lab import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from pyllamakv.scenarios.outcome import Kind
     from pyllamakv.server.server_client import ServerCompletion
@@ -421,7 +435,7 @@ def _slot_files(lab: ServerLab) -> None:
         ServerClient(server.url) as client,
     ):
         prompts = [lab.prompt(client, SLOT // 2) for _ in range(CLIENTS)]
-        # Slots that grow in turn leave scattered cells in the cache.
+        # Slots that grow alternately leave scattered cells in the cache.
         for part in (4, 2, 1):
             for slot, prompt in enumerate(prompts):
                 complete(client, prompt[: len(prompt) // part], 1, id_slot=slot)
@@ -440,6 +454,110 @@ def _slot_files(lab: ServerLab) -> None:
             raise ScenarioFailed(f"a restored slot reused {found.reused} tokens", failure="lost")
         if first_difference(expected, found, lab.tie) is not None:
             raise ScenarioFailed("the answer of a restored slot differs", failure="data")
+
+
+def _require(lab: ServerLab, patch: str, flag: str) -> None:
+    """Raise Untestable for a release without an option, or a patched server without a patch."""
+    if flag not in lab.flags:
+        raise Untestable(f"the server has no option {flag}")
+    manifest = lab.built.manifest
+    if manifest.patches and patch not in manifest.server_patches:
+        raise Untestable(f"the patch {patch} is not applied")
+
+
+def _reuse(lab: ServerLab) -> None:
+    """Send prompts that begin like those of other slots and of cached prompts."""
+    _require(lab, "server-reuse", "--cache-ram")
+    turns: list[tuple[CompletionRequest, ServerCompletion]] = []
+    with lab.server() as server, ServerClient(server.url) as client:
+
+        def ask(prompt: tuple[int, ...], slot: int, least: int, what: str) -> tuple[int, ...]:
+            found = complete(client, prompt, _ANSWER, id_slot=slot)
+            turns.append((CompletionRequest(prompt, _ANSWER), found))
+            if found.reused < least:
+                raise ScenarioFailed(
+                    f"{what}: {found.reused} tokens of the prompt were reused, expected {least} "
+                    f"of {len(prompt)}",
+                    failure="lost",
+                )
+            return prompt + found.tokens
+
+        first, other, busy = (lab.prompt(client, SLOT // 2) for _ in range(3))
+        ask(first, 0, 0, "the first prompt")
+        ask(other, 0, 0, "another prompt")
+        half = first[: SLOT // 4]
+        ask(half + other[:16], 1, len(half), "an empty slot, and the half of a prompt of slot 0")
+        ask(first, 2, len(first) - 1, "an empty slot, and a prompt of which another took a copy")
+        # Chats that have more than their half in common share a slot.
+        begin = lab.prompt(client, SLOT * 3 // 8)
+        chats = [begin + lab.prompt(client, SLOT // 8) for _ in range(3)]
+        for least in (0, len(chats[0])):
+            for at, chat in enumerate(chats):
+                chats[at] = ask(chat, 2, least, "chats that take turns in a slot")
+                chats[at] += lab.prompt(client, 8)
+        # A busy slot has the start of the prompt.
+        with closing(client.stream(busy, SLOT // 3, id_slot=0)) as events:
+            next(events)
+            ask(busy[:-8] + other[:16], 3, len(busy) - 8, "a prompt that begins like a busy slot's")
+
+        def wait(own: ServerClient, request: CompletionRequest) -> ServerCompletion:
+            # The second one arrives while its slot is busy.
+            time.sleep(0.0 if request.n_predict > _ANSWER else 0.05)
+            return complete(own, request.prompt, request.n_predict, id_slot=0)
+
+        asked = [CompletionRequest(busy, SLOT // 3), CompletionRequest(first, _ANSWER)]
+        turns += zip(asked, answered(in_parallel(server.url, asked, 2, wait)), strict=True)
+        _compare_with_uncached(lab, server, turns)
+
+
+def _mixed(lab: ServerLab) -> None:
+    """Hold chats, three with each begin, and unrelated ones at once in two slots."""
+    _require(lab, "server-reuse", "--cache-idle-slots")
+    turns: list[tuple[CompletionRequest, ServerCompletion]] = []
+
+    def ask(client: ServerClient, prompt: tuple[int, ...]) -> ServerCompletion:
+        return complete(client, prompt, _ANSWER)
+
+    with lab.server("--cache-idle-slots", slots=2) as server, ServerClient(server.url) as client:
+        begins = [lab.prompt(client, SLOT // 4) for _ in range(4)]
+        chats = [begin + lab.prompt(client, 16) for begin in begins for _ in range(3)]
+        for turn in range(2):
+            prompts = [
+                *chats,
+                *(lab.prompt(client, lab.random.randint(16, 128)) for _ in range(10)),
+            ]
+            order = lab.random.sample(range(len(prompts)), len(prompts))
+            asked = [prompts[at] for at in order]
+            found = answered(in_parallel(server.url, asked, CLIENTS, ask))
+            for at, each in zip(order, found, strict=True):
+                turns.append((CompletionRequest(prompts[at], _ANSWER), each))
+                if at < len(chats):
+                    if each.reused < turn * SLOT // 4:
+                        msg = f"chat {at}: {each.reused} tokens of the second prompt were reused"
+                        raise ScenarioFailed(msg, failure="lost")
+                    chats[at] += each.tokens + lab.prompt(client, 16)
+        _compare_with_uncached(lab, server, turns)
+
+
+def _other_end(lab: ServerLab) -> None:
+    """Send a prompt with another end to models whose state cannot be cut."""
+    _require(lab, "server-reuse", "--checkpoint-min-step")
+    for model in ("hybrid", "recurrent"):
+        with (
+            lab.server("-ub", "64", model=model, cells=_FEW_CELLS) as server,
+            ServerClient(server.url) as client,
+        ):
+            prompt = lab.prompt(client, 900)
+            complete(client, prompt, _ANSWER, id_slot=0)
+            changed = prompt[:700] + lab.prompt(client, 100)
+            found = complete(client, changed, _ANSWER, id_slot=0)
+            if found.reused < 512:
+                raise ScenarioFailed(
+                    f"{model}: of 700 equal tokens, {found.reused} were reused, expected 512",
+                    failure="lost",
+                )
+            turns = [(CompletionRequest(changed, _ANSWER), found)]
+            _compare_with_uncached(lab, server, turns)
 
 
 def _swa_full(lab: ServerLab) -> None:
@@ -980,6 +1098,48 @@ SCENARIOS = (
         "fix",
         "Requests that fit alone, but not together, get the answers of a single client.",
         _overcommit,
+    ),
+    ServerScenario(
+        "server-park-limit",
+        "feature",
+        "LLAMA_SERVER_PARK_MIB limits parked requests; a client can leave, and the server end.",
+        _park_limit,
+    ),
+    ServerScenario(
+        "server-reuse",
+        "fix",
+        "A prompt that begins like that of another slot or a cached one is not evaluated again.",
+        _reuse,
+    ),
+    ServerScenario(
+        "server-mixed-chats",
+        "guard",
+        "Chats with equal begins, among unrelated ones in two slots, get the text of one client.",
+        _mixed,
+    ),
+    ServerScenario(
+        "server-other-end",
+        "fix",
+        "Hybrid and recurrent models reuse the begin of a prompt that has another end.",
+        _other_end,
+    ),
+    ServerScenario(
+        "server-swa-full",
+        "fix",
+        "With --swa-full, prompts that go back in cached ones get the answers of uncached ones.",
+        _swa_full,
+    ),
+    ServerScenario(
+        "server-schema",
+        "fix",
+        "Schemas and grammars that cannot be enforced are refused with status 400 and the path.",
+        _schema,
+    ),
+    ServerScenario(
+        "server-slot-damage",
+        "fix",
+        "Damaged slot files, and those of another model, are refused; the slot keeps its prompt.",
+        _slot_damage,
     ),
     ServerScenario(
         "server-defrag-thold",

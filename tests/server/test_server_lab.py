@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -326,8 +327,23 @@ def test_unsupported_model_skips_the_scenario(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_slots_share_one_cache_where_they_can(tmp_path: Path) -> None:
-    """Each with its part; otherwise nothing is proven, and the run is skipped."""
+@pytest.mark.parametrize("trained", [1024, 512])
+def test_slots_are_limited_by_the_training_of_the_model(tmp_path: Path, trained: int) -> None:
+    """Slots of 512 cells share 2,048 if the model was trained with 512; else they are too small."""
+    pytest.importorskip("httpx")
+    models = {"data": [{"meta": {"n_ctx_train": trained}}]}
+    found = lab(serving(tmp_path, {**SLOTS, "/v1/models": (200, models)}))
+    found.flags = frozenset({"--kv-unified"})
+    with (
+        nullcontext() if trained == 512 else pytest.raises(Untestable, match=r"found \[512\]"),
+        found.server(cells=2048) as server,
+    ):
+        assert server.url
+
+
+@pytest.mark.slow
+def test_server_with_separate_slot_caches_is_untestable(tmp_path: Path) -> None:
+    """With separate caches nothing can be verified, and the run is skipped."""
     pytest.importorskip("httpx")
     found = lab(serving(tmp_path, {"/slots": (200, [{"n_ctx": server_lab.CELLS}])}))
     assert found.sharing == ()

@@ -181,6 +181,8 @@ def test_shipped_server_patches_change_only_the_server() -> None:
         "server-metrics",
         "server-defrag-thold",
         "server-park",
+        "server-safety",
+        "server-reuse",
     ]
     assert not set(found.order) & {patch.id for patch in found.server}
     paths = {path for patch in found.server for port in patch.ports for path in port.patch.paths}
@@ -332,9 +334,21 @@ def test_an_invalid_limit_of_parked_requests_is_ignored(tmp_path: Path, value: s
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_a_limit_of_zero_is_the_behaviour_of_stock(tmp_path: Path) -> None:
-    """No request is parked, and those at the same time end with the error of upstream."""
-    with serve_few_cells(tmp_path, LLAMA_SERVER_PARK_MIB="0") as server:
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        ((), {"LLAMA_SERVER_PARK_MIB": "0"}),
+        (("--cache-ram", "0"), {}),
+        (("--swa-full",), {}),
+        (("--context-shift",), {}),
+    ],
+    ids=["limit", "default limit", "all cells of a window", "shifts of a window"],
+)
+def test_requests_that_are_not_parked_end_as_on_stock(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    """Those at the same time end with the error of upstream; the limit is --cache-ram if unset."""
+    with serve_few_cells(tmp_path, *arguments, model="sliding", **variables) as server:
         assert 500 in ask_together(server.url)
         assert metrics(server.url)["llamacpp:parks_total"] == 0
 
