@@ -15,7 +15,7 @@ from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "upstream"
-IDS = ("window-rollback", "whole-shift")
+IDS = ("window-rollback", "whole-shift", "server-park")
 #: The release that the mails apply to and the reproducers are built against.
 RELEASE = "b11549"
 
