@@ -2,6 +2,7 @@
 
 The slips are in ``slips.toml``. The patched tree with one slip is built, and must fail a header
 test or a scenario in a quick setting that the patched tree passes, as `check --quick` runs them.
+Every hunk of the port of the test release is also left out once, which may be a compiler's error.
 A slip in a patch of the server must fail a header test or a server scenario, and one in the cache
 managers (`cache_slips`) one of their quick tests. A slip that passes everything is a defect, and so
 is one that does not compile.
@@ -45,6 +46,7 @@ from qa.slips import cache_slips
 if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
     from pyllamakv.patching.apply import PatchedRelease
+    from pyllamakv.patching.definition import Port
     from pyllamakv.patching.series import Series
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.server.server_artifact import BuiltServer
@@ -75,19 +77,26 @@ _FIRST = ("server-overcommit",)
 #: The entry of the slips in the cache managers.
 MANAGERS: Final = "cache managers"
 
-_KEYS = {"id", "patch", "kind", "releases", "was", "now"}
+_KEYS = {"id", "patch", "kind", "releases", "by", "was", "now"}
 
-#: Outcomes of a slip. Only the first three mean that a test caught it.
+#: Slips that are made from a port: each of its hunks is left out once.
+LEFT_OUT: Final = "hunk left out"
+
+#: Outcomes of a slip. Only the first four mean that it was caught.
 HEADER_TEST: Final = "header test"
 SCENARIO: Final = "scenario"
 QUICK_TEST: Final = "quick test"
+BUILD: Final = "build"
 COMPILER: Final = "does not compile"
 UNDETECTED: Final = "is not detected"
 
 
 @dataclass(frozen=True)
 class Slip:
-    """A mistake in a patch: ``was``, which occurs once in its files, is replaced by ``now``."""
+    """A mistake in a patch: ``was``, which occurs once in its files, is replaced by ``now``.
+
+    ``by`` is the scenario, or the group of header tests, that must detect it; empty: any.
+    """
 
     id: str
     patch: str
@@ -95,6 +104,7 @@ class Slip:
     releases: tuple[str, ...]
     was: str
     now: str
+    by: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.id}"
@@ -127,8 +137,8 @@ class SlipResult:
 
     @property
     def caught(self) -> bool:
-        """Return whether a test detected the slip."""
-        return self.outcome in (HEADER_TEST, SCENARIO, QUICK_TEST)
+        """Return whether a test, or for a hunk left out the compiler, detected the slip."""
+        return self.outcome in (HEADER_TEST, SCENARIO, QUICK_TEST, BUILD)
 
 
 def load(path: Path = FILE) -> tuple[Slip, ...]:
@@ -142,6 +152,7 @@ def load(path: Path = FILE) -> tuple[Slip, ...]:
             part.strings("releases"),
             part.string("was"),
             part.string("now", ""),
+            part.string("by", ""),
         )
         for part in table.tables("slip", _KEYS)
     )
@@ -151,6 +162,22 @@ def load(path: Path = FILE) -> tuple[Slip, ...]:
         msg = f"{path}: {' '.join(twice)} is defined twice"
         raise PatchFormatError(msg, str(path))
     return found
+
+
+def left_out(port: Port, release: str) -> list[Slip]:
+    """Return a slip for every hunk of a port that adds lines: the release's own lines stay.
+
+    Without a hunk that only removes lines, code stays that nothing calls, which no test can see.
+    """
+    return [
+        Slip(
+            f"{file.path.rpartition('/')[2]}-{number}", port.id, LEFT_OUT, (release,),
+            b"".join(hunk.new).decode(), b"".join(hunk.old).decode(),
+        )
+        for file in port.patch.files
+        for number, hunk in enumerate(file.hunks, start=1)
+        if hunk.added and hunk.old
+    ]  # fmt: skip
 
 
 def names() -> tuple[str, ...]:
@@ -184,6 +211,9 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         for name, slips in own.items():
             kind = ServerSlipTester if name.split()[1] in server else SlipTester
             tester = testers.get(kind) or testers.setdefault(kind, kind(release, shipped))
+            if isinstance(tester, SlipTester) and name == f"{releases.TEST_RELEASE} full-defrag":
+                port = next(each for each in tester.source.ports if each.id == "full-defrag")
+                slips += left_out(port, release)
             random.Random(effort.seed).shuffle(slips)
             found.append(entry_of(name, run(slips, tester, end, tick), effort.seed))
     return found
@@ -208,6 +238,8 @@ class CacheManagerTester(cache_slips.ManagersCopy):
     def test(self, slip: CacheSlip) -> SlipResult:
         """Return the result of a slip: the first quick test that fails."""
         by, message = self.run(slip)
+        if by == cache_slips.IMPORT:
+            return SlipResult(COMPILER, message=message)
         return SlipResult(QUICK_TEST if by else UNDETECTED, by, message)
 
 
@@ -251,15 +283,19 @@ class SlipTester:
     def test(self, slip: Slip) -> SlipResult:
         """Return the result of a slip: header tests first, then quick scenarios."""
         path, data = slip.apply(patched_files(self.source, slip.patch))
-        result = _header_tests(self.source.tree, path, data)
-        if result is not None:
-            return result
+        known = discovery.discover()
+        if slip.by not in known:
+            result = _header_tests(self.source.tree, path, data, slip.by)
+            if result is not None:
+                return result
         try:
             built = self._built(path, data)
         except CommandFailed as error:
-            return SlipResult(COMPILER, message=error.first_error)
+            outcome = BUILD if slip.kind == LEFT_OUT else COMPILER
+            return SlipResult(outcome, "the compiler", error.first_error)
+        own = self._shipped.definition(slip.patch).scenarios
         try:
-            return self._scenarios(built, self._shipped.definition(slip.patch).scenarios)
+            return self._scenarios(built, [known[slip.by]] if slip.by else self._ordered(own))
         finally:
             shutil.rmtree(built.folder, ignore_errors=True)
 
@@ -268,9 +304,9 @@ class SlipTester:
         tree = _with_file(self.source.tree, path, data)
         return build_patched(self.release, replace(self.source, tree=tree))
 
-    def _scenarios(self, built: Variant, own: Sequence[str]) -> SlipResult:
+    def _scenarios(self, built: Variant, scenarios: Sequence[Scenario]) -> SlipResult:
         """Run quick scenarios until one fails that the patched library passes."""
-        for scenario in self._ordered(own):
+        for scenario in scenarios:
             runs = run_tasks([_task(built, scenario, n) for n in range(len(scenario.few))],
                              opener=_open, timeout=_CALL_TIMEOUT)  # fmt: skip
             for task, run in runs.items():
@@ -321,9 +357,10 @@ class ServerSlipTester:
     def test(self, slip: Slip) -> SlipResult:
         """Return the result of a slip: header tests first, then server scenarios."""
         path, data = slip.apply(server_files(self.sources, slip.patch))
-        result = _header_tests(self.sources.tree, path, data)
-        if result is not None:
-            return result
+        if slip.by not in {each.id for each in SCENARIOS}:
+            result = _header_tests(self.sources.tree, path, data, slip.by)
+            if result is not None:
+                return result
         tree = _with_file(self.sources.tree, path, data)
         wanted = variant.request(f"{self.release.name}+patched")
         name = f".slip-{os.getpid()}-{tree[:12]}"
@@ -334,13 +371,14 @@ class ServerSlipTester:
         except CommandFailed as error:
             return SlipResult(COMPILER, message=error.first_error)
         try:
-            return self._scenarios(built)
+            return self._scenarios(built, slip.by)
         finally:
             shutil.rmtree(built.folder, ignore_errors=True)
 
-    def _scenarios(self, built: BuiltServer) -> SlipResult:
-        """Run the scenarios until one fails that the patched server passes; fixes first."""
-        for scenario in sorted(SCENARIOS, key=lambda each: each.id not in _FIRST):
+    def _scenarios(self, built: BuiltServer, by: str) -> SlipResult:
+        """Run the scenario ``by``, or all, until one fails that the patched server passes."""
+        ordered = sorted(SCENARIOS, key=lambda each: each.id not in _FIRST)
+        for scenario in [each for each in ordered if each.id == by] or ordered:
             outcome, _ = run_scenario(scenario, built)
             if outcome.status == "fail" and self._passes(scenario):
                 about = f"{outcome.failure} {outcome.message}"
@@ -368,9 +406,17 @@ def _files(tree: str, paths: Iterable[str]) -> dict[str, bytes]:
     return {path: entry.data for path, entry in entries.items() if entry is not None}
 
 
-def _header_tests(tree: str, path: str, data: bytes) -> SlipResult | None:
-    """Run the tests of the headers that the slip's file affects, also with sanitizers."""
-    headers = [each for each in header_tests.HEADERS if path in (each.path, *each.needs)]
+def _header_tests(tree: str, path: str, data: bytes, group: str = "") -> SlipResult | None:
+    """Run the tests of the headers that the slip's file affects, also with sanitizers.
+
+    Return None if all pass. With a ``group``, only the tests of the file itself run, and only this
+    group's failure detects the slip.
+    """
+    headers = [
+        each
+        for each in header_tests.HEADERS
+        if path == each.path or (path in each.needs and not group)
+    ]
     files = _files(tree, {name for header in headers for name in (header.path, *header.needs)})
     for sanitize in (False, True):
         original = header_tests.run_header_tests(files, sanitize=sanitize)
@@ -379,8 +425,9 @@ def _header_tests(tree: str, path: str, data: bytes) -> SlipResult | None:
             if result.path in passing and result.problem:
                 if result.error:
                     return SlipResult(COMPILER, message=result.error)
-                return SlipResult(HEADER_TEST, result.path, result.problem)
-    return None
+                if not group or group in dict(result.failed):
+                    return SlipResult(HEADER_TEST, result.path, result.problem)
+    return SlipResult(UNDETECTED, message=f"by the group {group}") if group else None
 
 
 def _with_file(tree: str, path: str, data: bytes) -> str:
@@ -452,6 +499,7 @@ def entry_of(name: str, results: Sequence[tuple[AnySlip, SlipResult]], seed: int
         "by header tests": str(count[HEADER_TEST]),
         "by scenarios": str(count[SCENARIO]),
         "by quick tests": str(count[QUICK_TEST]),
+        "by the compiler": str(count[BUILD]),
         "caught most": ", ".join(f"{by} {n}" for by, n in catchers.most_common(3)),
     }
     defects = tuple(

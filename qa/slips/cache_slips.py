@@ -27,10 +27,20 @@ if TYPE_CHECKING:
 #: The shipped slips.
 FILE = Path(__file__).with_name("cache_slips.toml")
 #: What the tests need of the checkout.
-_COPIED: Final = ("pyllamakv", "tests/cache", "tests/kits", "tests/conftest.py", "pyproject.toml")
+_COPIED: Final = (
+    "pyllamakv",
+    "qa",
+    "tests/cache",
+    "tests/kits",
+    "tests/conftest.py",
+    "pyproject.toml",
+)
 #: Timeout of the tests of a slip in seconds; a slip may cause an endless loop.
 _TIMEOUT: Final = 600.0
 _TEST_TIMEOUT: Final = 60
+#: Stands for a test where the modules of a slip cannot be imported.
+IMPORT: Final = "import"
+_NO_TESTS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,10 @@ class ManagersCopy:
             else:
                 shutil.copy(source, target)
         self._modules = modules(self.root)
-        failed = self._run_tests()
-        if failed[0]:
+        failed, message = self._run_tests()
+        if failed or message:
             self.close()
-            msg = f"{failed[0]} fails without a slip: {failed[1]}"
+            msg = f"{failed or 'pytest'} fails without a slip: {message}"
             raise HarnessError(msg)
 
     def close(self) -> None:
@@ -124,7 +134,7 @@ class ManagersCopy:
     def run(self, slip: CacheSlip) -> tuple[str, str]:
         """Return the test that detects a slip and its message; "" if none does.
 
-        Raises HarnessError if pytest does not run.
+        The test is `IMPORT` if the changed module cannot be imported.
         """
         name, text = slip.apply(self._modules)
         path = self.root / "pyllamakv" / "cache" / name
@@ -139,7 +149,7 @@ class ManagersCopy:
         own = [file for file in files if file.stem == f"test_{first}"]
         for chosen in (own, [file for file in files if file not in own]):
             failed = self._run_files(chosen) if chosen else ("", "")
-            if failed[0]:
+            if any(failed):
                 return failed
         return "", ""
 
@@ -159,10 +169,14 @@ class ManagersCopy:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return "the time limit", f"the tests did not end within {_TIMEOUT:g} seconds"
-        if ran.returncode == 0:
+        if ran.returncode in (0, _NO_TESTS):
             return "", ""
+        if ran.returncode < 0:
+            return "a crash", f"the tests ended with signal {-ran.returncode}"
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", ran.stdout, re.MULTILINE)
         if failed is None:
-            msg = f"pytest ended with status {ran.returncode}: {(ran.stderr + ran.stdout)[-600:]}"
-            raise HarnessError(msg)
-        return failed[1], (failed[2] or "")[:300]
+            output = " ".join((ran.stderr + ran.stdout)[-600:].split())
+            return "", f"pytest ended with status {ran.returncode}: {output}"
+        # An error of a fixture names its test, one of an import only the file.
+        imported = "::" in failed[1]
+        return failed[1] if imported else IMPORT, (failed[2] or "")[:300]

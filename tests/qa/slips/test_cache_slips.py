@@ -55,12 +55,15 @@ def test_a_slip_is_detected_and_a_comment_is_not(monkeypatch: pytest.MonkeyPatch
     comment = CacheSlip(
         "comment", "eviction", "none", pinned.was, pinned.was + "  # nothing changes"
     )
-    monkeypatch.setattr(cache_slips, "load", lambda: (pinned, comment))
+    unknown = CacheSlip("unknown", "eviction", "none", pinned.was, pinned.was + "\nUNKNOWN_NAME\n")
+    monkeypatch.setattr(cache_slips, "load", lambda: (pinned, comment, unknown))
     effort = StressOptions(seconds=600.0, only=(slips.MANAGERS,))
     (entry,) = slips.entries(effort, lambda _: None)
     assert entry.row["caught"] == "1 of 3"
     assert entry.row["by quick tests"] == "1"
-    assert entry.defects == ("none: comment is not detected",)
+    undetected, broken = sorted(entry.defects)
+    assert undetected == "none: comment is not detected"
+    assert broken == "none: unknown does not compile"
 
 
 def test_tests_that_fail_without_a_slip_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
