@@ -15,5 +15,4 @@ SECTIONS = {
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",
     "servers": "llama-server over HTTP, stock against patched.",
-    "defects": "Regression tests of all defects that the sections found.",
 }

@@ -58,7 +58,7 @@ class Entry:
     ``section`` is its table and ``name`` the tested subject; ``row`` has a text per further column.
     ``defects`` has one sentence per defect; without any, the entry passed. ``data`` are the raw
     numbers, ``seed`` repeats the run. ``skip_reason`` states why an entry without defects
-    proves nothing, such as "too few operations". ``notes`` are listed below the table.
+    proves nothing, such as "too few operations".
     """
 
     section: str
@@ -72,7 +72,6 @@ class Entry:
     commit: str = ""
     command: str = ""
     skip_reason: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def ran(self) -> bool:

@@ -239,12 +239,6 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "requests",
         "generated models, four or five slots, on CPUs; the releases whose servers are built",
     ),
-    "defects": (
-        "Defects that were found stay fixed",
-        "defects fixed",
-        "defects with regression tests",
-        "tests of releases that are not built are skipped",
-    ),
 }
 
 
@@ -349,7 +343,7 @@ def _merged_entries(old: list[Entry], new: Iterable[Entry]) -> list[Entry]:
     found = {(entry.section, entry.name): entry for entry in old}
     for entry in new:
         if entry.ran or not found.get((entry.section, entry.name), entry).ran:
-            found[entry.section, entry.name] = replace(entry, data={}, notes=())
+            found[entry.section, entry.name] = replace(entry, data={})
     order = list(SECTIONS)
     return sorted(found.values(), key=lambda entry: order.index(entry.section))
 
@@ -365,17 +359,13 @@ def report(figures: list[Figure], path: Path | None, *, as_json: bool) -> None:
 
 
 def table(results: Sequence[Figure | Entry]) -> str:
-    """Return results as tables for a terminal, with the notes of entries and the commands."""
+    """Return results as tables for a terminal, with the commands."""
     parts: dict[str, list[dict[str, str]]] = {}
-    notes = []
     for each in results:
         if isinstance(each, Entry):
             wrong = "; ".join(each.defects) or each.skip_reason or "none"
             row = {"what": each.name, **each.row, "defects": wrong}
             parts.setdefault(each.section.replace("_", " ").capitalize(), []).append(row)
-            if each.notes:
-                listed = "".join(f"- {' '.join(note.split())}\n" for note in each.notes)
-                notes.append(f"\n{each.name.capitalize()}:\n\n{listed}")
         elif each.row:
             parts.setdefault(f"{each.group}. {each.table}".strip(), []).append(each.row)
         else:
@@ -391,7 +381,7 @@ def table(results: Sequence[Figure | Entry]) -> str:
         text += f"\n## {name}\n\n" + "".join(_line(*cells) + "\n" for cells in lines)
     runs = {(each.date, each.hardware, each.command): None for each in results if each.date}
     measured = "".join(f"\nMeasured {day}, {where}, `{how}`.\n" for day, where, how in runs)
-    return text + "".join(notes) + measured
+    return text + measured
 
 
 def pages() -> dict[str, str]:
