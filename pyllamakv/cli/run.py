@@ -164,12 +164,12 @@ def _complete_prompts(
         pyllamakv.open(variant or None) as library,
         library.load_model(synthetic_models.model(model)) as loaded,
     ):
-        told, stats = complete_prompts(
+        completions, stats = complete_prompts(
             loaded, prompts, max_tokens=max_tokens, n_ctx=n_ctx, **options
         )
     if json_:
-        write_json({"told": [asdict(each) for each in told], "cache": stats})
+        write_json({"completions": [asdict(each) for each in completions], "cache": stats})
         return
-    for each in told:
+    for each in completions:
         write_lines([f"{each.prompt}{each.text}", ""])
     note(f"cache: {stats['used']} of {stats['size']} cells used")

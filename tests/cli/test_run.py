@@ -164,9 +164,9 @@ def test_run_continues_prompts_side_by_side(patched, capsys) -> None:
     assert code == 0
     both = json.loads(out)
     assert both["cache"]["used"] > 20
-    for prompt, told in zip((one, other), both["told"], strict=True):
-        alone = json.loads(cli(capsys, "run", *options, *prompt)[1])["told"][0]
-        assert alone["text"] == told["text"]
+    for prompt, completion in zip((one, other), both["completions"], strict=True):
+        alone = json.loads(cli(capsys, "run", *options, *prompt)[1])["completions"][0]
+        assert alone["text"] == completion["text"]
 
 
 @pytest.mark.native
