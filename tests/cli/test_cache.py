@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def store(tmp_path: Path) -> PrefixStore:
     """Return a closed store of two pages."""
     made = PrefixStore(tmp_path / "store", {"model": "m", "build": "1"})
-    first = made.add("cells", None, 0, tokens_to_key(range(10)), b"x" * 100)
-    made.add("cells", first, 10, tokens_to_key(range(5)), b"y" * 100)
+    first = made.add("cells", b"", None, 0, tokens_to_key(range(10)), b"x" * 100)
+    made.add("cells", b"", first, 10, tokens_to_key(range(5)), b"y" * 100)
     made.close()
     return made
 

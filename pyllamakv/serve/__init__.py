@@ -1,0 +1,1 @@
+"""Serve a model to clients of the OpenAI API, with `AsyncBatcher` over `PrefixCache`."""

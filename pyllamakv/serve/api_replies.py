@@ -1,0 +1,236 @@
+"""Write replies of the OpenAI API: whole ones, the events of streams, and errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
+
+from pyllamakv.errors import (
+    BudgetTooSmall,
+    Busy,
+    Cancelled,
+    Closed,
+    KvError,
+    NoKVSlot,
+    NoSlotAvailable,
+    NoTokenAllowed,
+    PrefixStoreError,
+    PromptTooLong,
+    Unsupported,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pyllamakv.runtime.model import Model
+    from pyllamakv.runtime.sampler import TokenLogprobs
+    from pyllamakv.serve.engine import ActiveRequest, Choice
+
+#: Error -> HTTP status and OpenAI's code; the first class that fits.
+_STATUS: Final[tuple[tuple[type[KvError], int, str | None], ...]] = (
+    (PromptTooLong, 400, "context_length_exceeded"),
+    (BudgetTooSmall, 400, "context_length_exceeded"),
+    (Unsupported, 400, "unsupported"),
+    (NoTokenAllowed, 400, "no_token_allowed"),
+    (UsageError, 400, None),
+    (NoSlotAvailable, 429, "queue_full"),
+    (NoKVSlot, 503, "cache_full"),
+    (Cancelled, 503, "stopping"),
+    (Closed, 503, "stopping"),
+    (Busy, 503, "busy"),
+    (PrefixStoreError, 507, "store"),
+)
+#: The type of an error by its status; OpenAI's clients retry 429 and 5xx.
+_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+#: Seconds after which a refused request should be sent again.
+RETRY_AFTER: Final = "1"
+#: Write JSON without spaces. `json.dumps` would create an encoder for each event.
+_compact: Final = json.JSONEncoder(separators=(",", ":")).encode
+#: OpenAI's number in place of an infinite log-probability, which JSON cannot express.
+_LEAST: Final = -9999.0
+
+
+def error_reply(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: KvError) -> tuple[int, str | None]:
+    """Return the HTTP status and the code of an error; 500 for defects."""
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            return status, code
+    return 500, None
+
+
+class TextFormat:
+    """The replies of completions."""
+
+    prefix = "cmpl"
+    name = "text_completion"
+    event_name = "text_completion"
+
+    def __init__(self, model: Model, name: str) -> None:
+        self._model = model
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._head = {"id": self._id, "created": int(time.time()), "model": name}
+
+    def whole(self, completion: ActiveRequest) -> dict[str, Any]:
+        """Return the reply to a request without a stream."""
+        choices = [
+            {
+                "index": choice.index,
+                **self._content(choice.generation.text),
+                "logprobs": self._logprobs(choice.logprobs(), 0),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in completion.choices
+        ]
+        return {**self._head, "object": self.name, "choices": choices, "usage": completion.usage}
+
+    async def events(self, completion: ActiveRequest, *, usage: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a stream, with the numbers of tokens before the end on request."""
+        shown = {choice.index: 0 for choice in completion.choices}
+        offsets = dict.fromkeys(shown, 0)
+        more = {"usage": None} if usage else {}
+        head = _compact({**self._head, "object": self.event_name, **more})[:-1]
+
+        def event(choice: Choice, content: dict[str, Any], reason: str | None) -> bytes:
+            index = choice.index
+            found = choice.logprobs(shown[index])
+            if found is not None:
+                shown[index] += len(found)
+                logprobs = self._logprobs(found, offsets[index])
+                offsets[index] += sum(len(self._text(each.token)) for each in found)
+            else:
+                logprobs = None
+            fields = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+            return f'data: {head},"choices":[{_compact(fields)}]}}\n\n'.encode()
+
+        for choice in completion.choices:
+            if (start := self._start()) is not None:
+                yield event(choice, start, None)
+        try:
+            async for choice, text in completion.texts():
+                yield event(choice, self._part(text), None)
+            for choice in completion.choices:
+                yield event(choice, self._end(), choice.finish_reason)
+            if usage:
+                last = {**self._head, "object": self.event_name, "choices": []}
+                yield f"data: {_compact({**last, 'usage': completion.usage})}\n\n".encode()
+        except KvError as error:
+            status, code = status_of(error)
+            yield f"data: {_compact(error_reply(status, str(error), code))}\n\n".encode()
+            return
+        yield b"data: [DONE]\n\n"
+
+    def _text(self, token: int) -> str:
+        return self._model.piece(token, special=True).decode(errors="replace")
+
+    def _logprobs(self, found: list[TokenLogprobs] | None, offset: int) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        texts = [self._text(each.token) for each in found]
+        offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(each.logprob) for each in found],
+            "top_logprobs": [
+                {self._text(token): _finite(value) for token, value in each.top} for each in found
+            ],
+            "text_offset": offsets,
+        }
+
+    def _start(self) -> dict[str, Any] | None:
+        return None
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _end(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+class ChatFormat(TextFormat):
+    """The replies of chats."""
+
+    prefix = "chatcmpl"
+    name = "chat.completion"
+    event_name = "chat.completion.chunk"
+
+    def _logprobs(self, found: list[TokenLogprobs] | None, offset: int) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        entries = [
+            {
+                **self._entry(each.token, each.logprob),
+                "top_logprobs": [self._entry(token, value) for token, value in each.top],
+            }
+            for each in found
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._model.piece(token, special=True)
+        text = piece.decode(errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(piece)}
+
+    def _start(self) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _end(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def _finite(value: float) -> float:
+    return max(value, _LEAST) if not math.isnan(value) else _LEAST
+
+
+def openapi(routes: list[tuple[str, str, str, type[Any] | None]], version: str) -> dict[str, Any]:
+    """Return the description of the API; a route is a method, a path, a summary and a body."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for method, path, summary, body in routes:
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"\{(\w+)\}", path)
+            ],
+            "responses": {
+                "200": {"description": "success"},
+                "default": {"description": "an error object of the OpenAI API"},
+            },
+        }
+        if body is not None:
+            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= schema.pop("$defs", {})
+            schemas[body.__name__] = schema
+            reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+            content = {"application/json": {"schema": reference}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(path, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pyllamakv serve", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }

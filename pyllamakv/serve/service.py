@@ -1,0 +1,257 @@
+"""Open a model and its cache, and serve them over HTTP until a signal.
+
+The address is bound before the model is loaded, so that a mistake is reported at once. Requests are
+accepted when the model is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+import pyllamakv
+from pyllamakv.binding.protocol import Capability
+from pyllamakv.cache.prefix_cache import PrefixCache
+from pyllamakv.errors import AddressInUse, UsageError
+from pyllamakv.serve.app import Api
+from pyllamakv.serve.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+LOG = logging.getLogger("pyllamakv.serve")
+
+#: Cells of a context if neither the user nor the model names a number.
+_CELLS: Final = 4096
+#: Maximum bytes of the line and headers of a request, and seconds in which they must arrive.
+_HEAD_BYTES: Final = 64 << 10
+_HEAD_SECONDS: Final = 30.0
+#: Threads that tokenize and create samplers.
+_WORKERS: Final = 4
+#: Seconds that connections have after the grace period, to send the error of a cancelled request.
+_LAST_SECONDS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `pyllamakv serve` serves, and where.
+
+    ``n_ctx`` cells (None: the context of the model's training) are shared by ``parallel`` sequences
+    and the cached prefixes. ``queue`` more generations wait. ``budget`` limits the bytes of the
+    cache, and of the store. With ``keys``, requests of different keys share prefixes only if
+    ``shares_prefixes``. The store is flushed ``flush_every`` seconds after new tokens, and
+    after ``flush_bytes`` bytes of them. ``grace`` is the number of seconds that requests have after
+    SIGTERM.
+    """
+
+    model: Path
+    name: str
+    release: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    n_ctx: int | None = None
+    parallel: int = 4
+    queue: int = 256
+    n_threads: int | None = None
+    store: Path | None = None
+    budget: int | None = None
+    flush_every: float = 10.0
+    flush_bytes: int = 64 << 20
+    grace: float = 30.0
+    keys: tuple[str, ...] = ()
+    shares_prefixes: bool = False
+    template: str | None = None
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the API keys of a file: one per line; empty lines and those with # are skipped."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the API keys in {path}: {error}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise UsageError(f"{path} has no API key: write one per line")
+    return keys
+
+
+def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which is raised again after the store was flushed.
+
+    ``ready`` is called with the URL when requests are accepted. Raises AddressInUse, the errors of
+    `kv.open`, of loading the model and of opening the store, and the error after which no request
+    can succeed.
+    """
+    _raise_file_limit()
+    with bound(options.host, options.port) as listener, opened(options) as engine:
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        api = Api(
+            engine,
+            options.name,
+            keys=options.keys,
+            shares_prefixes=options.shares_prefixes,
+            lifespan=lambda _: _running(),
+        )
+        config = uvicorn.Config(
+            api,
+            log_level="warning",
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            http=LimitedHeads,
+            timeout_graceful_shutdown=int(options.grace) + _LAST_SECONDS,
+        )
+        server = uvicorn.Server(config)
+
+        @asynccontextmanager
+        async def _running() -> AsyncIterator[None]:
+            tasks = [asyncio.create_task(_watch(server, engine, options.grace))]
+            if options.store is not None:
+                flushing = engine.keep_flushed(options.flush_every, options.flush_bytes)
+                tasks.append(asyncio.create_task(flushing))
+            ready(url)
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await engine.aclose()
+
+        listener.listen(2048)
+        # uvicorn raises the signal that ended it again, and the command line exits with its status.
+        server.run(sockets=[listener])
+        if engine.failure is not None:
+            raise engine.failure
+
+
+class LimitedHeads(HttpToolsProtocol):  # type: ignore[misc]
+    """The HTTP of a connection; headers are limited in size and time, and trailers in size.
+
+    uvicorn limits neither with httptools, and reads headers before `Api` can check a key.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    #: Number of bytes since the headers began or ended, or a part of the body.
+    _n_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Start the time of the first request, also if nothing arrives."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(_HEAD_SECONDS, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the time."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data; close the connection if headers or trailers have become too large."""
+        self._n_bytes += len(data)
+        super().data_received(data)
+        if self._n_bytes > _HEAD_BYTES:
+            self.send_400_response(f"The headers exceed {_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        """Start the time of a request."""
+        super().on_message_begin()
+        self._n_bytes = 0
+        if self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+
+    def on_headers_complete(self) -> None:
+        """Stop the time, and begin with the request."""
+        self._n_bytes = 0
+        self._stop()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Pass a part of the body on; `Api` limits all of it."""
+        self._n_bytes = 0
+        super().on_body(body)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def _watch(server: Any, engine: Engine, grace: float) -> None:
+    """Stop the server after a failure; cancel what still runs after the grace period."""
+    while not server.should_exit:
+        if engine.failure is not None:
+            server.handle_exit(0, None)
+        await asyncio.sleep(0.1)
+    engine.stop()
+    await asyncio.sleep(grace)
+    LOG.warning("cancelled %d generations after %g seconds", engine.pending, grace)
+    engine.cancel_all()
+
+
+@contextmanager
+def opened(options: ServeOptions) -> Iterator[Engine]:
+    """Open the library, the model, a context and its prefix cache; close them in order.
+
+    Closing flushes the store.
+    """
+    with ExitStack() as stack:
+        library = stack.enter_context(pyllamakv.open(options.release))
+        model = stack.enter_context(library.load_model(options.model))
+        if not model.info.has_vocab:
+            raise UsageError(f"{options.model} has no vocabulary, so it cannot serve text")
+        context = stack.enter_context(
+            model.context(
+                n_ctx=options.n_ctx or model.info.n_ctx_train or _CELLS,
+                n_batch=2048,
+                n_ubatch=512,
+                n_seq_max=options.parallel,
+                n_threads=options.n_threads,
+                defrag_policy="threshold",
+                flash_attn=None if Capability.FLASH_AUTO in library.about.capabilities else False,
+            )
+        )
+        # After the cache was flushed: a long prompt that is tokenized must not delay it.
+        workers = stack.enter_context(ThreadPoolExecutor(_WORKERS, "pyllamakv-serve"))
+        cache = stack.enter_context(
+            # What is evicted is in memory first, because a store is slower.
+            PrefixCache(context, budget=options.budget, store=options.store, paging="memory")
+        )
+        capacity = options.parallel + options.queue
+        yield Engine(cache, workers, capacity=capacity, template=options.template)
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind a TCP socket to an address; raise AddressInUse if that is impossible."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise AddressInUse(f"cannot listen on {host}:{port}: {error}") from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            msg = f"cannot listen on {host}:{port}: {error.strerror}; select another --port"
+            raise AddressInUse(msg) from error
+        yield listener
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system does; the usual limit of 1,024 files is too low."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,773 @@
+"""Test requests to the API: responses, and refusals with their status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import serve_kit as kit
+from batching_kit import alone
+from pydantic import ValidationError
+from starlette.datastructures import URL
+from starlette.requests import Request
+
+from pyllamakv.binding.codes import Code
+from pyllamakv.binding.protocol import SamplerParams
+from pyllamakv.errors import NativeError, PrefixStoreError
+from pyllamakv.serve.api_requests import ChatRequest, TextRequest
+from pyllamakv.serve.app import Api
+from pyllamakv.serve.engine import GenerationOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = {"prompt": "Hi", "max_tokens": 8, "temperature": 0}
+
+
+def test_a_completion_is_the_greedy_text(tmp_path: Path) -> None:
+    """It has the token counts; a repetition reuses the prompt without its last token."""
+
+    async def main(client: httpx.AsyncClient) -> list[Any]:
+        return [(await client.post(COMPLETE, json=HI)).json() for _ in range(2)]
+
+    first, again = kit.run(kit.engine(tmp_path), main)
+    text = alone(tmp_path, "Hi", 8)
+    for reply in (first, again):
+        assert reply["object"] == "text_completion"
+        (choice,) = reply["choices"]
+        assert choice == {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
+        assert reply["usage"]["completion_tokens"] == 8
+    prompt = first["usage"]["prompt_tokens"]
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": prompt - 1}
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_a_stream_has_the_text_of_the_reply(tmp_path: Path, path: str) -> None:
+    """Its events are the text, the reason of the end, the token counts, and [DONE]."""
+    body = {**(HI if path == COMPLETE else kit.CHAT), "n": 2, "temperature": 1, "seed": 3}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def main(client: httpx.AsyncClient) -> list[Any]:
+        return [await client.post(path, json=each) for each in (body, streamed)]
+
+    whole, stream = kit.run(kit.engine(tmp_path), main)
+    choices = whole.json()["choices"]
+    *parts, usage, done = kit.events(stream.text)
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == whole.json()["usage"]["completion_tokens"]
+    assert len({each["id"] for each in parts}) == 1
+    for choice in choices:
+        own = [
+            each["choices"][0] for each in parts if each["choices"][0]["index"] == choice["index"]
+        ]
+        assert [each["finish_reason"] for each in own[-2:]] == [None, choice["finish_reason"]]
+        if path == COMPLETE:
+            assert "".join(each["text"] for each in own) == choice["text"]
+        else:
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(each["delta"].get("content", "") for each in own)
+            assert text == choice["message"]["content"]
+
+
+def test_several_prompts_and_choices_keep_their_order(tmp_path: Path) -> None:
+    """Choice 0 of each prompt is the text that the prompt generates alone."""
+    body = {**HI, "prompt": ["Hi", "Hello"], "n": 2}
+    reply = kit.post(kit.engine(tmp_path), COMPLETE, body).json()
+    texts = [each["text"] for each in reply["choices"]]
+    hi, hello = (alone(tmp_path, prompt, 8) for prompt in ("Hi", "Hello"))
+    assert texts == [hi, hi, hello, hello]
+    assert [each["index"] for each in reply["choices"]] == [0, 1, 2, 3]
+
+
+def test_a_generation_ends_with_the_context(tmp_path: Path) -> None:
+    """Without a limit, and with one that exceeds it; the last token is not decoded."""
+    for limit in ({}, {"max_completion_tokens": 5000}):
+        body = {"messages": kit.CHAT["messages"], "temperature": 0, "ignore_eos": True, **limit}
+        reply = kit.post(kit.engine(tmp_path, n_ctx=64), CHAT, body).json()
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["usage"]["total_tokens"] == 65
+
+
+def test_a_burst_evaluates_its_common_prefix_once(tmp_path: Path) -> None:
+    """Of 8 users with one system prompt of 400 tokens, each but the first reuses it."""
+    served = kit.engine(tmp_path, capacity=8, n_ctx=4096, n_seq_max=8)
+    prompts = ["s" * 400 + f" {user}: hello" for user in range(8)]
+
+    async def main(client: httpx.AsyncClient) -> list[httpx.Response]:
+        bodies = [{**HI, "prompt": each, "max_tokens": 2} for each in prompts]
+        return await asyncio.gather(*(client.post(COMPLETE, json=each) for each in bodies))
+
+    used = [reply.json()["usage"] for reply in kit.run(served, main)]
+    reused = sum(each["prompt_tokens_details"]["cached_tokens"] for each in used)
+    assert reused >= 0.95 * 7 * 400
+
+
+def test_tokens_can_be_the_prompt(tmp_path: Path) -> None:
+    """One prompt, or several."""
+    one = kit.post(kit.engine(tmp_path), COMPLETE, {**HI, "prompt": [70, 71]}).json()
+    many = kit.post(kit.engine(tmp_path), COMPLETE, {**HI, "prompt": [[70, 71], [70, 71]]}).json()
+    texts = [each["text"] for each in (*one["choices"], *many["choices"])]
+    assert texts == [alone(tmp_path, [70, 71], 8)] * 3
+    assert many["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param", "text"),
+    [
+        (COMPLETE, b'{"prompt"', None, None, "Invalid JSON"),
+        (COMPLETE, b"\xff{}", None, None, "Invalid JSON"),
+        (COMPLETE, b"[1]", None, None, "should be an object"),
+        (COMPLETE, b'{"prompt":"\\ud800"}', None, None, "Invalid JSON"),
+        (COMPLETE, {}, None, "prompt", "required"),
+        (COMPLETE, {"prompt": []}, None, None, "empty list"),
+        (COMPLETE, {"prompt": [[]]}, None, None, "prompt is empty"),
+        (COMPLETE, {"prompt": [10**6]}, None, None, "token 1000000 is out of range"),
+        (COMPLETE, {"prompt": [-(10**30)]}, None, None, "prompt"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": -2}, None, "max_tokens", "greater than"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": "5"}, None, "max_tokens", "valid integer"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": 5, "n_predict": 6}, None, None, "differ"),
+        (COMPLETE, {"prompt": "Hi", "temperature": True}, None, "temperature", "valid number"),
+        (COMPLETE, b'{"prompt":"Hi","temperature":NaN}', None, "temperature", "finite"),
+        (COMPLETE, {"prompt": "Hi", "temperature": -1}, None, None, "temperature must be"),
+        (COMPLETE, {"prompt": "Hi", "top_p": 1.5}, None, None, "top_p must be"),
+        (COMPLETE, {"prompt": "Hi", "n": 0}, None, "n", "greater than"),
+        (COMPLETE, {"prompt": "Hi", "n": 5}, None, None, "5 texts, and the server takes 4"),
+        (COMPLETE, {"prompt": ["Hi"] * 4000}, None, None, "4000 texts"),
+        (COMPLETE, {"prompt": ["Hi"] * 5000}, None, "prompt", "at most 4096 items"),
+        (COMPLETE, b'{"prompt":' + b"[" * 200_000, None, None, "200000 brackets"),
+        (COMPLETE, {"prompt": "Hi", "stop": ["x" * 2000]}, None, "stop.0", "1024 characters"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": [[1, 10**400]]}, None, None, "too large"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"1": 10**400}}, None, "logit_bias.1", "number"),
+        (COMPLETE, {"prompt": "Hi", "stop": [""]}, None, None, "at least one character"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"x": 1}}, None, None, "token numbers"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"900": 1}}, None, None, "token of logit_bias"),
+        (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, None, None, "samplers"),
+        (COMPLETE, {"prompt": "Hi", "stream_options": {}}, None, None, "requires stream"),
+        (COMPLETE, {"prompt": "Hi", "echo": True}, "unsupported", "echo", "support echo"),
+        (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, None, "cache_salt", "1 character"),
+        (CHAT, {**kit.CHAT, "cache_salt": 1}, None, "cache_salt", "string"),
+        (COMPLETE, {"prompt": "Hi", "foo": 1}, "unknown_field", "foo", "unknown"),
+        (COMPLETE, {"prompt": "x" * 257}, "context_length_exceeded", None, "the context 256"),
+        (COMPLETE, {"prompt": "x" * 300, "stream": True}, "context_length_exceeded", None, "256"),
+        (CHAT, {**kit.CHAT, "messages": []}, None, "messages", "at least 1 item"),
+        (CHAT, {**kit.CHAT, "tools": [{}]}, "unsupported", "tools", "support tools"),
+        (CHAT, {**kit.CHAT, "top_logprobs": 2}, None, None, "requires logprobs"),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, None, "messages.0.role", "'user'"),
+        (CHAT, {"messages": [{"role": "user"}]}, None, "messages.0.content", "required"),
+        (CHAT, {**kit.CHAT, "chat_template_kwargs": {"tools": 1}}, None, None, "cannot set tools"),
+        (CHAT, {**kit.CHAT, "chat_template_kwargs": {"self": 1}}, None, None, "cannot set self"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "unsupported",
+            "messages.0.content.0.image_url",
+            "support image_url",
+        ),
+        (
+            CHAT,
+            {**kit.CHAT, "response_format": {"type": "json_schema"}},
+            None,
+            None,
+            "no json_schema.schema",
+        ),
+        (
+            CHAT,
+            {**kit.CHAT, "response_format": {"type": "json_object", "schema": {"type": 5}}},
+            None,
+            None,
+            "schema",
+        ),
+        ("/v1/cache/pin", {"name": "a"}, None, None, "either a prompt or messages"),
+        ("/v1/cache/unpin", {"name": "a"}, None, None, "nothing is pinned"),
+        ("/v1/cache/flush", {}, None, None, "no store"),
+    ],
+)  # fmt: skip
+def test_a_bad_request_is_refused(
+    tmp_path: Path, path: str, body: Any, code: str | None, param: str | None, text: str
+) -> None:
+    """It has status 400 and OpenAI's format, also before a stream."""
+    answer = kit.post(kit.engine(tmp_path), path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code), error
+    assert error["param"] == param, error
+    assert text in error["message"]
+
+
+MESSAGE = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["", 1] * 1000},
+        {"prompt": [[], ""] * 1000},
+        {"prompt": [[1], [""]] * 1000},
+        {"messages": [{}] * 1000},
+        {"messages": [MESSAGE] * 5000},
+        {"messages": [{"role": "user", "content": [{}] * 1000}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 2000}]},
+        {"prompt": "Hi", **{f"field{i}": 1 for i in range(1000)}},
+        {"prompt": "Hi", "stop": ["x", 1] * 30},
+        {"prompt": "Hi", "logit_bias": {str(i): "x" for i in range(5000)}},
+        {"prompt": "Hi", "logit_bias": [["x"] * 1000]},
+        {"prompt": "Hi", "logit_bias": [[1, 1.0]] * 5000},
+        {"prompt": "Hi", "dry_sequence_breakers": ["x"] * 17},
+        {"prompt": "Hi", "dry_sequence_breakers": ["x" * 65]},
+        {"prompt": "Hi", "samplers": ["top_k"] * 21},
+        {"prompt": "Hi", "json_schema": {"enum": [1] * 20_000}},
+        {"prompt": "Hi", "response_format": {"type": "json_object", "schema": {"a": [1] * 20_000}}},
+        {"messages": [MESSAGE], "chat_template_kwargs": {str(i): i for i in range(20_000)}},
+        {"prompt": "Hi", "user": "x" * 5000},
+    ],
+)  # fmt: skip
+def test_every_list_and_object_of_a_body_is_limited(body: Any) -> None:
+    """The report has only the first errors, even if every item of a list is wrong."""
+    kind = ChatRequest if "messages" in body else TextRequest
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() < 5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dry_multiplier": 0.5},
+        {"samplers": ["top_k"], "top_k": 4},
+        {"logit_bias": {"1": 1}},
+        {"grammar": "root ::= 'a'"},
+    ],
+)
+def test_sampler_that_is_slow_to_create_is_not_created_by_the_batcher(more: Any) -> None:
+    """The batcher would create it in the thread that decodes for all others."""
+    for fields, needed in (({}, False), ({"top_p": 0.9, "seed": 1}, False), (more, True)):
+        body = TextRequest.model_validate_json(json.dumps({"prompt": "Hi", **fields}))
+        params = body.sampler_params(64)
+        assert GenerationOptions(1, 1, (), True, params, None, None).needs_sampler == needed
+
+
+def test_fields_that_request_nothing_are_accepted(tmp_path: Path) -> None:
+    """They are null, and neutral values of fields that are not supported."""
+    more = {"tools": [], "tool_choice": "none", "stop": None, "store": False, "user": "me"}
+    answer = kit.post(kit.engine(tmp_path), CHAT, {**kit.CHAT, **more, "logit_bias": None})
+    assert answer.status_code == 200, answer.text
+
+
+def test_an_unknown_model_or_path_is_not_found(tmp_path: Path) -> None:
+    """The served model is listed by its name."""
+
+    async def main(client: httpx.AsyncClient) -> None:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert model["id"] == "tiny"
+        assert (await client.get("/v1/models/tiny")).json() == model
+        for answer, code in (
+            (await client.get("/v1/models/other"), "model_not_found"),
+            (await client.post(COMPLETE, json={**HI, "model": "x" * 500}), "model_not_found"),
+            (await client.get("/v1/nothing"), None),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == code
+        assert (await client.get(COMPLETE)).status_code == 405
+        assert (await client.post(COMPLETE, json={**HI, "model": "tiny"})).status_code == 200
+
+    kit.run(kit.engine(tmp_path), main)
+
+
+def test_a_key_is_required(tmp_path: Path) -> None:
+    """Except for the health of the server."""
+
+    async def main(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/health")).status_code == 200
+        for key in (None, "Bearer", "Bearer wrong", "Basic one", "Bearer one two", b"Bearer \xff"):
+            headers = {} if key is None else {"authorization": key}
+            for path in ("/v1/models", "/metrics", "/v1/cache", "/openapi.json"):
+                answer = await client.get(path, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (
+                    401,
+                    "invalid_api_key",
+                )
+        for key in ("Bearer one", "bearer two"):
+            assert (await client.get("/v1/models", headers={"authorization": key})).is_success
+
+    kit.run(kit.engine(tmp_path), main, keys=("one", "two"))
+
+
+def test_url_of_a_request_opens_no_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Starlette 0.46, the path of a URL is that of a Host header like x/health?."""
+    monkeypatch.setattr(Request, "url", URL("http://x/health?/v1/models"))
+
+    async def main(client: httpx.AsyncClient) -> None:
+        answer = await client.get("/v1/models", headers={"host": "x/health?"})
+        assert answer.status_code == 401
+        assert (await client.get("/health")).status_code == 200
+
+    kit.run(kit.engine(tmp_path), main, keys=("one",))
+
+
+def test_a_large_body_is_refused(tmp_path: Path) -> None:
+    """Its declared length and the received bytes are limited."""
+
+    async def chunks() -> Any:
+        for _ in range(200):
+            yield b" " * 100
+
+    async def main(client: httpx.AsyncClient) -> None:
+        for content in (b" " * 2000, chunks()):
+            answer = await client.post(COMPLETE, content=content)
+            assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+
+    kit.run(kit.engine(tmp_path), main, max_body=1000)
+
+
+def test_a_slow_body_is_refused(tmp_path: Path) -> None:
+    """The whole body has a time limit."""
+
+    async def chunks() -> Any:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        answer = await client.post(COMPLETE, content=chunks())
+        assert answer.json()["error"]["code"] == "body_too_slow"
+        assert answer.status_code == 408
+
+    kit.run(kit.engine(tmp_path), main, body_seconds=0.01)
+
+
+def test_a_full_queue_is_reported(tmp_path: Path) -> None:
+    """It has status 429 and the time after which to retry."""
+    served = kit.engine(tmp_path, capacity=1)
+    native: Any = served.context.native
+
+    async def main(client: httpx.AsyncClient) -> None:
+        native.gate.clear()
+        first = asyncio.create_task(client.post(COMPLETE, json=HI))
+        await asyncio.to_thread(native.entered.wait, 60)
+        answer = await client.post(COMPLETE, json=HI)
+        native.gate.set()
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert (await first).status_code == 200
+        assert (await client.post(COMPLETE, json=HI)).status_code == 200
+
+    kit.run(served, main)
+
+
+def test_prompt_that_is_tokenized_counts_and_stops_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as waiting; a disconnect drops waiting prompts, and others do not wait for it."""
+    served = kit.engine(tmp_path, capacity=2)
+    begun, goes = threading.Event(), threading.Event()
+    prompts: list[Any] = []
+
+    def tokenize(prompt: Any) -> list[int]:
+        prompts.append(prompt)
+        begun.set()
+        assert goes.wait(60)
+        return [70]
+
+    monkeypatch.setattr(served, "tokenize_text", tokenize)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        first, other = (asyncio.create_task(client.post(COMPLETE, json=HI)) for _ in range(2))
+        await asyncio.to_thread(begun.wait, 60)
+        while served.pending < 2:
+            await asyncio.sleep(0)
+        pin = {"name": "a", "prompt": "Hi"}
+        for path, body in ((COMPLETE, HI), ("/v1/cache/pin", pin)):
+            assert (await client.post(path, json=body)).status_code == 429
+        for task in (first, other):
+            task.cancel()
+        await asyncio.wait((first, other))
+        assert served.pending == 0
+        await served.aclose()
+        goes.set()
+
+    try:
+        kit.run(served, main)
+    finally:
+        goes.set()
+    assert prompts == ["Hi"]
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT, "/v1/cache/pin"])
+def test_prompt_of_too_many_bytes_is_not_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The time may be quadratic in the length."""
+    served = kit.engine(tmp_path, n_ctx=64)
+    calls: list[Any] = []
+    monkeypatch.setattr(served.context.native, "tokenize", lambda *given: calls.append(given))
+    text = "x" * (64 * 16 + 1)
+    messages = {"messages": [{"role": "user", "content": text}]}
+    body = {COMPLETE: {"prompt": text}, CHAT: messages}.get(path, {"name": "a", **messages})
+    answer = kit.post(served, path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "at least 6" in answer.json()["error"]["message"]
+    assert calls == []
+
+
+def test_bodies_of_all_requests_are_limited_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are until their requests are answered, also with an error."""
+    monkeypatch.setattr("pyllamakv.serve.app._BODIES", 2)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        sent, ends = asyncio.Event(), asyncio.Event()
+
+        async def chunks() -> Any:
+            yield b" " * 999
+            sent.set()
+            await ends.wait()
+
+        for _ in range(2):
+            task = asyncio.create_task(client.post(COMPLETE, content=chunks()))
+            await sent.wait()
+            sent.clear()
+            waiting.append(task)
+        answer = await client.post(COMPLETE, content=b" " * 10)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        ends.set()
+        assert [(await task).status_code for task in waiting] == [400, 400]
+        assert (await client.post(COMPLETE, json=HI)).status_code == 200
+
+    waiting: list[Any] = []
+    kit.run(kit.engine(tmp_path), main, max_body=1000)
+
+
+def test_client_that_stops_reading_frees_its_slot(tmp_path: Path) -> None:
+    """Its text is generated to the end; others are served, and it may continue to read."""
+    served = kit.engine(tmp_path, capacity=1)
+    sent: list[Any] = []
+
+    async def main(client: httpx.AsyncClient) -> None:
+        reads = asyncio.Event()
+        body = json.dumps({**HI, "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message["type"] == "http.response.body":
+                await reads.wait()
+
+        scope = {"type": "http", "method": "POST", "path": COMPLETE, "headers": []}
+        task = asyncio.create_task(Api(served, "tiny")(scope, receive, send))
+        while not (sent and served.pending == 0):
+            await asyncio.sleep(0)
+        assert (await client.post(COMPLETE, json=HI)).status_code == 200
+        reads.set()
+        await task
+
+    kit.run(served, main)
+    text = b"".join(each.get("body", b"") for each in sent).decode()
+    assert kit.events(text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_cancels_the_decode(tmp_path: Path, stream: bool) -> None:
+    """It does during its first batch; its slot is free at once, and others continue."""
+    served = kit.engine(tmp_path)
+    native: Any = served.context.native
+
+    async def main(client: httpx.AsyncClient) -> None:
+        native.gate.clear()
+        native.entered.clear()
+        task = asyncio.create_task(client.post(COMPLETE, json={**HI, "stream": stream}))
+        await asyncio.to_thread(native.entered.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert served.pending == 0
+        native.gate.set()
+        other = await client.post(COMPLETE, json=HI)
+        assert other.json()["choices"][0]["text"] == alone(tmp_path, "Hi", 8)
+        stats = await served.statistics()
+        assert stats["batcher"]["cancelled"] == 1
+
+    kit.run(served, main)
+
+
+def test_pinned_prefixes_are_kept_until_they_are_released(tmp_path: Path) -> None:
+    """They are evaluated if necessary; a chat is pinned without the start of a reply."""
+    served = kit.engine(tmp_path)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        chat = {"name": "chat", "messages": kit.CHAT["messages"]}
+        pinned = (await client.post("/v1/cache/pin", json=chat)).json()
+        again = {"name": "text", "prompt": "Once upon a time"}
+        assert (await client.post("/v1/cache/pin", json=again)).status_code == 200
+        assert (await client.get("/v1/cache")).json()["pins"] == ["chat", "text"]
+        served.cache.clear()
+        reply = (await client.post(CHAT, json=kit.CHAT)).json()
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == pinned["tokens"]
+        assert (await client.post("/v1/cache/unpin", json={"name": "text"})).status_code == 200
+        assert (await client.get("/v1/cache")).json()["prefix_cache"]["pinned"] == 1
+
+    kit.run(served, main)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_requests_share_prefixes_of_their_key_and_salt_only(tmp_path: Path, shares: bool) -> None:
+    """With ``--share-prefixes``, those of their salt; a salt of one key is not that of another."""
+    served = kit.engine(tmp_path, n_seq_max=8)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        async def cached(key: str, salt: str | None) -> int:
+            body = {**HI, "prompt": "Once upon a time", "max_tokens": 1, "cache_salt": salt}
+            headers = {"authorization": f"Bearer {key}"}
+            reply = (await client.post(COMPLETE, json=body, headers=headers)).json()
+            n: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return n
+
+        pairs = [(key, salt) for key in ("one", "two") for salt in (None, "a", "b")]
+        first = [await cached(*pair) for pair in pairs]
+        again = [await cached(*pair) for pair in pairs]
+        known = again[0]
+        assert known > 0
+        assert first == [0, 0, 0, *([known] * 3 if shares else [0] * 3)]
+        assert again == [known] * 6
+
+    kit.run(served, main, keys=("one", "two"), shares_prefixes=shares)
+
+
+def test_pinned_names_are_those_of_a_key(tmp_path: Path) -> None:
+    """Another key neither sees, moves nor releases them; a pin is found with its salt."""
+    served = kit.engine(tmp_path)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        pin = {"name": "system", "prompt": "Once upon a time", "cache_salt": "a"}
+        for headers in (one, two):
+            assert (await client.post("/v1/cache/pin", json=pin, headers=headers)).is_success
+        assert (await client.get("/v1/cache", headers=one)).json()["pins"] == ["system"]
+        name = {"name": "system"}
+        assert (await client.post("/v1/cache/unpin", json=name, headers=two)).is_success
+        again = await client.post("/v1/cache/unpin", json=name, headers=two)
+        assert again.status_code == 400
+        assert again.json()["error"]["message"].endswith("pinned are: none")
+        assert (await client.get("/v1/cache", headers=one)).json()["pins"] == ["system"]
+        served.cache.clear()
+        for salt, expected in (("a", 15), ("b", 0)):
+            body = {**HI, "prompt": "Once upon a time", "cache_salt": salt}
+            reply = (await client.post(COMPLETE, json=body, headers=one)).json()
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= expected
+            assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (expected > 0)
+
+    kit.run(served, main, keys=("one", "two"))
+
+
+def test_a_text_ends_where_pinned_prefixes_leave_no_cells(tmp_path: Path) -> None:
+    """The reason is a limit; a prompt without cells is refused before a stream."""
+
+    async def main(client: httpx.AsyncClient) -> None:
+        pin = {"name": "a", "prompt": "x" * 50}
+        assert (await client.post("/v1/cache/pin", json=pin)).status_code == 200
+        body = {**HI, "max_tokens": 60, "ignore_eos": True}
+        whole = (await client.post(COMPLETE, json=body)).json()
+        assert whole["choices"][0]["finish_reason"] == "length"
+        assert 0 < whole["usage"]["completion_tokens"] < 20
+        streamed = await client.post(COMPLETE, json={**body, "stream": True})
+        assert kit.events(streamed.text)[-2]["choices"][0]["finish_reason"] == "length"
+        for stream in (False, True):
+            long = {**HI, "prompt": "y" * 30, "stream": stream}
+            answer = await client.post(COMPLETE, json=long)
+            assert answer.status_code == 400
+            assert "release some of 'a'" in answer.json()["error"]["message"]
+        other = {"name": "b", "prompt": "y" * 30}
+        assert (await client.post("/v1/cache/pin", json=other)).status_code == 400
+
+    kit.run(kit.engine(tmp_path, n_ctx=64, paging=0), main)
+
+
+def test_prompt_without_cells_can_be_sent_again_while_others_run(tmp_path: Path) -> None:
+    """Others may free cells, unlike pinned prefixes."""
+    served = kit.engine(tmp_path, n_ctx=64, paging=0)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        assert (
+            await client.post("/v1/cache/pin", json={"name": "a", "prompt": "x" * 50})
+        ).is_success
+        with served._reserve(1):
+            answer = await client.post(COMPLETE, json={**HI, "prompt": "y" * 30})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "cache_full"
+
+    kit.run(served, main)
+
+
+def test_pins_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are several names of one prefix; a name can be used again."""
+    monkeypatch.setattr("pyllamakv.serve.engine._MAX_PINS", 2)
+
+    async def main(client: httpx.AsyncClient) -> list[int]:
+        return [
+            (await client.post("/v1/cache/pin", json={"name": name, "prompt": "Hi"})).status_code
+            for name in "abbc"
+        ]
+
+    assert kit.run(kit.engine(tmp_path), main) == [200, 200, 200, 400]
+
+
+def test_stream_begins_while_its_other_choices_wait(tmp_path: Path) -> None:
+    """They wait for a sequence; each decode takes long until the request has started."""
+    served = kit.engine(tmp_path, n_seq_max=1)
+    native: Any = served.context.native
+    started = threading.Event()
+
+    class Gate:
+        def wait(self, seconds: float) -> None:
+            started.wait(0.05)
+
+    native.gate = Gate()
+    options = GenerationOptions(3, 60, (), False, SamplerParams(), None, None)
+
+    async def main(_: httpx.AsyncClient) -> None:
+        try:
+            completion = await served.complete(1, lambda: [[70, 71]], options)
+            assert completion.pending == 3
+        finally:
+            started.set()
+        await completion.finish()
+        completion.close()
+        assert [choice.index for choice in completion.choices] == [0, 1, 2]
+        assert len({choice.generation.text for choice in completion.choices}) == 1
+
+    kit.run(served, main)
+
+
+def test_metrics_are_those_of_cache_batcher_and_server(tmp_path: Path) -> None:
+    """They are in the format of Prometheus, with the number of responses by status."""
+
+    async def main(client: httpx.AsyncClient) -> str:
+        await client.post(COMPLETE, json=HI)
+        await client.post(COMPLETE, json={})
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return answer.text
+
+    text = kit.run(kit.engine(tmp_path), main)
+    for line in (
+        'pyllamakv_serve_answers_total{status="200"} 1',
+        'pyllamakv_serve_answers_total{status="400"} 1',
+        'pyllamakv_cache_finished_total{manager="batcher"} 1',
+        'pyllamakv_cache_misses_total{manager="prefix"} 1',
+        "pyllamakv_serve_pending_generations 0",
+        "pyllamakv_serve_capacity 4",
+    ):
+        assert line in text.splitlines()
+
+
+def test_the_description_has_every_route_and_body(tmp_path: Path) -> None:
+    """It is OpenAPI 3.1, and its references resolve to schemas."""
+
+    async def main(client: httpx.AsyncClient) -> Any:
+        return (await client.get("/openapi.json")).json()
+
+    found = kit.run(kit.engine(tmp_path), main)
+    assert {COMPLETE, CHAT, "/v1/models", "/health", "/metrics"} <= set(found["paths"])
+    schemas = found["components"]["schemas"]
+    text = json.dumps(found)
+    for reference in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
+        assert reference in schemas
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    (parameter,) = found["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"]) == ("model", "path")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETE, HI),
+        ("/v1/cache/pin", {"name": "a", "prompt": "Hi"}),
+        ("/v1/cache/flush", {}),
+        ("/metrics", None),
+    ],
+)
+def test_a_dead_context_makes_the_server_unhealthy(tmp_path: Path, path: str, body: Any) -> None:
+    """The request that detects it gets an error, and /health reports it."""
+    served = kit.engine(tmp_path, store=tmp_path / "store")
+
+    async def main(client: httpx.AsyncClient) -> None:
+        served.context.close()
+        work = client.get(path) if body is None else client.post(path, json=body)
+        assert (await work).status_code == 503
+        assert (await client.get("/health")).status_code == 503
+        assert served.failure is not None
+
+    kit.run(served, main)
+
+
+@pytest.mark.parametrize("assertion", [True, False])
+def test_decode_that_fails_makes_the_server_unhealthy_if_the_context_is_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assertion: bool
+) -> None:
+    """After an assertion, the context refuses every call; after another exception, none."""
+    served = kit.engine(tmp_path)
+    native: Any = served.context.native
+
+    async def main(client: httpx.AsyncClient) -> None:
+        error = NativeError("an assertion of llama.cpp failed: x", code=Code.EEXCEPTION)
+
+        def refuse(*_: Any) -> int:
+            raise error
+
+        native.fail_next.append(error)
+        if assertion:
+            monkeypatch.setattr(native, "seq_pos_max", refuse)
+        assert (await client.post(COMPLETE, json=HI)).status_code == 500
+        assert (await client.get("/health")).status_code == (503 if assertion else 200)
+
+    kit.run(served, main)
+
+
+def test_failed_flushes_are_counted_and_repeated_after_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are for any error, also if more bytes are new than are flushed at once."""
+    served = kit.engine(tmp_path, store=tmp_path / "store")
+    waits: list[float] = []
+    errors: list[Exception] = [MemoryError(), OSError("full"), PrefixStoreError("full")]
+    flush = served.cache.flush
+
+    def fail() -> int:
+        if errors:
+            raise errors.pop()
+        return flush()
+
+    async def main(client: httpx.AsyncClient) -> None:
+        sleep = asyncio.sleep
+
+        async def short(seconds: float) -> None:
+            waits.append(seconds)
+            await sleep(0)
+
+        await client.post(COMPLETE, json=HI)
+        monkeypatch.setattr(served.cache, "flush", fail)
+        monkeypatch.setattr(asyncio, "sleep", short)
+        flushing = asyncio.create_task(served.keep_flushed(7.0, 1))
+        while not served.flushes:
+            assert not flushing.done(), flushing.exception()
+            await sleep(0)
+        flushing.cancel()
+
+    kit.run(served, main)
+    assert served.flush_failures == 3
+    assert waits.count(7.0) == 3
