@@ -7,7 +7,9 @@ contains the search in the cache, what is read from files, and the connection to
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -30,6 +32,7 @@ from qa.bench import peer_loops
 from qa.bench.figure import Figure
 from qa.bench.loop import built
 from qa.bench.measure import interval
+from qa.load.server_load import start_serve
 
 GROUP = "Peers"
 MODEL = "smollm2-135m"
@@ -47,7 +50,8 @@ _TEXT: Final = (
     "the quick brown fox jumps over a lazy dog while seven wise men count every star in the sky "
     "and once upon a time there was a little girl who lived in a house by the sea with her cat"
 )
-OURS, SERVER, PEER = "pyllamakv", "llama-server", "llama-cpp-python"
+OURS, SERVE = "pyllamakv", "pyllamakv serve"
+SERVER, PEER = "llama-server", "llama-cpp-python"
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,51 @@ class Server:
         self._stack.close()
 
 
+class Serve:
+    """`pyllamakv serve` with a store; a restart flushes it and kills the process."""
+
+    def __init__(
+        self, variant: Variant, model: Path, folder: Path, tokenize: Callable[[str], list[int]]
+    ) -> None:
+        self._arguments = (variant.folder, model, N_CTX, SLOTS, THREADS)
+        self._folder = folder
+        self._tokenize = tokenize
+        self._stack = ExitStack()
+        self._start()
+
+    def _start(self) -> None:
+        more = ("--store", self._folder, "--flush-every", 3600)
+        try:
+            self._server = self._stack.enter_context(start_serve(*self._arguments, *more))
+            self._client = self._stack.enter_context(ServerClient(self._server.url))
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, prompt: list[int], n: int) -> PeerAnswer:
+        """Complete a prompt. The API of OpenAI has no tokens: they are those of the text."""
+        begin = time.perf_counter()
+        first, text, last = 0.0, "", {}
+        for last in self._client.stream_openai(prompt, n):
+            first = first or time.perf_counter() - begin
+            text += "".join(each["text"] for each in last["choices"])
+        cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return PeerAnswer(first, len(prompt) - cached, self._tokenize(text))
+
+    def restart(self) -> None:
+        """Flush the store, kill the server, and start it again."""
+        self._client.post("/v1/cache/flush", {})
+        os.kill(self._server.pid, signal.SIGKILL)
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the server."""
+        self._stack.close()
+
+    resume = answer
+
+
 @dataclass
 class Measured:
     """Seconds up to the first token per round, evaluated tokens per round, and all its tokens."""
@@ -255,6 +304,7 @@ def figures(
         folder = Path(name)
         makers: dict[str, Callable[[], CacheSystem]] = {
             OURS: lambda: Ours(model, folder),
+            SERVE: lambda: Serve(variant, path, folder / "served", model.tokenize),
             SERVER: lambda: Server(spec, path, folder / "slots"),
             f"{PEER}, `LlamaRAMCache`": lambda: LlamaCppPython(variant, path, None),
             f"{PEER}, `LlamaDiskCache`": lambda: LlamaCppPython(variant, path, folder / "disk"),
@@ -327,7 +377,7 @@ def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
             row = {"workload": title, "system": name, "first token": first, "evaluated": evaluated}
             data = {"first": one.first, "evaluated": one.evaluated}
             rows.append(Figure(GROUP, f"{title}: {name}", first, data=data, table=caption, row=row))
-    ours, theirs = found[OURS], found[SERVER]
+    ours, served, theirs = found[OURS], found[SERVE], found[SERVER]
     clock = f"{1e3 * statistics.median(theirs[KNOWN].own_clock):.1f} ms by the server's own clock"
     note = "the server verifies no checksum of its file"
     pairs: tuple[tuple[str, Measured, Measured, float | None, str], ...] = (
@@ -335,7 +385,12 @@ def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
         (f"{SERVER}", ours[KNOWN], theirs[KNOWN], None, clock),
         ("evaluating them, after a restart", ours[RESTART], ours[FRESH], SHARE, ""),
         (f"{SERVER} with a slot file, after a restart", ours[RESTART], theirs[RESTART], None, note),
-    )
+        (f"{SERVER}, by {SERVE}", served[KNOWN], theirs[KNOWN], None, clock),
+        (
+            f"{SERVER} with a slot file, by {SERVE}, after kill -9",
+            served[RESTART], theirs[RESTART], None, note,
+        ),
+    )  # fmt: skip
     return [*(_ratio(*each, sizes, how) for each in pairs), *rows]
 
 
@@ -371,6 +426,8 @@ def _caption(sizes: Sizes, how: str) -> str:
         f"Medians of {sizes.rounds} rounds, {how}. A chat has {sizes.chat} tokens, an answer of "
         f"{sizes.answer} and a question of {sizes.question}; a system prompt has {sizes.system}. "
         "Of several chats, the median first token and the sum of evaluated tokens are shown. The "
-        "server is asked over HTTP; its time after a restart includes the restore of a slot file. "
+        "servers are asked over HTTP. After a restart, the time of llama-server includes the "
+        f"restore of a slot file; {SERVE} was killed after a flush. Its batches have 2,048 tokens, "
+        "and its answers are the tokens of their text. "
         f"{OURS} is `Batcher` over `PrefixCache` with a store."
     )

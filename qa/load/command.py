@@ -11,7 +11,7 @@ from pyllamakv.errors import UsageError
 from pyllamakv.source.releases import TEST_RELEASE
 from qa import summary
 from qa.load import load_figures, load_picture
-from qa.load.load_cells import SYSTEMS, LoadCell, LoadPlan, describe, stored
+from qa.load.load_cells import DEFAULT_SYSTEMS, SYSTEMS, LoadCell, LoadPlan, describe, stored
 from qa.load.request_schedule import WORKLOADS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def load(
         list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; default: fits and shift.")
     ] = None,
     system: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SYSTEMS)}; default: all.")
+        list[str] | None, typer.Option(help=f"{', '.join(SYSTEMS)}; default: not serve.")
     ] = None,
     clients: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Clients and slots; default: 4.")
@@ -52,7 +52,7 @@ def load(
     write: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send requests that arrive at random times; interrupted runs continue.
+    """Send the requests of a workload to servers and `Batcher`; interrupted runs continue.
 
     Exits with 1 if patched or the batcher loses a request. Build first: `pyllamakv build RELEASE
     --server`.
@@ -67,7 +67,7 @@ def load(
         releases=tuple(releases or [TEST_RELEASE]),
         workloads=tuple(workload or ["fits", "shift"]),
         clients=tuple(clients or [4]),
-        systems=tuple(each for each in SYSTEMS if each in (system or SYSTEMS)),
+        systems=tuple(each for each in SYSTEMS if each in (system or DEFAULT_SYSTEMS)),
         requests=requests,
         rate=rate,
         rounds=rounds,
@@ -109,7 +109,9 @@ def _command(plan: LoadPlan) -> str:
     """Return the command that repeats a load test, without the user's paths."""
     words = ["python -m qa load", *plan.releases]
     words += [f"--workload {name}" for name in plan.workloads]
-    words += [f"--system {name}" for name in plan.systems] if plan.systems != SYSTEMS else []
+    words += (
+        [f"--system {name}" for name in plan.systems] if plan.systems != DEFAULT_SYSTEMS else []
+    )
     words += [f"--clients {count}" for count in plan.clients]
     words += [f"--requests {plan.requests}", f"--rate {plan.rate:g}", f"--rounds {plan.rounds}"]
     words += [f"--threads {plan.threads}"] if plan.threads != 1 else []

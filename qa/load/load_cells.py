@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
     from pyllamakv.server.server_artifact import BuiltServer
 
-#: What answers the requests: llama-server, or `Batcher` with the libraries of the patched server.
-SYSTEMS: Final = ("stock", "patched", "batcher")
+#: What answers the requests by default: llama-server, or `Batcher` with the libraries of the
+#: patched server.
+DEFAULT_SYSTEMS: Final = ("stock", "patched", "batcher")
+#: The same, and `pyllamakv serve` with these libraries.
+SYSTEMS: Final = (*DEFAULT_SYSTEMS, "serve")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class LoadPlan:
     releases: tuple[str, ...]
     workloads: tuple[str, ...]
     clients: tuple[int, ...]
-    systems: tuple[str, ...] = SYSTEMS
+    systems: tuple[str, ...] = DEFAULT_SYSTEMS
     requests: int = 1000
     rate: float = 20.0
     rounds: int = 1
@@ -114,8 +117,9 @@ class LoadCell:
             _digest(trace) if trace and self.workload == "trace" else "",
         ]
         code = [__file__, request_schedule.__file__, server_lab.__file__]
+        if self.system in ("batcher", "serve"):
+            facts.append(_library_code())
         if self.system == "batcher":
-            facts.append(_batcher_code())
             code.append(batcher_load.__file__)
         else:
             code += [server_load.__file__, server_client.__file__, server_process.__file__]
@@ -147,26 +151,38 @@ class LoadCell:
                 tick,
                 cells=cells,
             )
+        elif self.system == "serve":
+            start = partial(self._serve, cells)
+            found = server_load.send(start, requests, self.clients, tick, openai=True)
         else:
             lab = ServerLab(self.built, slots=self.clients)
             # Found before the run, so that it starts no other process.
             _ = lab.sharing
             threads = str(plan.threads)
-            start = partial(
-                lab.server, "-t", threads, "-tb", threads, shift=self.workload == "shift",
-                model=plan.model_file, cells=cells,
+            found = server_load.send(
+                partial(
+                    lab.server, "-t", threads, "-tb", threads, shift=self.workload == "shift",
+                    model=plan.model_file, cells=cells,
+                ),
+                requests, self.clients, tick,
             )  # fmt: skip
-            found = server_load.send(start, requests, self.clients, tick)
         found = replace(found, day=_today())
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.file, json.dumps(found.to_json()))
         return found
 
+    def _serve(self, cells: int | None) -> server_process.ServerProcess:
+        """Return a running `pyllamakv serve`, with the sizes of a llama-server."""
+        cells = cells or self.clients * server_lab.SLOT
+        return server_load.start_serve(
+            self.built.variant.folder, self.plan.model_file, cells, self.clients, self.plan.threads
+        )
 
-def _batcher_code() -> str:
-    """Return a digest of the Python code that a batcher runs; the id of a build has none of it."""
+
+def _library_code() -> str:
+    """Return a digest of the Python code that a batcher runs, which the id of a build lacks."""
     package = Path(pyllamakv.__file__).parent
-    return variant.files_digest(package / name for name in ("binding", "cache", "runtime"))
+    return variant.files_digest(package / name for name in ("binding", "cache", "runtime", "serve"))
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Send the requests of a schedule to llama-server, from as many clients as it has slots.
+"""Send the requests of a schedule to a server, from as many clients as it has slots.
 
 A server that ends, or no longer answers, is started again, as a service manager does; the requests
 that it held are lost.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Self
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ServerDied
@@ -21,10 +24,9 @@ from pyllamakv.server.server_process import ServerProcess
 from qa.load.load_result import GAPS, LoadResult, RequestTiming
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
 
-    from pyllamakv.server.server_process import ServerProcess
     from qa.load.request_schedule import LoadRequest
 
 
@@ -96,10 +98,13 @@ def send(
     requests: Sequence[LoadRequest],
     clients: int,
     tick: Callable[[int], None],
+    *,
+    openai: bool = False,
 ) -> LoadResult:
     """Send each request when it arrives and a client is free; return the result.
 
-    ``tick`` is called with the number of requests that have ended.
+    With ``openai``, requests are those of OpenAI's API, else llama-server's own. ``tick`` is called
+    with the number of requests that have ended.
     """
     timings: list[RequestTiming | None] = [None] * len(requests)
     lock, stopped = threading.Lock(), threading.Event()
@@ -107,7 +112,7 @@ def send(
     before = _cpu_seconds()
 
     def serve() -> None:
-        with _Connection(server) as connection:
+        with _Connection(server, openai=openai) as connection:
             while True:
                 with lock:
                     index, request = next(waiting, (-1, None))
@@ -137,7 +142,8 @@ def send(
 class _Connection(ClosedOnExit):
     """The connection of one client, which follows the server to its next address."""
 
-    def __init__(self, server: RestartedServer) -> None:
+    def __init__(self, server: RestartedServer, *, openai: bool = False) -> None:
+        self._openai = openai
         self._server = server
         self._url = server.url
         self._client = ServerClient(self._url)
@@ -148,12 +154,14 @@ class _Connection(ClosedOnExit):
             self._client.close()
             self._url = self._server.url
             self._client = ServerClient(self._url)
-        first, tokens, error = 0.0, 0, ""
+        tokens, error = 0, ""
+        times: list[float] = []
         broken: Exception | None = None
         try:
-            for event in self._client.stream(request.prompt, request.n_predict, n_probs=0):
-                first = first or time.perf_counter() - begin
+            for event in self._stream(request):
+                times.append(time.perf_counter() - begin)
                 tokens = int(event.get("tokens_predicted", tokens))
+                tokens = int((event.get("usage") or {}).get("completion_tokens", tokens))
             if tokens != request.n_predict:
                 error = f"{tokens} of {request.n_predict} tokens"
         except (ConnectionError, TimeoutError) as failed:
@@ -180,3 +188,14 @@ def _cpu_seconds() -> float:
     """Return the CPU time of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def start_serve(
+    variant: Path, model: Path, cells: int, slots: int, threads: int, *options: object
+) -> ServerProcess:
+    """Start `pyllamakv serve` of this environment, with the libraries of a variant's folder."""
+    sizes = {"--ctx": cells, "--parallel": slots, "--threads": threads}
+    words: list[object] = ["serve", model, "--release", variant, "--host", "127.0.0.1", "--port", 0]
+    words += [word for pair in sizes.items() for word in pair]
+    program = Path(sys.executable).with_name("pyllamakv")
+    return ServerProcess(program, [str(word) for word in (*words, *options)])

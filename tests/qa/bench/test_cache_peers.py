@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import ANY
 
 import pytest
 from native_kit import built
@@ -11,7 +14,7 @@ import pyllamakv as kv
 from pyllamakv.errors import NotBuilt, Untestable
 from pyllamakv.scenarios import synthetic_models
 from qa.bench import cache_peers
-from qa.bench.cache_peers import OURS, PEER, SERVER, Ours, PeerAnswer, Sizes
+from qa.bench.cache_peers import OURS, PEER, SERVE, SERVER, Ours, PeerAnswer, Serve, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,22 +76,27 @@ def test_each_workload_reuses_earlier_prompts() -> None:
 
 
 def test_targets_are_those_of_the_whole_interval() -> None:
-    """A row per system and workload, and four figures with a target."""
-    systems = {OURS: Ideal(1.0, keeps=True), SERVER: Ideal(2.0, keeps=False)}
+    """A row per system and workload, and six figures with a target."""
+    systems = {
+        OURS: Ideal(1.0, keeps=True),
+        SERVE: Ideal(3.0, keeps=True),
+        SERVER: Ideal(2.0, keeps=False),
+    }
     found = cache_peers.run(systems, WORDS, SMALL, lambda: None)
     figures = cache_peers.report(found, SMALL, "how")
-    known, server, restart, file = (each for each in figures if each.target)
+    known, server, restart, file, *served = (each for each in figures if each.target)
+    assert [each.met for each in served] == [False, True]
     assert (known.target, known.met, restart.met) == ("<= 0.05 x", True, True)
     assert known.value.startswith("0.0244 [")
     assert (server.target, server.met, file.met) == (cache_peers.NOT_SLOWER, True, True)
     assert server.value == "0.50 [0.50, 0.50] x, 1000.0 and 2000.0 ms"
     assert server.limit == "500.0 ms by the server's own clock"
     rows = [each for each in figures if each.row]
-    assert len(rows) == 5 * 2
+    assert len(rows) == 5 * 3
     assert rows[-1].row["evaluated"] == "41 of 41"
     found[OURS][cache_peers.KNOWN].first[1] = 5000.0
     slow = [each.met for each in cache_peers.report(found, SMALL, "how") if each.target]
-    assert slow == [False, False, True, True]
+    assert slow == [False, False, True, True, False, True]
 
 
 @pytest.mark.native
@@ -109,6 +117,24 @@ def test_stored_prefixes_are_reused_after_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
+def test_a_killed_serve_continues_with_what_it_flushed(tmp_path: Path) -> None:
+    """Only one token is evaluated again; the next turn of a chat continues with the answer."""
+    pytest.importorskip("uvicorn")
+    variant, path = built("0.3.9+patched"), synthetic_models.model("bytes")
+    with (
+        kv.open(variant.folder) as library,
+        library.load_model(path) as model,
+        closing(Serve(variant, path, tmp_path / "store", model.tokenize)) as served,
+    ):
+        prompt = [*range(40, 90)]
+        first = served.answer(prompt, 4)
+        assert first.evaluated == 50
+        served.restart()
+        assert served.resume(prompt, 4) == replace(first, first=ANY, evaluated=1)
+
+
+@pytest.mark.native
+@pytest.mark.slow
 def test_every_system_runs(tmp_path: Path) -> None:
     """With a generated model, the caches of all systems find a prefix."""
     pytest.importorskip("httpx")
@@ -118,7 +144,7 @@ def test_every_system_runs(tmp_path: Path) -> None:
     except (NotBuilt, Untestable) as error:
         pytest.skip(str(error))
     rows = {(each.row["workload"], each.row["system"]): each for each in figures if each.row}
-    systems = (OURS, SERVER, f"{PEER}, `LlamaRAMCache`", f"{PEER}, `LlamaDiskCache`")
+    systems = (OURS, SERVE, SERVER, f"{PEER}, `LlamaRAMCache`", f"{PEER}, `LlamaDiskCache`")
     assert {system for _, system in rows} == {*systems}
     for system in systems:
         assert rows["the same 40 tokens and another one", system].row["evaluated"] == "1 of 41"

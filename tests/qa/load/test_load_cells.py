@@ -33,8 +33,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, obj
     def result(requests: list[Any]) -> LoadResult:
         return LoadResult(tuple(RequestTiming(each.at, 1.0, 2.0, 3) for each in requests), 1.0)
 
-    def send(_start: object, requests: list[Any], clients: int, _tick: object) -> LoadResult:
-        ran.append(("server", clients))
+    def send(
+        _start: object, requests: list[Any], clients: int, _tick: object, *, openai: bool = False
+    ) -> LoadResult:
+        ran.append(("serve" if openai else "server", clients))
         return result(requests)
 
     def serve(
@@ -82,7 +84,8 @@ def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
         assert cell.read() == found
         assert len(found.timings) == 3
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.day)
-    assert runs == [("server", 4), ("server", 4), ("batcher", 3)]
+    LoadCell(PLAN, "0.3.9", "fits", 4, "serve", 0).measure(lambda _done: None)
+    assert runs == [("server", 4), ("server", 4), ("batcher", 3), ("serve", 4)]
     cell.file.write_text("{", encoding="utf-8")
     assert cell.read() is None
 
@@ -137,9 +140,9 @@ def test_changed_options_select_another_cell(
 @pytest.mark.parametrize(
     ("module", "systems"),
     [
-        ("server_load", ["stock", "patched"]),
-        ("server_client", ["stock", "patched"]),
-        ("server_process", ["stock", "patched"]),
+        ("server_load", ["stock", "patched", "serve"]),
+        ("server_client", ["stock", "patched", "serve"]),
+        ("server_process", ["stock", "patched", "serve"]),
         ("server_lab", [*load_cells.SYSTEMS]),
         ("request_schedule", [*load_cells.SYSTEMS]),
     ],

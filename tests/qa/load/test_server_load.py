@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 EVENTS = 'data: {"content": "a", "tokens_predicted": 2, "stop": true}\n\n'
 
+#: The same response in OpenAI's API.
+OPENAI = (
+    'data: {"choices": [{"index": 0, "text": "a"}], "usage": null}\n\n'
+    'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n'
+)
+
 #: Aborts when a request wants 99 tokens.
 _FRAGILE = "if b'\"n_predict\":99,' in self.rfile.read(size): os.abort()"
 
@@ -31,7 +37,9 @@ _FRAGILE = "if b'\"n_predict\":99,' in self.rfile.read(size): os.abort()"
 def program(tmp_path: Path) -> Path:
     """Return a server that responds to every request with two tokens."""
     pytest.importorskip("httpx")
-    made = serving(tmp_path, {"/completion": (200, EVENTS)}, log=RETRY)
+    made = serving(
+        tmp_path, {"/completion": (200, EVENTS), "/v1/completions": (200, OPENAI)}, log=RETRY
+    )
     text = made.read_text("utf-8")
     made.write_text(text.replace("self.rfile.read(size)", _FRAGILE, 1), encoding="utf-8")
     return made
