@@ -12,6 +12,7 @@ SECTIONS = {
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
     "native_calls": "Native calls at the boundaries of their arguments, on every kind of memory.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
+    "interrupts": "Random operations that a signal interrupts, compared with cells and logits.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",
     "servers": "llama-server over HTTP, stock against patched.",

@@ -90,5 +90,8 @@ class Entry:
 
 
 def skipped_entry(section: str, name: str, reason: str) -> Entry:
-    """Return an entry for a test that cannot run here: without defects or measurements."""
-    return Entry(section, name, {}, skip_reason=f"skipped: {reason}")
+    """Return an entry for a test that cannot run here: without defects or measurements.
+
+    Paths in the reason are reduced to their last part, because results are published.
+    """
+    return Entry(section, name, {}, skip_reason=f"skipped: {strip_directories(reason)}")

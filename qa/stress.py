@@ -37,8 +37,8 @@ def stress(
     `random_operations` compares random operations with a ledger, `differential` compares
     cache managers with earlier ones, `slips` runs quick tests on mistakes, `fuzzing` fuzzes
     every parser and C entry point, `native_calls` makes calls on every kind of memory,
-    `faults` injects faults, `sanitizers` and `leaks` check memory, `servers` verifies
-    llama-server, `defects` runs the regression tests.
+    `faults` injects faults, `interrupts` interrupts operations, `sanitizers` and `leaks` check
+    memory, `servers` verifies llama-server.
     """
     from qa import selection, summary
     from qa.entry import Entry, StressOptions

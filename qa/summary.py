@@ -221,6 +221,12 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "faults",
         "Linux only; faults in file system calls of one process tree",
     ),
+    "interrupts": (
+        "A signal in any operation loses no token and leaves no cell",
+        "interrupts",
+        "interrupts",
+        "generated models; the signals of one handler, which raises",
+    ),
     "sanitizers": (
         "Sanitizers report nothing in the shim and in the patches",
         "",
