@@ -99,13 +99,14 @@ def _releases(seconds: float) -> list[str]:
 
 
 def _can(built: Variant) -> tuple[str, ...]:
-    """Return the backings, devices and streams that a build supports."""
+    """Return the backings, devices, streams and windows that a build supports."""
     manifest = built.manifest
     mapped = ("mmap", "file", "kept") if "mmap-kv" in manifest.patches else ()
     # The manifest names what the shim can compile; whether streams exist is the library's answer.
     with OpenLibrary.open(built.folder, isolated=True) as library:
         streams = ("separate",) if Capability.KV_UNIFIED in library.about.capabilities else ()
-    return (*mapped, *streams, *({"rpc"} & {*manifest.capabilities}))
+        windows = ("windows",) if Capability.SWA_FULL in library.about.capabilities else ()
+    return (*mapped, *streams, *windows, *({"rpc"} & {*manifest.capabilities}))
 
 
 def run_cases(
@@ -124,7 +125,13 @@ def run_cases(
     tally, began = CaseCounts(), time.monotonic()
     with ExitStack() as stack:
         hands: dict[str, CaseProcess] = {}
-        walked = walk(effort.seed, undoes=undoes, separate="separate" in can, managers=managers)
+        walked = walk(
+            effort.seed,
+            undoes=undoes,
+            separate="separate" in can,
+            windows="windows" in can,
+            managers=managers,
+        )
         for number, combination in enumerate(walked):
             spent = time.monotonic() - began
             hopeless = bool(tally.absent) and not tally.operations

@@ -29,7 +29,7 @@ class CaseCounts:
     ``kinds`` counts failures of a kind, and ``first_messages`` has the first message of each kind.
     ``absent`` counts the reasons why a memory or a cache was not available. ``faint`` has the first
     combination of each failure of a device at a first batch, ``lacking`` that of the other
-    failures, with each cache and memory, and ``missing`` counts the backings and devices of these.
+    failures, with each cache and memory. ``missing`` counts the backings and devices of these.
     """
 
     played: Played = field(default_factory=Played)

@@ -18,7 +18,6 @@ from pyllamakv.errors import (
     Unsupported,
     WorkerDied,
 )
-from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.device_placement import ALL
 from pyllamakv.scenarios.outcome import classify
 from qa.random_operations import failure_trace
@@ -109,9 +108,13 @@ class CaseSession:
         again = None
         if task.combination.backing == "kept":
             again = partial(model.context, **options, kv_backing=file, kv_keep=True)
+        other = dict(options)
+        if task.combination.manager != "none":
+            # Fresh evaluations need one micro-batch; their logits are compared with a tolerance.
+            other["n_ubatch"] = options["n_batch"]
         return CaseRunner(
             partial(model.context, **options, **backing),
-            partial(model.context, **options),
+            partial(model.context, **other),
             again,
             watched=task.watched,
             manager=task.combination.manager,
@@ -130,7 +133,7 @@ class CaseSession:
         _, library, options = self._opened[key]
         found = self._models.get((*key, combination.model))
         if found is None:
-            found = library.load_model(synthetic_models.model(combination.model), **options)
+            found = library.load_model(combination.model_file, **options)
             self._models[*key, combination.model] = found
         return found
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pyllamakv.home import home
+from pyllamakv.scenarios import synthetic_models
 from pyllamakv.scenarios.scenario import CACHES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 SETTINGS = {setting.name: setting for setting in CACHES}
 
@@ -42,6 +45,11 @@ MODELS = {
     "hybrid": "hybrid",
 }
 
+#: Memories of cache managers, with a model of few layers: an operation takes a tenth of the time.
+SHORT_WINDOWS = {"window": "short window", "full window": "short full window"}
+_SHORT_MODEL = "sliding, short"
+MODELS_OF_MANAGERS = {**MODELS, **dict.fromkeys(SHORT_WINDOWS.values(), _SHORT_MODEL)}
+
 #: Operations of a case; and of a case in which each takes a hundred times as long: behind RPC,
 #: every row of a transposed V is a message, and the models with windows have 26 layers.
 LENGTH, SHORT = 100, 20
@@ -56,7 +64,8 @@ REMOTE_MOVERS = ("auto", "gather", "graph", "staged")
 class Combination:
     """One value of each dimension.
 
-    ``memory`` "window" has a small sliding-window cache, "full window" one of full size. ``guard``
+    ``memory`` "window" has a small sliding-window cache, "full window" one of full size, and those
+    of `SHORT_WINDOWS` a model of two layers. ``guard``
     "off" disables the checks and rollbacks of shim and runtime. ``slots`` is the value of
     LLAMA_SET_ROWS, on releases that read it. ``streams`` "separate" gives each sequence a stream of
     cells. ``manager`` is the cache manager that operates the context, or "none".
@@ -88,7 +97,15 @@ class Combination:
     @property
     def model(self) -> str:
         """Return the name of the model."""
-        return MODELS[self.memory]
+        return MODELS_OF_MANAGERS[self.memory]
+
+    @property
+    def model_file(self) -> Path:
+        """Return the path of the model, which is generated if it does not exist."""
+        if self.model != _SHORT_MODEL:
+            return synthetic_models.model(self.model)
+        shape = replace(synthetic_models.SHAPES["sliding"], name="short-sliding", n_layer=2)
+        return synthetic_models.generate(shape, home() / "models")
 
     @property
     def length(self) -> int:
@@ -111,11 +128,13 @@ class Combination:
             "n_batch": 96,
             "n_ubatch": 32,
             "n_seq_max": 5,
+            # The models are tiny: more threads wait for each other.
+            "n_threads": 1,
             "kv_unified": self.streams == "shared",
             "flash_attn": setting.flash_attn,
             "type_k": setting.type_k,
             "type_v": setting.type_v,
-            "swa_full": self.memory == "full window",
+            "swa_full": self.memory.endswith("full window"),
             "defrag_mover": self.mover,
             "defrag_plan": self.plan,
             "defrag_policy": self.policy,
@@ -133,17 +152,23 @@ class Combination:
         return ", ".join(words) or "as usual"
 
 
-def normalize(drawn: Combination, *, undoes: bool = True, separate: bool = True) -> Combination:
+def normalize(
+    drawn: Combination, *, undoes: bool = True, separate: bool = True, windows: bool = False
+) -> Combination:
     """Replace values that have no effect in combination with the others.
 
     Mapped memory and the host mover need memory of this process; a state has neither cells to move
     nor slots. Without the guard, some failed decodes cannot be rolled back: those in memories with
     states or a window, and all of a library that does not itself ``undoes`` a failed decode.
     llama.cpp itself keeps a sequence only within its stream. ``separate``: the build has streams.
-    Managers run in host memory, with the guard.
+    Managers run in host memory, with the guard. ``windows``: the build has caches for windows;
+    without one, the memory of a manager is attention, whatever the model masks.
     """
     if drawn.manager != "none":
         drawn = replace(drawn, backing="heap", device="cpu", guard="on")
+        if drawn.memory in SHORT_WINDOWS:
+            memory = SHORT_WINDOWS[drawn.memory] if windows else "attention"
+            drawn = replace(drawn, memory=memory)
     if not separate or drawn.memory == "recurrent":
         drawn = replace(drawn, streams="shared")
     if drawn.device == "rpc":
@@ -158,8 +183,9 @@ def normalize(drawn: Combination, *, undoes: bool = True, separate: bool = True)
 
 
 def walk(
-    seed: int, *, undoes: bool = True, separate: bool = True, managers: bool = False
-) -> Iterator[Combination]:
+    seed: int, *, undoes: bool = True, separate: bool = True, windows: bool = False,
+    managers: bool = False,
+) -> Iterator[Combination]:  # fmt: skip
     """Yield combinations endlessly, equal for equal seeds; with ``managers`` none without one.
 
     Every dimension is a shuffled list of its values, reshuffled at its end: all values come soon,
@@ -171,7 +197,7 @@ def walk(
     decks = {name: _deal(dealt, Random(f"{seed} {name}")) for name, dealt in values.items()}
     while True:
         drawn = Combination(**{name: next(deck) for name, deck in decks.items()})
-        yield normalize(drawn, undoes=undoes, separate=separate)
+        yield normalize(drawn, undoes=undoes, separate=separate, windows=windows)
 
 
 def _deal(values: Sequence[str], chance: Random) -> Iterator[str]:

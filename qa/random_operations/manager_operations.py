@@ -63,6 +63,10 @@ PAST: Final = 12
 ASKED: Final = 3
 
 
+#: Salts of prompts.
+SALTS: Final[tuple[str | None, ...]] = (None, "a", "b")
+
+
 @dataclass
 class HeldLease:
     """A lease, the tokens that its sequence must have, and the salt of its prompt."""
@@ -176,12 +180,16 @@ class ManagerOperations:
             size = self.context.info.n_ctx // self.context.partitions
             choice = self._chance.choice(get_args(slot_choice.Policy))
             return SlotCache(self.context, few, choice, size=size, checkpoints=schedule)
-        options: dict[str, Any] = {"entries": few}
+        # Host memory of few bytes, so that pages are dropped, of many, or none.
+        host = self._chance.choice((0, 20_000, None))
+        options: dict[str, Any] = {"entries": few, "paging": host}
         if self.kind == "paged prefix cache":
             options = {"paging": Path(self._files.name) / "pages"}
         elif self.kind == "prefix store":
             options = {"store": Path(self._files.name) / "store"}
         policy = self._chance.choice(get_args(EvictionPolicyName))
+        if self.kind == "prefix store":
+            options["paging"] = self._chance.choice((None, "memory", host))
         return PrefixCache(self.context, checkpoints=schedule, policy=policy, **options)
 
     # Leases...
@@ -292,7 +300,10 @@ class ManagerOperations:
             one.parked.close()
 
     def _batch(self) -> None:
-        """Generate for more prompts than fit at once; each completes with its own best tokens."""
+        """Generate for more prompts than fit at once; each completes with its own best tokens.
+
+        Prompts wait for each other's prefixes within a bound, and have priorities.
+        """
         while self._held:
             self._release(self._held[0])
         count = self._chance.randint(2, self.context.info.n_seq_max + 3)
@@ -446,7 +457,7 @@ class ManagerOperations:
             if node.entry is not None or node.leases
         ]
         # Some releases report a state of one token as empty.
-        return [tokens for tokens in found if 1 < len(tokens) < self._longest]
+        return [each for each in found if 1 < len(each[1]) < self._longest]
 
     def _verify(self) -> None:
         """Decode one more token with each lease, and compare its logits."""

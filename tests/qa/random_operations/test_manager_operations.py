@@ -11,7 +11,7 @@ from fakes.simulated import SimulatedNative
 from native_kit import built
 
 import pyllamakv as kv
-from pyllamakv.cache import stored_branches
+from pyllamakv.cache import directory_tier
 from pyllamakv.cache.allocation import Allocator
 from pyllamakv.cache.batcher import Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
@@ -67,7 +67,7 @@ def test_a_right_manager_passes(tmp_path: Path, kind: str) -> None:
     without |= {"page"} if kind != "paged prefix cache" else set()
     without |= {"pin", "unpin"} if kind == "slot cache" else set()
     assert set(manager_operations.WEIGHTS) - set(total.done) <= {*without, "unpin", "give_up"}
-    assert total.ended["reused"] > 100
+    assert total.ended["reused"] > 50
     assert total.ended["parked"] > 0
     assert total.logits > 50
 
@@ -132,8 +132,8 @@ def test_wrong_logits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_flushed_tokens_that_are_lost_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flush that writes nothing."""
-    monkeypatch.setattr(stored_branches.StoredBranches, "write", lambda *_: 0)
+    """The planted flush writes nothing."""
+    monkeypatch.setattr(directory_tier.DirectoryTier, "write", lambda *_: 0)
     _, failed = run(tmp_path, "prefix store", range(1, 9))
     assert failed is not None
     assert failed.failure == "lost"
@@ -157,11 +157,11 @@ def test_a_lease_with_other_tokens_is_found(
     """An eviction removes a token of a lease."""
     evict = Allocator.evict
 
-    def greedy(cache: Allocator, node: Any, keep: int = 0) -> Any:
+    def greedy(cache: Allocator, node: Any, *given: Any, **named: Any) -> Any:
         for lease in cache.leases[:1]:
             if len(lease.sequence) > 1:
                 lease.sequence.trim(len(lease.sequence) - 1)
-        return evict(cache, node, keep)
+        return evict(cache, node, *given, **named)
 
     monkeypatch.setattr(Allocator, "evict", kit.ours(greedy))
     _, failed = run(tmp_path, "prefix cache", range(1, 30))
@@ -246,7 +246,7 @@ def test_only_the_limits_of_the_release_may_refuse_a_state(
         reasons = ["a state begins", *work.limits]
 
         def refuse(*_: Any, **__: Any) -> None:
-            raise Unsupported("it says no", reason=reasons[0])
+            raise Unsupported("refused", reason=reasons[0])
 
         work.do("start", 1)
         with monkeypatch.context() as patch:
