@@ -3,7 +3,8 @@
 Both run over the present runtime and library, in two contexts of one model, and get equal random
 operations. After each operation, its result, the type of a refusal, the tokens of all sequences,
 the statistics, the drawing of the tree or slots, and `check()` must be equal, and so must logits,
-bit by bit. After a restart, each manager opens the store that the other one wrote.
+bit by bit. After a restart, each manager opens the store that the other one wrote. In half of the
+cases without a store, all prompts of the present manager have one salt, which must change nothing.
 
 The earlier managers are the package ``pyllamakv/cache`` of `COMMIT`, read from git. `CHANGED` lists
 what was changed in them on purpose since then.
@@ -12,9 +13,11 @@ what was changed in them on purpose since then.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +32,6 @@ import numpy as np
 import pyllamakv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.building import variant
-from pyllamakv.cache.eviction_policy import EvictionPolicyName
 from pyllamakv.cache.slot_choice import Policy
 from pyllamakv.errors import (
     GitError,
@@ -40,7 +42,6 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.home import checkout
-from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source import git_command, lockfile
 from pyllamakv.source.releases import TEST_RELEASE
 from qa.entry import Entry, StressOptions, Tick, skipped_entry, strip_directories
@@ -72,10 +73,18 @@ CHANGED: Final = (
         Change(module, ".save()", ".save(portable=False)", _SAVES_PORTABLE)
         for module in ("branches", "eviction", "slot_cache")
     ),
+    *(
+        Change(module, was, now, "the call is a method of the sequence")
+        for module, was, now in (
+            ("prefix_cache", "context.prefill(sequence, ", "sequence.prefill("),
+            ("batcher", "context.step(one.sequence, ", "one.sequence.step("),
+            ("batcher", "context.step(self._sequences[0], ", "self._sequences[0].step("),
+        )
+    ),
     Change(
         "stored_branches",
         "def identity(context: Context) -> dict[str, str]:",
-        "from pyllamakv.cache.stored_branches import identity\n\n"
+        "from pyllamakv.cache.directory_tier import identity\n\n"
         "def _identity(context: Context) -> dict[str, str]:",
         "a store is of one model, which the digest of its files identifies",
     ),
@@ -108,9 +117,90 @@ CHANGED: Final = (
         "            return leaves_states(sequence, other)",
         "restarts are tried out while another sequence has a state",
     ),
+    Change(
+        "eviction",
+        "    ends = [node for node in found if",
+        "    found = [node for node in found if not node.pins] or found\n"
+        "    ends = [node for node in found if",
+        "a pinned branch is paged out last",
+    ),
+    *(
+        Change("eviction", was, now, "nothing is evicted if too few sequences would be free")
+        for was, now in (
+            (
+                "def free_sequences(",
+                "def _may_go(branches, node, kept):\n"
+                "    protected = node.protected and branches.storage(node) is None\n"
+                "    if node.entry is None or node in kept or protected:\n"
+                "        return False\n"
+                "    if node.children:\n"
+                "        return True\n"
+                "    heir = branches.heir(node)\n"
+                "    return branches.removable(node, frees_id=True) and heir not in kept\n\n\n"
+                "def free_sequences(",
+            ),
+            (
+                "node.entry is not None and node not in kept for node",
+                "_may_go(cache.branches, node, kept) for node",
+            ),
+        )
+    ),
+    Change(
+        "prefix_cache",
+        "    bytes_by_tier: dict[str, int]\n",
+        "    bytes_by_tier: dict[str, int]\n    digest_bytes: int = 0\n",
+        "the bytes of digests of evicted blocks are counted",
+    ),
+    Change(
+        "prefix_cache",
+        "    def pin(self, name: str, tokens: Iterable[int]) -> None:\n",
+        "    def pin(self, name: str, tokens: Iterable[int]) -> None:\n"
+        "        from pyllamakv.errors import Unsupported\n\n"
+        "        try:\n"
+        "            self._pin(name, tokens)\n"
+        "        except Unsupported:\n"
+        "            with self.acquire(tokens) as lease:\n"
+        "                lease.prefill(logits=False)\n"
+        "            self._pin(name, tokens)\n\n"
+        "    def _pin(self, name: str, tokens: Iterable[int]) -> None:\n",
+        "tokens without a state are evaluated again to be pinned",
+    ),
+    Change(
+        "prefix_cache",
+        "self.limit_batch(prompt - here)",
+        "self.limit_batch(min(context.info.n_ubatch, prompt - here))",
+        "a prompt is decoded in micro-batches, so that complete ones remain after a cancel",
+    ),
+    *(
+        Change("slot_cache", was, now, "a prompt is decoded in micro-batches")
+        for was, now in (
+            (
+                "start + len(given), context.info.n_batch",
+                "start + len(given), context.info.n_ubatch",
+            ),
+            (
+                "again[have : have + context.info.n_batch]",
+                "again[have : have + context.info.n_ubatch]",
+            ),
+            (
+                "            self._room(upto - at)\n",
+                "            if upto <= at:\n"
+                "                upto = grouping.ceil(together, at + 1)\n"
+                "            self._room(upto - at)\n",
+            ),
+        )
+    ),
+    Change(
+        "batcher",
+        "def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:",
+        "from pyllamakv.cache.batcher import batches\n\n"
+        "def _batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:",
+        "a step is decoded in micro-batches, so that complete ones remain after a cancel",
+    ),
 )
 #: Not compared: `Batcher.submit` raises PromptTooLong since `COMMIT`, where the manager refused the
-#: prompt later, and a cancelled generation has an error.
+#: prompt later, and a cancelled generation has an error. Both sides have the policy "lru": the
+#: earlier managers have no "adaptive", and the present ones none of the others.
 
 #: All operations, with their weights.
 WEIGHTS: Final = {
@@ -124,6 +214,10 @@ MEMORIES: Final = (*MODELS, "separate streams")
 LENGTH: Final = 60
 #: The longest prompt with its text, in the contexts of `Combination`.
 LONGEST: Final = 90
+#: The result of an operation that raised an exception of Python.
+_UNTYPED: Final = "untyped exception"
+#: The salt of a branch in a drawing, which `COMMIT` has not.
+_SALT: Final = re.compile(r" salt [0-9a-f]{8}\b")
 #: Texts that later prompts begin with.
 PAST: Final = 12
 
@@ -220,10 +314,8 @@ def compare(name: str, folder: Path, memory: str, effort: StressOptions, tick: T
                 kind, seed = KINDS[cases % len(KINDS)], effort.seed * 100_000 + cases
                 tick(f"{name}: {done.total()} operations")
                 comparison = Comparison(open_context, kind, seed)
-                try:
-                    comparison.run(LENGTH)
-                finally:
-                    comparison.close()
+                comparison.run(LENGTH)
+                comparison.close()
                 done += comparison.done
                 refused += comparison.refused
                 reused, logits = reused + comparison.reused, logits + comparison.logits
@@ -253,8 +345,12 @@ def contexts(folder: Path, memory: str) -> Iterator[Callable[[], Context]]:
     with pyllamakv.open(folder) as library:
         if streams == "separate" and Capability.KV_UNIFIED not in library.about.capabilities:
             raise Unsupported("this release has no streams", "streams")
-        with library.load_model(synthetic_models.model(chosen.model)) as model:
-            yield lambda: model.context(**normalize(chosen).options)
+        windows = Capability.SWA_FULL in library.about.capabilities
+        if "window" in memory and not windows:
+            raise Unsupported("this release has no caches for windows", "windows")
+        chosen = normalize(chosen, windows=windows)
+        with library.load_model(chosen.model_file) as model:
+            yield lambda: model.context(**chosen.options)
 
 
 # One manager...
@@ -263,12 +359,16 @@ def contexts(folder: Path, memory: str) -> Iterator[Callable[[], Context]]:
 class Side:
     """One of the two managers, with its leases and parked leases in the order of their creation.
 
-    ``package`` has the modules of the manager. Every operation returns what must be equal.
+    ``package`` has the modules of the manager. Every operation returns what must be equal. All
+    prompts of the present manager have the ``salt``.
     """
 
-    def __init__(self, package: str, context: Context, kind: str, folder: Path) -> None:
+    def __init__(
+        self, package: str, context: Context, kind: str, folder: Path, salt: str | None = None
+    ) -> None:
         self.context, self.kind, self.folder = context, kind, folder
         self._package = package
+        self._salted = {"salt": salt} if salt is not None and package != PACKAGE else {}
         self.manager: Any = None
         self.leases: list[Any] = []
         self.parked: list[tuple[Any, list[int]]] = []
@@ -283,17 +383,26 @@ class Side:
         choice["checkpoints"] = self._module("checkpoints").CheckpointSchedule(**schedule)
         if self.kind == "slot cache":
             self.manager = self._module("slot_cache").SlotCache(self.context, **choice)
+            self._save_no_backups()
             return repr(self.manager)
         if self.kind == "paged prefix cache":
             choice["paging"] = self.folder / "pages"
         elif self.kind == "prefix store":
             choice["store"] = self.folder.parent / folder
+        elif self._package != PACKAGE:
+            choice["paging"] = 0  # as `COMMIT` without it
         self.manager = self._module("prefix_cache").PrefixCache(self.context, **choice)
+        self._save_no_backups()
         if cells is not None:
             stats = self.context.kv.snapshot().streams
             size = sum(each.info.bytes_k + each.info.bytes_v for each in stats if each.info)
             self.manager.budget = size * cells // 64
         return repr(self.manager)
+
+    def _save_no_backups(self) -> None:
+        """Save no states for a cancel: the times depend on the clock, and `COMMIT` saves none."""
+        if self._package != PACKAGE:
+            self.manager.backups.new = lambda *_: None
 
     # Leases...
 
@@ -301,7 +410,7 @@ class Side:
         self, prompt: list[int], groups: list[tuple[int, int]], named: list[int], polls: int
     ) -> object:
         """Acquire a prompt and evaluate it, until a cancel after a number of polls."""
-        lease = self.manager.acquire(prompt, groups=groups, checkpoints=named)
+        lease = self.manager.acquire(prompt, groups=groups, checkpoints=named, **self._salted)
         self.leases.append(lease)
         self.context.native.cancel_after(self.context.handle, polls)
         try:
@@ -363,9 +472,19 @@ class Side:
         return self.parked.pop(number)[0].close()
 
     def batch(self, prompts: list[list[int]], text: int, max_wait: int, steps: int) -> object:
-        """Generate for several prompts, one of which is cancelled after some steps."""
-        with self._module("batcher").Batcher(self.manager, max_wait=max_wait) as batcher:
-            going = [batcher.submit(each, text, stop_at_end=False) for each in prompts]
+        """Generate for several prompts, one of which is cancelled after some steps.
+
+        Without deferral and priorities, which `COMMIT` has not, generations are admitted as there.
+        """
+        options = {} if self._package == PACKAGE else {"max_defer": 0}
+        if self.kind != "slot cache":
+            for each in prompts:
+                # The present `submit` refuses these; in `COMMIT`, their generations failed.
+                self.manager.check_budget(len(each))
+        with self._module("batcher").Batcher(self.manager, max_wait=max_wait, **options) as batcher:
+            going = [
+                batcher.submit(each, text, stop_at_end=False, **self._salted) for each in prompts
+            ]
             for _ in range(steps):
                 batcher.step()
             going[0].cancel()
@@ -381,7 +500,7 @@ class Side:
 
     def pin(self, name: str, tokens: list[int]) -> object:
         """Pin a prefix."""
-        return self.manager.pin(name, tokens)
+        return self.manager.pin(name, tokens, **self._salted)
 
     def unpin(self, name: str) -> object:
         """Unpin a prefix."""
@@ -389,11 +508,11 @@ class Side:
 
     def page_out(self, tokens: list[int]) -> object:
         """Page a branch out."""
-        return self.manager.page_out(tokens)
+        return self.manager.page_out(tokens, **self._salted)
 
     def page_in(self, tokens: list[int]) -> object:
         """Page a branch in."""
-        return self.manager.page_in(tokens)
+        return self.manager.page_in(tokens, **self._salted)
 
     def evict(self) -> object:
         """Drop a branch."""
@@ -426,7 +545,7 @@ class Side:
         return {
             "tokens": [(each.tokens.copy(), each.positions) for each in self.context.ledgers],
             "statistics": stats,
-            "drawing": self.manager.dump().splitlines(),
+            "drawing": [_SALT.sub("", line) for line in self.manager.dump().splitlines()],
             "leases": [(lease.cached, lease.evaluated) for lease in self.leases],
         }
 
@@ -455,8 +574,16 @@ class Comparison:
         self._opened = ExitStack()
         try:
             root = Path(self._opened.enter_context(tempfile.TemporaryDirectory()))
+            # A store of one side, with the digests of salts, is opened by the other one.
+            salt = "a tenant" if seed % 2 and kind != "prefix store" else None
             self.sides = [
-                Side(package, self._opened.enter_context(open_context()), kind, root / str(number))
+                Side(
+                    package,
+                    self._opened.enter_context(open_context()),
+                    kind,
+                    root / str(number),
+                    salt,
+                )
                 for number, package in enumerate(("pyllamakv.cache", PACKAGE))
             ]
             info = self.sides[0].context.info
@@ -485,43 +612,56 @@ class Comparison:
             size = draw.choice((size, size // 2))
             choice |= {"n_slots": few, "policy": policy, "size": size}
         else:
-            policy = draw.choice(get_args(EvictionPolicyName))
-            choice |= {"entries": few, "policy": policy}
+            choice |= {"entries": few, "policy": "lru"}
             choice["cells"] = draw.choice((None, None, 24))
         return choice
 
     def close(self) -> None:
-        """Close the managers and their contexts."""
-        with self._opened:
-            for side in self.sides:
-                side.manager.close()
+        """Close the managers and their contexts; an error is added to the defect."""
+        closes = [side.manager.close for side in self.sides if side.manager is not None]
+        for close in (*closes, self._opened.close):
+            try:
+                close()
+            except Exception as error:
+                self._fail(f"close: {_described(error)}")
 
     def run(self, operations: int) -> None:
-        """Run operations until one differs."""
+        """Run operations until one differs, or an exception is not one of `pyllamakv.errors`."""
         names = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=operations)
         for name in names:
+            try:
+                drawn = getattr(self, f"_{name}")() if not self.defect else None
+            except Exception as error:
+                # Arguments are drawn from the leases of the present manager.
+                self._fail(f"{name}: its arguments: {_described(error)}")
+                drawn = None
             if self.defect:
                 return
-            drawn = getattr(self, f"_{name}")()
             if drawn is not None:
                 self._both(name, drawn if isinstance(drawn, list) else [drawn, drawn])
+
+    def _fail(self, defect: str) -> None:
+        self.defect = f"{self.defect}; {defect}" if self.defect else defect
 
     def _both(self, name: str, arguments: Sequence[Any], *, look: bool = True) -> None:
         """Run an operation on both sides, and compare."""
         pairs = zip(self.sides, arguments, strict=True)
         results = [_result(side, name, given) for side, given in pairs]
-        self.done[name] += 1
-        if results[0][0] != "returned":
+        differing = _difference(*results)
+        if results[0][0] == "returned":
+            self.done[name] += 1
+        else:
             self.refused[results[0][0]] += 1
-        elif name == "start":
+            if name in ("stop", "restart") and not differing:
+                differing = f"both raise {results[0][0]}, and have no manager to compare"
+        if name == "start" and not differing and results[0][0] == "returned":
             self.reused += results[0][1][0]
             self.logits += 1
-        differing = _difference(*results)
         if look and not differing:
             pictures = [_result(side, "picture", ()) for side in self.sides]
             differing = _difference(*pictures)
         if differing:
-            self.defect = f"{name}: {differing}"
+            self._fail(f"{name}: {differing}")
 
     # The arguments of operations; None: it is not possible now...
 
@@ -633,12 +773,25 @@ def _result(side: Side, name: str, arguments: Sequence[Any]) -> tuple[str, Any]:
     except (KvError, AssertionError) as error:
         # The message of a failed check is part of the defect.
         return type(error).__name__, str(error) if isinstance(error, AssertionError) else None
+    except Exception as error:
+        return _UNTYPED, _described(error)
+
+
+def _described(error: Exception) -> str:
+    """Return an exception with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}:{place.lineno} ({place.name})"
+    return f"{type(error).__name__} in {where}: {error}"
 
 
 def _difference(present: tuple[str, Any], earlier: tuple[str, Any]) -> str:
     """Return what differs between the results of both; "" if nothing does."""
     if present[0] == "AssertionError":
         return f"check() failed: {present[1]}"
+    if present[0] == _UNTYPED:
+        return f"{present[1]}"
+    if earlier[0] == _UNTYPED:
+        return f"{present[0]}, and earlier {earlier[1]}"
     if present[0] != earlier[0]:
         return f"{present[0]}, and earlier {earlier[0]}"
     if present[1] == earlier[1]:

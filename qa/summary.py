@@ -99,6 +99,10 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "Cache managers",
         "",
     ),
+    "Cache managers are as fast as before they were divided by kind of memory": (
+        "Cache managers, over earlier ones",
+        "",
+    ),
     "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more": (
         "Generation",
         "client",

@@ -71,10 +71,19 @@ def test_managers_are_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         manager_overhead, "EIGHT", manager_overhead.ManagerWorkload("8 sequences", 8, 4, 6)
     )
+    monkeypatch.setattr(manager_overhead, "KNOWN", 30)
     found = manager_overhead.figures(lambda: None, pairs=2)
     assert [figure.name for figure in found[:3]] == [
         "`SlotCache`, 1 sequence",
         "`Batcher` over `SlotCache`, 1 sequence",
         "`Batcher` over `SlotCache`, 8 sequences",
     ]
-    assert len(found) == 6
+    assert [figure.name for figure in found[6:]] == [
+        "`acquire` of 30 known tokens, `SlotCache`",
+        "`Batcher` over `SlotCache`, 8 sequences",
+        "`acquire` of 30 known tokens, `PrefixCache`",
+        "`Batcher` over `PrefixCache`, 8 sequences",
+        "`Batcher` over `PrefixCache`, 8 sequences in half of their cells",
+        "`flush` of 30 tokens",
+        "opening a store, and `acquire` of 30 tokens from it",
+    ]
