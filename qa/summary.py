@@ -414,7 +414,7 @@ def benchmarks(figures: Iterable[Figure], claims: dict[str, tuple[str, str]] = C
             "# Benchmarks",
             "",
             "Written by `python -m qa summary` from [the results](qa/results/benchmarks.json),",
-            "which have the hardware and the number of samples of each figure.",
+            "which have the hardware of each figure, and the number of samples of most.",
             "Ratios are measured side by side in one run; brackets are 95 % confidence intervals.",
             "A range covers several settings. `A over B` is the time of A divided by that of B.",
             "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",

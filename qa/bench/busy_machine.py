@@ -60,7 +60,7 @@ def compare(spec: str, tick: Tick) -> list[Figure]:
 
 
 def measure(model: pyllamakv.Model, tick: Tick) -> dict[int | None, list[float]]:
-    """Return the seconds of each number of threads, in turn; None is the default."""
+    """Return the seconds of each number of threads, interleaved; None is the default."""
     numbers = (None, *sorted({1, usable_cpus()}))
     seconds: dict[int | None, list[float]] = {number: [] for number in numbers}
     for _ in range(ROUNDS):
@@ -134,6 +134,6 @@ def figure(spec: str, busy: int, seconds: dict[int | None, list[float]]) -> Figu
         f"<= {LIMIT:.0f} x",
         ratio <= LIMIT,
         "1 x",
-        f"a prompt of 128 and {TOKENS} tokens of SmolLM2 135M, {ROUNDS} rounds in turn",
+        f"a prompt of 128 and {TOKENS} tokens of SmolLM2 135M, {ROUNDS} rounds, interleaved",
         {names[number]: each for number, each in seconds.items()},
     )

@@ -416,7 +416,7 @@ def _ratio(
         f"<= {share:g} x" if share else NOT_SLOWER,
         ratio.high <= share if share else ratio.median <= 1.0,
         limit,
-        f"{sizes.rounds} rounds in turn, {how}",
+        f"{sizes.rounds} rounds, interleaved, {how}",
         {"first": first.first, "second": second.first},
     )
 

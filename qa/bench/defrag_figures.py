@@ -92,6 +92,7 @@ def _bound(group: str, name: str, found: list[Measured], strided: bool) -> list[
             value.median <= target,
             f"{other.format()} x {names[strided]} ({worst.bytes / 1e6:.0f} MB)",
             _pairs(len(worst.ours), len(found)),
+            samples=len(worst.ours),
         )
     ]
 
@@ -115,6 +116,7 @@ def _factor(group: str, name: str, found: list[Measured], target: int) -> list[F
             worst.faster.median >= target,
             f"over the strided copy: {statistics.median(room):.1f} x",
             _pairs(len(worst.published), len(found)),
+            samples=len(worst.published),
         )
     ]
 
@@ -137,6 +139,7 @@ def _share(group: str, found: list[Measured]) -> list[Figure]:
             share(worst) <= 0.02,
             "",
             _pairs(len(worst.plan), len(found)),
+            samples=len(worst.plan),
         )
     ]
 

@@ -19,7 +19,7 @@ class Figure:
     """One measurement.
 
     ``value`` is text with its unit and bounds, ``target`` the required value or empty, ``met``
-    whether it is met, ``limit`` the physical limit, ``data`` the raw numbers. What is stored has
+    whether it is met, ``limit`` the physical limit, ``data`` the raw numbers. A stored record has
     ``median``, ``low`` and ``high`` (the first number of the value and its interval), the number of
     ``samples``, and only counts as data.
 

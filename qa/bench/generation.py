@@ -104,7 +104,7 @@ def workload(variant: Variant, model: Path, clients: int, rounds: int) -> Client
 
 @contextmanager
 def ours(variant: Variant, model: Path, work: ClientWorkload) -> Iterator[Runner]:
-    """Run the rounds in turn with a batcher."""
+    """Run the rounds, interleaved, with a batcher."""
     prompts = iter(work.prompts)
     with (
         opened(variant, model, work) as context,

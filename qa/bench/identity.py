@@ -58,12 +58,11 @@ def _digest(folder: Path, tick: Tick, size: int, pairs: int) -> list[Figure]:
         Figure(
             GROUP,
             "the digest of a file in the page cache",
-            f"{slow.median:.2f} s per GB [{min(seconds):.2f}, {max(seconds):.2f}], "
-            f"CPU time {work.median:.2f} s per GB [{min(cpu):.2f}, {max(cpu):.2f}]",
+            f"{slow.format(unit='s per GB')}, CPU time {work.format(unit='s per GB')}",
             "once per content",
             None,
             "",
-            f"{size / 1e9:.1f} GB, {usable_cpus()} threads, extremes of 5",
+            f"{size / 1e9:.1f} GB, {usable_cpus()} threads, {len(seconds)} times",
             {"seconds per GB": seconds, "CPU seconds per GB": cpu},
         ),
         Figure(

@@ -100,7 +100,7 @@ def model_file() -> Path:
 def measure(
     other: AbstractContextManager[Runner], mine: Runner, work: Workload, pairs: int, tick: Tick
 ) -> Pairs:
-    """Run a workload on both sides in turn. Raises HarnessError if their results differ."""
+    """Run a workload on both sides, interleaved. Raise HarnessError if their results differ."""
     with other as theirs:
         require_same_result(work.name, mine(), theirs())
         return interleave(
@@ -124,7 +124,8 @@ def beside_c(work: Workload, model: Path, pairs: Pairs) -> Figure:
         f">= {SHARE}" if asked else "",
         speed.low >= SHARE if asked else None,
         f"{per_step(work, pairs.first).median:.0f} us in plain C, its sampling included",
-        f"{len(pairs.first)} pairs of {_round(work)} in turn, {model.stem}, CPU time of 1 thread",
+        f"{len(pairs.first)} interleaved pairs of {_round(work)}, {model.stem}, "
+        "CPU time of 1 thread",
         {"c": pairs.first, "python": pairs.second},
     )
 

@@ -219,8 +219,8 @@ def figure(name: str, work: ManagerWorkload, pairs: Pairs, model: str) -> Figure
         f"<= {LIMIT}",
         ratio.high <= LIMIT,
         f"{micros:.1f} us more per token",
-        f"{len(pairs.first)} pairs in turn of {work.sequences} x ({work.prompt} + {work.steps}) "
-        f"tokens, {model}, CPU time of 1 thread",
+        f"{len(pairs.first)} interleaved pairs of {work.sequences} x "
+        f"({work.prompt} + {work.steps}) tokens, {model}, CPU time of 1 thread",
         {"managed": pairs.first, "by hand": pairs.second},
     )
 

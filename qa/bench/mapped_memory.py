@@ -186,7 +186,7 @@ def _given_back(model: pyllamakv.Model, flash: bool) -> Figure:
     needed = memory.reserved * used // CELLS
     return Figure(
         GROUP,
-        f"three sequences in turn, two removed, {_name(flash)}",
+        f"three interleaved sequences, two removed, {_name(flash)}",
         f"{_mb(full)} resident, {_mb(left)} after defragmentation and trim "
         f"({seconds * 1e3:.1f} ms); trim alone gives {_mb(at_once)} back",
         "",

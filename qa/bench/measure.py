@@ -15,15 +15,23 @@ MINIMUM_PAIRS = 30
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and its 95 % confidence interval from a bootstrap."""
+    """A median and its 95 % confidence interval from a bootstrap of ``samples`` values."""
 
     median: float
     low: float
     high: float
+    samples: int
 
     def format(self, digits: int = 2, unit: str = "") -> str:
-        """Return ``1.23 [1.20, 1.27]`` with a unit."""
+        """Return ``1.23 [1.20, 1.27]`` with a unit; a single value has no interval.
+
+        Further digits, at most five, show on which side of 1.0 a bound is.
+        """
         end = f" {unit}" if unit else ""
+        if self.samples == 1:
+            return f"{self.median:.{digits}f}{end}"
+        while digits < 5 and any(b != 1 and round(b, digits) == 1 for b in (self.low, self.high)):
+            digits += 1
         return f"{self.median:.{digits}f}{end} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
@@ -34,7 +42,7 @@ def interval(values: list[float], *, seed: int = 1) -> Interval:
         raise ValueError(msg)
     draw = random.Random(seed)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
-    return Interval(statistics.median(values), medians[25], medians[974])
+    return Interval(statistics.median(values), medians[25], medians[974], len(values))
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence, warm: int
 
 
 def _times(ratio: Interval) -> str:
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times"
+    return f"{ratio.format()} times"
 
 
 def _ms(seconds: list[float]) -> str:

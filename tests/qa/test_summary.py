@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -19,6 +20,14 @@ def test_the_pages_are_current() -> None:
     """A result that was written without `python -m qa summary` fails here."""
     for name, text in summary.pages().items():
         assert (summary.ROOT / name).read_text("utf-8") == text, "run `python -m qa summary`"
+
+
+def test_single_samples_have_no_interval() -> None:
+    """The value of one sample has no brackets."""
+    figures = summary.read(summary.BENCHMARKS, Figure)
+    single = [each.value for each in figures if each.samples == 1]
+    assert single
+    assert not [value for value in single if re.search(r"\[[\d.]+, [\d.]+\]", value)]
 
 
 def test_check_reports_a_stale_page(monkeypatch, tmp_path, capsys) -> None:
@@ -90,6 +99,12 @@ def test_entries_that_did_not_run_again_stay(tmp_path) -> None:
     assert (full.name, full.ran) == ("full", False)
     summary.store(path, [entry("full", "4")])
     assert summary.read(path, Entry)[-1] == entry("full", "4")
+
+
+def test_skipped_entry_names_no_directory() -> None:
+    """Its reason may be an error with the path of a file of this machine."""
+    found = skipped_entry("faults", "x", "load /home/me/hybrid.gguf: build it: pyllamakv build 1")
+    assert found.skip_reason == "skipped: load hybrid.gguf: build it: pyllamakv build 1"
 
 
 def test_a_table_has_defects_and_escapes_bars() -> None:

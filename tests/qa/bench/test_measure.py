@@ -18,6 +18,13 @@ def test_confidence_interval_contains_the_median() -> None:
         measure.interval([])
 
 
+def test_an_interval_shows_the_side_of_one() -> None:
+    """Rounded bounds are 1.0 only if they are exactly; one value has no interval."""
+    assert measure.Interval(1.01, 1.0004, 1.03, 30).format() == "1.0100 [1.0004, 1.0300]"
+    assert measure.Interval(1.01, 1.0, 1.03, 30).format() == "1.01 [1.00, 1.03]"
+    assert measure.interval([548.12]).format(1) == "548.1"
+
+
 def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
     """Neither side is always first, so neither has cold caches more often."""
     order: list[str] = []
