@@ -225,6 +225,7 @@ def test_a_reader_waits_for_the_running_call() -> None:
     assert busy == []
 
 
+@pytest.mark.slow
 def test_an_object_that_is_read_cannot_be_closed() -> None:
     """A reader of a closed object gets Closed."""
     tree = Tree()

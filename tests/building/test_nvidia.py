@@ -102,6 +102,7 @@ esac
         cuda.find({**env, cuda.ARCHITECTURE: "61-real;90"})
 
 
+@pytest.mark.slow
 def test_the_doctor_names_the_missing_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reports are: no nvcc, no driver, a driver that is too old, and no problem."""
     monkeypatch.setattr(cuda, "USUAL", tmp_path / "usual")

@@ -374,6 +374,7 @@ words = st.lists(st.integers(3, 6), min_size=1, max_size=14)
 natives = st.sampled_from([{}, {"can_shift": False}, {"partial": False}, {"contiguous": False}])
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data(), natives, st.sampled_from(["longest", "best"]), st.booleans())
 def test_random_traffic_keeps_logits_and_cells(

@@ -128,6 +128,7 @@ def test_patch_drift_names_the_release_that_changed_a_hunk(
     assert call(capsys, "drift", "0.3.1", "one")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["drift", "obsolete"])
 def test_patches_of_the_server_are_measured_by_name(
     bench: SeriesSandbox, capsys: pytest.CaptureFixture[str], verb: str

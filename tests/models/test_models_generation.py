@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pyllamakv.building.variant import Variant
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.real_model
 def test_stock_and_patched_generate_the_same_text(

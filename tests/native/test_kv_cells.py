@@ -29,6 +29,7 @@ def test_cell_moves_with_all_its_data(base: str, tmp_path: Path) -> None:
     check(base, "compaction", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("base", UNIFIED)
 def test_unified_cell_moves_with_all_its_data(base: str, tmp_path: Path) -> None:

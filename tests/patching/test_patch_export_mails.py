@@ -147,6 +147,7 @@ def test_an_export_without_patches_names_the_reasons(
 PINNED = lockfile.load(lockfile.shipped())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", PINNED, ids=lambda release: release.name)
 def test_mails_make_the_patched_commit_on_every_pinned_release(
     release: releases.Release, tmp_path: Path

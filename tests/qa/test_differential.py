@@ -57,6 +57,7 @@ def compare(folder: Path, kind: str, seed: int, memory: MemoryType) -> Compariso
     return comparison
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory", [MemoryType.ATTENTION, MemoryType.RECURRENT], ids=lambda memory: memory.name
 )
@@ -81,6 +82,7 @@ def test_managers_behave_like_the_earlier_ones(
     assert set(WEIGHTS) - set(done) <= without | {"clear", "restart", "give_up", "unpin"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["evict", "relieve"])
 def test_different_eviction_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -73,6 +73,7 @@ def test_contributing_guide_names_existing_paths() -> None:
         assert f"`pyllamakv/{package.parent.name}`" in text, package.parent.name
 
 
+@pytest.mark.slow
 def test_docstrings_and_messages_name_classes_that_exist() -> None:
     """A class in backticks, or in the expected type of an argument, exists."""
     sources = {

@@ -132,6 +132,7 @@ def test_a_reference_stays_pinned_until_it_is_added_again(tmp_path: Path) -> Non
     assert resolve(spec) == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["{up}", "file://{up}"])
 def test_remote_commit_is_that_of_a_fetch(tmp_path: Path, url: str) -> None:
     """The commit is the one that a fetch would find, also of a tag; nothing is fetched."""
@@ -274,6 +275,7 @@ def ended(server: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["git", "http"])
 def test_silent_git_server_is_ended_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, silent: socket.socket, scheme: str

@@ -94,6 +94,7 @@ def test_a_corrupted_v_under_flash_attention_is_harmful(check: Check, tmp_path: 
             assert {each.failure for each in failed if each is not None} == found
 
 
+@pytest.mark.slow
 def test_patch_that_does_not_apply_names_the_hunk(check: Check, tmp_path: Path) -> None:
     """The reason has the place, the expected and the actual lines; nothing is built."""
     text = foreign_kit.change(foreign_kit.shipped())

@@ -52,7 +52,8 @@ def verified(monkeypatch: pytest.MonkeyPatch, **verdicts: str) -> list[str]:
     return asked
 
 
-def test_the_newest_that_applies_is_verified(
+@pytest.mark.slow
+def test_newest_release_that_applies_is_verified(
     bench: SeriesSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A good verdict ends the search, and the conflict on the next release is shown."""

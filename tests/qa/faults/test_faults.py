@@ -253,6 +253,7 @@ def test_lost_server_raises_the_expected_error(patched: Variant) -> None:
     assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}
 
 
+@pytest.mark.slow
 def test_a_step_that_a_release_does_not_support_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -58,6 +58,7 @@ def run(folder: Path, kind: str, seeds: range) -> tuple[Played, ScenarioFailed |
     return total, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_manager_passes(tmp_path: Path, kind: str) -> None:
     """Each operation of the manager has an effect, and prompts reuse tokens."""
