@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -16,12 +17,15 @@ import pytest
 import readme
 
 import pyllamakv
+from pyllamakv import errors
 from pyllamakv.building import variant
 from pyllamakv.source import lockfile, verified
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import expected
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyllamakv.building.variant import Variant
 
 EXAMPLES = [example for document in readme.DOCUMENTS for example in readme.examples(document)]
@@ -78,15 +82,9 @@ def test_links_have_existing_headings() -> None:
 
 
 def test_commands_of_the_documents_have_these_verbs_and_options() -> None:
-    """Every `pyllamakv VERB --option`, in a block or in a sentence, is one of the command line."""
-    import typer
-
-    from pyllamakv.cli import main
-    from pyllamakv.cli.lazy_group import load
-
-    root: Any = typer.main.get_command(main.app)
-    verbs = {name: load(module) for name, (module, _) in main.Commands.modules.items()}
-    shared = {option for each in root.params for option in each.opts} | {"--help", "--json"}
+    """Every `pyllamakv VERB --option`, in a block or in a sentence, exists."""
+    options = command_options()
+    shared = options[""] | {"--help", "--json"}
     checked = 0
     for path in [readme.ROOT / "README.md", *(readme.ROOT / "docs").glob("*.md")]:
         text = path.read_text(encoding="utf-8")
@@ -96,21 +94,97 @@ def test_commands_of_the_documents_have_these_verbs_and_options() -> None:
             found += re.findall(r"^(?:\$ )?(pyllamakv [a-z].*)$", fence[2], re.MULTILINE)
         for line in found:
             words = re.split(r"\s[#|]\s|\s{2,}", line.replace("\n", " "))[0].split()
-            assert words[1] in verbs, f"{path.name}: {line}"
-            command, rest = verbs[words[1]], words[2:]
-            while rest and rest[0] in getattr(command, "commands", {}):
-                lazy = getattr(command, "modules", {}).get(rest[0])
-                command, rest = load(lazy[0]) if lazy else command.commands[rest[0]], rest[1:]
-            known = {name for each in command.params for name in each.opts + each.secondary_opts}
-            own = rest[: rest.index("--")] if "--" in rest else rest
+            verb = next((v for n in (3, 2) if (v := " ".join(words[1:n])) in options), None)
+            assert verb, f"{path.name}: {line}"
+            own = words[: words.index("--")] if "--" in words else words
             used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(own)))
             checked += len(used)
-            assert used <= known | shared, f"{path.name}: {line}"
+            assert used <= options[verb] | shared, f"{path.name}: {line}"
     assert checked > 50
 
 
-def test_the_module_has_what_the_documents_call_its_own() -> None:
-    """`kv.open` is of the module, and `ctx.kv.defrag` of a context: neither is called the other."""
+@functools.cache
+def command_options() -> dict[str, set[str]]:
+    """Return the options of each verb of the command line, such as ``patch apply``."""
+    import typer
+
+    from pyllamakv.cli import main
+    from pyllamakv.cli.lazy_group import load
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, set[str]]]:
+        yield (
+            name,
+            {option for each in command.params for option in each.opts + each.secondary_opts},
+        )
+        modules = getattr(command, "modules", {})
+        for part in {*modules, *getattr(command, "commands", {})}:
+            below = load(modules[part][0]) if part in modules else command.commands[part]
+            yield from walk(f"{name} {part}".strip(), below)
+
+    return dict(walk("", typer.main.get_command(main.app)))
+
+
+def read_page(name: str) -> str:
+    """Return the text of a page of ``docs``."""
+    return (readme.ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_verbs_that_accept_other_patches_are_listed() -> None:
+    """The page of the patches lists every group of verbs with `--patches`, and the exceptions."""
+    options = command_options()
+    accept = {verb for verb, known in options.items() if "--patches" in known}
+    sentence = " ".join(read_page("patches.md").split()).partition(
+        "`--patches SERIES` is an option of"
+    )[2]
+    named, _, rest = sentence.partition(";")
+    alone, _, groups = named.partition(", the commands of ")
+    listed = set(re.findall(r"`(\w+)`", alone))
+    included, _, excepted = groups.partition(" except ")
+    without = re.search(r"`([a-z]+)`", excepted)
+    assert without and rest
+    for group in re.findall(r"`(\w+)`", included):
+        listed |= {verb for verb in options if verb.startswith(f"{group} ")}
+    assert accept == listed - {f"patch {without[1]}"}
+
+
+def test_verbs_in_tables_of_the_documents_exist() -> None:
+    """Verbs that need a compiler, and verbs without a release, exist."""
+    verbs = set(command_options())
+    checked = 0
+    for name in ("prebuilt.md", "releases.md"):
+        for row in re.findall(r"^\| .* \|$", read_page(name), re.MULTILINE):
+            if "`check`" in row or "`run`" in row:
+                cell = row if name == "prebuilt.md" else row.split(" | ")[0]
+                words = re.findall(r"`([a-z]+(?: [a-z]+)?)`", cell)
+                checked += len(words)
+                assert set(words) <= verbs, f"{name}: {set(words) - verbs}"
+    assert checked > 15
+    opening = {"run", *(verb for verb in verbs if re.fullmatch(r"trace (record|stats|view)", verb))}
+    assert all(f"`{verb}`" in read_page("releases.md") for verb in opening)
+
+
+def test_exit_statuses_have_their_exceptions() -> None:
+    """Exceptions with another status than 2 are in the row of their status."""
+    expected: dict[int, set[str]] = {}
+    for name in errors.__all__:
+        expected.setdefault(getattr(errors, name).exit_code, set()).add(name)
+    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", read_page("cli.md"), re.MULTILINE)
+    listed = {int(status): set(re.findall(r"`(\w+)`", cell)) for status, cell in rows}
+    del expected[2]
+    assert expected == {status: names for status, names in listed.items() if names}
+
+
+def test_workloads_of_the_load_test_are_listed() -> None:
+    """The page for operators has a row for each workload of `python -m qa load`."""
+    from qa.load.request_schedule import WORKLOADS
+
+    table = read_page("server.md").partition("| workload | requests |")[2].partition("\n\n")[0]
+    cells = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| `")]
+    assert {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)} == set(WORKLOADS)
+
+
+def test_documented_module_names_exist() -> None:
+    """Functions of the module and methods of a context have the right prefix."""
     names = ("README.md", "CHANGELOG.md", *readme.DOCUMENTS, "docs/mmap-kv.md")
     for document in names:
         text = (readme.ROOT / document).read_text(encoding="utf-8")
@@ -156,6 +230,21 @@ def test_the_lost_requests_are_those_of_the_results() -> None:
     assert "patched: 1,000 of 1,000 requests answered" in drawn
 
 
+def test_the_first_example_shows_four_failures_of_stock() -> None:
+    """`python -m qa load` drew them, and its command in the text has the options of the results."""
+    drawn = (readme.ROOT / "docs/pictures/server-park.svg").read_text(encoding="utf-8")
+    assert "stock: 0 of 4 requests answered, 4 lost" in drawn
+    assert "patched: 4 of 4 requests answered" in drawn
+    raw = json.loads((readme.ROOT / "qa/results/benchmarks.json").read_text(encoding="utf-8"))
+    rows = [row for row in raw["results"] if row["group"].endswith(", chats")]
+    assert {row["name"]: row["data"]["lost"] for row in rows} == {
+        "stock, 4 clients": 4,
+        "patched, 4 clients": 0,
+    }
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "--workload chats --requests 4 --system stock --system patched" in text
+
+
 def test_the_comparison_names_tests_that_exist() -> None:
     """The last cell of each feature is "no", or ends with the id of a test."""
     page = (readme.ROOT / "docs/compare.md").read_text("utf-8").partition("## Sources")[0]
@@ -183,7 +272,7 @@ def test_the_arguments_of_llama_cpp_python_are_the_same_or_absent() -> None:
         pyllamakv.OpenLibrary.load_model,
         Model.context,
         pyllamakv.Context.chat,
-        pyllamakv.Context.generate,
+        pyllamakv.Sequence.generate,
         pyllamakv.SamplerParams,
     )
     ours = {name for each in functions for name in inspect.signature(each).parameters}

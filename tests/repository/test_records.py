@@ -34,7 +34,7 @@ def differences(kept: Any, now: Any, at: str = "") -> list[str]:
 def compare(name: str, now: Any) -> None:
     """Fail with every difference between a record and the current value."""
     found = differences(records.read(name), json.loads(json.dumps(now)))
-    hint = f"\nif wanted: python tests/kits/records.py {name}, with the reason in the commit"
+    hint = f"\nif intended: python tests/kits/records.py {name}, with the reason in the commit"
     assert not found, "\n".join(found[:40]) + hint
 
 
