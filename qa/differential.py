@@ -125,6 +125,24 @@ CHANGED: Final = (
         "a pinned branch is paged out last",
     ),
     *(
+        Change("branches", was, now, "tokens that a memory refuses to remove are not counted")
+        for was, now in (
+            (
+                "        heir, kept = self.heir(node), None\n",
+                "        heir, kept, count = self.heir(node), None, 0\n",
+            ),
+            (
+                "            self.evicted_tokens += node.end - min(max(keep, first), node.end)\n",
+                "            count = node.end - min(max(keep, first), node.end)\n",
+            ),
+            (
+                "                self.close(sequence)\n        self.forget_page(node)\n",
+                "                self.close(sequence)\n        self.evicted_tokens += count\n"
+                "        self.forget_page(node)\n",
+            ),
+        )
+    ),
+    *(
         Change("eviction", was, now, "nothing is evicted if too few sequences would be free")
         for was, now in (
             (
@@ -172,6 +190,47 @@ CHANGED: Final = (
         "a prompt is decoded in micro-batches, so that complete ones remain after a cancel",
     ),
     *(
+        Change("prefix_cache", was, now, "the limits of pages hold after every operation")
+        for was, now in (
+            (
+                "            node.pins.discard(name)\n            self.branches.tidy(node)\n",
+                "            node.pins.discard(name)\n            self.branches.tidy(node)\n"
+                "        self.enforce(0)\n",
+            ),
+            (
+                "        self.unpin(name, missing_ok=True)\n",
+                "        old = self._pins.pop(name, None)\n"
+                "        if old is not None:\n"
+                "            old.pins.discard(name)\n"
+                "            branches.tidy(old)\n",
+            ),
+            (
+                "        self._pins[name] = node\n",
+                "        self._pins[name] = node\n        self.enforce(0)\n",
+            ),
+            (
+                '            self.counts.add("paged_in")\n',
+                '            self.counts.add("paged_in")\n            self.drop_surplus()\n',
+            ),
+            (
+                '            LOG.warning("%s", error)\n            return False\n'
+                "        return True\n",
+                '            LOG.warning("%s", error)\n            return False\n'
+                "        self.enforce(0)\n        return True\n",
+            ),
+            (
+                "        while (node := self.branches.surplus()) is not None:\n",
+                "        self.drop_surplus()\n\n"
+                "    def drop_surplus(self) -> None:\n"
+                "        while (node := self.branches.surplus()) is not None:\n",
+            ),
+            (
+                "        self.cache.branches.unpark(node)\n",
+                "        self.cache.branches.unpark(node)\n        self.cache.enforce(0)\n",
+            ),
+        )
+    ),
+    *(
         Change("slot_cache", was, now, "a prompt is decoded in micro-batches")
         for was, now in (
             (
@@ -189,6 +248,17 @@ CHANGED: Final = (
                 "            self._room(upto - at)\n",
             ),
         )
+    ),
+    Change(
+        "slot_cache",
+        "            given = self.prompt[len(self.sequence) :]\n",
+        "            info = self._cache.context.info\n"
+        "            if not len(self.sequence) and info.can_remove_partly is False:\n"
+        "                self._cache._restore_state(\n"
+        "                    self._slot, self.prompt[:-1], 0, self._slot.groups\n"
+        "                )\n"
+        "            given = self.prompt[len(self.sequence) :]\n",
+        "the state of a prompt is looked for again when its evaluation begins",
     ),
     Change(
         "batcher",

@@ -206,11 +206,13 @@ class Allocator:
             else:
                 self.counts.add("paged_out")
                 return kept
-        self.counts.add("evictions")
+        kept = None
         if short is None:
-            return branches.drop(node, keep)
-        branches.drop_tail(node, short)
-        return None
+            kept = branches.drop(node, keep)
+        else:
+            branches.drop_tail(node, short)
+        self.counts.add("evictions")
+        return kept
 
     def free_sequences(self, n: int, kept: Iterable[Node]) -> bool:
         """Free sequences by eviction. Returns False, and evicts none, if too few can be evicted."""
@@ -403,7 +405,7 @@ class Allocator:
     ) -> bool:
         """Evict until the cells suffice. Returns False if nothing is left to evict.
 
-        If cells are shared, the tokens up to the end of ``head`` remain in the self.
+        If cells are shared, the tokens up to the end of ``head`` remain in the cache.
         """
         kept, context, branches = list(kept), self.context, self.branches
         while short > 0:

@@ -499,16 +499,16 @@ class Residency:
 
     def drop(self, node: Node, keep: int = 0) -> Sequence | None:
         """Drop the entry and page of a node; return its sequence with ``keep`` tokens, if any."""
-        heir, kept = self.heir(node), None
+        heir, kept, count = self.heir(node), None, 0
         if node.entry is not None or node.page is not None:
             first = 0 if self._whole_pages else node.start
-            self.evicted_tokens += node.end - min(max(keep, first), node.end)
+            count = node.end - min(max(keep, first), node.end)
         if node.entry is not None:
             if self._before_drop is not None:
                 self._before_drop(node)
             sequence: Sequence = node.entry
             if keep:
-                sequence.trim(keep)
+                sequence.trim(keep)  # counted only if the memory does not refuse it
             elif heir is not None and not _trimmed(sequence, heir.end):
                 heir.unprotect()
                 heir = None
@@ -519,6 +519,7 @@ class Residency:
                 self.attach(heir, sequence)
             else:
                 self.close(sequence)
+        self.evicted_tokens += count
         self.forget_page(node)
         self.tidy(node)
         return kept

@@ -46,6 +46,29 @@ def test_a_lost_prefix_is_decoded_again(passed: Context) -> None:
 
 
 @pytest.mark.regression(
+    "a branch that could not be cut was counted as two evictions",
+    by="differential",
+    of="Python",
+)
+def test_an_eviction_that_the_memory_refuses_is_not_counted(
+    passed: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut the only sequence for a prompt, which fails: the branch is then dropped as a whole."""
+    trim = Sequence.trim
+
+    def whole(self: Sequence, length: int) -> None:
+        if 0 < length < len(self):
+            raise PartialRemovalRefused("the window has passed")
+        trim(self, length)
+
+    monkeypatch.setattr(Sequence, "trim", kit.ours(whole))
+    cache = PrefixCache(passed, entries=1, paging=0)
+    serve(cache, [*SYSTEM, 1, 2])
+    assert serve(cache, [*SYSTEM, 3]) == 0
+    assert (cache.stats().evictions, cache.stats().evicted_tokens) == (1, 22)
+
+
+@pytest.mark.regression(
     "a prompt failed if a window cache of full size had lost the window of its prefix",
     by="random_operations",
     of="Python",
