@@ -55,6 +55,14 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "Signals during a decode",
         "a decode call with the check",
     ),
+    "A signal takes effect within 0.1 s of CPU time in every long call": (
+        "Signals during a decode",
+        "n_batch = n_ubatch",
+    ),
+    "The check for signals adds at most 0.5 % to a prefill": (
+        "Signals during a decode",
+        "a prefill of 512 tokens",
+    ),
     "The default number of threads takes at most twice as long as the best, also on busy CPUs": (
         "Threads on a busy machine",
         "the default over the best",
@@ -167,6 +175,14 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "`Batcher` generates as many tokens per second as llama-server of the same build": (
         "llama-server .*, fits(, .*)?",
         "^tokens per second, batcher",
+    ),
+    "`pyllamakv serve` needs at most 5 % more CPU time per token than llama-server": (
+        "llama-server .*, overcommit-1(, .*)?",
+        "^CPU per token, serve",
+    ),
+    "`pyllamakv serve` generates as many tokens per second as llama-server of the same build": (
+        "llama-server .*, overcommit-1(, .*)?",
+        "^tokens per second, serve",
     ),
     "The digest that identifies a model adds nothing to saves and restores in one process": (
         "The identity of a model",

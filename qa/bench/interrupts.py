@@ -1,6 +1,6 @@
 """Measure how long a signal waits for a decode, and what the check for signals costs.
 
-Each operation gets a signal at a random time, with the check and without it in turn. The check is
+Each operation gets a signal at a random time, with and without the check, interleaved. The check is
 that of `pyllamakv.binding.signal_check`; without it, Python runs handlers when the call of C
 returns. Latencies are times of the CPU in the thread that decodes, which do not depend on other
 work of the machine.
