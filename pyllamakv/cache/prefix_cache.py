@@ -357,7 +357,7 @@ class PrefixCache(ClosedOnExit):
         node = self._pins.pop(name, None)
         if node is not None:
             node.pins.discard(name)
-            self.branches.tidy(node)
+            self.branches.drop_unneeded_pages(node)
 
     @exclusive
     def page_out(self, tokens: Iterable[int], *, salt: str | None = None) -> None:

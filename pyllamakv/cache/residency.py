@@ -271,17 +271,25 @@ class Residency:
         )
 
     def unpark(self, node: Node) -> None:
-        """Count a parked lease less. Without a tier, a page that was for it alone is dropped."""
+        """Count a parked lease less, and drop the page that was for it alone."""
         node.unpark()
-        if self.tier is None and self._whole_pages and not node.protected:
-            self.forget_page(node)
-        while self.tier is None and not node.children and node.bare and node.linked:
-            above = node.parent
-            self.forget_page(node)
-            self.tree.prune(node)
-            if above is None or above.parent is None:
-                break
-            node = above
+        self.drop_unneeded_pages(node)
+
+    def drop_unneeded_pages(self, node: Node) -> None:
+        """Without a tier, drop pages that a pin or a parked lease at this node alone needed."""
+        if self.tier is None:
+            if self._whole_pages:
+                for each in list(node.walk()):
+                    if each.page is not None and not each.protected and not self.only_page(each):
+                        self.forget_page(each)
+                        self.tidy(each)
+            while not node.children and node.bare and node.linked and not self.only_page(node):
+                above = node.parent
+                self.forget_page(node)
+                self.tree.prune(node)
+                if above is None or above.parent is None:
+                    break
+                node = above
         self.tidy(node)
 
     # Prompts...

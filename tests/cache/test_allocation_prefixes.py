@@ -130,6 +130,33 @@ def test_a_page_with_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.regression(
+    "the content of a pinned prefix was lost with the page of a parked lease",
+    by="differential",
+    of="Python",
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_the_page_of_a_parked_lease_stays_for_a_pinned_prefix(tmp_path: Path, used: bool) -> None:
+    """Without paging, it is dropped when the pin is removed as well."""
+    ctx = kit.context(tmp_path, n_ctx=256, n_seq_max=5, swa_full=True)
+    object.__setattr__(ctx.info, "memory", MemoryType.SWA)
+    cache = PrefixCache(ctx, entries=1, paging=0)
+    lease = cache.acquire([*SYSTEM, 1, 2])
+    feed(lease)
+    cache.pin("system", SYSTEM)
+    parked = lease.park()
+    serve(cache, [7] * 9)
+    assert cache.stats().paged == 1
+    parked.close()
+    cache.check()
+    assert cache.cached_length([*SYSTEM, 3]) == 20
+    if used:
+        assert serve(cache, [*SYSTEM, 3]) == 20
+    cache.unpin("system")
+    cache.check()
+    assert cache.stats().paged == 0
+
+
+@pytest.mark.regression(
     "a prompt failed if a window cache of full size had lost the window of its prefix",
     by="random_operations",
     of="Python",
