@@ -57,7 +57,8 @@ def replay(
 
     Agents repeat their history; prompts over documents shift in popularity.
 
-    No model is evaluated. Exits with 1 if the default policy reuses less than 0.98 of LRU.
+    No model is evaluated, and host memory has no pages. Exits with 1 if the default policy reuses
+    less than 0.98 of LRU, or than 1.4 or 1.05 times as much in small caches of a trace.
     """
     from pyllamakv.cli import progress_bar
 
@@ -89,7 +90,13 @@ def replay(
                 progress(name, min(done, total), total)
 
             found += replay_figures.figures(
-                name, many, tokens, policies=chosen, capacities=percents, tick=tick
+                name,
+                many,
+                tokens,
+                policies=chosen,
+                capacities=percents,
+                least=replay_figures.LEAST_OF_TRACE if path and name == path.stem else None,
+                tick=tick,
             )
     words = ["python -m qa replay", *(policies or [])]
     words += [f"--trace {path.name}"] if path is not None else []

@@ -80,3 +80,15 @@ def test_a_default_below_lru_fails(
     assert [each.name for each in found if each.met is False] == [
         "agents, 20 %, `adaptive` (default)"
     ]
+
+
+def test_small_caches_of_a_trace_have_their_own_targets(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Generated traffic has the usual one; both are stored, with the share of the bound."""
+    monkeypatch.setattr(replay_figures, "LEAST_OF_TRACE", {20: 1.4})
+    path = tmp_path / "figures.json"
+    run("adaptive", "--trace", str(trace), "--write", str(path), "--json", status=1)
+    found = {each.name: each for each in summary.read(path, Figure)}
+    assert found["chats, 20 %, `adaptive` (default)"].target == ">= 1.4 x LRU"
+    assert found["chats, 20 %, `adaptive` (default)"].met is False
