@@ -8,6 +8,7 @@ its content is not dropped until it is resumed or closed.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -17,7 +18,7 @@ from pyllamakv.cache import defrag_retry
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.radix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.closing import NotCopied
-from pyllamakv.errors import Cancelled, UsageError
+from pyllamakv.errors import Cancelled, StateError, Unsupported, UsageError
 from pyllamakv.runtime.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pyllamakv.cache.token_groups import Group
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.sequence import Sequence
+
+LOG = logging.getLogger("pyllamakv.cache")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,8 +209,13 @@ class PrefixLease(SequenceLease):
     def _restore_state(self) -> None:
         """Continue after the last saved state, if a cancelled decode emptied the sequence."""
         self.cache.sync()
-        if saved := self.backups.longest(self, self._groups):
-            self.sequence.restore(saved)
+        try:
+            if saved := self.backups.longest(self, self._groups):
+                self.sequence.restore(saved)
+        except (StateError, Unsupported, MemoryError) as error:
+            LOG.warning("the prompt is evaluated from its start: %s", error)
+            if self.backup is not None:
+                self.backup.restart(0)
 
     @exclusive
     def _keep_state(self) -> None:

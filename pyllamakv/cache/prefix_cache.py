@@ -108,7 +108,7 @@ class PrefixCache(ClosedOnExit):
         )
         self.budget = budget
         self._pins: dict[str, Node] = {}
-        self._emptied = context.emptied
+        self._emptyings = context.decoder.emptyings
         self.closed = False
         self.counts = PrefixCounts()
         #: Number of hits by the depth of the prefix.
@@ -269,9 +269,9 @@ class PrefixCache(ClosedOnExit):
 
         The saved state of an unfinished prompt becomes a page. The caller holds the context's lock.
         """
-        if self.context.emptied is self._emptied:
+        if self.context.decoder.emptyings == self._emptyings:
             return
-        self._emptied = self.context.emptied
+        self._emptyings = self.context.decoder.emptyings
         self.branches.forget_emptied()
         self.backups.keep_emptied()
 

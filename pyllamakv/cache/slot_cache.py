@@ -113,7 +113,7 @@ class SlotCache(ClosedOnExit):
         schedule = prefix_states.checked_schedule(checkpoints)
         #: The saved states of prefixes, and the rules of this kind of memory.
         self.branches = residency.kind_of(context)(context, n, None, schedule)
-        self._emptied = context.emptied
+        self._emptyings = context.decoder.emptyings
         self._counts = SlotCounts()
         self._clock = 0
         self._closed = False
@@ -359,9 +359,9 @@ class SlotCache(ClosedOnExit):
 
         The saved state of an unfinished prompt becomes a page. The caller holds the context's lock.
         """
-        if self.context.emptied is not self._emptied:
-            self._emptied = self.context.emptied
-            self.branches.record_removed(len(self._emptied))
+        if self.context.decoder.emptyings != self._emptyings:
+            self._emptyings = self.context.decoder.emptyings
+            self.branches.record_removed(1)
             self.backups.keep_emptied()
 
     def restore(self, slot: Slot) -> None:
@@ -538,7 +538,7 @@ class SlotCache(ClosedOnExit):
                 self.reserve(length, slot)
             self.branches.record_removed(len(slot.tokens))
             slot.sequence.restore(saved)
-        except (KVCacheFull, StateError) as error:
+        except (KVCacheFull, MemoryError, StateError, Unsupported) as error:
             _log.info("the state of %d tokens is not restored: %s", length, error)
             return len(slot.sequence)
         return length

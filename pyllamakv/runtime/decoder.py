@@ -80,6 +80,8 @@ class Decoder:
         #: Ids of the sequences that the last failed decode emptied, because the memory cannot
         #: return to an earlier position.
         self.emptied: tuple[int, ...] = ()
+        #: How many failed decodes emptied sequences.
+        self.emptyings = 0
         self._marks = 0
         #: When `_adapt_threads` is due.
         self._threads_due = 0.0 if adapt_threads else math.inf
@@ -288,7 +290,7 @@ class Decoder:
             if code:
                 with Uninterrupted():
                     self._outputs.begin()
-                    self.emptied = roll_back(self._context, ids, halfway=code != 1)
+                    self._roll_back(ids, halfway=code != 1)
                     undone = True
         except BaseException as error:
             try:
@@ -322,7 +324,11 @@ class Decoder:
         # not in the ledger. After a failed assertion, and in a closed library, calls are refused.
         with suppress(KvError):
             context.native.cancel(context.handle)  # a worker may still be decoding
-            self.emptied = roll_back(context, ids, halfway=True)
+            self._roll_back(ids, halfway=True)
+
+    def _roll_back(self, ids: Iterable[int], *, halfway: bool) -> None:
+        self.emptied = roll_back(self._context, ids, halfway=halfway)
+        self.emptyings += bool(self.emptied)
 
     def _record_batch(self, batch: BatchArrays) -> None:
         context, outputs = self._context, self._outputs

@@ -16,10 +16,23 @@ from pyllamakv.cache import allocation
 from pyllamakv.cache.checkpoints import CheckpointSchedule
 from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import Busy, KVCacheFull, PagingError, StateError, Unsupported
+from pyllamakv.cache.slot_cache import SlotCache
+from pyllamakv.errors import (
+    Busy,
+    Cancelled,
+    KVCacheFull,
+    NoKVSlot,
+    PagingError,
+    StateError,
+    Unsupported,
+)
+from pyllamakv.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
 
 
 def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
@@ -141,6 +154,51 @@ def test_a_prefill_begins_again_where_the_sequence_was_emptied(tmp_path: Path) -
     cache.check()
 
 
+def test_a_prompt_whose_state_cannot_be_restored_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window without free cells refuses a state, when a prompt is acquired and at its prefill."""
+    ctx = states(tmp_path)
+    cache = PrefixCache(ctx, paging="memory")
+    serve(cache, [3, 4, 5, 6])
+    cache.page_out([3, 4, 5, 6])
+
+    def refused(self: Sequence, saved: bytes) -> None:
+        raise StateError("the state has no free cells")
+
+    monkeypatch.setattr(Sequence, "restore", kit.ours(refused))
+    with cache.acquire([3, 4, 5, 6, 7]) as lease:
+        lease.prefill()
+        assert (lease.cached, lease.sequence.tokens) == (0, [3, 4, 5, 6, 7])
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda ctx: PrefixCache(ctx, entries=2, paging=0), lambda ctx: SlotCache(ctx, n_slots=2)],
+)
+def test_prefixes_that_a_cancel_emptied_are_not_reused_after_other_decodes(
+    tmp_path: Path, make: Callable[[Context], PrefixCache | SlotCache]
+) -> None:
+    """A later failure that empties nothing does not hide that others were emptied."""
+    ctx = states(tmp_path)
+    manager = make(ctx)
+    with manager.acquire([3, 4, 5, 6]) as lease:
+        lease.sequence.prefill([3, 4, 5, 6])
+    other = ctx.sequence()
+    ctx.native.fail_next.append(2)
+    with pytest.raises(Cancelled):
+        other.prefill([7, 8])
+    assert ctx.emptied
+    ctx.native.fail_next.append(1)
+    with pytest.raises(NoKVSlot):
+        other.prefill([7, 8])
+    assert not ctx.emptied
+    with manager.acquire([3, 4, 5, 6, 7]) as lease:
+        assert lease.cached == 0
+    manager.check()
+
+
 def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
     """Each finds a hole when it is acquired; at its decode, the hole is fragmented."""
     native = {"capabilities": ALL & ~Capability.DEFRAG_OPTIONS}
@@ -157,6 +215,13 @@ def test_prompts_competing_for_a_hole_are_both_decoded(tmp_path: Path) -> None:
         assert lease.sequence.tokens == [3 + len(lease.rest)] * len(lease.rest)
     assert ctx.kv.stats.used == 62
     cache.check()
+
+
+def states(tmp_path: Path) -> Context:
+    """Return a context with the memory of a recurrent model."""
+    ctx = kit.context(tmp_path, {"partial": False})
+    object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
+    return ctx
 
 
 def test_branch_with_an_unsaved_state_keeps_its_sequence(tmp_path: Path) -> None:
