@@ -654,6 +654,8 @@ class GenerationQueue:
         self._turns = count()
         #: `PrefixCache.cached_length`; not every manager has it.
         self._cached_length = getattr(manager, "cached_length", None)
+        #: `SlotCache.shares_leased`: otherwise, deferred prompts would find no common tokens.
+        self._shares_leased: bool = getattr(manager, "shares_leased", True)
         #: Totals: generations that were parked, and that were resumed.
         self.parks = self.resumes = 0
 
@@ -729,6 +731,8 @@ class GenerationQueue:
     def _defers(self, one: Generation) -> bool:
         """Return whether a generation waits, because an active one evaluates a prefix of it."""
         if one.parked is not None or one.all_tokens or one.deferred >= self.max_defer:
+            return False
+        if not self._shares_leased:
             return False
         if one.awaits is not None and _evaluates(*one.awaits):
             return True

@@ -196,6 +196,11 @@ class SlotCache(ClosedOnExit):
         )  # fmt: skip
         return lease
 
+    @property
+    def shares_leased(self) -> bool:
+        """Return whether a prompt may get tokens of a slot in use, or a state of its prompt."""
+        return self.policy == "best" or self.branches.tier is not None
+
     def cached_length(
         self,
         tokens: Iterable[int],

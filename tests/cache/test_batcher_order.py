@@ -70,6 +70,20 @@ def test_a_burst_evaluates_its_common_prefix_once(
     assert max(one.deferred for one in users) <= -(-len(COMMON) // batcher.n_batch) < MAX_DEFER
 
 
+@pytest.mark.parametrize(
+    ("memory", "reuses"), [(MemoryType.ATTENTION, False), (MemoryType.HYBRID, True)]
+)
+def test_prompts_are_deferred_over_slots_in_use_only_for_states(
+    tmp_path: Path, memory: MemoryType, reuses: bool
+) -> None:
+    """The policy "longest" shares no cells with slots in use, so waiting would be useless."""
+    ctx = context(tmp_path, memory, n_seq_max=9)
+    with SlotCache(ctx, policy="longest") as cache, Batcher(cache) as batcher:
+        users = burst(batcher)
+    assert (reused(users) >= 0.95) is reuses
+    assert (sum(one.deferred for one in users) > 0) is reuses
+
+
 def test_tasks_of_a_memory_with_states_are_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
