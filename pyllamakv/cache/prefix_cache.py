@@ -26,6 +26,7 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
     BudgetTooSmall,
     Closed,
+    NoSlotAvailable,
     PagingError,
     PromptTooLong,
     Unsupported,
@@ -312,7 +313,16 @@ class PrefixCache(ClosedOnExit):
         try:
             self._pin(name, key, secret)
         except Unsupported:
-            with self.acquire(key_to_tokens(key), salt=salt) as lease:
+            try:
+                lease = self.acquire(key_to_tokens(key), salt=salt)
+            except NoSlotAvailable as error:
+                n = len(key) // TOKEN_BYTES
+                msg = (
+                    f"no sequence is free to evaluate the {n} tokens of this pin again: release a "
+                    f"lease, or give their prompt checkpoints=[{n}], so that their state is kept"
+                )
+                raise NoSlotAvailable(msg, slots=error.slots) from error
+            with lease:
                 lease.prefill(logits=False)
             self._pin(name, key, secret)
 

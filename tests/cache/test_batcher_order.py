@@ -17,7 +17,13 @@ from pyllamakv.cache.async_batcher import AsyncBatcher
 from pyllamakv.cache.batcher import MAX_DEFER, Batcher
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
-from pyllamakv.errors import ArgumentTypeError, BudgetTooSmall, PromptTooLong, UsageError
+from pyllamakv.errors import (
+    ArgumentTypeError,
+    BudgetTooSmall,
+    NoSlotAvailable,
+    PromptTooLong,
+    UsageError,
+)
 from pyllamakv.scenarios import synthetic_models
 
 if TYPE_CHECKING:
@@ -312,6 +318,23 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
 
         asyncio.run(submit())
         assert batcher.stats().waiting == 0
+
+
+def test_a_pin_without_a_free_sequence_needs_a_checkpoint(tmp_path: Path) -> None:
+    """Its state cannot be evaluated again while all sequences are leased."""
+    ctx = context(tmp_path, MemoryType.HYBRID, n_seq_max=2)
+    with PrefixCache(ctx) as cache, Batcher(cache) as batcher:
+        for checkpoints in ([], [20]):
+            prompt = [3 + len(checkpoints), *COMMON[:60]]
+            batcher.submit(prompt, 8, stop_at_end=False, checkpoints=checkpoints)
+        for _ in range(4):
+            batcher.step()
+        with pytest.raises(NoSlotAvailable, match=r"checkpoints=\[20\]"):
+            cache.pin("without", [3, *COMMON[:19]])
+        cache.pin("with", [4, *COMMON[:19]])
+        batcher.run()
+        cache.check()
+    assert cache.pins.keys() == {"with"}
 
 
 @pytest.mark.parametrize("memory", [MemoryType.ATTENTION, MemoryType.SWA, MemoryType.HYBRID])
