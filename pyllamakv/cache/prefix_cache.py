@@ -127,9 +127,11 @@ class PrefixCache(ClosedOnExit):
         self.allocator = Allocator(context, self.branches, self.counts, self.stored)
         #: Maximum number of tokens of a sequence; None: no limit.
         self.max_sequence_tokens = self.allocator.max_sequence_tokens
-        self.leases = self.allocator.leases
+        self.leases: list[PrefixLease] = self.allocator.leases
         #: The states of unfinished prompts, which are used after a cancel.
-        self.backups = PrefillBackups(self.branches, lambda: self.leases, self.stored)
+        self.backups: PrefillBackups = PrefillBackups(
+            self.branches, lambda: self.leases, self.stored
+        )
         context.keepers.add(self)
 
     # Prompts...
