@@ -84,18 +84,20 @@ class TextFormat:
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self._id, "created": int(time.time()), "model": name}
 
-    def whole(self, completion: ActiveRequest) -> dict[str, Any]:
-        """Return the reply to a request without a stream."""
-        choices = [
-            {
-                "index": choice.index,
-                **self._content(choice.generation.text),
-                "logprobs": self._logprobs(choice.logprobs(), 0),
-                "finish_reason": choice.finish_reason,
-            }
-            for choice in completion.choices
-        ]
-        return {**self._head, "object": self.name, "choices": choices, "usage": completion.usage}
+    def whole(self, completion: ActiveRequest, choices: list[str]) -> bytes:
+        """Return the reply to a request without a stream, with its choices as JSON."""
+        fields = {**self._head, "object": self.name, "usage": completion.usage}
+        return f'{_compact(fields)[:-1]},"choices":[{",".join(choices)}]}}'.encode()
+
+    def choice(self, choice: Choice) -> str:
+        """Return a choice of a reply as JSON. Log-probabilities take time, up to seconds."""
+        fields = {
+            "index": choice.index,
+            **self._content(choice.generation.text),
+            "finish_reason": choice.finish_reason,
+        }
+        logprobs = self._logprobs(choice.logprobs(), 0)
+        return f'{_compact(fields)[:-1]},"logprobs":{_in_steps(logprobs)}}}'
 
     async def events(self, completion: ActiveRequest, *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream, with the numbers of tokens before the end on request."""
@@ -198,6 +200,17 @@ class ChatFormat(TextFormat):
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def _in_steps(found: dict[str, Any] | None) -> str:
+    """Write an object whose lists are long. Other threads run between their items."""
+    if found is None:
+        return "null"
+    texts = {
+        name: f"[{','.join(map(_compact, value))}]" if isinstance(value, list) else _compact(value)
+        for name, value in found.items()
+    }
+    return f"{{{','.join(f'{_compact(name)}:{text}' for name, text in texts.items())}}}"
 
 
 def _finite(value: float) -> float:

@@ -43,7 +43,7 @@ from pyllamakv.serve.engine import GenerationOptions, Tenant
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 
-    from pyllamakv.serve.engine import ActiveRequest, Engine
+    from pyllamakv.serve.engine import ActiveRequest, Choice, Engine
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -357,9 +357,20 @@ class Api:
             return EventStream(reply.events(completion, usage=usage), completion.close)
         try:
             await _unless_gone(request, completion.finish())
-            return JSONResponse(reply.whole(completion))
+            choices = await _unless_gone(request, self._written(completion, reply.choice))
+            return Response(reply.whole(completion, choices), media_type="application/json")
         finally:
             completion.close()
+
+    async def _written(
+        self, completion: ActiveRequest, write: Callable[[Choice], str]
+    ) -> list[str]:
+        """Return the choices of a reply; those with log-probabilities are written in threads."""
+        if not completion.reports:
+            return [write(choice) for choice in completion.choices]
+        return [
+            await self._engine.in_thread(partial(write, choice)) for choice in completion.choices
+        ]
 
 
 class EventStream:

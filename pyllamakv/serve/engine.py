@@ -45,6 +45,8 @@ LOG = logging.getLogger("pyllamakv.serve")
 _LONGEST_RETRY: Final = 60.0
 #: Maximum number of pinned prefixes.
 _MAX_PINS: Final = 100
+#: Maximum number of log-probabilities of a request, which are in memory until it is answered.
+_MAX_LOGPROBS: Final = 1_000_000
 #: Bytes of the longest token at least: some vocabularies drop white space around a token.
 _LEAST_LONGEST: Final = 16
 
@@ -216,9 +218,11 @@ class Engine:
         """Start the generations of a request; return when the first of each prompt has text.
 
         ``tokenize`` returns the tokens of ``n_prompts`` prompts. Raises NoSlotAvailable if the
-        queue is full, PromptTooLong and BudgetTooSmall for a prompt that can never fit, and the
-        errors of `Batcher.submit` and of a generation that fails at once. Nothing runs then.
+        queue is full, PromptTooLong and BudgetTooSmall for a prompt that can never fit, UsageError
+        for too many log-probabilities, and the errors of `Batcher.submit` and of a generation that
+        fails at once. Nothing runs then.
         """
+        self._check_logprobs(n_prompts * options.n, options)
 
         def prepare() -> tuple[list[list[int]], list[Sampler | SamplerParams]]:
             prompts = tokenize()
@@ -236,6 +240,22 @@ class Engine:
             made.close()
             raise
         return made
+
+    def _check_logprobs(self, n_texts: int, options: GenerationOptions) -> None:
+        """Raise UsageError if the texts of a request may have too many log-probabilities."""
+        if options.top_logprobs is None:
+            return
+        longest = self._longest_prompt
+        asked = options.max_tokens
+        tokens = longest if asked is None else min(asked, longest)
+        each = n_texts * (options.top_logprobs + 1)
+        if tokens * each > _MAX_LOGPROBS:
+            msg = (
+                f"{n_texts} texts of up to {tokens} tokens with {options.top_logprobs + 1} "
+                f"log-probabilities each exceed {_MAX_LOGPROBS}: send at most "
+                f"{_MAX_LOGPROBS // each} as max_tokens, or fewer top_logprobs"
+            )
+            raise UsageError(msg)
 
     async def _explained(self, error: NoKVSlot, tenant: Tenant) -> KvError:
         """Return the error of a prompt without cells: UsageError if pinned prefixes have them.
@@ -529,8 +549,7 @@ class ActiveRequest:
         sampler = self._samplers[index]
         prompt = self._prompts[index // self._options.n]
         generation = await self._engine.submit(prompt, self._options, sampler)
-        reports = self._options.top_logprobs is not None
-        logprobs = sampler.logprobs if reports and isinstance(sampler, Sampler) else None
+        logprobs = sampler.logprobs if self.reports and isinstance(sampler, Sampler) else None
         choice = Choice(index, generation, logprobs)
         # At once, because `close` cancels what is in the list.
         self.choices.append(choice)
@@ -566,6 +585,11 @@ class ActiveRequest:
         """Wait until all generations have ended. Raises the error of the first failure."""
         async for _ in self.texts():
             pass
+
+    @property
+    def reports(self) -> bool:
+        """Return whether log-probabilities were requested."""
+        return self._options.top_logprobs is not None
 
     @property
     def pending(self) -> int:

@@ -22,7 +22,7 @@ from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.errors import NativeError, PrefixStoreError
 from pyllamakv.serve.api_requests import ChatRequest, TextRequest
 from pyllamakv.serve.app import Api
-from pyllamakv.serve.engine import GenerationOptions
+from pyllamakv.serve.engine import Choice, GenerationOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,6 +78,68 @@ def test_a_stream_has_the_text_of_the_reply(tmp_path: Path, path: str) -> None:
             assert own[0]["delta"] == {"role": "assistant", "content": ""}
             text = "".join(each["delta"].get("content", "") for each in own)
             assert text == choice["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [(COMPLETE, {**HI, "logprobs": 2}), (CHAT, {**kit.CHAT, "logprobs": True, "top_logprobs": 2})],
+)
+def test_log_probabilities_are_written_outside_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, more: Any
+) -> None:
+    """Others are answered meanwhile; the reply has an entry for each token of each choice."""
+    served = kit.engine(tmp_path)
+    begun, goes = threading.Event(), threading.Event()
+    logprobs = Choice.logprobs
+
+    def slow(choice: Choice, start: int = 0) -> Any:
+        begun.set()
+        assert goes.wait(20), "the event loop was blocked"
+        return logprobs(choice, start)
+
+    monkeypatch.setattr(Choice, "logprobs", slow)
+
+    async def main(client: httpx.AsyncClient) -> Any:
+        task = asyncio.create_task(client.post(path, json={**more, "n": 2}))
+        await asyncio.to_thread(begun.wait, 60)
+        assert (await client.get("/health")).status_code == 200
+        goes.set()
+        return (await task).json()
+
+    reply = kit.run(served, main)
+    n = reply["usage"]["completion_tokens"] // 2
+    for choice in reply["choices"]:
+        found = choice["logprobs"]
+        if path == CHAT:
+            assert [len(each["top_logprobs"]) for each in found["content"]] == [2] * n
+            assert found["refusal"] is None
+        else:
+            assert [len(found[name]) for name in sorted(found)] == [n] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_request_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Without a limit of tokens, those up to the end of the context count."""
+    monkeypatch.setattr("pyllamakv.serve.engine._MAX_LOGPROBS", 2 * 8 * 3)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        for more, status in (
+            ({"n": 2, "logprobs": 2}, 200),
+            ({"n": 3, "logprobs": 2}, 400),
+            ({"prompt": ["Hi"] * 3, "logprobs": 2}, 400),
+            ({"n": 2, "logprobs": 3}, 400),
+            ({"max_tokens": 2**31 - 1, "logprobs": 0}, 400),
+            ({"n": 4}, 200),
+        ):
+            answer = await client.post(COMPLETE, json={**HI, "stream": stream, **more})
+            assert answer.status_code == status, (more, answer.text)
+            assert status == 200 or "max_tokens" in answer.json()["error"]["message"]
+        unlimited = {"messages": [MESSAGE], "logprobs": True}
+        assert (await client.post(CHAT, json=unlimited)).status_code == 400
+
+    kit.run(kit.engine(tmp_path), main)
 
 
 def test_several_prompts_and_choices_keep_their_order(tmp_path: Path) -> None:
