@@ -119,6 +119,18 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "Eviction",
         "unlimited",
     ),
+    "In recorded chats, `adaptive` reuses at least 1.4 times as much as LRU at 1 and 2 %": (
+        "Eviction",
+        "^mooncake_conversation, [12] %, `adaptive`",
+    ),
+    "In recorded chats, `adaptive` reuses at least 1.05 times as much as LRU at 5 %": (
+        "Eviction",
+        "^mooncake_conversation, 5 %, `adaptive`",
+    ),
+    "In larger caches, and in generated traffic, `adaptive` reuses about as much as LRU or more": (
+        "Eviction",
+        r"^(mooncake_conversation, \d0|(agents|shifting), \d+) %, `adaptive`",
+    ),
     "A known prefix of 1,000 tokens takes at most 5 % of the time of evaluating it": (
         "Peers",
         "over evaluating them",

@@ -92,3 +92,7 @@ def test_small_caches_of_a_trace_have_their_own_targets(
     found = {each.name: each for each in summary.read(path, Figure)}
     assert found["chats, 20 %, `adaptive` (default)"].target == ">= 1.4 x LRU"
     assert found["chats, 20 %, `adaptive` (default)"].met is False
+    generated = found["agents, 20 %, `adaptive` (default)"]
+    assert (generated.target, generated.met) == (">= 0.98 x LRU", True)
+    assert generated.value.endswith("of the bound")
+    assert generated.data["lru"] <= generated.data["bound"]
