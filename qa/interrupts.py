@@ -1,19 +1,24 @@
-"""Interrupt random operations by a signal, and check that nothing is lost, wrong or locked.
+"""Interrupt random operations by a signal, and check that nothing is lost, wrong, locked or leaked.
 
 A signal arrives after a random time, also before and after the operation. Its handler raises an
 exception that no code knows. Then every ledger must equal the cells, and a further token of each
-sequence must have the logits of a fresh evaluation. Each entry is a kind of memory of a release.
+sequence must have the logits of a fresh evaluation. Memory, file descriptors and threads must not
+grow over the run, as in `qa.leaks`. Each entry is a kind of memory of a release.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,22 +26,46 @@ import numpy as np
 import pyllamakv
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.errors import KvError, PartialRemovalRefused, StateError, Unsupported, Untestable
+from pyllamakv.home import home
 from pyllamakv.scenarios import synthetic_models
 from pyllamakv.source.releases import TEST_RELEASE
+from pyllamakv.traces import script, script_player
+from pyllamakv.traces.script_session import ScriptSession
+from qa import leaks
 from qa.entry import Entry, StressOptions, Tick, skipped_entry
+from qa.leaks import sampling
 
-#: Releases and kinds of memory, as models of `synthetic_models`.
 RELEASES: Final = (TEST_RELEASE, "0.3.16", "b4980", "b11549")
-MODELS: Final = ("bytes", "sliding", "recurrent", "hybrid")
-#: Number of interrupts of an entry without a time limit.
-INTERRUPTS: Final = 125
+#: Kind of memory -> its model of `synthetic_models`, here with a vocabulary, and its options.
+KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "bytes": ("bytes", {}),
+    "streams": ("bytes", {"kv_unified": False}),
+    "sliding": ("sliding", {}),
+    "full-window": ("sliding", {"swa_full": True}),
+    "recurrent": ("recurrent", {}),
+    "hybrid": ("hybrid", {}),
+}
+#: Number of interrupts in operations of an entry without a time limit.
+INTERRUPTS: Final = 300
 OPERATIONS: Final = (
-    *("decode", "prefill", "step_all", "advance", "batcher"),
-    *("fork", "trim", "shift", "restore"),
+    *("decode", "prefill", "step_all", "advance", "generate", "chat", "embed", "batcher"),
+    *("fork", "trim", "shift", "save", "restore", "run"),
 )
+#: Interrupts between two samples of memory and descriptors, and the bytes that each may add.
+SAMPLE: Final = 10
+LEAK: Final = leaks.LeakWorkload("", 0, 64)
 #: Maximum difference of a logit from a fresh evaluation, whose batches are different.
 TOLERANCE: Final = 1e-2
-N_CTX, N_BATCH, SEQUENCES = 1024, 256, 3
+N_CTX, N_BATCH, SEQUENCES = 1536, 256, 3
+#: Maximum tokens of a sequence.
+LENGTH: Final = 341
+TEMPLATE: Final = "{% for message in messages %}{{ message.content }}{% endfor %}"
+#: The script of `run`, without its context.
+SCRIPT: Final = (
+    {"op": "decode", "feed": {"0": 100, "1": 60}},
+    {"op": "advance", "seq": [0, 1], "steps": [[7, 8]] * 20},
+    {"op": "verify"},
+)
 
 
 class Interrupted(BaseException):
@@ -45,7 +74,7 @@ class Interrupted(BaseException):
 
 def names() -> tuple[str, ...]:
     """Return the names of all entries."""
-    return tuple(f"{release} {model}" for release in RELEASES for model in MODELS)
+    return tuple(f"{release} {kind}" for release in RELEASES for kind in KINDS)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
@@ -57,32 +86,42 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
 
 def entry(name: str, effort: StressOptions, tick: Tick) -> Entry:
     """Interrupt operations on one kind of memory."""
-    release, model = name.split()
+    release, kind = name.split()
+    shape, options = KINDS[kind]
     try:
         with (
             pyllamakv.open(f"{release}+patched") as library,
-            library.load_model(synthetic_models.model(model)) as loaded,
+            library.load_model(_with_vocabulary(shape)) as loaded,
         ):
-            found = Interrupts(loaded, effort.seed)
+            sampling.opened.append(library)  # whose log is emptied before each sample
+            found = Interrupts(loaded, effort.seed, options)
             end = time.monotonic() + effort.seconds
-            while time.monotonic() < end and (effort.operations or found.total < INTERRUPTS):
+            while time.monotonic() < end and (effort.operations or found.hits < INTERRUPTS):
                 found.one()
-                tick(f"{name}: {found.total} interrupts")
+                tick(f"{name}: {found.hits} interrupts in operations")
             found.close()
     except (KvError, Untestable) as error:
         return skipped_entry("interrupts", name, f"not run: {error}")
+    finally:
+        sampling.opened.clear()
+    grown = leaks.evaluate(name, LEAK, found.samples, effort.seed)
+    row = {"interrupts": f"{found.total:,}", "in an operation": f"{found.hits:,}"}
+    row |= {"checked logits": f"{found.checked:,}"}
+    row |= {what: text for what, text in grown.row.items() if what != "operations"}
     return Entry(
         "interrupts",
         name,
-        {
-            "interrupts": f"{found.total:,}",
-            "in an operation": f"{sum(found.struck.values()):,}",
-            "checked logits": f"{found.checked:,}",
-        },
-        tuple(found.defects),
+        row,
+        (*found.defects, *grown.defects),
         effort.seed,
         {"struck": dict(found.struck), "seconds": round(sum(found.latencies), 3)},
     )
+
+
+def _with_vocabulary(name: str) -> Path:
+    """Return the path of a model of `synthetic_models`, with a token per byte."""
+    shape = replace(synthetic_models.SHAPES[name], name=f"{name}-bytes", n_vocab=320, vocab="bytes")
+    return synthetic_models.generate(shape, home() / "models")
 
 
 @contextmanager
@@ -124,15 +163,21 @@ def signalled(delay: float) -> Iterator[list[float]]:
 class Interrupts:
     """Random operations on a context of a model, each with a signal at a random time."""
 
-    def __init__(self, model: pyllamakv.Model, seed: int) -> None:
+    def __init__(
+        self, model: pyllamakv.Model, seed: int, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.model, self.random = model, random.Random(seed)
-        self.context = model.context(n_ctx=N_CTX, n_batch=N_BATCH, n_seq_max=SEQUENCES, n_threads=1)
-        self.batches = model.context(n_ctx=N_CTX, n_batch=N_BATCH, n_seq_max=SEQUENCES, n_threads=1)
-        self.fresh = model.context(n_ctx=N_CTX, n_batch=N_BATCH, n_threads=1)
+        new = partial(model.context, n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_BATCH, n_threads=1)
+        self.options = dict(options or {})
+        self.context = new(n_seq_max=SEQUENCES, **self.options)
+        self.batches = new(n_seq_max=SEQUENCES, **self.options)
+        self.pooled = new(embeddings=True, pooling="mean")
+        self.fresh = new()
         #: Whether a token takes one cell of one cache.
         self.counts = self.context.info.memory is MemoryType.ATTENTION
         self.prompts = [self._tokens(n) for n in (40, 300, 90)]
         self.expected: list[Any] = []
+        self.vector: Any = None
         self._finish: Callable[[], None] | None = None
         self.sampler = model.sampler(temperature=0.0)
         self.sequences = [self.context.sequence() for _ in range(SEQUENCES)]
@@ -140,6 +185,8 @@ class Interrupts:
         #: Number of interrupted operations, by name.
         self.struck: Counter[str] = Counter()
         self.latencies: list[float] = []
+        #: Memory and descriptors after a number of interrupts in operations.
+        self.samples: list[dict[str, int]] = []
         self.defects: list[str] = []
         #: Usual seconds of an operation.
         self._usual: dict[str, float] = {}
@@ -149,8 +196,13 @@ class Interrupts:
     def close(self) -> None:
         """Close the contexts."""
         self.sampler.close()
-        for each in (self.context, self.batches, self.fresh):
+        for each in (self.context, self.batches, self.pooled, self.fresh):
             each.close()  # raises Busy if an operation still has one
+
+    @property
+    def hits(self) -> int:
+        """Return the number of interrupted operations."""
+        return sum(self.struck.values())
 
     def one(self) -> None:
         """Run one operation with a signal, and check the cells and the logits."""
@@ -174,6 +226,15 @@ class Interrupts:
             self.struck[name] += 1
             self.latencies.append(ended - sent[0])
         self._check(name)
+        if not self.samples or self.hits >= self.samples[-1]["count"] + SAMPLE:
+            self._sample()
+
+    def _sample(self) -> None:
+        """Sample memory and descriptors of empty sequences, beside a process for templates."""
+        for each in self.sequences:
+            each.remove()
+        self.model.apply_chat_template([{"role": "user", "content": "a"}], template=TEMPLATE)
+        self.samples.append(sampling.sample(self.hits))
 
     # The operations...
 
@@ -182,7 +243,7 @@ class Interrupts:
 
     def _sequence(self, room: int) -> pyllamakv.Sequence:
         one = self.random.choice(self.sequences)
-        if len(one) + room > N_CTX // SEQUENCES - 16:
+        if len(one) + room > LENGTH - 16:
             one.remove()
         return one
 
@@ -196,7 +257,7 @@ class Interrupts:
 
     def _step_all(self) -> Callable[[], object]:
         for each in self.sequences:
-            if len(each) > N_CTX // SEQUENCES - 40:
+            if len(each) > LENGTH - 40:
                 each.remove()
 
         def steps() -> None:
@@ -208,10 +269,54 @@ class Interrupts:
     def _advance(self) -> Callable[[], object]:
         those = self.sequences[: self.random.randrange(1, SEQUENCES + 1)]
         for each in those:
-            if len(each) > N_CTX // SEQUENCES - 80:
+            if len(each) > LENGTH - 80:
                 each.remove()
         tokens = self._tokens(len(those))
         return lambda: self.context.advance(those, tokens, 60, self.sampler)
+
+    def _generate(self) -> Callable[[], object]:
+        one, tokens = self._sequence(60), self._tokens(30)
+
+        def generate() -> None:
+            one.prefill(tokens)
+            for _ in one.generate(24, self.sampler, stop_at_end=False):
+                pass
+
+        return generate
+
+    def _chat(self) -> Callable[[], object]:
+        one = self._sequence(LENGTH)  # an empty one
+        text = "".join(self.random.choices("abcdefgh", k=120))
+
+        def chat() -> None:
+            words = [{"role": "user", "content": text}]
+            for _ in self.context.chat(words, 24, sequence=one, template=TEMPLATE):
+                pass
+
+        return chat
+
+    def _embed(self) -> Callable[[], object]:
+        def finish() -> None:
+            vector = self.pooled.embed([self.prompts[0]])
+            if self.vector is None:
+                self.vector = vector
+            distance = float(np.abs(vector - self.vector).max())
+            if distance > TOLERANCE:
+                self.defects.append(f"embed: an embedding is off by {distance:.3g}")
+
+        self._finish = finish
+        tokens = [self._tokens(200) for _ in range(2)]
+        return lambda: self.pooled.embed(tokens)
+
+    def _run(self) -> Callable[[], object]:
+        """Play a script in this process, which `pyllamakv run` does in a worker."""
+        native, path = self.model.native, self.model.path
+        session = ScriptSession(native, file=path, loaded={str(path): self.model.handle})
+        words = {"op": "context", "n_ctx": 512, "n_seq_max": 4, "n_threads": 1}
+        lines = list(script.parse(map(json.dumps, (words, *SCRIPT))))
+        script_player.play(lines[:1], session)
+        self._finish = session.close
+        return lambda: script_player.play(lines[1:], session)
 
     def _fork(self) -> Callable[[], object]:
         one, two = self.random.sample(self.sequences, 2)
@@ -241,6 +346,15 @@ class Interrupts:
                 one.shift(None, None, delta, allow_shared=True)
 
         return shift
+
+    def _save(self) -> Callable[[], object]:
+        one, two = self.random.sample(self.sequences, 2)
+
+        def save() -> None:
+            for _ in range(5):
+                two.restore(one.save())
+
+        return save
 
     def _restore(self) -> Callable[[], object]:
         one, two = self.random.sample(self.sequences, 2)
@@ -276,7 +390,7 @@ class Interrupts:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        for context in (self.context, self.batches):
+        for context in (self.context, self.batches, self.pooled):
             self._check_cells(operation, context)
         self._compare(operation)
 
@@ -290,16 +404,17 @@ class Interrupts:
                     f"{operation}: the cells of sequence {number} end at {last}, its ledger at "
                     f"{ledger.next - 1}"
                 )
-        used = {mark for ledger in context.ledgers for mark in ledger.marks}
-        if self.counts and context.kv.stats.used != len(used):
-            self.defects.append(f"{operation}: {context.kv.stats.used} cells for {len(used)} marks")
+        marks = [mark for ledger in context.ledgers for mark in ledger.marks]
+        used = len(set(marks) if context.shares else marks)
+        if self.counts and context.kv.stats.used != used:
+            self.defects.append(f"{operation}: {context.kv.stats.used} cells for {used} marks")
 
     def _compare(self, operation: str) -> None:
         """Compare the next token of each sequence with a fresh evaluation."""
         for each in self.sequences:
             if each.ledger.moved:
                 each.remove()  # has rotated keys, unlike a fresh evaluation
-            if not len(each) or len(each) >= N_CTX // SEQUENCES:
+            if not len(each) or len(each) >= LENGTH:
                 continue
             tokens = [*each.tokens, 5]
             each.step(5)

@@ -254,9 +254,9 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "Linux only; faults in file system calls of one process tree",
     ),
     "interrupts": (
-        "A signal in any operation loses no token and leaves no cell",
-        "interrupts",
-        "interrupts",
+        "A signal in any operation loses no token, and leaves no cell, memory or descriptor",
+        "in an operation",
+        "interrupted operations",
         "generated models; the signals of one handler, which raises",
     ),
     "sanitizers": (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 import runtime_kit as kit
+from native_kit import built
 
 from qa import interrupts
+from qa.entry import StressOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +49,30 @@ def test_lost_cells_and_wrong_tokens_are_defects(tmp_path: Path) -> None:
     run._check("wrong")
     assert any("logits are off" in each for each in run.defects)
     run.close()
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_memory_that_grows_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor and some memory per interrupted operation are found; without them, nothing."""
+    monkeypatch.setattr(interrupts, "INTERRUPTS", 100)
+    name, effort = f"{interrupts.TEST_RELEASE} bytes", StressOptions(seconds=60)
+    built(f"{interrupts.TEST_RELEASE}+patched")
+    good = interrupts.entry(name, effort, lambda _: None)
+    assert good.defects == ()
+    assert int(good.row["in an operation"]) >= 100
+    kept: list[object] = []
+    check = interrupts.Interrupts._check
+
+    def leaking(run: interrupts.Interrupts, operation: str) -> None:
+        kept.append((os.dup(0), bytearray(1 << 16)))
+        check(run, operation)
+
+    monkeypatch.setattr(interrupts.Interrupts, "_check", leaking)
+    try:
+        bad = interrupts.entry(name, effort, lambda _: None)
+    finally:
+        for descriptor, _ in kept:
+            os.close(descriptor)
+    assert any("heap memory grows" in each for each in bad.defects)
+    assert any("fds grow" in each for each in bad.defects)
