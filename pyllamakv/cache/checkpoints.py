@@ -184,11 +184,11 @@ def why_no_rewind(sequence: Sequence, position: int) -> str | None:
 
 def why_no_gap_removal(sequence: Sequence, begin: int, end: int) -> str | None:
     """Return why positions from ``end`` cannot move to ``begin``, or None."""
-    info = sequence.context.info
+    context, info = sequence.context, sequence.context.info
     if info.memory.keeps_states or info.can_remove_partly is False:
         return "this memory stores one state per sequence, which cannot be removed in part"
     if not info.can_shift:
-        return shift_refusal(sequence.context)
+        return shift_refusal(context.model, context.params, info)
     return _window(sequence, sequence.ledger.without(begin, end))
 
 

@@ -88,7 +88,8 @@ def identity(context: Context, *, accept_unverified_model: bool = False) -> dict
         found["cells"] = f"{info.n_ctx} for {info.n_seq_max} sequences"
     applied = adapter.digest(tuple(context.adapters.items()))
     found |= {"adapters": applied} if applied else {}
-    return found | {name: str(value) for name, value in state.shape(context).items()}
+    shape = state.shape(model, context.params, info)
+    return found | {name: str(value) for name, value in shape.items()}
 
 
 def _build(variant: str) -> str:

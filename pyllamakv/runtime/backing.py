@@ -165,13 +165,13 @@ def _kept_for(model: ModelParts, path: Path, adapters: AdapterScales, *, accept:
     return here if verified or with_adapters != applied else there
 
 
-def read(context: ContextParts) -> KVMemory:
+def read(native: Native, handle: ContextHandle) -> KVMemory:
     """Return the memory of the cache. The caller holds the context's lock."""
     # The environment may have selected another backing.
     try:
-        raw = context.native.mapping(context.handle)
+        raw = native.mapping(handle)
     except Unsupported:
-        cells = [raw.info for raw in _cells(context.native, context.handle)]
+        cells = [raw.info for raw in _cells(native, handle)]
         return KVMemory(Backing.HEAP, sum(each.bytes_k + each.bytes_v for each in cells), None)
     info = raw.info
     sums: dict[tuple[int, int], list[int]] = {}

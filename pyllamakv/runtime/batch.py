@@ -405,7 +405,7 @@ def _check_positions(context: ContextParts, batch: BatchArrays) -> None:
         )
         raise UsageError(msg)
     for owners in sorted(shared):
-        swa.check_shared(context, owners)
+        swa.check_shared(context.native, context.handle, context.info, owners)
 
 
 def positions_and_sequences(batch: BatchArrays) -> Iterable[tuple[int, list[int]]]:

@@ -19,6 +19,8 @@ from pyllamakv.runtime import swa
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pyllamakv.binding.protocol import ContextHandle, ContextInfo, Native
+    from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.parts import ContextParts
     from pyllamakv.runtime.snapshot import Snapshot
 
@@ -42,7 +44,14 @@ def failure(
     if snapshot is None or not snapshot.streams:
         msg = f"no slot for {n} tokens, for an unknown reason in this build; {kept}"
         return NoKVSlot(msg, cause="other", n_tokens=n)
-    cause, text = _cause(snapshot, n, Counter(ids), context)
+    cause, text = _cause(
+        snapshot,
+        n,
+        Counter(ids),
+        context.info,
+        kept,
+        stream_per_sequence=context.stream_per_sequence,
+    )
     return NoKVSlot(text, cause=cause, n_tokens=n, stats=snapshot.stats)
 
 
@@ -66,35 +75,40 @@ def check_length(context: ContextParts, n_tokens: int) -> None:
 
 
 def _cause(
-    snapshot: Snapshot, n: int, counts: Counter[int], context: ContextParts
+    snapshot: Snapshot,
+    n: int,
+    counts: Counter[int],
+    info: ContextInfo,
+    kept: str,
+    *,
+    stream_per_sequence: bool,
 ) -> tuple[str, str]:
+    """Return the cause of NoKVSlot and its message, which ends with ``kept``."""
     stats = snapshot.stats
     numbers = (
         f"{n} tokens, {stats.free} of {stats.size} cells free in {stats.holes} holes, "
         f"the largest of {stats.largest_hole}"
     )
     full = stats.free < n
-    if context.stream_per_sequence:
+    if stream_per_sequence:
         # Each sequence has its own cells; the number of its stream is its id.
         free = {each.stream: each.stats.free for each in snapshot.streams if not each.swa}
         full = any(free.get(each, k) < k for each, k in counts.items())
     if full:
         return "full", (
             f"the KV cache is full: {numbers}; remove tokens, or create the context with a larger "
-            f"n_ctx; {_outcome(context.emptied)}"
+            f"n_ctx; {kept}"
         )
-    wanted = counts if context.stream_per_sequence else n
-    behind = swa.full_reason(snapshot, context.info.n_swa, wanted)
+    wanted = counts if stream_per_sequence else n
+    behind = swa.full_reason(snapshot, info.n_swa, wanted)
     if behind:
         return "full", (
             f"the KV cache is full: {numbers}, but {behind}; remove one of the sequences that "
-            f"share tokens, or make the context with swa_full=True; {_outcome(context.emptied)}"
+            f"share tokens, or make the context with swa_full=True; {kept}"
         )
-    if context.info.contiguous_slots is not False and stats.holes > 1:
-        hint = "kv.defrag() and decode again" if context.info.defrag else "remove more tokens"
-        return "fragmented", (
-            f"the KV cache is fragmented: {numbers}; {hint}; {_outcome(context.emptied)}"
-        )
+    if info.contiguous_slots is not False and stats.holes > 1:
+        hint = "kv.defrag() and decode again" if info.defrag else "remove more tokens"
+        return "fragmented", f"the KV cache is fragmented: {numbers}; {hint}; {kept}"
     return "other", f"no cells were found although there are enough: {numbers}"
 
 
@@ -112,14 +126,16 @@ def roll_back(
     if context.info.memory is MemoryType.NONE:
         return ()
     if halfway and context.guard and context.info.memory.keeps_states:
-        return _empty_all(context)
+        return _empty_all(context.native, context.handle, context.ledgers)
+    n_swa, kv = context.info.n_swa, context.kv
     for each in sorted(set(sequences)) if context.guard else ():
         ledger = context.ledgers[each]
         try:
             kept = True
             if context.native.seq_pos_max(context.handle, each) >= ledger.next:
                 kept = context.native.seq_rm(context.handle, each, ledger.next, -1)
-            if not kept or swa.first_missing_position(context, each, ledger.positions) is not None:
+            kept = kept and swa.first_missing_position(n_swa, kv, each, ledger.positions) is None
+            if not kept:
                 context.native.seq_rm(context.handle, each, -1, -1)
                 ledger.clear()
                 emptied.append(each)
@@ -128,15 +144,17 @@ def roll_back(
     return tuple(emptied)
 
 
-def _empty_all(context: ContextParts) -> tuple[int, ...]:
+def _empty_all(
+    native: Native, handle: ContextHandle, ledgers: tuple[Ledger, ...]
+) -> tuple[int, ...]:
     """Empty a whole context, and return the sequences that had anything."""
-    emptied = [number for number, ledger in enumerate(context.ledgers) if len(ledger)]
+    emptied = [number for number, ledger in enumerate(ledgers) if len(ledger)]
     try:
         # Not one by one, because some releases cannot start a state in place of a removed one.
-        context.native.clear(context.handle, True)
+        native.clear(handle, True)
     except WorkerDied:
         return ()
-    for ledger in context.ledgers:
+    for ledger in ledgers:
         ledger.clear()
     return tuple(emptied)
 

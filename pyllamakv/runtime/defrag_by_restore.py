@@ -15,7 +15,8 @@ from pyllamakv.errors import NativeError, StateError, Unsupported, WorkerDied
 from pyllamakv.runtime import state, state_parser
 
 if TYPE_CHECKING:
-    from pyllamakv.runtime.parts import ContextParts
+    from pyllamakv.binding.protocol import ContextHandle, Native
+    from pyllamakv.runtime.parts import Cells, ContextParts
     from pyllamakv.runtime.snapshot import Snapshot
 
 
@@ -35,7 +36,7 @@ def repack(context: ContextParts, before: Snapshot) -> RestoreDefragReport:
     error has the lost sequences. Other exceptions, such as Ctrl-C, are raised after all sequences
     were restored.
     """
-    _check(context, before)
+    _check(context.native, context.guard, before)
     held: dict[int, bytes] = {}
     try:
         return _rounds(context, before, held)
@@ -63,10 +64,10 @@ def _rounds(context: ContextParts, before: Snapshot, held: dict[int, bytes]) -> 
                 _check_whole(now, n, raw)
         held |= new
         rounds += 1
-        if _exchange(context, held, alone=numbers is everything):
+        if _exchange(context.native, context.handle, held, alone=numbers is everything):
             written += sum(map(len, held.values()))
             held.clear()
-        now = _read(context)
+        now = _read(context.kv)
     if held:
         raise _failure(context, held)
     return RestoreDefragReport(written, rounds)
@@ -76,9 +77,9 @@ def _put_back(context: ContextParts, everything: list[int], held: dict[int, byte
     """Restore the removed sequences. A further Ctrl-C restarts this; the first is raised later."""
     while held:
         try:
-            if not _exchange(context, held, alone=False):
+            if not _exchange(context.native, context.handle, held, alone=False):
                 held |= _saved(context, everything, held)
-                if not _exchange(context, held, alone=True):
+                if not _exchange(context.native, context.handle, held, alone=True):
                     raise _failure(context, held)
             held.clear()
         except KeyboardInterrupt:
@@ -90,10 +91,10 @@ def is_compact(snapshot: Snapshot) -> bool:
     return all(each.stats.used_max_p1 == each.stats.used for each in snapshot.streams)
 
 
-def _check(context: ContextParts, before: Snapshot) -> None:
-    if Capability.STATES not in context.native.about.capabilities:
+def _check(native: Native, guard: bool, before: Snapshot) -> None:
+    if Capability.STATES not in native.about.capabilities:
         raise _refusal("this build can neither move nor save it")
-    if not context.guard:
+    if not guard:
         raise _refusal("guard='off' disables everything that the library does not do itself")
     if before.stats.shared:
         raise _refusal(
@@ -143,9 +144,10 @@ def _saved(context: ContextParts, numbers: list[int], held: dict[int, bytes]) ->
         raise _failure(context, held) from error
 
 
-def _exchange(context: ContextParts, states: dict[int, bytes], *, alone: bool) -> bool:
+def _exchange(
+    native: Native, handle: ContextHandle, states: dict[int, bytes], *, alone: bool
+) -> bool:
     """Remove sequences and write them back, ``alone`` in the cache; False when one is refused."""
-    native, handle = context.native, context.handle
     try:
         if alone:
             # Only an empty cache is filled starting at its first cell in every release.
@@ -176,8 +178,8 @@ def _failure(context: ContextParts, held: dict[int, bytes]) -> StateError:
     return StateError(msg, saved=saved)
 
 
-def _read(context: ContextParts) -> Snapshot:
-    found = context.kv.try_snapshot()
+def _read(kv: Cells) -> Snapshot:
+    found = kv.try_snapshot()
     assert found is not None
     return found
 

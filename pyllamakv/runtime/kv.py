@@ -107,7 +107,7 @@ class KV(NotCopied, PublicDir):
     def memory(self) -> KVMemory:
         """Return the memory of the cache: reserved, committed, on disk, and per layer."""
         with self._context.lock:
-            return backing.read(self._context)
+            return backing.read(self._context.native, self._context.handle)
 
     def trim(self) -> int:
         """Return the memory above the last used cell to the system; return the number of bytes.

@@ -38,7 +38,7 @@ def reserve(context: Context, *, fill_cache: bool = False) -> None:
     try:
         with context.lock:
             _warm(context)
-            for batch in _largest(_piece(context), context.info.n_seq_max):
+            for batch in _largest(_piece(context.info, context.partitions), context.info.n_seq_max):
                 _allocate(context, batch)
             if fill_cache:
                 _fill(context)
@@ -97,8 +97,8 @@ def _largest(n: int, n_seqs: int) -> list[Batch]:
     return found
 
 
-def _piece(context: Context) -> int:
-    return min(context.info.n_batch, context.info.n_ctx // context.partitions)
+def _piece(info: ContextInfo, partitions: int) -> int:
+    return min(info.n_batch, info.n_ctx // partitions)
 
 
 def _allocate(context: Context, batch: Batch) -> None:
@@ -119,7 +119,8 @@ def _allocate(context: Context, batch: Batch) -> None:
 
 
 def _fill(context: Context) -> None:
-    share, piece = context.info.n_ctx // context.partitions, _piece(context)
+    share = context.info.n_ctx // context.partitions
+    piece = _piece(context.info, context.partitions)
     for stream in range(context.partitions):
         for start in range(0, share, piece):
             n = min(piece, share - start)

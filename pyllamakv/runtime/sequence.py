@@ -28,12 +28,13 @@ from pyllamakv.runtime.ledger import POSITION_LIMIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pyllamakv.binding.protocol import SamplerParams
+    from pyllamakv.binding.protocol import ContextInfo, ContextParams, SamplerParams
     from pyllamakv.runtime.batch import LogitsChoice
     from pyllamakv.runtime.context import Context
     from pyllamakv.runtime.generated_text import TextStream
     from pyllamakv.runtime.ledger import Ledger
     from pyllamakv.runtime.logits import Embedding, Logits
+    from pyllamakv.runtime.parts import ModelParts
     from pyllamakv.runtime.sampler import TokenSampler
 
 #: Metadata key of models with several positions per token, by architecture.
@@ -390,7 +391,8 @@ class Sequence(ClosedOnExit):
 
     def _check_shift(self, p0: int | None, p1: int | None, allow_shared: bool) -> None:
         if not self.context.info.can_shift:
-            raise Unsupported(shift_refusal(self.context), "shift")
+            why = shift_refusal(self.context.model, self.context.params, self.context.info)
+            raise Unsupported(why, "shift")
         if (allow_shared and not self.context.stream_per_sequence) or not self.context.guard:
             return
         others = self.ledger.shared_with(enumerate(self.context.ledgers), p0, p1)
@@ -506,15 +508,15 @@ def _share_span(sequence: Sequence, other: Sequence, p0: int | None, p1: int | N
         return end - start
 
 
-def shift_refusal(context: Context) -> str:
+def shift_refusal(model: ModelParts, params: ContextParams, info: ContextInfo) -> str:
     """Return why a context whose ``info.can_shift`` is False cannot shift positions."""
-    keys = number_type(context.params.type_k)
+    keys = number_type(params.type_k)
     why = "llama.cpp cannot rotate the keys of this model"
-    if context.info.memory is MemoryType.NONE:
+    if info.memory is MemoryType.NONE:
         why = "the model has no memory"
     elif keys.name == "bf16" or keys.quantized:
         why = f"this release cannot rotate keys of type {keys.name}; create it with type_k='f16'"
-    elif context.model.meta(_SECTIONS.format(context.model.file.architecture)) is not None:
+    elif model.meta(_SECTIONS.format(model.file.architecture)) is not None:
         why = "a token of this model has several positions"
     return f"the memory of this context cannot shift positions: {why}"
 

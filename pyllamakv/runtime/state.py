@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pyllamakv.binding.protocol import ContextInfo
+    from pyllamakv.binding.protocol import ContextInfo, ContextParams
     from pyllamakv.runtime.ledger import Ledger
-    from pyllamakv.runtime.parts import ContextParts, SequenceParts
+    from pyllamakv.runtime.parts import Cells, ContextParts, ModelParts, SequenceParts
 
 LOG = logging.getLogger("pyllamakv.runtime")
 
@@ -59,7 +59,7 @@ def save(sequence: SequenceParts, *, portable: bool) -> bytes:
     """Return a sequence as bytes; `Sequence.save` describes it."""
     context = sequence.context
     sequence.check(context)
-    identity = _identity(context) if portable else {}
+    identity = _identity(context.model, context.adapters) if portable else {}
     if "unverified" in identity:
         LOG.warning("a saved sequence is of an unverified model: %s", identity["unverified"])
     with context.lock:
@@ -83,7 +83,9 @@ def pack(
     tokens = np.array(ledger.tokens, dtype="<i4").tobytes()
     positions = np.array(ledger.positions, dtype="<i4").tobytes()
     applied = {"adapters": _UNVERIFIED if context.adapters_key else ""}
-    fits = {**shape(context), **applied, **identity, "origin": _origin(context)}
+    origin = _origin(context.model, context.adapters_key)
+    own = shape(context.model, context.params, context.info)
+    fits = {**own, **applied, **identity, "origin": origin}
     about = {"fits": fits, "tokens": len(ledger), "exact": ledger.first_moved}
     head = json.dumps(about, sort_keys=True).encode()
     body = b"".join((head, tokens, positions, raw))
@@ -125,13 +127,14 @@ def restore(sequence: SequenceParts, saved: bytes, *, accept_unverified_model: b
 
 def _check_fits(context: ContextParts, fits: dict[str, Any], *, accept: bool) -> None:
     """Raise StateForeign unless a save is of this model, cache type and these adapters."""
-    here: dict[str, Any] = shape(context)
+    model = context.model
+    here = shape(model, context.params, context.info)
     wrong = [key for key in here if fits.get(key) != here[key]]
     if wrong:
         shown = ", ".join(f"{key} {fits.get(key)} (here {here[key]})" for key in wrong)
         msg = f"this saved sequence belongs to another model or cache: {shown}; nothing was changed"
         raise StateForeign(msg, wrong)
-    if fits.get("origin") == _origin(context):
+    if fits.get("origin") == _origin(model, context.adapters_key):
         return
     applied, there = _adapters(context.adapters), fits.get("adapters", "")
     if there != applied or applied == _UNVERIFIED:
@@ -145,7 +148,7 @@ def _check_fits(context: ContextParts, fits: dict[str, Any], *, accept: bool) ->
     known = is_digest(there)
     if accept and not known:
         return
-    own, path = _identity(context), context.model.path
+    own, path = _identity(model, context.adapters), model.path
     if known and there == own["digest"]:
         return
     if known and is_digest(own["digest"]):
@@ -205,7 +208,7 @@ def _load(sequence: SequenceParts, content: SavedSequence) -> None:
     together = room is None or room[1] >= needed
     try:
         if _place(sequence, content.raw, together=together) and (
-            not counts or _positions(context, sequence.id) == content.positions.tolist()
+            not counts or _positions(context.kv, sequence.id) == content.positions.tolist()
         ):
             return
     except WorkerDied:
@@ -252,7 +255,7 @@ def load_parts(
                     raise StateError(_REFUSED)
                 native.seq_cp(context.handle, spare.id, sequence.id, -1, -1)
                 native.seq_rm(context.handle, spare.id, -1, -1)
-            if _positions(context, sequence.id) != content.positions.tolist():
+            if _positions(context.kv, sequence.id) != content.positions.tolist():
                 raise StateError(_REFUSED)
         except WorkerDied:
             raise
@@ -328,9 +331,9 @@ def _cells(content: SavedSequence) -> int:
         return 0
 
 
-def _positions(context: ContextParts, number: int) -> list[int]:
+def _positions(kv: Cells, number: int) -> list[int]:
     """Return the positions of a sequence in the cells, except those outside a window."""
-    snapshot = context.kv.try_snapshot()
+    snapshot = kv.try_snapshot()
     streams = () if snapshot is None else (each for each in snapshot.streams if not each.swa)
     return sorted(pos for each in streams for pos in each.pos[each.has(number)].tolist())
 
@@ -348,16 +351,16 @@ def _room(snapshot: Snapshot, number: int) -> tuple[int, int]:
     return free, largest
 
 
-def _origin(context: ContextParts) -> list[str]:
+def _origin(model: ModelParts, adapters_key: str) -> list[str]:
     """Return what identifies model and adapters within the process, without reading their files."""
-    return [context.model.origin, context.adapters_key]
+    return [model.origin, adapters_key]
 
 
-def _identity(context: ContextParts) -> dict[str, str]:
+def _identity(model: ModelParts, adapters: Mapping[Any, float]) -> dict[str, str]:
     """Return the digests of model and adapters; with the reason, if the model is unverified."""
-    found = {"digest": "", "adapters": _adapters(context.adapters)}
+    found = {"digest": "", "adapters": _adapters(adapters)}
     try:
-        found["digest"] = context.model.digest()
+        found["digest"] = model.digest()
     except ModelUnverified as error:
         found["unverified"] = str(error)
     return found
@@ -372,16 +375,15 @@ def _adapters(adapters: Mapping[Any, float]) -> str:
         return _UNVERIFIED
 
 
-def shape(context: ContextParts) -> dict[str, Any]:
+def shape(model: ModelParts, params: ContextParams, info: ContextInfo) -> dict[str, Any]:
     """Return what a save and a context must have in common besides the content of the model."""
-    info, params = context.model.info, context.params
     return {
-        "n_vocab": info.n_vocab,
-        "n_embd": info.n_embd,
-        "n_layer": info.n_layer,
-        "n_head_kv": info.n_head_kv,
-        "n_params": info.n_params,
+        "n_vocab": model.info.n_vocab,
+        "n_embd": model.info.n_embd,
+        "n_layer": model.info.n_layer,
+        "n_head_kv": model.info.n_head_kv,
+        "n_params": model.info.n_params,
         "type_k": params.type_k,
         "type_v": params.type_v,
-        "v_transposed": context.info.v_transposed,
+        "v_transposed": info.v_transposed,
     }

@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Sequence as Positions
 
-    from pyllamakv.runtime.parts import ContextParts
+    from pyllamakv.binding.protocol import ContextHandle, ContextInfo, Native
+    from pyllamakv.runtime.parts import Cells, ContextParts
     from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 
 def first_missing_position(
-    context: ContextParts, number: int, positions: Positions[int]
+    n_swa: int, kv: Cells, number: int, positions: Positions[int]
 ) -> int | None:
     """Return the first position that is missing in a sequence's window, or None.
 
     The caller holds the context's lock. ``positions`` are those of the sequence, present or
     intended, in order.
     """
-    window = context.info.n_swa
-    if not window or not positions:
+    if not n_swa or not positions:
         return None
-    snapshot = context.kv.try_snapshot()
+    snapshot = kv.try_snapshot()
     if snapshot is None:
         return None
     there: set[int] = set()
     for cells in snapshot.streams:
         if cells.swa:
             there.update(cells.pos[cells.has(number)].tolist())
-    needed = positions[bisect_left(positions, positions[-1] + 2 - window) :]
+    needed = positions[bisect_left(positions, positions[-1] + 2 - n_swa) :]
     return next((pos for pos in needed if pos not in there), None)
 
 
@@ -75,7 +75,9 @@ def full_reason(snapshot: Snapshot, window: int, wanted: int | Mapping[int, int]
 
 def check(context: ContextParts, number: int, positions: Positions[int], what: str) -> None:
     """Raise PartialRemovalRefused if a sequence of these positions would be incomplete."""
-    lost = first_missing_position(context, number, positions) if context.guard else None
+    if not context.guard:
+        return
+    lost = first_missing_position(context.info.n_swa, context.kv, number, positions)
     if lost is not None:
         msg = (
             f"{what} would leave sequence {number} at position {positions[-1] + 1}, from where it "
@@ -87,15 +89,16 @@ def check(context: ContextParts, number: int, positions: Positions[int], what: s
         raise PartialRemovalRefused(msg)
 
 
-def check_shared(context: ContextParts, ids: Iterable[int]) -> None:
+def check_shared(
+    native: Native, handle: ContextHandle, info: ContextInfo, ids: Iterable[int]
+) -> None:
     """Raise UsageError unless sequences may share a token. The caller holds the context's lock.
 
     llama.cpp requires that their parts of a sliding-window cache start and end at the same
     positions, and otherwise refuses the batch. Without such a cache, there is no condition.
     """
-    if not context.info.n_swa or context.info.n_caches < 2:
+    if not info.n_swa or info.n_caches < 2:
         return
-    native, handle = context.native, context.handle
     ends = {
         each: (native.seq_pos_min(handle, each), native.seq_pos_max(handle, each)) for each in ids
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,19 +49,20 @@ def ctx(tmp_path, monkeypatch) -> Any:
 
 def test_cut_requires_the_window_of_the_next_token(ctx) -> None:
     """A window of 8 includes seven positions before the next one."""
-    assert swa.first_missing_position(ctx, 0, list(range(30))) is None
-    assert swa.first_missing_position(ctx, 0, list(range(19))) is None
-    assert swa.first_missing_position(ctx, 0, list(range(18))) == 11
-    assert swa.first_missing_position(ctx, 0, []) is None
+    missing = partial(swa.first_missing_position, ctx.info.n_swa, ctx.kv, 0)
+    assert missing(list(range(30))) is None
+    assert missing(list(range(19))) is None
+    assert missing(list(range(18))) == 11
+    assert missing([]) is None
     # A gap of the sequence itself is not one of its window.
-    assert swa.first_missing_position(ctx, 0, [*range(9), *range(12, 18)]) is None
+    assert missing([*range(9), *range(12, 18)]) is None
 
 
 def test_memory_without_a_window_reads_no_cells(ctx, monkeypatch) -> None:
     """Most memories have no window, and a cut does not read their cells."""
     ctx.info = replace(ctx.info, n_swa=0)
     monkeypatch.setattr(KV, "try_snapshot", lambda _: pytest.fail("the cells were read"))
-    assert swa.first_missing_position(ctx, 0, list(range(3))) is None
+    assert swa.first_missing_position(ctx.info.n_swa, ctx.kv, 0, list(range(3))) is None
 
 
 def test_a_cut_behind_the_window_is_refused(ctx) -> None:
