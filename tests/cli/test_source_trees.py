@@ -1,4 +1,4 @@
-"""Test `pyllamakv vendor`: export, list of changed files, and removal."""
+"""Test `pyllamakv upstream sync`, `status` and `clean`: export, changed files, and removal."""
 
 from __future__ import annotations
 
