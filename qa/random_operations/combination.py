@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 SETTINGS = {setting.name: setting for setting in CACHES}
 
+#: Memories with states; "hybrid window" also has a sliding window.
+STATES = ("recurrent", "hybrid", "hybrid window")
+
 #: The values of each dimension. A value that is listed more often is chosen more often: RPC and
 #: models with 26 layers cost several times as much as others.
 VALUES: Mapping[str, Sequence[str]] = {
@@ -26,7 +29,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "policy": ("never", "on_failure", "threshold", "always"),
     "backing": ("heap", "mmap", "file", "kept"),
     "device": ("cpu",) * 23 + ("rpc",),
-    "memory": ("attention",) * 9 + ("window", "full window", "recurrent", "hybrid"),
+    "memory": ("attention",) * 9 + ("window", "full window", *STATES),
     "guard": ("on", "on", "on", "off"),
     "slots": ("contiguous", "scattered"),
     "streams": ("shared", "shared", "separate"),
@@ -43,6 +46,7 @@ MODELS = {
     "full window": "sliding",
     "recurrent": "recurrent",
     "hybrid": "hybrid",
+    "hybrid window": "hybrid-sliding",
 }
 
 #: Memories of cache managers, with a model of few layers: an operation takes a tenth of the time.
@@ -169,6 +173,8 @@ def normalize(
         if drawn.memory in SHORT_WINDOWS:
             memory = SHORT_WINDOWS[drawn.memory] if windows else "attention"
             drawn = replace(drawn, memory=memory)
+    elif drawn.memory == "hybrid window":
+        drawn = replace(drawn, memory="hybrid")
     if not separate or drawn.memory == "recurrent":
         drawn = replace(drawn, streams="shared")
     if drawn.device == "rpc":

@@ -272,6 +272,13 @@ def test_managers_run_in_host_memory() -> None:
     assert drawn.plain.manager == "none"
 
 
+def test_windows_beside_states_are_for_managers_only() -> None:
+    """The cells of both are compared with the reference for each kind alone."""
+    drawn = Combination(memory="hybrid window", manager="prefix cache")
+    assert normalize(drawn).memory == "hybrid window"
+    assert normalize(Combination(memory="hybrid window")).memory == "hybrid"
+
+
 @pytest.fixture(params=["0.3.9+patched", "0.3.36+patched"])
 def session(request: pytest.FixtureRequest) -> Iterator[CaseSession]:
     """Open a release."""
