@@ -270,6 +270,23 @@ CHANGED: Final = (
         )
     ),
     Change(
+        "prefix_cache",
+        "        cancels = context.cancels\n        while (here",
+        "        cancels = context.cancels\n"
+        "        if not len(self.ledger) and context.info.can_remove_partly is False:\n"
+        "            from pyllamakv.errors import StateError\n\n"
+        "            self.cache.sync()\n"
+        "            node, known = self.cache.branches.tree.match(self.key[:-TOKEN_BYTES])\n"
+        "            for each in reversed(node.path):\n"
+        "                whole = grouping.floor(self._groups, each.end) == each.end\n"
+        "                if each.page is not None and each.end <= known and whole:\n"
+        "                    with suppress(StateError):\n"
+        "                        self.sequence.restore(each.page.read())\n"
+        "                    break\n"
+        "        while (here",
+        "the state of a prompt is looked for again when its evaluation begins",
+    ),
+    Change(
         "slot_cache",
         "            given = self.prompt[len(self.sequence) :]\n",
         "            info = self._cache.context.info\n"
