@@ -25,16 +25,13 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.scenarios import synthetic_models
+from qa.bench.reuse import COMMON, burst, reused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.cache.generation import Generation
     from pyllamakv.runtime.context import Context
-
-#: Tokens that all users have in common, and the maximum that they share.
-COMMON = [1 + (7 * i * i + i) % 60 for i in range(400)]
-POSSIBLE = 7 * len(COMMON)
 
 
 def context(folder: Path, memory: MemoryType, **options: Any) -> Context:
@@ -43,20 +40,6 @@ def context(folder: Path, memory: MemoryType, **options: Any) -> Context:
     ctx = kit.context(folder, {} if rewinds else {"partial": False}, n_ctx=4096, **options)
     object.__setattr__(ctx.info, "memory", memory)
     return ctx
-
-
-def burst(batcher: Batcher) -> list[Generation]:
-    """Complete the prompts of 8 users, which are submitted together."""
-    tails = [[1 + 7 * i % 60, 1 + (5 * i + 1) % 60, *range(1, 10 + i)] for i in range(8)]
-    users = [batcher.submit([*COMMON, *tail], 4, stop_at_end=False) for tail in tails]
-    batcher.run()
-    assert {one.finish_reason for one in users} == {"length"}
-    return users
-
-
-def reused(users: list[Generation]) -> float:
-    """Return the share of the possible reuse."""
-    return sum(min(one.cached or 0, len(COMMON)) for one in users) / POSSIBLE
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.scenarios import synthetic_models
+from qa.bench.reuse import CancelledPrompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,21 +136,6 @@ def test_a_batcher_reuses_as_much_as_with_attention(model: kv.Model, manager: An
     assert reused[4:] == [*turns, 120, *turns, 120, *turns]
 
 
-class CancelledPrompts:
-    """Cancel real decodes of a context: the one in which more than ``left`` tokens are decoded."""
-
-    def __init__(self, ctx: kv.Context) -> None:
-        self.left = 1 << 30
-        decode = ctx.native.decode
-
-        def counting(handle: Any, tokens: Any, *others: Any) -> int:
-            self.left -= len(tokens)
-            ctx.native.cancel_after(handle, 0 if self.left < 0 else -1)
-            return decode(handle, tokens, *others)
-
-        ctx.native.decode = counting
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "batched"),
@@ -174,7 +160,7 @@ def test_a_prompt_that_is_cancelled_repeatedly_is_complete_and_exact(
         batcher.run()
         with cache.acquire(prompt) as lease:
             expected = decode(lease)
-        cancels, done = CancelledPrompts(ctx), False
+        cancels, done = CancelledPrompts(ctx.native), False
         for _ in range(8):
             cancels.left = 320
             if batched:
