@@ -61,7 +61,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     ),
     "The check for signals adds at most 0.5 % to a prefill": (
         "Signals during a decode",
-        "a prefill of 512 tokens",
+        "a prefill of 256 tokens",
     ),
     "The default number of threads takes at most twice as long as the best, also on busy CPUs": (
         "Threads on a busy machine",
