@@ -97,7 +97,7 @@ class Api:
         self._shares_prefixes = shares_prefixes
         n_ctx = engine.context.info.n_ctx
         self._max_body = max_body or min(_MAX_BODY, _BODY_BASE + _BODY_PER_CELL * n_ctx)
-        #: Number of bytes of all bodies whose requests are read, checked or answered.
+        #: Number of bytes of all bodies whose answers, also streams, have not ended.
         self._held = 0
         self._body_seconds = body_seconds
         #: Number of answers by status.
@@ -143,7 +143,11 @@ class Api:
                 self._answers[message["status"]] += 1
             await send(message)
 
-        await self._app(scope, receive, counted)
+        scope["body_bytes"] = 0
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._held -= scope["body_bytes"]
 
     def _endpoint(self, handler: Any, body: type[BaseModel] | None, is_open: bool) -> Any:
         """Return the endpoint of a handler: check the key, read the body, call it."""
@@ -154,17 +158,13 @@ class Api:
                 self._check_key(request)
             if body is None:
                 return await handler(request)
-            content = bytearray()
-            try:
-                await self._read(request, content)
-                check = partial(body.model_validate_json, content)
-                large = len(content) > _LARGE_BODY
-                found = await self._engine.in_thread(check) if large else check()
-                if isinstance(found, GenerationFields):
-                    self._check_model(found.model)
-                return await handler(request, found)
-            finally:
-                self._held -= len(content)
+            content = await self._read(request)
+            check = partial(body.model_validate_json, content)
+            large = len(content) > _LARGE_BODY
+            found = await self._engine.in_thread(check) if large else check()
+            if isinstance(found, GenerationFields):
+                self._check_model(found.model)
+            return await handler(request, found)
 
         return endpoint
 
@@ -192,11 +192,12 @@ class Api:
             message = f"the model {shown!r} is not served here; served is {self._name!r}"
             raise refused(404, message, "model_not_found", "model")
 
-    async def _read(self, request: Request, content: bytearray) -> None:
-        """Append the body of a request to ``content``; refuse one that is too large or too slow.
+    async def _read(self, request: Request) -> bytearray:
+        """Return the body of a request; refuse one that is too large or too slow.
 
-        The caller subtracts its bytes from those that are held.
+        Its bytes are held until `__call__` returns.
         """
+        content = bytearray()
         close = {"Connection": "close"}
         message = f"the body exceeds {self._max_body} bytes"
         declared = request.headers.get("content-length", "")
@@ -207,6 +208,7 @@ class Api:
                 async for chunk in request.stream():
                     content += chunk
                     self._held += len(chunk)
+                    request.scope["body_bytes"] += len(chunk)
                     if len(content) > self._max_body:
                         raise refused(413, message, "body_too_large", headers=close)
                     if self._held > _BODIES * self._max_body:
@@ -218,6 +220,7 @@ class Api:
             raise refused(408, message, "body_too_slow", headers=close) from None
         if content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS:
             raise refused(400, f"the body has more than {_MAX_CONTAINERS} brackets")
+        return content
 
     # What does not generate...
 

@@ -36,6 +36,8 @@ _CELLS: Final = 4096
 #: Maximum bytes of the line and headers of a request, and seconds in which they must arrive.
 _HEAD_BYTES: Final = 64 << 10
 _HEAD_SECONDS: Final = 30.0
+#: Seconds in which a client must read some of the data that waits for it.
+_READ_SECONDS: Final = 60.0
 #: Threads that tokenize and create samplers.
 _WORKERS: Final = 4
 #: Seconds that connections have after the grace period, to send the error of a cancelled request.
@@ -110,7 +112,7 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             access_log=False,
             lifespan="on",
             server_header=False,
-            http=LimitedHeads,
+            http=LimitedConnection,
             timeout_graceful_shutdown=int(options.grace) + _LAST_SECONDS,
         )
         server = uvicorn.Server(config)
@@ -136,25 +138,57 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             raise engine.failure
 
 
-class LimitedHeads(HttpToolsProtocol):  # type: ignore[misc]
+class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
     """The HTTP of a connection; headers are limited in size and time, and trailers in size.
 
-    uvicorn limits neither with httptools, and reads headers before `Api` can check a key.
+    uvicorn limits neither with httptools, and reads headers before `Api` can check a key. A client
+    that stops reading is disconnected, which uvicorn does not do either.
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
     #: Number of bytes since the headers began or ended, or a part of the body.
     _n_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the time of the first request, also if nothing arrives."""
         super().connection_made(transport)
+        # Writing pauses until all is sent, so that the rest of a short answer has a limit too.
+        transport.set_write_buffer_limits(high=0)
         self._timer = self.loop.call_later(_HEAD_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time."""
         self._stop()
+        self._stop_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Start the time in which the client must read."""
+        super().pause_writing()
+        self._expect_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Stop the time in which the client must read."""
+        self._stop_reading()
+        super().resume_writing()
+
+    def _expect_reading(self, unsent: int) -> None:
+        self._stop_reading()
+        self._reading = self.loop.call_later(_READ_SECONDS, self._check_reading, unsent)
+
+    def _check_reading(self, before: int) -> None:
+        """Close the connection, unless fewer than ``before`` bytes wait for the client."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent >= before:
+            self.transport.abort()
+        else:
+            self._expect_reading(unsent)
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def data_received(self, data: bytes) -> None:
         """Parse data; close the connection if headers or trailers have become too large."""

@@ -513,9 +513,13 @@ def test_bodies_of_all_requests_are_limited_together(
 
 
 def test_client_that_stops_reading_frees_its_slot(tmp_path: Path) -> None:
-    """Its text is generated to the end; others are served, and it may continue to read."""
+    """Its text is generated to the end; others are served, and it may continue to read.
+
+    Its body counts until then.
+    """
     served = kit.engine(tmp_path, capacity=1)
     sent: list[Any] = []
+    api = Api(served, "tiny")
 
     async def main(client: httpx.AsyncClient) -> None:
         reads = asyncio.Event()
@@ -531,12 +535,14 @@ def test_client_that_stops_reading_frees_its_slot(tmp_path: Path) -> None:
                 await reads.wait()
 
         scope = {"type": "http", "method": "POST", "path": COMPLETE, "headers": []}
-        task = asyncio.create_task(Api(served, "tiny")(scope, receive, send))
+        task = asyncio.create_task(api(scope, receive, send))
         while not (sent and served.pending == 0):
             await asyncio.sleep(0)
         assert (await client.post(COMPLETE, json=HI)).status_code == 200
+        assert api._held == len(body)
         reads.set()
         await task
+        assert api._held == 0
 
     kit.run(served, main)
     text = b"".join(each.get("body", b"") for each in sent).decode()

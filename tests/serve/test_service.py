@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -398,7 +399,7 @@ def test_headers_are_limited_in_size_and_time(
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
-            lambda: service.LimitedHeads(config, state, {}), "127.0.0.1", 0
+            lambda: service.LimitedConnection(config, state, {}), "127.0.0.1", 0
         )
         async with server, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -416,3 +417,71 @@ def test_headers_are_limited_in_size_and_time(
             writer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("path", ["/stream", "/short"])
+def test_client_that_stops_reading_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, loop: str, path: str
+) -> None:
+    """A stream ends then, and a short answer has no rest; a stream may wait for its text."""
+    monkeypatch.setattr(service, "_READ_SECONDS", 0.05)
+    module = pytest.importorskip(loop)
+    ended: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/wait":
+            await asyncio.sleep(0.2)
+            await send({"type": "http.response.body", "body": b"waited"})
+            return
+        part = {"type": "http.response.body", "body": b"x" * 30_000}
+        if scope["path"] == "/short":
+            ended.append(path)
+            await send(part)
+            return
+        gone = asyncio.create_task(receive())
+        while not gone.done():
+            await send({**part, "more_body": True})
+            await asyncio.sleep(0)
+        ended.append(path)
+
+    async def main() -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        state = uvicorn.server.ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: service.LimitedConnection(config, state, {}), "127.0.0.1", 0
+        )
+        async with server, asyncio.timeout(60):
+            address = server.sockets[0].getsockname()
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
+            await reader.readuntil(b"waited")
+            writer.close()
+            server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(address)
+                client.sendall(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+                while state.connections or not ended:
+                    await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=module.new_event_loop) as runner:
+        runner.run(main())
+    assert ended == [path]
+
+
+@pytest.mark.parametrize(("unsent", "closed"), [(100, True), (99, False)])
+def test_client_that_reads_slowly_keeps_its_connection(unsent: int, closed: bool) -> None:
+    """It has the same time again if fewer bytes wait than before."""
+    config = uvicorn.Config(lambda: None, lifespan="off", log_config=None)
+    timers: list[Any] = []
+    loop: Any = SimpleNamespace(call_later=lambda *each: timers.append(each))
+    connection = service.LimitedConnection(config, uvicorn.server.ServerState(), {}, loop)
+    aborts: list[int] = []
+    connection.transport = SimpleNamespace(
+        get_write_buffer_size=lambda: unsent, abort=lambda: aborts.append(1)
+    )
+    connection._check_reading(100)
+    assert (bool(aborts), [each[-1] for each in timers]) == (closed, [] if closed else [unsent])
