@@ -2,7 +2,7 @@
 # Install pyllamakv and its dependencies into a Python if they are missing, and print its path.
 #
 #   tools/bootstrap.sh own  EXTRAS   use the active virtual environment, or .venv if none is active
-#                                    or if it has the pyllamakv of another checkout
+#                                    or if another checkout uses it
 #   tools/bootstrap.sh here EXTRAS   like own, but prefer python3 if its pip may install packages
 #   tools/bootstrap.sh peer PYTHON   install llama-cpp-python there, without its library
 #   tools/bootstrap.sh clang         install clang with libFuzzer, if root may install it with apt
@@ -101,10 +101,18 @@ print(urllib.parse.unquote(urllib.parse.urlsplit(json.loads(origin).get("url", "
 ' 2>/dev/null
 }
 
-# Print the other checkout whose pyllamakv a Python imports, if that still exists.
+# Print the other checkout that uses a Python: the package is installed from it, or the Python is in
+# its .venv, which may lack the package.
 other() {
-    place=$(origin "$1") || return 1
-    [ "$place" != "$root" ] && [ -e "$place/pyproject.toml" ] && printf '%s\n' "$place"
+    from=$(origin "$1" || true)
+    [ "$from" != "$root" ] || return 1
+    if [ -n "$from" ] && [ -e "$from/pyproject.toml" ]; then
+        printf '%s\n' "$from"
+        return 0
+    fi
+    case $1 in */.venv/bin/*) ;; *) return 1 ;; esac
+    place=$(cd "${1%/.venv/bin/*}" 2>/dev/null && pwd -P) || return 1
+    [ "$place" != "$root" ] && [ -e "$place/pyllamakv/__init__.py" ] && printf '%s\n' "$place"
 }
 
 imports() {
@@ -128,7 +136,7 @@ install() {
 own() {
     python=${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}
     if [ -n "$python" ] && place=$(other "$python"); then
-        say "$VIRTUAL_ENV has the pyllamakv of $place: using .venv"
+        say "$VIRTUAL_ENV is used by the checkout $place: using .venv"
         python=
     fi
     if [ -z "$python" ] || ! works "$python"; then
@@ -144,7 +152,7 @@ here() {
         for python in $(pythons); do
             # Use the first only: its pytest is the one that the shell runs.
             if place=$(other "$python"); then
-                say "$python has the pyllamakv of $place: using .venv"
+                say "$python is used by the checkout $place: using .venv"
                 break
             fi
             if may_install "$python" && install "$python" "$1"; then

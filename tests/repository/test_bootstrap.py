@@ -130,13 +130,38 @@ def test_environment_of_another_checkout(place: Place, tmp_path: Path, door: str
     script(active / "bin" / "python", body)
     done = place.run(door, "test", VIRTUAL_ENV=str(active))
     assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
-    assert f"has the pyllamakv of {other}: using .venv" in done.stderr
+    assert f"is used by the checkout {other}: using .venv" in done.stderr
     assert sum("install" in call for call in place.called()) == 1
     script(place.programs / "python3", body)
     if door == "here":
         done = place.run("here", "test")
         assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
-        assert f"python3 has the pyllamakv of {other}: using .venv" in done.stderr
+        assert f"python3 is used by the checkout {other}: using .venv" in done.stderr
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_environment_of_another_checkout_without_the_package(
+    place: Place, tmp_path: Path, active: bool
+) -> None:
+    """Nothing is installed into another checkout's .venv; that of another project is used."""
+    body = Path(place.python()).read_text("utf-8")
+    other = tmp_path / "another checkout"
+    programs = other / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "python3"):
+        missing = body.replace('echo "${ORIGIN:-$PWD}"; exit ;;', "exit 1 ;;")
+        script(programs / name, missing)
+    env = {"VIRTUAL_ENV": f"{other}/.venv"} if active else {}
+    env["PATH"] = f"{programs}:{place.programs}"
+    done = place.run("here", "test", **env)
+    assert done.stdout.startswith(f"{programs}/python"), done.stderr
+    (other / "pyllamakv").mkdir()
+    (other / "pyllamakv" / "__init__.py").touch()
+    for door in ("own", "here"):
+        done = place.run(door, "test", **env)
+        if active or door == "here":
+            assert f"is used by the checkout {other}: using .venv" in done.stderr
+        assert done.stdout == f"{place.folder}/.venv/bin/python\n", done.stderr
 
 
 def test_system_python_is_used_if_pip_may_install(place: Place) -> None:
