@@ -180,11 +180,12 @@ class Api:
         return digest.hex()
 
     def _tenant(self, request: Request, cache_salt: str | None = None) -> Tenant:
-        """Return whose prefixes a request shares: those of its key and its salt."""
-        key = "" if self._shares_prefixes else self._check_key(request)
+        """Return whose prefixes a request shares, those of its key and its salt, and its key."""
+        owner = self._check_key(request)
+        key = "" if self._shares_prefixes else owner
         # A digest has no colon, so that no salt of one key is that of another one.
         salt = f"{key}:{cache_salt or ''}" if key or cache_salt else None
-        return Tenant(salt, f"{key}:" if key else "")
+        return Tenant(salt, f"{owner}:" if owner else "")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._name:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pyllamakv.binding.protocol import SamplerParams
     from pyllamakv.cache.async_batcher import AsyncGeneration
     from pyllamakv.cache.prefix_cache import PrefixCache
+    from pyllamakv.cache.radix_tree import Node
     from pyllamakv.runtime.metrics import ManagerStats, Metric
     from pyllamakv.runtime.sampler import TokenLogprobs
 
@@ -43,8 +44,9 @@ LOG = logging.getLogger("pyllamakv.serve")
 
 #: Maximum number of seconds between a failed flush in the background and the next one.
 _LONGEST_RETRY: Final = 60.0
-#: Maximum number of pinned prefixes.
+#: Maximum number of pinned prefixes of a tenant, and the part of the budget for those of all.
 _MAX_PINS: Final = 100
+_PINNED_SHARE: Final = 0.5
 #: Maximum number of log-probabilities of a request, which are in memory until it is answered.
 _MAX_LOGPROBS: Final = 1_000_000
 #: Bytes of the longest token at least: some vocabularies drop white space around a token.
@@ -56,7 +58,7 @@ class Tenant:
     """Whose cached prefixes a request shares.
 
     ``salt`` is that of its prompts. ``owner`` is the start of the names that it has pinned, and is
-    not shown to it.
+    not shown to it; without one, all names are its own.
     """
 
     salt: str | None = None
@@ -393,17 +395,20 @@ class Engine:
     ) -> int:
         """Evaluate a prefix if it is not cached, and protect it; return the number of tokens.
 
-        ``tokenize`` returns the tokens. Raises as `complete` and `PrefixCache.pin` do.
+        ``tokenize`` returns the tokens. Raises UsageError for too many names or bytes, and as
+        `complete` and `PrefixCache.pin` do.
         """
+        own = tenant.owner + name
 
         def check() -> None:
             pins = self.cache.pins
-            if sum(map(tenant.has, pins)) >= _MAX_PINS and tenant.owner + name not in pins:
+            if sum(map(tenant.has, pins)) >= _MAX_PINS and own not in pins:
                 raise UsageError(f"{_MAX_PINS} prefixes are pinned: release one of them before")
+            self._check_pinned(len(tokens), (pins[each] for each in pins if each != own))
 
         def pin() -> None:
             check()
-            self.cache.pin(tenant.owner + name, tokens, salt=tenant.salt)
+            self.cache.pin(own, tokens, salt=tenant.salt)
 
         try:
             with self._reserve(1):
@@ -419,6 +424,21 @@ class Engine:
         except NoKVSlot as error:
             raise await self._explained(error, tenant) from error
         return len(tokens)
+
+    def _check_pinned(self, tokens: int, others: Iterable[Node]) -> None:
+        """Raise UsageError if the pinned prefixes of all tenants leave too little for others.
+
+        Each name counts with all tokens of its prefix, also those that it shares.
+        """
+        budget, bytes_of = self.cache.budget, self.cache.branches.bytes_of
+        pinned = sum(bytes_of(node.end) for node in others)
+        needed = bytes_of(tokens)
+        if budget is not None and pinned + needed > (most := int(budget * _PINNED_SHARE)):
+            msg = (
+                f"the prefix takes {needed} bytes, and {max(0, most - pinned)} of {most} are left "
+                f"for pinned prefixes: pin a shorter one, release others, or increase --budget"
+            )
+            raise UsageError(msg)
 
     async def unpin(self, name: str, tenant: Tenant = SHARED) -> None:
         """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""

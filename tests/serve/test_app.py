@@ -616,7 +616,8 @@ def test_requests_share_prefixes_of_their_key_and_salt_only(tmp_path: Path, shar
     kit.run(served, main, keys=("one", "two"), shares_prefixes=shares)
 
 
-def test_pinned_names_are_those_of_a_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_pinned_names_are_those_of_a_key(tmp_path: Path, shares: bool) -> None:
     """Another key neither sees, moves nor releases them; a pin is found with its salt."""
     served = kit.engine(tmp_path)
 
@@ -639,7 +640,7 @@ def test_pinned_names_are_those_of_a_key(tmp_path: Path) -> None:
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= expected
             assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (expected > 0)
 
-    kit.run(served, main, keys=("one", "two"))
+    kit.run(served, main, keys=("one", "two"), shares_prefixes=shares)
 
 
 def test_a_text_ends_where_pinned_prefixes_leave_no_cells(tmp_path: Path) -> None:
@@ -692,6 +693,35 @@ def test_pins_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ]
 
     assert kit.run(kit.engine(tmp_path), main) == [200, 200, 200, 400]
+
+
+def test_pinned_bytes_of_all_keys_are_limited(tmp_path: Path) -> None:
+    """They may take half of the budget; a name that moves counts once, a released one not."""
+    served = kit.engine(tmp_path)
+    bytes_of = served.cache.branches.bytes_of
+    served.cache.budget = bytes_of(40)
+
+    async def main(client: httpx.AsyncClient) -> None:
+        async def pin(key: str, name: str, length: int) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"name": name, "prompt": [ord(name)] * length}
+            answer = await client.post("/v1/cache/pin", json=body, headers=headers)
+            if not answer.is_success:
+                error = answer.json()["error"]
+                assert error["type"] == "invalid_request_error"
+                assert "release others" in error["message"]
+            return answer.status_code
+
+        assert await pin("one", "a", 21) == 400
+        assert [await pin("one", "a", n) for n in (12, 13)] == [200, 200]
+        assert [await pin("two", "b", n) for n in (8, 7)] == [400, 200]
+        assert await pin("one", "c", 1) == 400
+        name = {"name": "a"}
+        headers = {"authorization": "Bearer one"}
+        assert (await client.post("/v1/cache/unpin", json=name, headers=headers)).is_success
+        assert await pin("two", "c", 13) == 200
+
+    kit.run(served, main, keys=("one", "two"))
 
 
 def test_stream_begins_while_its_other_choices_wait(tmp_path: Path) -> None:
