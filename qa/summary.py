@@ -188,13 +188,21 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "llama-server .*, fits(, .*)?",
         "^tokens per second, batcher",
     ),
-    "`pyllamakv serve` needs at most 5 % more CPU time per token than llama-server": (
-        "llama-server .*, overcommit-1(, .*)?",
+    "`pyllamakv serve` needs at most 5 % more CPU time per token of SmolLM2 than llama-server": (
+        "llama-server .*, overcommit-1, smollm2.*",
         "^CPU per token, serve",
     ),
-    "`pyllamakv serve` generates as many tokens per second as llama-server of the same build": (
-        "llama-server .*, overcommit-1(, .*)?",
+    "`pyllamakv serve` generates as many tokens of SmolLM2 per second as llama-server": (
+        "llama-server .*, overcommit-1, smollm2.*",
         "^tokens per second, serve",
+    ),
+    "`pyllamakv serve` has the first token of SmolLM2 as soon as llama-server, by the p95": (
+        "llama-server .*, overcommit-1, smollm2.*",
+        "^p95 of the first token, serve",
+    ),
+    "`pyllamakv serve` answers all requests whose sequences need 4 times its cells": (
+        "llama-server .*, overcommit-4(, .*)?",
+        "^serve, ",
     ),
     "The digest that identifies a model adds nothing to saves and restores in one process": (
         "The identity of a model",

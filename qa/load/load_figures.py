@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from qa.load.load_cells import LoadCell
 
-#: Targets of a ratio, for measures of which less is better, and of which more is.
+#: Targets of a ratio without a limit, for measures of which less is better, and of which more is.
 TARGET: Final = "interval not entirely above 1.0"
 TARGET_MORE: Final = "interval not entirely below 1.0"
 
@@ -151,7 +151,7 @@ def _ratios(cell: LoadCell, sides: Mapping[str, Sequence[LoadResult]]) -> list[F
     for one, other, measures in (
         ("patched", "stock", (_CPU, *_LATENCIES)),
         ("batcher", "patched", (_CPU, _SPEED)),
-        ("serve", "patched", (_CPU, _SPEED, _LATENCIES[0])),
+        ("serve", "patched", _SERVE),
     ):
         if one not in sides or other not in sides:
             continue
@@ -170,11 +170,22 @@ def _p95(values: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is compared: its name, how it follows from a run, and whether more is better."""
+    """What is compared: its name, how it follows from a run, whether more is better, its limit."""
 
     name: str
     value: Callable[[LoadResult], float]
     more: bool = False
+    #: Limit of the median; None: the interval must not be entirely on the wrong side of 1.0.
+    limit: float | None = None
+
+    def judge(self, ratio: Interval) -> tuple[str, bool]:
+        """Return the target of a ratio, and whether it is met."""
+        if self.limit is None:
+            met = ratio.high >= 1.0 if self.more else ratio.low <= 1.0
+            return TARGET_MORE if self.more else TARGET, met
+        if self.more:
+            return f"median at least {self.limit:g}", ratio.median >= self.limit
+        return f"median at most {self.limit:g}", ratio.median <= self.limit
 
 
 _CPU: Final = Measure("CPU per token", lambda run: run.cpu_per_token)
@@ -183,15 +194,24 @@ _LATENCIES: Final = (
     Measure("p95 of the first token", lambda run: _p95(run.first_token)),
     Measure("p95 of the time per token", lambda run: _p95(run.per_token)),
 )
+#: `pyllamakv serve` over llama-server with the same libraries.
+_SERVE: Final = (
+    replace(_CPU, limit=1.05),
+    replace(_SPEED, limit=1.0),
+    replace(_LATENCIES[0], limit=1.0),
+)
 
 
 def _ratio(cell: LoadCell, measure: Measure, systems: str, ratio: Interval, pairs: int) -> Figure:
+    target, met = measure.judge(ratio)
+    # The model of the tests decodes a token in less time than HTTP takes: its ratios are reported.
+    reported = measure in _SERVE and cell.plan.model == synthetic_models.TEST
     return Figure(
         group(cell),
         f"{measure.name}, {systems}, {cell.clients} clients",
         ratio.format(),
-        TARGET_MORE if measure.more else TARGET,
-        ratio.high >= 1.0 if measure.more else ratio.low <= 1.0,
+        "" if reported else target,
+        None if reported else met,
         "",
         f"{pairs} pairs; {_how(cell)}",
         {"median": ratio.median, "low": ratio.low, "high": ratio.high},

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from pyllamakv.scenarios import synthetic_models
 from qa.load import load_figures
 from qa.load.load_cells import LoadCell, LoadPlan
 from qa.load.load_result import LoadResult, RequestTiming
@@ -123,3 +126,31 @@ def test_ratios_of_the_batcher() -> None:
     assert speed.name == "tokens per second, batcher over patched, 4 clients"
     assert (speed.value, speed.met) == ("0.50 [0.50, 0.50]", False)
     assert speed.target == "interval not entirely below 1.0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu", "met"), [(1.0, 1.04, [True, True, True]), (1.1, 1.06, [False, False, False])]
+)
+def test_median_of_a_serve_ratio_must_meet_its_limit(
+    seconds: float, cpu: float, met: list[bool]
+) -> None:
+    """An interval that contains 1.0 is not enough; ratios of the test model have no target."""
+    for model in (__file__, synthetic_models.TEST):
+        plan = LoadPlan(
+            ("0.3.9",), ("fits",), (4,), ("patched", "serve"), rounds=load_figures.PAIRS,
+            model=model,
+        )  # fmt: skip
+        runs = {}
+        for cell in every(plan):
+            # The last round is faster, so that each interval contains 1.0.
+            ours = cell.system == "serve"
+            last = cell.round == load_figures.PAIRS - 1
+            slower = (0.5 if last else seconds) if ours else 1.0
+            timing = RequestTiming(0.0, slower / 2, slower, 10)
+            runs[cell] = LoadResult((timing,), cpu_seconds=(0.5 if last else cpu) if ours else 1.0)
+        *_, cost, speed, first = load_figures.figures(runs)
+        targets = ["median at most 1.05", "median at least 1", "median at most 1"]
+        for figure, target, each in zip((cost, speed, first), targets, met, strict=True):
+            judged = model == __file__
+            assert (figure.target, figure.met) == ((target, each) if judged else ("", None))
+            assert "[" in figure.value
