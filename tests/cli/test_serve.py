@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
+import serve_kit
 from cli_kit import cli
 
+from pyllamakv.binding.codes import Code
 from pyllamakv.cli import serve as verb
+from pyllamakv.errors import NativeError
 from pyllamakv.serve import service
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -96,3 +101,29 @@ def test_serve_without_uvicorn_names_the_package(monkeypatch: pytest.MonkeyPatch
     assert code == 2
     assert "needs the package uvicorn" in err
     assert "pip install 'pyllamakv[serve]'" in err
+
+
+@pytest.mark.timeout(60)
+def test_server_with_an_unusable_context_ends_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The status is 2, so that a supervisor starts it again."""
+    engine = serve_kit.engine(tmp_path)
+
+    @contextmanager
+    def opened(_options: service.ServeOptions) -> Iterator[Any]:
+        with engine.cache:
+            yield engine
+
+    lines = verb.write_lines
+
+    def fail(words: list[str]) -> None:
+        lines(words)
+        engine.failure = NativeError("an assertion of llama.cpp failed", code=Code.EEXCEPTION)
+
+    monkeypatch.setattr(service, "opened", opened)
+    monkeypatch.setattr(verb, "write_lines", fail)
+    code, out, err = cli(capsys, "serve", "tiny", "--port", 0)
+    assert code == 2
+    assert out.startswith("http://127.0.0.1:")
+    assert "an assertion of llama.cpp failed" in err

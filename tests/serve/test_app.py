@@ -869,3 +869,38 @@ def test_failed_flushes_are_counted_and_repeated_after_the_interval(
     kit.run(served, main)
     assert served.flush_failures == 3
     assert waits.count(7.0) == 3
+
+
+def test_new_tokens_are_flushed_after_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not before, if they have fewer bytes than are flushed at once."""
+    served = kit.engine(tmp_path, store=tmp_path / "store")
+
+    async def main(client: httpx.AsyncClient) -> None:
+        loop, sleep = asyncio.get_running_loop(), asyncio.sleep
+        now, passed, looks = loop.time, [0.0], [0]
+
+        async def short(_seconds: float) -> None:
+            looks[0] += 1
+            await sleep(0)
+
+        async def look(n: int) -> int:
+            until = looks[0] + n
+            while looks[0] < until:
+                await sleep(0)
+            return served.flushes
+
+        monkeypatch.setattr(loop, "time", lambda: now() + passed[0])
+        monkeypatch.setattr(asyncio, "sleep", short)
+        flushing = asyncio.create_task(served.keep_flushed(40.0, 1 << 40))
+        await client.post(COMPLETE, json=HI)
+        assert await look(5) == 0
+        passed[0] += 40.0
+        assert await look(5) == 1
+        passed[0] += 40.0
+        assert await look(5) == 1
+        flushing.cancel()
+
+    kit.run(served, main)
+    assert served.cache.stats().stored_tokens > 0

@@ -329,6 +329,27 @@ def test_a_stream_that_exceeds_the_grace_period_ends_with_an_error(
         assert end_during_stream(running, 4000)[-1]["error"]["code"] == "stopping"
 
 
+@pytest.mark.slow
+@pytest.mark.native
+@pytest.mark.parametrize("shares", [False, True])
+def test_process_reads_keys_and_separates_their_prefixes(
+    tmp_path: Path, patched: Variant, trained_model: Path, shares: bool
+) -> None:
+    """A key of the file is required; with ``--share-prefixes``, keys share cached prefixes."""
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n", encoding="utf-8")
+    more = ("--share-prefixes",) if shares else ()
+    options = ("--release", patched.folder, "--api-key-file", keys, "--ctx", 512, *more)
+    with kit.process(trained_model, *options) as running:
+        assert running.client.get("/v1/models").status_code == 401
+        cached = []
+        for key in ("one", "two", "two"):
+            running.client.headers["authorization"] = f"Bearer {key}"
+            reply = running.post("/v1/completions", prompt="Once upon a time", max_tokens=1)
+            cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        assert cached == [False, shares, True]
+
+
 def end_during_stream(running: ServeProcess, tokens: int) -> list[Any]:
     """Send SIGTERM during a stream; return its events when the server has ended."""
     body = {"prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": True}
