@@ -52,7 +52,7 @@ _INT32 = 2**31 - 1
 # Limits of what a body may contain. The size of a body limits prompts and the texts of messages.
 _MAX_FIELDS: Final = 100
 _MAX_NAME: Final = 1 << 12
-_MAX_GRAMMAR: Final = 1 << 20
+_MAX_GRAMMAR: Final = 256 << 10  # the shim's, in bytes
 _MAX_VALUES: Final = 10_000  # of a JSON schema, or of the variables of a template
 _MAX_TOKENS: Final = 1 << 20
 _MAX_PROMPTS: Final = 1 << 12

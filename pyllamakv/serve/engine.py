@@ -494,7 +494,7 @@ class Engine:
         return found
 
     async def keep_flushed(self, interval: float, n_bytes: int) -> None:
-        """Flush ``interval`` seconds after new tokens, or after about ``n_bytes`` bytes of them.
+        """Flush new tokens ``interval`` seconds after the last flush, or about ``n_bytes`` bytes.
 
         A failed flush is logged and counted, and repeated after ``interval`` or a minute.
         """

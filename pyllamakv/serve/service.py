@@ -51,9 +51,9 @@ class ServeOptions:
     ``n_ctx`` cells (None: the context of the model's training) are shared by ``parallel`` sequences
     and the cached prefixes. ``queue`` more generations wait. ``budget`` limits the bytes of the
     cache, and of the store. With ``keys``, requests of different keys share prefixes only if
-    ``shares_prefixes``. The store is flushed ``flush_every`` seconds after new tokens, and
-    after ``flush_bytes`` bytes of them. ``grace`` is the number of seconds that requests have after
-    SIGTERM.
+    ``shares_prefixes``. New tokens are flushed to the store ``flush_every`` seconds after the last
+    flush, or when they have ``flush_bytes`` bytes. ``grace`` is the number of seconds that requests
+    have after SIGTERM.
     """
 
     model: Path

@@ -288,6 +288,7 @@ MESSAGE = {"role": "user", "content": "Hi"}
         {"prompt": "Hi", "dry_sequence_breakers": ["x"] * 17},
         {"prompt": "Hi", "dry_sequence_breakers": ["x" * 65]},
         {"prompt": "Hi", "samplers": ["top_k"] * 21},
+        {"prompt": "Hi", "grammar": "x" * (256 * 1024 + 1)},
         {"prompt": "Hi", "json_schema": {"enum": [1] * 20_000}},
         {"prompt": "Hi", "response_format": {"type": "json_object", "schema": {"a": [1] * 20_000}}},
         {"messages": [MESSAGE], "chat_template_kwargs": {str(i): i for i in range(20_000)}},
