@@ -185,7 +185,7 @@ def write(shape: Shape, path: Path) -> None:
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"pyllamakv {shape.name}")
     for key, value in architectures.keys(shape).items():
-        _add(writer, f"{shape.architecture}.{key}", value)
+        add_value(writer, f"{shape.architecture}.{key}", value)
     _add_vocab(writer, shape)
     for name, tensor in architectures.tensors(shape).items():
         writer.add_tensor(name, tensor)
@@ -195,7 +195,8 @@ def write(shape: Shape, path: Path) -> None:
     writer.close()
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: float | bool | list[int]) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: float | bool | list[int]) -> None:
+    """Add a metadata value with the type that llama.cpp reads."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, list):

@@ -4,6 +4,65 @@
 #include <cerrno>
 #include <climits>
 #include <cstdio>
+#include <functional>
+
+#include <pthread.h>
+#include <signal.h>
+
+namespace {
+
+// Many pre-tokenizers use std::regex, which recurses for each character of a match: 340 bytes of stack
+// on b11549, and on 0.3.9 340 to 900 (gpt-4o and tekken, whose groups capture), with gcc on x86-64.
+// A text above this size is tokenized on a thread with a stack for one match of the whole text. Pages
+// of a stack that no call reaches use no memory.
+constexpr size_t small_text = 1024;
+constexpr size_t stack_base = 1 << 20, stack_per_byte = 2048;
+
+struct Task {
+    const std::function<int()> &work;
+    int code = PLK_OK;
+    char error[1024] = ""; // plk_last_error() belongs to a thread
+};
+
+void *run_task(void *data) {
+    auto *task = static_cast<Task *>(data);
+    task->code = plk::guarded(task->work);
+    snprintf(task->error, sizeof(task->error), "%s", plk_last_error());
+    return nullptr;
+}
+
+// Run `work` for a text of `length` bytes with a stack that is large enough.
+int with_stack(size_t length, const std::function<int()> &work) {
+    if (length <= small_text) {
+        return work();
+    }
+    Task task{work};
+    pthread_attr_t attributes;
+    pthread_t thread;
+    const size_t size = (stack_base + length * stack_per_byte + 0xffff) & ~size_t(0xffff);
+    int failed = pthread_attr_init(&attributes);
+    if (failed == 0) {
+        failed = pthread_attr_setstacksize(&attributes, size);
+        if (failed == 0) {
+            // The thread inherits the mask: handlers of signals run in the threads of the caller.
+            sigset_t all, before;
+            sigfillset(&all);
+            pthread_sigmask(SIG_SETMASK, &all, &before);
+            failed = pthread_create(&thread, &attributes, run_task, &task);
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        }
+        pthread_attr_destroy(&attributes);
+    }
+    if (failed != 0) {
+        return plk::refuse(PLK_EMEMORY, "a text of %zu bytes needs a thread with a stack of %zu bytes (%s): "
+                           "tokenize it in parts",
+                           length, size, strerror(failed));
+    }
+    pthread_join(thread, nullptr);
+    return *task.error != 0 ? plk::refuse(task.code, "%s", task.error) : task.code;
+}
+
+} // namespace
 
 plk_model::~plk_model() {
     if (model != nullptr) {
@@ -95,8 +154,10 @@ int32_t plk_tokenize(const plk_model *model, const char *text, int32_t length, i
         if (!model->info.has_vocab) {
             return plk::refuse(PLK_EUNSUPPORTED, "the model has no vocabulary: pass token ids");
         }
-        const int32_t count = plk::load::tokenize(model->model, text, length, tokens, room,
-                                                  add_special != 0, parse_special != 0);
+        const int32_t count = with_stack(static_cast<size_t>(length), [&] {
+            return plk::load::tokenize(model->model, text, length, tokens, room, add_special != 0,
+                                       parse_special != 0);
+        });
         // INT32_MIN means that the count overflows; other negative values are the required room.
         return count == INT_MIN ? plk::refuse(PLK_EINVAL, "the text has too many tokens") : count;
     });
