@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -59,11 +60,17 @@ GRAMMARS = st.one_of(
 
 
 @pytest.mark.parametrize("release", ["0.3.9", "0.3.16", "b11549"])
-def test_random_grammars_are_used_or_refused(release: str) -> None:
-    """A signal or an endless loop would end the worker, whose memory is limited."""
+@pytest.mark.parametrize("name", ["bytes", "test"])
+def test_random_grammars_are_used_or_refused(release: str, name: str) -> None:
+    """A signal or an endless loop would end the worker, whose memory is limited.
+
+    Tokens of "test" have several characters, and the ways of a grammar multiply for each.
+    """
+    if name == "test" and not os.environ.get(synthetic_models.VARIABLE):
+        pytest.skip(f"{synthetic_models.VARIABLE} is not set")
     with (
         kv.open(built(f"{release}+patched").folder, isolated=True, timeout=60) as library,
-        library.load_model(synthetic_models.model("bytes")) as model,
+        library.load_model(synthetic_models.model(name)) as model,
     ):
         pid: int = library.native.pid  # type: ignore[attr-defined]
         resource.prlimit(pid, resource.RLIMIT_AS, (limit := mapped_bytes(pid) + MEMORY, limit))
@@ -75,6 +82,13 @@ def test_random_grammars_are_used_or_refused(release: str) -> None:
         @example("root ::= " + '"a"? ' * 130)
         @example("root ::= " + "r " * 14 + '"a"\nr ::= "" | ""')
         @example("root ::= " + " | ".join(f'"k{i}"' for i in range(9000)))
+        @example("root ::= " + "(" * 40 + '"a"' + ")+" * 40)
+        @example("root ::= " + "(" * 250 + '"a"' + ")+" * 250)
+        @example("root ::= " + '("a" ' * 20 + '"a"' + ")+" * 20)
+        @example(
+            "".join(f"r{i} ::= r{i + 1} r{i} | r{i + 1}\n" for i in range(40))
+            + 'root ::= r0\nr40 ::= "a"'
+        )
         def use(grammar: str) -> None:
             before = seconds(pid)
             try:

@@ -227,6 +227,9 @@ def test_a_grammar_restricts_the_text(model: kv.Model) -> None:
 DOUBLING = (
     "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'root ::= r0\nr30 ::= | "a"'
 )
+NESTED_RULES = 'root ::= r0\nr40 ::= "a"\n' + "".join(
+    f"r{i} ::= r{i + 1} r{i} | r{i + 1}\n" for i in range(40)
+)
 GRAMMARS = [
     ('root :== "a"', 1, 6, "::="),
     ('root ::= "a\n', 2, 1, "end of input"),
@@ -257,6 +260,14 @@ GRAMMARS = [
     (DOUBLING, 0, 0, "too many ways"),
     ('root ::= a{0,100}\na ::= "a"{0,100}', 0, 0, "too many ways"),
     ("root ::= " + '"a"? ' * 250, 0, 0, "too many ways"),
+    # The parser of b11549 counts the rules of a group.
+    ('root ::= ("a" ("b" | "c")){0,1500}', 1, 27, "too many repetitions"),
+    ('root ::= "x"\na ::= (b c "d"?){600}\nb ::= "b"\nc ::= "c"', 2, 17, "too many repetitions"),
+    ("root ::= <" + "a" * 5000 + ">", 1, 10, "a token of more than 1024 bytes"),
+    # Nested repetitions, also with a character before each, and as rules.
+    ("root ::= " + "(" * 40 + '"a"' + ")+" * 40, 0, 0, "nested repetitions"),
+    ("root ::= " + '("a" ' * 20 + '"a"' + ")+" * 20, 0, 0, "nested repetitions"),
+    (NESTED_RULES, 0, 0, "nested repetitions"),
 ]  # fmt: skip
 
 
@@ -268,6 +279,22 @@ def test_bad_grammars_have_a_place(
     with pytest.raises(GrammarError, match=re.escape(message)) as caught:
         model.sampler(grammar=text)
     assert (caught.value.line, caught.value.column) == (line, column)
+
+
+#: That of llama.cpp, and expressions with 15 levels of operators.
+JSON_GRAMMAR = r"""root ::= object
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+EXPRESSIONS = (
+    "root ::= e0\n"
+    + "".join(f'e{i} ::= e{i + 1} ws ("{chr(0x3A + i)}" ws e{i + 1} ws)*\n' for i in range(15))
+    + 'e15 ::= [a-z]+ | "(" ws e0 ws ")"\nws ::= [ \\t\\n]*'
+)
 
 
 def test_deep_grammars_are_accepted(model: kv.Model) -> None:
@@ -282,6 +309,11 @@ def test_deep_grammars_are_accepted(model: kv.Model) -> None:
         'root ::= (" "? "b"?)? ("c"* "d"?)? "e"',
         "root ::= " + " | ".join(f'"k{i}"' for i in range(9000)),
         'root ::= "[" (item ("," item)*)? "]"\nitem ::= [a-z]{1,64} ws\nws ::= [ \\t\\n]*',
+        'root ::= ([a-z]+ " "?)+',
+        'root ::= (((("a")+)+)+)+',
+        'root ::= ("a" ("b" | "c")){0,1000}',
+        JSON_GRAMMAR,
+        EXPRESSIONS,
     ):
         with model.sampler(grammar=text) as sampler, sampler.lock as handle:
             logits = np.zeros(model.info.n_vocab, dtype=np.float32)

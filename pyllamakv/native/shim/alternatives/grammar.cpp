@@ -9,8 +9,12 @@
 
 #include "llama-grammar.h"
 
+#include <array>
+#include <bitset>
+#include <map>
 #include <memory>
 #include <string>
+#include <unordered_set>
 
 namespace {
 
@@ -22,8 +26,13 @@ constexpr int max_rules = 10000;
 constexpr int max_repetitions = 256; // in a rule
 constexpr int64_t max_times = 2000; // the limit of 0.3.36 for {m,n}, and for a{m}{n} together
 constexpr int64_t max_elements = 1000000;
+constexpr size_t max_token = 1024; // bytes of <token>, which the parser tokenizes on the caller's stack
 constexpr double max_paths = 20000; // of rules to the next character, each with its own stack
 constexpr double max_pairs = 10000; // of such paths, where one can follow the other: the time is cubic
+// Nested repetitions that may continue after a character with the same character. Each doubles the
+// stacks, which llama.cpp compares with each other, and all are ways for each character of a token.
+constexpr int max_loops = 4;
+constexpr int64_t max_search = 10000000; // steps of the search for such repetitions
 
 int refuse_at(const std::string &text, size_t at, const std::string &what) {
     const size_t start = at == 0 ? std::string::npos : text.rfind('\n', at - 1);
@@ -93,7 +102,12 @@ int check_limits(const std::string &text) {
     int repetitions = 0;
     int64_t elements = 0;
     int64_t last = 1;   // elements of the last symbol, at most
-    int64_t copies = 1; // of the last symbol, by the repetitions that follow it
+    int64_t copies = 1; // of the rules of the last symbol, by the repetitions that follow it
+    // Rules as the parser counts them: names, groups and the optional parts of repetitions.
+    std::unordered_set<std::string> names;
+    int64_t parts = 0;
+    const auto count = [&] { return static_cast<int64_t>(names.size()) + parts; };
+    std::vector<int64_t> before; // the counts before the groups that are open
     for (size_t at = 0; at < text.size();) {
         const size_t from = at;
         const char c = text[at++];
@@ -101,15 +115,24 @@ int check_limits(const std::string &text) {
             at = std::min(text.find_first_of("\r\n", at), text.size());
         } else if (c == '"' || c == '[' || c == '<') {
             at = skip(text, from);
+            if (c == '<' && at - from > max_token) {
+                return refuse_at(text, from, "a token of more than 1024 bytes");
+            }
             last = static_cast<int64_t>(at - from);
             copies = 1;
         } else if (c == '(') {
             if (++depth > max_depth) {
                 return refuse_at(text, from, "too many nested groups");
             }
+            before.push_back(count());
+            ++parts;
         } else if (c == ')') {
             --depth;
             last = copies = 1;
+            if (!before.empty()) {
+                copies = std::max<int64_t>(1, count() - before.back());
+                before.pop_back();
+            }
         } else if (c == '=') {
             repetitions = 0;
             if (++rules > max_rules) {
@@ -130,13 +153,24 @@ int check_limits(const std::string &text) {
             if (copies > max_times || ++repetitions > max_repetitions || elements > max_elements) {
                 return refuse_at(text, from, "too many repetitions");
             }
+            parts += times.most < 0 ? 1 : times.most - times.least;
             last = times.least * last + 1; // another repetition copies all of them
+        } else if (isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_') {
+            while (at < text.size() && (isalnum(static_cast<unsigned char>(text[at])) ||
+                                        text[at] == '-' || text[at] == '_')) {
+                ++at;
+            }
+            names.insert(text.substr(from, at - from));
+            last = copies = 1;
         } else if (strchr(" \t\r\n", c) == nullptr) {
             last = copies = 1;
         }
     }
     return PLK_OK;
 }
+
+// A set of characters: ASCII, and one bit for all others.
+using Characters = std::bitset<129>;
 
 // What the matcher does at a rule, before it reaches characters. llama.cpp follows each way through
 // empty parts, also where several ways are equal.
@@ -145,6 +179,7 @@ struct Ways {
     double empty = 0; // that match nothing
     double pairs = 0; // of paths, one of which is in an optional part before the other
     bool done = false;
+    Characters first; // of a path
 };
 
 // Put an element with its ways before the rest of an alternative.
@@ -153,27 +188,51 @@ void prepend(const Ways &element, Ways &rest) {
         (element.empty > 0 ? element.paths * rest.paths + element.empty * rest.pairs : 0);
     rest.paths = element.paths + element.empty * rest.paths;
     rest.empty *= element.empty;
+    rest.first = element.empty > 0 ? element.first | rest.first : element.first;
 }
 
 bool ends(const llama_grammar_element &element) {
     return element.type == LLAMA_GRETYPE_END || element.type == LLAMA_GRETYPE_ALT;
 }
 
-const Ways character = {1, 0, 0, true};
+// Return the ways of a character, class or token that starts at `at`. An element within a class has no
+// start, and the start replaces what it adds.
+Ways take_character(const llama_grammar_rule &rule, size_t at) {
+    Ways ways = {1, 0, 0, true, {}};
+    if (rule[at].type != LLAMA_GRETYPE_CHAR) {
+        ways.first.set();
+        return ways;
+    }
+    for (;; ++at) {
+        const uint32_t low = std::min<uint32_t>(rule[at].value, 128);
+        uint32_t high = low;
+        if (rule[at + 1].type == LLAMA_GRETYPE_CHAR_RNG_UPPER) {
+            high = std::min<uint32_t>(rule[++at].value, 128);
+        }
+        for (uint32_t value = low; value <= high; ++value) {
+            ways.first.set(value);
+        }
+        if (rule[at + 1].type != LLAMA_GRETYPE_CHAR_ALT) {
+            return ways;
+        }
+    }
+}
 
 // Add the ways through the alternatives of a rule. Those of a rule after a character do not count.
 void add_alternatives(const llama_grammar_rule &rule, const std::vector<Ways> &ways, Ways &sum) {
     Ways rest;
     for (size_t at = rule.size(); at-- > 0;) {
         if (ends(rule[at])) {
-            rest = {0, 1, 0, true};
+            rest = {0, 1, 0, true, {}};
         } else {
-            prepend(rule[at].type == LLAMA_GRETYPE_RULE_REF ? ways[rule[at].value] : character, rest);
+            const bool refers = rule[at].type == LLAMA_GRETYPE_RULE_REF;
+            prepend(refers ? ways[rule[at].value] : take_character(rule, at), rest);
         }
         if (at == 0 || rule[at - 1].type == LLAMA_GRETYPE_ALT) {
             sum.paths += rest.paths + rest.empty;
             sum.empty += rest.empty;
             sum.pairs += rest.pairs;
+            sum.first |= rest.first;
         }
     }
     sum.done = true;
@@ -226,14 +285,55 @@ int64_t count_ways(const llama_grammar_rules &rules, std::vector<Ways> &ways) {
     return -1;
 }
 
-// Return whether the paths after any element are too many. An element is followed by the rest of its
+// The rules that `child` continues to, in the rules around it.
+struct Around {
+    Characters repeats;  // that start a rest which may start with the rule again
+    bool leaves = false; // a rest may be empty
+};
+
+// Return whether a sequence can start with a rule, without a character before it.
+bool starts_with(const llama_grammar_rules &rules, const std::vector<Ways> &ways, size_t id, size_t at,
+                 size_t wanted, std::vector<size_t> &seen, size_t search, int64_t &steps) {
+    std::vector<std::pair<size_t, size_t>> left{{id, at}};
+    while (!left.empty()) {
+        const auto [from, first] = left.back();
+        left.pop_back();
+        const llama_grammar_rule &rule = rules[from];
+        for (size_t next = first; next < rule.size() && ++steps <= max_search; ++next) {
+            if (!ends(rule[next])) {
+                if (rule[next].type == LLAMA_GRETYPE_RULE_REF) {
+                    const size_t inner = rule[next].value;
+                    if (inner == wanted) {
+                        return true;
+                    }
+                    if (seen[inner] != search) {
+                        seen[inner] = search;
+                        left.emplace_back(inner, 0);
+                    }
+                    if (ways[inner].empty > 0) {
+                        continue;
+                    }
+                }
+                while (next < rule.size() && !ends(rule[next])) {
+                    ++next;
+                }
+            }
+            if (first > 0 || next >= rule.size()) {
+                break; // the rest of one alternative, or all of them
+            }
+        }
+    }
+    return false;
+}
+
+// Return whether the ways after any element are too many. An element is followed by the rest of its
 // rule, then by the rests of the rules around it; how often a rule is around itself is unknown, so it
 // counts once.
 bool too_many_ways(const llama_grammar_rules &rules, const std::vector<Ways> &ways, size_t root) {
     std::vector<size_t> order; // each rule after those that it refers to, without cycles
-    std::vector<char> seen(rules.size());
+    std::vector<char> known(rules.size());
     std::vector<std::pair<size_t, size_t>> stack{{root, 0}};
-    seen[root] = 1;
+    known[root] = 1;
     while (!stack.empty()) {
         auto &[id, at] = stack.back();
         if (at == rules[id].size()) {
@@ -242,37 +342,72 @@ bool too_many_ways(const llama_grammar_rules &rules, const std::vector<Ways> &wa
             continue;
         }
         const llama_grammar_element &element = rules[id][at++];
-        if (element.type == LLAMA_GRETYPE_RULE_REF && !seen[element.value]) {
-            seen[element.value] = 1;
+        if (element.type == LLAMA_GRETYPE_RULE_REF && !known[element.value]) {
+            known[element.value] = 1;
             stack.emplace_back(element.value, 0);
         }
     }
-    const auto exceeds = [](const Ways &found, double times) {
-        return found.paths * times > max_paths || found.pairs * times > max_pairs;
+    const auto exceeds = [](const Ways &sum) {
+        return sum.paths > max_paths || sum.empty > max_paths || sum.pairs > max_pairs;
     };
-    std::vector<double> around(rules.size(), 1); // ways to leave the rules around a rule
+    std::vector<Ways> follow(rules.size()); // of what follows a rule; at most, of all its places
+    // By characters: the repetitions around a rule that may follow it with this character.
+    std::map<size_t, std::array<uint8_t, Characters().size()>> loops;
+    follow[root] = {0, 1, 0, true, {}};
     std::vector<char> passed(rules.size());
+    std::vector<size_t> seen(rules.size());
+    size_t search = 0;
+    int64_t steps = 0;
     for (auto id = order.rbegin(); id != order.rend(); ++id) {
         const llama_grammar_rule &rule = rules[*id];
         passed[*id] = 1;
-        Ways rest; // of the alternative, after `at`
+        std::map<size_t, Around> around; // by the rules that this one refers to
+        Ways rest;                       // of the alternative, after `at`
         for (size_t at = rule.size(); at-- > 0;) {
             if (ends(rule[at])) {
-                rest = {0, 1, 0, true};
+                rest = {0, 1, 0, true, {}};
                 continue;
             }
             const bool refers = rule[at].type == LLAMA_GRETYPE_RULE_REF;
-            if (refers && !passed[rule[at].value]) {
-                double &leave = around[rule[at].value];
-                leave = std::max(leave, around[*id] * rest.empty);
-            }
-            prepend(refers ? ways[rule[at].value] : character, rest);
-            if (exceeds(rest, around[*id])) {
+            Ways after = follow[*id];
+            prepend(rest, after);
+            if (exceeds(after)) {
                 return true;
+            }
+            if (refers && !passed[rule[at].value]) {
+                const size_t inner = rule[at].value;
+                Ways &most = follow[inner];
+                most.paths = std::max(most.paths, after.paths);
+                most.empty = std::max(most.empty, after.empty);
+                most.pairs = std::max(most.pairs, after.pairs);
+                Around &places = around[inner];
+                places.leaves = places.leaves || rest.empty > 0;
+                if (starts_with(rules, ways, *id, at + 1, inner, seen, ++search, steps)) {
+                    places.repeats |= rest.first;
+                }
+                if (steps > max_search) {
+                    return true;
+                }
+            }
+            prepend(refers ? ways[rule[at].value] : take_character(rule, at), rest);
+        }
+        const auto outer = loops.find(*id);
+        for (const auto &[inner, places] : around) {
+            const bool leaves = places.leaves && outer != loops.end();
+            if (!leaves && places.repeats.none()) {
+                continue;
+            }
+            auto &most = loops[inner];
+            for (size_t at = 0; at < most.size(); ++at) {
+                const int sum = (places.repeats[at] ? 1 : 0) + (leaves ? outer->second[at] : 0);
+                if (sum > max_loops) {
+                    return true;
+                }
+                most[at] = std::max<uint8_t>(most[at], static_cast<uint8_t>(sum));
             }
         }
     }
-    return exceeds(ways[root], 1);
+    return exceeds(ways[root]);
 }
 
 template <typename Parser> Parser make_parser(const llama_model *model) {
@@ -342,7 +477,8 @@ int check(const llama_model *model, const std::string &text) {
     }
     if (too_many_ways(parser.rules, ways, parser.symbol_ids.at("root"))) {
         return plk::refuse(PLK_EGRAMMAR, "too many ways lead to the next character: use fewer "
-                           "alternatives, or fewer optional parts in a row");
+                           "alternatives, fewer optional parts in a row, or fewer nested "
+                           "repetitions");
     }
     return PLK_OK;
 }
