@@ -243,8 +243,6 @@ def test_adapters_are_set_in_every_context(
 @pytest.mark.parametrize("name", ["bytes", "sliding", "latent", "hybrid", "compressed", "pooled"])
 def test_embeddings_are_decoded_after_a_shift(library: Any, name: str, pooling: str) -> None:
     """Decode, remove, shift and update, or be refused with an error."""
-    if library.manifest.release == "b4980" and not library.manifest.patches and pooling == "mean":
-        pytest.xfail("stock b4980 fails an assertion when it reserves this pooling")
     model = load(library, name)
     try:
         with create(model, embeddings=True, pooling=pooling, n_seq_max=1) as ctx:

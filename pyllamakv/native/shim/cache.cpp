@@ -71,6 +71,11 @@ int plk_defrag(plk_context *context, plk_defrag_report *out) {
             return plk::refuse(PLK_EUNSUPPORTED,
                                "the memory of this context cannot be defragmented: %s", reason);
         }
+        if (context->pooling == PLK_POOLING_MEAN && !plk::update::reserves_means) {
+            return plk::refuse(PLK_EUNSUPPORTED,
+                               "this release cannot move cells of a context with pooling \"mean\": use "
+                               "another pooling, or a later release");
+        }
         plk::Picture before, after;
         plk_counters first{}, last{};
         const bool seen = plk::take_picture(*context, before);

@@ -142,6 +142,9 @@ int check_state(llama_context *ctx, const uint8_t *data, size_t length);
 // Apply pending updates. safe: avoid calls that abort in this tree; else make only the public call.
 namespace update {
 extern const bool present;
+// False if a shift or move asserts with mean pooling: the graph that is then reserved has the number of
+// outputs of the last batch.
+extern const bool reserves_means;
 void run(llama_context *ctx, bool safe);
 } // namespace update
 

@@ -212,6 +212,9 @@ bool plk::can_shift(const plk_context &c) {
     if (c.model->info.is_recurrent) {
         return true; // a state has no keys that a shift would rotate
     }
+    if (c.pooling == PLK_POOLING_MEAN && !plk::update::reserves_means) {
+        return false;
+    }
     return plk::memory::exists(c.ctx) && plk::memory::can_shift(c.ctx) &&
            plk::cells::limits(c.ctx).shifts && !plk::load::many_positions(c.model->model) && type_k != GGML_TYPE_BF16 &&
            (!ggml_is_quantized(type_k) ||

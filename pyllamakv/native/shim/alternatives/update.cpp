@@ -2,7 +2,7 @@
 // CMake defines PLK_USE_NAME of one section: see cmake/probes.cmake.
 #include "groups.h"
 
-#if defined(PLK_USE_unified) || defined(PLK_USE_context)
+#if defined(PLK_USE_unified) || defined(PLK_USE_self) || defined(PLK_USE_context)
 #include "llama-context.h"
 #endif
 
@@ -14,6 +14,17 @@
 const bool plk::update::present = false;
 #else
 const bool plk::update::present = true;
+#endif
+
+#ifdef PLK_USE_self
+namespace {
+// Contexts without this method (b4980) reserve in the update itself.
+template <typename Context> auto reserves(int) -> decltype(&Context::graph_reserve, true) { return true; }
+template <typename Context> bool reserves(long) { return false; }
+} // namespace
+const bool plk::update::reserves_means = reserves<llama_context>(0);
+#else
+const bool plk::update::reserves_means = true;
 #endif
 
 void plk::update::run([[maybe_unused]] llama_context *ctx, [[maybe_unused]] bool safe) {
