@@ -86,6 +86,20 @@ def compute(
     return sha256(b"pyllamakv files 1\n" + b"".join(map(bytes.fromhex, found))).hexdigest()
 
 
+def check_not_written(files: Sequence[FileRecord]) -> None:
+    """Raise ModelUnverified if a recorded file was written since, which changes mapped weights.
+
+    A file that was removed, or replaced by another one, keeps its content for those that mapped it.
+    """
+    for file in files:
+        try:
+            now = _facts(file.path.stat())
+        except OSError:
+            continue
+        if now and file.facts and now[:2] == file.facts[:2]:
+            _compare(file, now)
+
+
 def _file_digest(file: FileRecord, progress: Callable[[str, int, int | None], None] | None) -> str:
     if file.facts is None:
         raise _unverified(file, "it was not a regular file when it was loaded")
@@ -110,7 +124,10 @@ def _facts(found: os.stat_result) -> tuple[int, int, int, int, int] | None:
 
 
 def _check_unchanged(file: FileRecord, opened: int) -> None:
-    now = _facts(os.fstat(opened))
+    _compare(file, _facts(os.fstat(opened)))
+
+
+def _compare(file: FileRecord, now: tuple[int, int, int, int, int] | None) -> None:
     if now != file.facts:
         names = ("device", "inode", "size", "mtime_ns", "ctime_ns")
         pairs = zip(names, file.facts or (), now or (), strict=False)

@@ -91,12 +91,14 @@ class Model(LoadedModel, ClosedOnExit):
         Everything that is kept outside of this object (saved sequences, stores, kept files) has it.
         The first call reads the files, unless the data directory has their digest. ``progress`` is
         called with a description, the bytes done, and their total. Raises ModelUnverified if a file
-        is gone, or changed after the load.
+        changed after the load; later calls, only if it changed in place.
         """
         if progress is not None and not callable(progress):
             raise arguments.wrong_type("progress", progress, "a function, or None")
         if self._digest is None:
             self._digest = content_digest.compute(self.file.records, progress)
+        # The weights may be mapped: a change in place is a change of the model in use.
+        content_digest.check_not_written(self.file.records)
         return self._digest
 
     def meta(self, key: str) -> str | None:

@@ -214,6 +214,32 @@ def test_computed_digest_is_kept_after_a_file_change(tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(gguf_bytes(architecture="qwen2"))
     (tmp_path / "new").replace(path)
     assert model.digest() == before
+    path.unlink()
+    assert model.digest() == before
+
+
+@pytest.mark.parametrize("size", ["the same size", "another size"])
+def test_computed_digest_is_lost_when_the_file_is_written_in_place(
+    tmp_path: Path, size: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mapped weights change with the file, so a later save must not name the earlier content."""
+    path = write_gguf(tmp_path / "m.gguf")
+    model = load(path)
+    sequence = fill(model)
+    verified = sequence.save()
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\x01" if size == "the same size" else data + b"\x00" * 64)
+    with pytest.raises(
+        ModelUnverified, match=r"replaced or changed.*mtime_ns.*load the file again"
+    ):
+        model.digest()
+    saved = sequence.save()
+    assert "unverified model" in caplog.text
+    path.write_bytes(data)
+    now = load(path).context(**SHAPE).sequence()
+    now.restore(verified)
+    with pytest.raises(StateForeign, match="accept_unverified_model"):
+        now.restore(saved)
 
 
 def test_state_depends_on_the_content_of_adapters(tmp_path: Path) -> None:
