@@ -46,6 +46,8 @@ def compile_tokens(model: ModelParts) -> Any:
 _DATA = frozenset(("const", "default", "enum", "examples"))
 #: Maximum of `expanded_size`, and of the parts of a schema in which an error is looked for.
 MAX_PATTERN, _MAX_PARTS = 100_000, 1000
+#: Maximum depth of nested values in a schema, that of llguidance's parser.
+_MAX_DEPTH = 127
 #: The error of an object that llguidance reports in place of that of its property.
 _REQUIRED = re.compile(r"required property '(.*)' is unsatisfiable")
 #: The parts of a regular expression whose number counts.
@@ -125,7 +127,11 @@ class SchemaProcessor:
         try:
             document = json.loads(text)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise _too_deep() from error
+        except ValueError as error:
+            if "recursion limit exceeded" in str(error):
+                raise _too_deep() from error
             raise SchemaError(f"the JSON schema is invalid: {error}") from error
         _check_patterns(document)
         tokens = model.schema_tokens
@@ -234,7 +240,7 @@ def _check_patterns(document: Any) -> None:
         if isinstance(pattern, str) and expanded_size(pattern) > MAX_PATTERN:
             msg = (
                 f"the repetitions of pattern {arguments.shown(pattern)} make more than "
-                f"{MAX_PATTERN} copies, at {path}: nested repetitions multiply"
+                f"{MAX_PATTERN} copies, at {path or '(root)'}: nested repetitions multiply"
             )
             raise SchemaError(msg, path=path, pattern=pattern)
 
@@ -272,10 +278,17 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
         raise arguments.wrong_type("json_schema", schema, expected)
     try:
         return json.dumps(dict(schema), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise _too_deep() from error
+    except (TypeError, ValueError) as error:
         raise SchemaError(
             f"the JSON schema has a value that JSON cannot express: {error}"
         ) from error
+
+
+def _too_deep() -> SchemaError:
+    nested = f"the JSON schema has more than {_MAX_DEPTH} nested arrays and objects"
+    return SchemaError(f"{nested}: use `$defs` and `$ref`")
 
 
 def _library() -> Any:

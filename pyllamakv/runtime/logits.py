@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -122,7 +122,7 @@ class _View(NDArrayOperatorsMixin):
             msg = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(msg)
         if name in _IN_PLACE:
-            raise self._read_only()
+            return self._refuse_change
         values = self.copy()
         values.flags.writeable = False
         return getattr(values, name)
@@ -168,6 +168,9 @@ class _View(NDArrayOperatorsMixin):
             )
             raise StaleLogits(msg)
         return self._values
+
+    def _refuse_change(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise self._read_only()
 
     def _read_only(self) -> UsageError:
         msg = (

@@ -156,6 +156,14 @@ def test_an_unused_model_is_freed(tmp_path: Path) -> None:
     assert native.freed[0] == "model"
 
 
+def nested(depth: int) -> list[Any]:
+    """Return arrays in arrays."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -167,7 +175,12 @@ def test_an_unused_model_is_freed(tmp_path: Path) -> None:
         ("{", "line 1"),
         ({"a": {1, 2}}, "JSON cannot express"),
         ({"const": float("nan")}, "JSON cannot express"),
+        ({"pattern": "(a{1000}){1000}"}, r"copies, at \(root\): nested"),
+        ('{"enum":' + "[" * 200 + "]" * 200 + "}", "more than 127 nested"),
+        ('{"enum":' + "[" * 3000 + "]" * 3000 + "}", "more than 127 nested"),
+        ({"enum": nested(3000)}, "more than 127 nested"),
     ],
+    ids=range(12),
 )
 def test_bad_schemas_are_refused(tmp_path: Path, schema: Any, message: str) -> None:
     """The message has the reason, before any token is sampled; no sampler is created."""

@@ -100,6 +100,8 @@ def test_a_change_in_place_names_the_copy(tmp_path: Path, change) -> None:
         before = view.copy()
         with pytest.raises(UsageError, match=r"read-only.*np\.array\(logits\)"):
             change(view)
+        assert hasattr(view, "sort")
+        assert callable(getattr(view, "put", None))
         assert np.array_equal(view, before)
 
 
