@@ -109,6 +109,8 @@ def choose(
         arguments.choice("kv_keep", keep, ("fresh",))
     elif not isinstance(keep, bool | np.bool_):
         raise arguments.wrong_type("kv_keep", keep, "True, False or 'fresh'")
+    if not isinstance(backing, str | os.PathLike):
+        raise arguments.wrong_type("kv_backing", backing, "'heap', 'mmap' or a pathlib.Path")
     if not isinstance(backing, str):
         backing = arguments.path("kv_backing", backing)
     if isinstance(backing, str) and backing not in ("heap", "mmap"):
