@@ -26,7 +26,7 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenLogprobs
@@ -101,20 +101,33 @@ class TextFormat:
 
     async def events(self, completion: ActiveRequest, *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream, with the numbers of tokens before the end on request."""
+        #: By choice: numbers of tokens and of their characters and bytes so far, and bytes of text.
         shown = {choice.index: 0 for choice in completion.choices}
-        offsets = dict.fromkeys(shown, 0)
+        offsets, token_bytes, text_bytes = (dict.fromkeys(shown, 0) for _ in range(3))
         more = {"usage": None} if usage else {}
         head = _compact({**self._head, "object": self.event_name, **more})[:-1]
 
-        def event(choice: Choice, content: dict[str, Any], reason: str | None) -> bytes:
-            index = choice.index
-            found = choice.logprobs(shown[index])
-            if found is not None:
-                shown[index] += len(found)
+        def tokens(choice: Choice, text: str | None) -> list[TokenLogprobs]:
+            """Return the log-probabilities of the tokens that begin in a text; None: of the rest.
+
+            The generation may have more tokens than the text so far.
+            """
+            index, found = choice.index, choice.logprobs(shown[choice.index]) or []
+            text_bytes[index] += len((text or "").encode())
+            n = 0
+            while n < len(found) and (text is None or token_bytes[index] < text_bytes[index]):
+                token_bytes[index] += len(self._model.piece(found[n].token, special=True))
+                n += 1
+            shown[index] += n
+            return found[:n]
+
+        def event(
+            choice: Choice, content: dict[str, Any], reason: str | None, text: str | None = ""
+        ) -> bytes:
+            index, logprobs = choice.index, None
+            if completion.reports and (found := tokens(choice, text)):
                 logprobs = self._logprobs(found, offsets[index])
                 offsets[index] += sum(len(self._text(each.token)) for each in found)
-            else:
-                logprobs = None
             fields = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
             return f'data: {head},"choices":[{_compact(fields)}]}}\n\n'.encode()
 
@@ -123,9 +136,9 @@ class TextFormat:
                 yield event(choice, start, None)
         try:
             async for choice, text in completion.texts():
-                yield event(choice, self._part(text), None)
+                yield event(choice, self._part(text), None, text)
             for choice in completion.choices:
-                yield event(choice, self._end(), choice.finish_reason)
+                yield event(choice, self._end(), choice.finish_reason, None)
             if usage:
                 last = {**self._head, "object": self.event_name, "choices": []}
                 yield f"data: {_compact({**last, 'usage': completion.usage})}\n\n".encode()
@@ -217,8 +230,15 @@ def _finite(value: float) -> float:
     return max(value, _LEAST) if not math.isnan(value) else _LEAST
 
 
-def openapi(routes: list[tuple[str, str, str, type[Any] | None]], version: str) -> dict[str, Any]:
-    """Return the description of the API; a route is a method, a path, a summary and a body."""
+def openapi(
+    routes: list[tuple[str, str, str, type[Any] | None]],
+    version: str,
+    without_key: Collection[str] | None,
+) -> dict[str, Any]:
+    """Return the description of the API; a route is a method, a path, a summary and a body.
+
+    All paths but those ``without_key`` require an API key; None: no path does.
+    """
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
     for method, path, summary, body in routes:
@@ -233,6 +253,8 @@ def openapi(routes: list[tuple[str, str, str, type[Any] | None]], version: str) 
                 "default": {"description": "an error object of the OpenAI API"},
             },
         }
+        if without_key and path in without_key:
+            operation["security"] = []
         if body is not None:
             schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
@@ -241,9 +263,14 @@ def openapi(routes: list[tuple[str, str, str, type[Any] | None]], version: str) 
             content = {"application/json": {"schema": reference}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method.lower()] = operation
-    return {
+    components: dict[str, Any] = {"schemas": schemas}
+    found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "pyllamakv serve", "version": version},
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": components,
     }
+    if without_key is not None:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found

@@ -119,7 +119,7 @@ class Api:
             (method, path.replace(":path", ""), summary, body)
             for method, path, summary, _, body in table
         ]
-        self._description = openapi(described, pyllamakv.__version__)
+        self._description = openapi(described, pyllamakv.__version__, _OPEN if keys else None)
         self._app = Starlette(
             routes=[
                 Route(path, self._endpoint(handler, body, path in _OPEN), methods=[method])
@@ -134,6 +134,8 @@ class Api:
             },
             lifespan=lifespan,
         )
+        # A redirection would be answered before the key is checked.
+        self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a connection as ASGI defines it, and count the answers."""

@@ -113,6 +113,7 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             lifespan="on",
             server_header=False,
             http=LimitedConnection,
+            ws="none",
             timeout_graceful_shutdown=int(options.grace) + _LAST_SECONDS,
         )
         server = uvicorn.Server(config)

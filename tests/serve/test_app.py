@@ -20,6 +20,7 @@ from starlette.requests import Request
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.protocol import SamplerParams
 from pyllamakv.errors import NativeError, PrefixStoreError
+from pyllamakv.serve.api_replies import ChatFormat, TextFormat
 from pyllamakv.serve.api_requests import ChatRequest, TextRequest
 from pyllamakv.serve.app import Api
 from pyllamakv.serve.engine import Choice, GenerationOptions
@@ -115,6 +116,35 @@ def test_log_probabilities_are_written_outside_of_the_event_loop(
             assert found["refusal"] is None
         else:
             assert [len(found[name]) for name in sorted(found)] == [n] * 4
+
+
+@pytest.mark.parametrize("kind", [TextFormat, ChatFormat])
+def test_log_probabilities_of_an_event_are_those_of_its_text(tmp_path: Path, kind: Any) -> None:
+    """They are also if the generation has ended before its first event is written."""
+    served = kit.engine(tmp_path)
+    options = GenerationOptions(2, 8, (), False, SamplerParams(), None, 1)
+
+    async def main(_: httpx.AsyncClient) -> list[Any]:
+        completion = await served.complete(1, lambda: [[70, 71]], options)
+        while completion.pending:
+            await asyncio.sleep(0)
+        events = kind(served.model, "tiny").events(completion, usage=False)
+        found = kit.events("".join([event.decode() async for event in events]))
+        completion.close()
+        return found
+
+    tokens = 0
+    for each in kit.run(served, main)[:-1]:
+        (choice,) = each["choices"]
+        logprobs = choice["logprobs"] or {"tokens": [], "content": []}
+        if kind is TextFormat:
+            text, found = choice["text"], logprobs["tokens"]
+        else:
+            text = choice["delta"].get("content", "")
+            found = [entry["token"] for entry in logprobs["content"]]
+        assert "".join(found) == text
+        tokens += len(found)
+    assert tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -364,6 +394,32 @@ def test_a_key_is_required(tmp_path: Path) -> None:
             assert (await client.get("/v1/models", headers={"authorization": key})).is_success
 
     kit.run(kit.engine(tmp_path), main, keys=("one", "two"))
+
+
+def test_path_with_a_slash_at_its_end_is_unknown(tmp_path: Path) -> None:
+    """A redirection would name the path to clients without a key."""
+
+    async def main(client: httpx.AsyncClient) -> None:
+        for path in (f"{COMPLETE}/", "/v1/cache/", "/health/"):
+            assert (await client.get(path)).status_code == 404
+
+    kit.run(kit.engine(tmp_path), main, keys=("one",))
+
+
+@pytest.mark.parametrize("keys", [(), ("one",)])
+def test_description_has_the_scheme_of_keys(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """It has if keys are required; the health needs none."""
+
+    async def main(client: httpx.AsyncClient) -> Any:
+        headers = {"authorization": "Bearer one"}
+        return (await client.get("/openapi.json", headers=headers)).json()
+
+    found = kit.run(kit.engine(tmp_path), main, keys=keys)
+    schemes = found["components"].get("securitySchemes", {})
+    assert [each["scheme"] for each in schemes.values()] == ["bearer"] * len(keys)
+    assert found.get("security", []) == [{name: []} for name in schemes]
+    assert found["paths"]["/health"]["get"].get("security") == ([] if keys else None)
+    assert "security" not in found["paths"]["/v1/models"]["get"]
 
 
 def test_url_of_a_request_opens_no_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
