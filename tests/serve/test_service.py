@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
 import signal
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,10 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+import httpx
 import serve_kit as kit
 import uvicorn
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kit import built
 
@@ -214,6 +217,70 @@ def test_no_request_is_answered_with_500(
     elif answer.status_code != 200:
         assert answer.status_code in (400, 404, 429, 503), (content, answer.text)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.slow
+@pytest.mark.native
+def test_no_request_of_the_description_is_answered_with_500(served: ServeProcess) -> None:
+    """It uses schemathesis, which is not a dependency of the tests."""
+    schemathesis = pytest.importorskip("schemathesis")
+    schema = schemathesis.openapi.from_dict(served.client.get("/openapi.json").json())
+    schema.config.update(base_url=served.first["url"])
+    answers: Counter[tuple[str, int]] = Counter()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy())
+        def send(case: Any) -> None:
+            if isinstance(case.body, dict):
+                for name in ("n_predict", "max_completion_tokens"):
+                    case.body.pop(name, None)
+                case.body |= {"max_tokens": 2} if "completions" in case.path else {}
+            answer = case.call()
+            answers[case.path, answer.status_code] += 1
+            assert answer.status_code in (200, 400, 404, 429, 503), (case.body, answer.text)
+
+        send()
+    assert answers["/v1/completions", 200] + answers["/v1/chat/completions", 200]
+    assert served.post("/v1/completions", prompt="Once", max_tokens=2)["choices"]
+
+
+@pytest.mark.slow
+@pytest.mark.native
+def test_a_thousand_connections_are_answered(served: ServeProcess) -> None:
+    """All are open before the first request; those beyond the queue get 429."""
+    n = 1000
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2 * n:
+        pytest.skip(f"the system allows {limits[1]} files")
+    address = httpx.URL(served.first["url"])
+    body = b'{"prompt": "Once", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    data = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def answer(pair: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> int:
+        reader, writer = pair
+        writer.write(data)
+        found = await reader.read()
+        writer.close()
+        return int(found.split()[1])
+
+    async def main() -> Counter[int]:
+        open_one = asyncio.open_connection
+        async with asyncio.timeout(120):
+            pairs = [await open_one(address.host, address.port) for _ in range(n)]
+            return Counter(await asyncio.gather(*map(answer, pairs)))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2 * n), limits[1]))
+    try:
+        statuses = asyncio.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert statuses.keys() <= {200, 429}
+    assert statuses[200] >= 4
+    assert statuses.total() == n
+    assert served.post("/v1/completions", prompt="Once", max_tokens=2)["choices"]
 
 
 @pytest.mark.slow
