@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from pyllamakv.binding import arguments
 from pyllamakv.errors import NoTokenAllowed, SchemaError, ToolMissing, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -48,12 +49,17 @@ _DATA = frozenset(("const", "default", "enum", "examples"))
 MAX_PATTERN, _MAX_PARTS = 100_000, 1000
 #: Maximum depth of nested values in a schema, that of llguidance's parser.
 _MAX_DEPTH = 127
+#: llguidance recurses along references: about 200 bytes of stack per byte of a schema with a chain
+#: of them. A schema above this size is compiled on a thread with such a stack.
+_SMALL, _STACK_PER_BYTE = 8192, 1024
+_STACK_SIZE_LOCK = threading.Lock()
 #: The error of an object that llguidance reports in place of that of its property.
 _REQUIRED = re.compile(r"required property '(.*)' is unsatisfiable")
-#: The parts of a regular expression whose number counts.
+#: The parts of a regular expression whose number counts. A class without an end extends to the end,
+#: and names have a limit: otherwise, the search would be quadratic in the length.
 _ATOMS = re.compile(
-    r"(?P<times>\{\d+(?:,\d*)?\})|(?P<open>\((?:\?(?:P?<[^>]*>|[^:)]*:))?)|(?P<close>\))"
-    r"|(?P<free>[*+?|^$])|(?P<atom>\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.)",
+    r"(?P<times>\{\d+(?:,\d*)?\})|(?P<open>\((?:\?(?:P?<[^>]{0,64}>|[^:)]{0,64}:))?)|(?P<close>\))"
+    r"|(?P<free>[*+?|^$])|(?P<atom>\\[pPxu]\{[^}]{0,64}\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.)",
     re.DOTALL,
 )
 
@@ -135,9 +141,14 @@ class SchemaProcessor:
             raise SchemaError(f"the JSON schema is invalid: {error}") from error
         _check_patterns(document)
         tokens = model.schema_tokens
-        self._matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
-        if self._matcher.is_error():
-            raise _located(tokens, document, _reason(self._matcher))
+
+        def compile_schema() -> Any:
+            matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+            if matcher.is_error():
+                raise _located(tokens, document, _reason(matcher))
+            return matcher
+
+        self._matcher = _with_stack(len(text), compile_schema)
         self._ends = list(tokens.eos_tokens)
         self._seen: list[int] = []
 
@@ -284,6 +295,39 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
         raise SchemaError(
             f"the JSON schema has a value that JSON cannot express: {error}"
         ) from error
+
+
+def _with_stack(length: int, work: Callable[[], Any]) -> Any:
+    """Return the result of work on a schema, with a stack that is large enough for its length."""
+    if length <= _SMALL:
+        return work()
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((work(), None))
+        except BaseException as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, name="json schema", daemon=True)
+    size = (1 << 20) + length * _STACK_PER_BYTE // 4096 * 4096
+    try:
+        with _STACK_SIZE_LOCK:
+            before = threading.stack_size(size)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+    except (RuntimeError, ValueError) as error:
+        msg = (
+            f"a JSON schema of {length} characters needs a stack of {size} bytes: use a smaller one"
+        )
+        raise SchemaError(msg) from error
+    thread.join()
+    value, raised = results[0]
+    if raised is not None:
+        raise raised
+    return value
 
 
 def _too_deep() -> SchemaError:

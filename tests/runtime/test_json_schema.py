@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import subprocess
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -235,11 +236,31 @@ def test_schema_error_names_path_and_pattern(
         ("", 0), ("abc", 3), ("a{3}", 3), ("(ab){2,3}", 6), ("(a{10}b){10}", 110), ("a*b+c?", 3),
         ("[a{5}]{4}", 4), (r"\(a{2}\)", 4), (r"\p{Greek}{7}", 7), ("a{,3}", 5), ("(a|b){0}", 2),
         ("(?:a{100}){100}", 10_000), ("((a{1000}){1000}){1000}", 10**9), (r"[\]a]{3}(?<n>b){2}", 5),
+        ("a{2}" + "[" * 1_000_000, 3), ("(?" * 100_000, 0), (r"\p{" * 100_000, 200_000),
     ],
 )  # fmt: skip
 def test_expanded_pattern_size_multiplies_repetitions(pattern: str, size: int) -> None:
     """Nested repetitions multiply; braces in classes and escapes are not repetitions."""
     assert json_schema.expanded_size(pattern) == size
+
+
+def test_long_chain_of_references_is_compiled(tmp_path: Path) -> None:
+    """The recursion of llguidance does not exhaust the stack, which would end the process."""
+    program = """
+import sys
+from pathlib import Path
+
+sys.path[:] = sys.argv[2].split("|")
+import runtime_kit
+from pyllamakv.runtime.json_schema import SchemaProcessor
+
+chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(5000)}
+chain["d5000"] = {"type": "null"}
+SchemaProcessor(runtime_kit.model(Path(sys.argv[1])), {"$defs": chain, "$ref": "#/$defs/d0"})
+"""
+    command = [sys.executable, "-c", program, str(tmp_path), "|".join(sys.path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_bounds_of_a_valid_schema_are_not_expanded(tmp_path: Path) -> None:
