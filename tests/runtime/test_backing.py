@@ -26,6 +26,8 @@ def test_build_without_mapped_memory_refuses_it(tmp_path: Path) -> None:
         assert refused.value.capability == "MAPPING"
     with pytest.raises(UsageError, match="pathlib"):
         model.context(kv_backing="file")
+    with pytest.raises(UsageError, match=r"kv_backing must be 'heap', 'mmap' or a pathlib\.Path"):
+        model.context(kv_backing=cast("str", None))
     with model.context() as ctx:
         assert ctx.kv.memory.kind == Backing.HEAP
         with pytest.raises(Unsupported):
