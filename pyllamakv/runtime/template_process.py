@@ -18,6 +18,7 @@ from weakref import finalize
 
 from pyllamakv.binding.process import environment
 from pyllamakv.errors import Busy, ChatTemplateError, WorkerDied
+from pyllamakv.runtime.interrupts import Uninterrupted
 
 #: Limits of one render: seconds of CPU time, and bytes of address space. Templates of current
 #: models take about a millisecond.
@@ -57,7 +58,8 @@ class TemplateProcess:
                 raise Busy(
                     "a chat template is being rendered by the call that this one interrupted"
                 )
-            child = self._running()
+            with Uninterrupted():  # a process whose start a handler interrupts would remain
+                child = self._running()
             assert child.stdin is not None
             assert child.stdout is not None
             try:

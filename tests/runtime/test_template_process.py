@@ -42,6 +42,28 @@ def test_an_endless_template_is_ended(process: TemplateProcess) -> None:
     assert process.render("b", {}) == "b"
 
 
+def test_a_process_whose_start_is_interrupted_is_used_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise it and its pipes would remain without an owner."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def interrupted(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*words, **options))
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(template_process.subprocess, "Popen", interrupted)
+    process = TemplateProcess()
+    with pytest.raises(KeyboardInterrupt):
+        process.render("a", {})
+    assert process.render("b", {}) == "b"
+    process.close()
+    assert [each.poll() is not None for each in started] == [True]
+
+
 @pytest.mark.slow
 def test_time_limit_works_with_a_blocked_signal() -> None:
     """Processes inherit an ignored or blocked signal; the limit works anyway."""
