@@ -25,6 +25,7 @@ FOREIGN = {
     "text": "an element of ElementTree",
     "stdout": "a module of the standard library, restored afterwards",
     "help": "a command of Click",
+    "redirect_slashes": "the router that Starlette creates without an option for it",
     "timeout": "the public setting of a worker's proxy",
     "runner": "a thread-local object of the standard library",
     "__qualname__": "a method that `binding.forwarding` has compiled",
