@@ -132,9 +132,10 @@ def test_ratios_of_the_batcher() -> None:
     ("seconds", "cpu", "met"), [(1.0, 1.04, [True, True, True]), (1.1, 1.06, [False, False, False])]
 )
 def test_median_of_a_serve_ratio_must_meet_its_limit(
-    seconds: float, cpu: float, met: list[bool]
+    monkeypatch: pytest.MonkeyPatch, seconds: float, cpu: float, met: list[bool]
 ) -> None:
     """An interval that contains 1.0 is not enough; ratios of the test model have no target."""
+    monkeypatch.setenv(synthetic_models.VARIABLE, __file__)
     for model in (__file__, synthetic_models.TEST):
         plan = LoadPlan(
             ("0.3.9",), ("fits",), (4,), ("patched", "serve"), rounds=load_figures.PAIRS,
