@@ -74,6 +74,17 @@ def test_a_branch_that_a_lease_continues_is_not_dropped(tmp_path: Path) -> None:
     cache.check()
 
 
+def test_a_released_lease_replaces_the_sequence_that_it_continues(cache: PrefixCache) -> None:
+    """The longer sequence contains the tokens of the shorter one, which has no pin any more."""
+    serve(cache, SYSTEM)
+    cache.pin("system", SYSTEM)
+    lease = cache.acquire([*SYSTEM, 5])
+    cache.unpin("system")
+    prefix_kit.feed(lease).release()
+    assert [len(node.entry) for node in cache.branches.tree.entries] == [21]
+    cache.check()
+
+
 def test_the_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
     """Another branch is evicted, although it was used later."""
     cache = make(tmp_path, entries=2, paging="memory")
@@ -84,6 +95,18 @@ def test_the_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
         assert lease.cached == 20
         assert cache.pins["system"].entry is not None
         assert cache.stats().paged == 1
+    cache.check()
+
+
+def test_the_parked_prefix_of_a_prompt_is_not_evicted_for_it(tmp_path: Path) -> None:
+    """Its sequence stays, although it was used before the other branch."""
+    cache = make(tmp_path, entries=2, paging="memory")
+    parked = prefix_kit.feed(cache.acquire(SYSTEM)).park()
+    serve(cache, [7] * 8)
+    with cache.acquire([*SYSTEM, 5]) as lease:
+        assert lease.cached == 20
+        assert [len(node.entry) for node in cache.branches.tree.entries] == [20]
+    parked.close()
     cache.check()
 
 
@@ -176,6 +199,16 @@ def test_eviction_keeps_sequences_outside_the_cache(tmp_path: Path) -> None:
 
 
 # Pins...
+def test_a_dropped_branch_leaves_its_pinned_prefix(cache: PrefixCache) -> None:
+    """The prefix has no sequence of its own, and keeps that of the branch."""
+    serve(cache, [*SYSTEM, 1, 2])
+    cache.pin("system", SYSTEM)
+    cache.clear()
+    cache.check()
+    assert [node.entry.tokens for node in cache.branches.tree.entries] == [SYSTEM]
+    assert used(cache) == 20
+
+
 def test_pinned_prefix_outlives_its_branches(tmp_path: Path) -> None:
     """Pin a system prompt (UserSnapshotPreservesRestorePoint) and evict everything else."""
     cache = make(tmp_path, n_ctx=64, n_seq_max=3, paging=0)
