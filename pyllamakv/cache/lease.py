@@ -258,8 +258,10 @@ class PrefixLease(SequenceLease):
         if longest is not None:
             wanted = max(n, min(wanted, longest - here))
         if not cache.allocator.certainly_fits(wanted, self):
-            # Reading the cells is slow, so a read grants as many as are free.
-            wanted = max(n, wanted - max(0, cache.allocator.shortage(wanted, self)))
+            # Reading the cells is slow, so a read grants more than ``n``; not all that are free,
+            # because the next lease would take them back.
+            spare = max(0, -cache.allocator.shortage(n, self))
+            wanted = min(wanted, n + spare // len(cache.leases))
         cache.allocator.make_cells(wanted, self)
         self.granted = max(self.granted, here + wanted)
         cache.enforce(n)

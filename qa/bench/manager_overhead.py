@@ -227,7 +227,7 @@ def figure(name: str, work: ManagerWorkload, pairs: Pairs, model: str) -> Figure
 
 def earlier_figures(model: pyllamakv.Model, pairs: int, tick: Tick) -> list[Figure]:
     """Compare the managers with the earlier ones of `qa.differential`. Raises GitError."""
-    differential.load_earlier()
+    differential.load_earlier(differential.CHANGED)
     found = []
     for name in MANAGERS:
         now, then = MANAGERS[name], _earlier(name)

@@ -94,6 +94,32 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
     cache.check()
 
 
+def test_leases_do_not_take_reserved_cells_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the end of the cache, they share the free cells: not every token reads the cells."""
+    cache = PrefixCache(kit.context(tmp_path, n_ctx=256))
+    reads: list[int] = []
+    real = allocation.cell_stats
+
+    def read(context: Context) -> Any:
+        reads.append(1)
+        return real(context)
+
+    with cache.acquire([1] * 80) as one, cache.acquire([2] * 80) as two:
+        one.prefill()
+        two.prefill()
+        monkeypatch.setattr(allocation, "cell_stats", kit.ours(read))
+        for _ in range(48):
+            for lease in (one, two):
+                lease.make_room(1)
+                lease.sequence.step(5)
+        assert len(reads) < 48
+        with pytest.raises(KVCacheFull):
+            one.make_room(1)
+    cache.check()
+
+
 def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) -> None:
     """Take cells that another lease never used, and none that it did."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=128))
