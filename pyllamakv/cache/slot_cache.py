@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ from pyllamakv.runtime.batch import as_int32
 from pyllamakv.runtime.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pyllamakv.cache.checkpoints import CheckpointSchedule
     from pyllamakv.cache.prefix_states import PrefillBackups, StatePoints
@@ -179,8 +178,9 @@ class SlotCache(ClosedOnExit):
             if found.evicts:
                 self.keep_state(slot)
                 self._counts.evict(slot, found.common if found.source is None else 0)
-            with slot.owned_by(secret):
-                cached = self._bring(slot, found.source, wanted)
+            slot.salt = None  # after an error, the tokens are of no salt
+            cached = self._bring(slot, found.source, wanted)
+            slot.salt = secret
             cached = self._restore_state(slot, before_last, cached, together)
             if not cached:
                 self._make_start(slot)
@@ -345,10 +345,10 @@ class SlotCache(ClosedOnExit):
         if self.overcommits:
             self.reserve(len(parked.tokens) + 1, None)
         self._evict(slot)
-        with slot.owned_by(parked.salt):
-            if parked.page is None:
-                self._make_start(slot)
-                return
+        slot.salt = None  # after an error, the tokens are of no salt
+        if parked.page is None:
+            self._make_start(slot)
+        else:
             try:
                 slot.sequence.restore(parked.page.read())
             except StateError as error:
@@ -356,6 +356,7 @@ class SlotCache(ClosedOnExit):
                 msg = f"a parked sequence of {len(parked.tokens)} tokens is not restored: {error}"
                 wanted = len(parked.tokens)
                 raise CellUsage(self._cells, have).full(msg, wanted) from error
+        slot.salt = parked.salt
 
     # The interface for leases.
 
@@ -558,13 +559,14 @@ class SlotCache(ClosedOnExit):
         tokens = slot.tokens
         length = len(tokens)
         common = slot_choice.count_common(tokens, prompt) if slot.salt == salt else 0
-        first_moved = slot.sequence.ledger.first_moved
-        if first_moved is not None:
-            # Later tokens were evaluated after tokens that a shift has discarded since, so they
-            # cannot be reused as a prefix.
-            common = min(common, first_moved)
-        if not self.branches.returns(length, min(common, len(prompt) - 1)):
-            common = 0
+        if common:
+            first_moved = slot.sequence.ledger.first_moved
+            if first_moved is not None:
+                # Later tokens were evaluated after tokens that a shift has discarded since, so they
+                # cannot be reused as a prefix.
+                common = min(common, first_moved)
+            if not self.branches.returns(length, min(common, len(prompt) - 1)):
+                common = 0
         return slot_choice.Candidate(length, common, slot.lease is not None, slot.last_used)
 
     def _bring(self, slot: Slot, source: int | None, wanted: int) -> int:
@@ -654,13 +656,6 @@ class Slot:
     def tokens(self) -> list[int]:
         """Return the slot's own list of tokens, which the runtime keeps: not to be changed."""
         return self.sequence.ledger.tokens
-
-    @contextmanager
-    def owned_by(self, salt: bytes) -> Iterator[None]:
-        """Replace the tokens by those of a salt; after an error, they are of no salt."""
-        self.salt = None
-        yield
-        self.salt = salt
 
 
 class SlotLease(SequenceLease):
@@ -791,11 +786,14 @@ class SlotLease(SequenceLease):
 
     def release(self) -> None:
         """Release the slot. Its tokens stay for later prompts. A second call does nothing."""
-        if self.released:
-            return
-        with ExitStack() as stack:
-            with suppress(Closed):
-                stack.enter_context(self.cache.context.lock)
+        try:
+            with self.cache.context.lock:
+                self._release()
+        except Closed:  # a closed context cannot be locked
+            self._release()
+
+    def _release(self) -> None:
+        if not self.released:
             self.released = True
             self.cache.release_slot(self._slot)
 
