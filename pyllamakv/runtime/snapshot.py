@@ -154,8 +154,12 @@ class CellMap:
     @cached_property
     def holes(self) -> NDArray[np.int64]:
         """Return the holes, (holes, 2): first cell and length."""
-        edges = np.flatnonzero(np.diff(self.used, prepend=True, append=True)).reshape(-1, 2)
-        return np.column_stack((edges[:, 0], edges[:, 1] - edges[:, 0]))
+        # A used cell before the first and after the last one ends holes there.
+        used = np.ones(len(self) + 2, np.bool_)
+        used[1:-1] = self.used
+        holes = np.flatnonzero(used[1:] != used[:-1]).reshape(-1, 2)
+        holes[:, 1] -= holes[:, 0]
+        return holes
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
