@@ -656,6 +656,8 @@ class GenerationQueue:
         self._cached_length = getattr(manager, "cached_length", None)
         #: `SlotCache.shares_leased`: otherwise, deferred prompts would find no common tokens.
         self._shares_leased: bool = getattr(manager, "shares_leased", True)
+        #: The cached lengths of prompts in this step.
+        self._known: dict[Generation, int] = {}
         #: Totals: generations that were parked, and that were resumed.
         self.parks = self.resumes = 0
 
@@ -699,6 +701,7 @@ class GenerationQueue:
                 self.waiting.remove(first)
                 self.active.append(first)
                 self.resumes += resumes
+        self._known.clear()
 
     def _next(self, steps: int, deferred: set[Generation]) -> Generation | None:
         """Return the generation to admit next; None if all are deferred, and add these."""
@@ -722,11 +725,16 @@ class GenerationQueue:
         return max(candidates, key=self._cached)  # the first one of equal ones
 
     def _cached(self, one: Generation) -> int:
-        """Return how many tokens of a prompt are cached, as far as the manager says that."""
+        """Return how many tokens of a prompt are cached, as far as the manager says that.
+
+        It is asked once per step: an admission changes only what is evicted for it.
+        """
         if self._cached_length is None:
             return 0
-        tokens = np.frombuffer(one.key, np.int32)
-        return int(self._cached_length(tokens, groups=one.groups, salt=one.salt))
+        if one not in self._known:
+            tokens = np.frombuffer(one.key, np.int32)
+            self._known[one] = int(self._cached_length(tokens, groups=one.groups, salt=one.salt))
+        return self._known[one]
 
     def _defers(self, one: Generation) -> bool:
         """Return whether a generation waits, because an active one evaluates a prefix of it."""

@@ -236,6 +236,26 @@ def test_the_longest_cached_prefix_comes_first(tmp_path: Path, slots: bool) -> N
             assert admitted([late, cached]) == [0, 1]
 
 
+def test_a_step_asks_once_for_the_cached_prefix_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not ask again for each prompt that is admitted before."""
+    asked: list[bytes] = []
+    real = PrefixCache.cached_length
+
+    def count(self: PrefixCache, tokens: Any, **options: Any) -> int:
+        asked.append(tokens.tobytes())
+        return real(self, tokens, **options)
+
+    monkeypatch.setattr(PrefixCache, "cached_length", kit.ours(count))
+    ctx = kit.context(tmp_path, n_ctx=256, n_seq_max=6)
+    with PrefixCache(ctx) as cache, Batcher(cache) as batcher:
+        for i in range(6):
+            batcher.submit([50 + i], 2)
+        batcher.step()
+        assert len(asked) == len(set(asked)) == 6
+
+
 def test_priorities_order_those_that_wait(tmp_path: Path) -> None:
     """The highest is admitted first; equal ones in the order of submission."""
     with single(tmp_path) as cache, Batcher(cache) as batcher:
