@@ -342,7 +342,8 @@ def read(path: Path, kind: type[Result]) -> list[Result]:
 def store(path: Path, new: Sequence[Figure] | Sequence[Entry]) -> None:
     """Add results to a file, and renew the pages if it is one of ``qa/results``.
 
-    Figures replace all of their group; an entry replaces that of its name, unless it did not run.
+    Figures replace all of their group, those of loads only equal ones: another number of clients is
+    another command. An entry replaces that of its name, unless it did not run.
     """
     merged: list[Any] = []
     if new and isinstance(new[0], Figure):
@@ -363,9 +364,16 @@ def store(path: Path, new: Sequence[Figure] | Sequence[Entry]) -> None:
 def _merged_figures(old: list[Figure], new: Iterable[Figure]) -> list[Figure]:
     fresh = [_summarized(each) for each in new]
     order = list(dict.fromkeys(each.group for each in (*old, *fresh)))
-    groups = {each.group for each in fresh}
-    merged = [*(each for each in old if each.group not in groups), *filter(_is_kept, fresh)]
+    replaced = {_replaces(each) for each in fresh}
+    merged = [
+        *(each for each in old if _replaces(each) not in replaced), *filter(_is_kept, fresh)
+    ]  # fmt: skip
     return sorted(merged, key=lambda each: order.index(each.group))
+
+
+def _replaces(figure: Figure) -> tuple[str, str]:
+    """Return the same for figures of which a new one replaces the others."""
+    return figure.group, figure.name if figure.name.endswith(" clients") else ""
 
 
 def _is_kept(figure: Figure) -> bool:

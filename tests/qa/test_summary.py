@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ from pyllamakv.errors import UsageError
 from qa import SECTIONS, main, selection, summary
 from qa.bench.figure import Figure
 from qa.entry import Entry, skipped_entry
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CLAIM = {"Fast": ("Loop", "greedy")}
 
@@ -156,6 +160,19 @@ def test_a_claim_can_have_several_groups() -> None:
     assert "| 0 of 3 lost; 0 of 9 lost | 0 (met) |" in row
     assert row.endswith("| 1, 2 |")
     assert page.endswith("## Commands\n\n1. 2026-11-24: `x`\n2. 2026-11-23: `y`\n")
+
+
+def test_loads_with_other_clients_stay(tmp_path: Path) -> None:
+    """A load replaces figures of its number of clients, a benchmark all of its group."""
+    path = tmp_path / "results.json"
+    load = Figure("llama-server x, fits", "CPU per token, 4 clients", "1.0", "", met=False)
+    other = Figure("Loop", "greedy", "1 x", "", met=False)
+    summary.store(path, [load, other])
+    more = dataclasses.replace(load, name="CPU per token, 16 clients")
+    again = dataclasses.replace(load, value="2.0")
+    summary.store(path, [again, more, dataclasses.replace(other, name="sampled")])
+    names = [(each.name, each.value) for each in summary.read(path, Figure)]
+    assert names == [(again.name, "2.0"), (more.name, "1.0"), ("sampled", "1 x")]
 
 
 def test_a_claim_needs_a_figure() -> None:
