@@ -212,6 +212,10 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "llama-server .*, overcommit-1, smollm2.*",
         "^p95 of the first token, serve",
     ),
+    "HTTP takes at most 5 % of the CPU time of a token of SmolLM2 in `pyllamakv serve`": (
+        "llama-server .*, overcommit-1",
+        "^CPU per token of HTTP",
+    ),
     "`pyllamakv serve` answers all requests whose sequences need 4 times its cells": (
         "llama-server .*, overcommit-4(, .*)?",
         "^serve, ",

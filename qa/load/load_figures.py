@@ -161,11 +161,35 @@ def _ratios(cell: LoadCell, sides: Mapping[str, Sequence[LoadResult]]) -> list[F
         for each in measures:
             ratio = interval([each.value(a) / each.value(b) for a, b in pairs])
             found.append(_ratio(cell, each, f"{one} over {other}", ratio, len(pairs)))
+    if "serve" in sides and "batcher" in sides:
+        pairs = list(zip(sides["serve"], sides["batcher"], strict=True))
+        if len(pairs) >= PAIRS and not any(run.lost for pair in pairs for run in pair):
+            found.append(_http(cell, pairs))
     return found
+
+
+def _http(cell: LoadCell, pairs: Sequence[tuple[LoadResult, LoadResult]]) -> Figure:
+    """Return the CPU time of HTTP: that of `serve` without that of its batching loop."""
+    cost = interval([1e3 * (a.cpu_per_token - b.cpu_per_token) for a, b in pairs])
+    return Figure(
+        group(cell),
+        f"CPU per token of HTTP, serve without the batcher, {cell.clients} clients",
+        cost.format(3, "ms"),
+        f"median at most {HTTP_MS:g} ms",
+        cost.median <= HTTP_MS,
+        "",
+        f"{len(pairs)} pairs; {_how(cell)}",
+        {"median": cost.median, "low": cost.low, "high": cost.high},
+        samples=len(pairs),
+    )
 
 
 def _p95(values: tuple[float, ...]) -> float:
     return percentiles(values)[1]
+
+
+#: Limit of the CPU time of HTTP per token in milliseconds: 5 % of a token of SmolLM2 on one thread.
+HTTP_MS: Final = 0.6
 
 
 @dataclass(frozen=True)

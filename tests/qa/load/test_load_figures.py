@@ -155,3 +155,22 @@ def test_median_of_a_serve_ratio_must_meet_its_limit(
             judged = model == __file__
             assert (figure.target, figure.met) == ((target, each) if judged else ("", None))
             assert "[" in figure.value
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(1.005, True), (1.007, False)])
+def test_the_cost_of_http_is_that_beyond_the_batcher(cpu: float, met: bool) -> None:
+    """It is the difference of CPU times per token, in pairs."""
+    plan = LoadPlan(
+        ("0.3.9",), ("fits",), (4,), ("batcher", "serve"), rounds=load_figures.PAIRS,
+        model=__file__,
+    )  # fmt: skip
+    timing = RequestTiming(0.0, 0.5, 1.0, 10)
+    *_, http = load_figures.figures(
+        {
+            cell: LoadResult((timing,), cpu_seconds=cpu if cell.system == "serve" else 1.0)
+            for cell in every(plan)
+        }
+    )
+    assert http.name == "CPU per token of HTTP, serve without the batcher, 4 clients"
+    assert http.value == f"{100 * (cpu - 1):.3f} ms [{100 * (cpu - 1):.3f}, {100 * (cpu - 1):.3f}]"
+    assert http.met is met
