@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: The port that llama.cpp's own server listens on by default.
-PORT: Final = 50052
-
 _LOOPBACK: Final = "127."
 
 

@@ -55,13 +55,12 @@ def mismatch(toolkit: cuda.Toolkit, found: Driver) -> str:
     )
 
 
-def need_driver(toolkit: cuda.Toolkit, environ: Mapping[str, str] | None = None) -> None:
+def need_driver(toolkit: cuda.Toolkit) -> None:
     """Raise ToolMissing if code for this machine's GPU could not run on it.
 
     A machine without a driver, or with a given architecture, builds for other machines.
     """
-    env = os.environ if environ is None else environ
-    found = None if env.get(cuda.ARCHITECTURE, "").strip() else driver(env)
+    found = None if os.environ.get(cuda.ARCHITECTURE, "").strip() else driver(os.environ)
     if found and (lacks := mismatch(toolkit, found)):
         hint = f"{lacks}; to build for another machine name its GPU in {cuda.ARCHITECTURE}"
         raise ToolMissing(f"driver {found.version} is too old: {hint}", "driver", hint)

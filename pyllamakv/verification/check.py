@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.scenario import Scenario
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

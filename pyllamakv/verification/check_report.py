@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from pyllamakv.verification.verdict import Pair
 
 
-#: Longest message that the list of failures shows; JSON has all of it.
-_LONGEST = 300
-
-
 def word(verdict: Verdict, pairs: Sequence[Pair]) -> str:
     """Return a scenario's verdict for display.
 

@@ -158,7 +158,7 @@ def accept(results: Iterable[CellResult], path: Path | None = None) -> list[str]
             continue
         was = f" (was {before.verdict})" if before and before.verdict != now.verdict else ""
         changed.append(f"{result.spec.name}: {now.verdict}{was}")
-        _put(path, tables, result.spec, now)
+        _put(tables, result.spec, now)
     if changed:
         write_text_atomic(path, tomlkit.dumps(document))
     return changed
@@ -169,7 +169,7 @@ def _bad(result: CellResult) -> dict[str, str]:
     return {row.id: row.verdict for row in rows if rank(row.verdict)}
 
 
-def _put(path: Path, tables: Any, spec: CellSpec, now: Accepted) -> None:
+def _put(tables: Any, spec: CellSpec, now: Accepted) -> None:
     patches = spec.isolate or ",".join(spec.series)
     for table in tables:
         if _name(table) == name_of(spec):

@@ -109,7 +109,7 @@ def newest(
     last, bad = (chain[-1].name if chain else ""), ""
     if last and verify and judge(last).verdict != "good":
         fitting = [release.name for release in chain[:-1] if fits(release)]
-        last, bad = _bisected([*fitting, last], judge, reasons)
+        last, bad = _bisected([*fitting, last], judge)
     conflicts: tuple[UncarriedPatch, ...] = ()
     reason = f"{reasons[bad][0]}: {reasons[bad][2]}" if bad else ""
     if not bad and failed:
@@ -121,9 +121,7 @@ def newest(
     return Newest(last, verdict, measured, shown, bad, reason, conflicts)
 
 
-def _bisected(
-    names: Sequence[str], judge: Any, reasons: dict[str, tuple[str, str, str]]
-) -> tuple[str, str]:
+def _bisected(names: Sequence[str], judge: Any) -> tuple[str, str]:
     """Return the last good and the first other release of a chain whose last one is not good."""
 
     def other(name: str) -> BisectStep:

@@ -115,8 +115,3 @@ def paint(
         made.add(Area(palette.role(owner), tuple(boxes[owner]), palette.name(owner)))
     made.add(*key)
     return made
-
-
-def svg(picture: Picture, columns: int = 64, side: int = 10) -> str:
-    """Return a picture as one self-contained SVG element."""
-    return drawing.svg(paint(picture, columns, side))

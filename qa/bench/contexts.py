@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,6 @@ def context(loaded: pyllamakv.Model, cache: CacheShape, **options: Any) -> pylla
         type_v=cache.setting.kind,
         **options,
     )
-
-
-@contextmanager
-def opened(spec: str, cache: CacheShape, **options: Any) -> Iterator[pyllamakv.Context]:
-    """Yield the context of a cache, in a library of its own."""
-    with (
-        pyllamakv.open(spec) as library,
-        library.load_model(model(cache.shape)) as loaded,
-        context(loaded, cache, **options) as made,
-    ):
-        yield made
 
 
 def measure(

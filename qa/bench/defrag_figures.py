@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval
 from qa.bench.rounds import Measured
-
-Key = Callable[[Measured], Interval]
 
 CAPTION = (
     "Milliseconds; times the strided copy; times memcpy; how many times as long the published "

@@ -25,8 +25,6 @@ SHAPES = {
 
 PATTERNS = ("alternate", "random 10 %", "random 50 %", "random 90 %", "runs of 16")
 
-CELLS = (4096, 16384, 65536, 131072)
-
 #: Bytes besides the cache and its copy: the library, a piece of state, the compute buffers.
 BESIDE = 2 << 30
 

@@ -125,9 +125,9 @@ def sparse_on(tick: Tick, backend: str, release: str, cells: int = 0, pairs: int
             compactions.append(full.kv.defrag(fallback=False))
             live.close()
         live = _decode_scattered(full, tick)
-        before = sparse.compare(full, live, fresh, other, pairs, tick, warm=1)
+        before = sparse.compare(live, other, pairs, tick, warm=1)
         compactions.append(full.kv.defrag(fallback=False))
-        after = sparse.compare(full, live, fresh, other, pairs, tick, warm=1)
+        after = sparse.compare(live, other, pairs, tick, warm=1)
     lost, left = before.ratio, after.ratio
     moved = interval([each.seconds for each in compactions[1:]])
     return Figure(

@@ -121,7 +121,7 @@ def _speed(
                 else:
                     sequence.prefill([i % 32 for i in range(USED)])
                     saved = sequence.save()
-                made[each] = partial(_seconds, context, sequence)
+                made[each] = partial(_seconds, sequence)
             found = interleave(made[backing], made["heap"], pairs=EACH, progress=tick)
         first += found.first
         second += found.second
@@ -242,7 +242,7 @@ def _resumed(model: pyllamakv.Model, file: Path, pairs: int, tick: Tick) -> Figu
     )
 
 
-def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence) -> float:
+def _seconds(sequence: pyllamakv.Sequence) -> float:
     # One thread decodes, this one: other programs on the machine are not counted.
     begin = time.process_time()
     for _ in range(STEPS):

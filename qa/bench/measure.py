@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -92,10 +91,3 @@ def interleave(
         if progress is not None:
             progress()
     return Pairs(a, b)
-
-
-def rounded(value: float, digits: int = 3) -> float:
-    """Return a value with ``digits`` significant digits."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))

@@ -80,9 +80,9 @@ def _figure(
         scatter(fresh)
         other = alone(fresh)
         live = scatter(context)
-        sparse = compare(context, live, fresh, other, pairs, tick)
+        sparse = compare(live, other, pairs, tick)
         context.kv.defrag(fallback=False)
-        compact = compare(context, live, fresh, other, pairs, tick)
+        compact = compare(live, other, pairs, tick)
     lost, left = sparse.ratio, compact.ratio
     peer = statistics.median(a / b for a, b in zip(restored, moved, strict=True))
     return Figure(
@@ -156,28 +156,26 @@ def _repeat(context: pyllamakv.Context, tick: Tick, rounds: int = 5) -> list[flo
 
 
 def compare(
-    context: pyllamakv.Context,
     live: pyllamakv.Sequence,
-    fresh: pyllamakv.Context,
     other: pyllamakv.Sequence,
     pairs: int,
     tick: Tick,
     warm: int = 0,
 ) -> Pairs:
-    """Return the seconds of steps in a cache, and those in a fresh one, interleaved.
+    """Return the seconds of steps of ``live``, and of ``other`` in a fresh cache, interleaved.
 
     ``warm`` steps precede each measured group, for devices that are slower after a step in another
     context.
     """
     return interleave(
-        lambda: _seconds(context, live, warm),
-        lambda: _seconds(fresh, other, warm),
+        lambda: _seconds(live, warm),
+        lambda: _seconds(other, warm),
         pairs=pairs,
         progress=tick,
     )
 
 
-def _seconds(context: pyllamakv.Context, sequence: pyllamakv.Sequence, warm: int = 0) -> float:
+def _seconds(sequence: pyllamakv.Sequence, warm: int = 0) -> float:
     for _ in range(warm):
         sequence.step(7)
     begin = time.perf_counter()

@@ -44,12 +44,12 @@ _FREES = {
 class FuzzState:
     """One library and its models; `begin` recreates the rest for every input."""
 
-    def __init__(self, library: Path, folder: Path, model: str = "tiny") -> None:
+    def __init__(self, library: Path, folder: Path) -> None:
         self.lib: Any = loading.load(library)
         self.lib.plk_init()
         self.arena = Arena()
         self._alive: deque[Any] = deque(maxlen=64)  # what structs of the last calls point at
-        self.texts = {"MODEL": str(synthetic_models.model(model)), "FOLDER": str(folder),
+        self.texts = {"MODEL": str(synthetic_models.tiny()), "FOLDER": str(folder),
                       "FILE": str(folder / "kept.kv")}  # fmt: skip
         out = ffi.new("plk_model **")
         params = self._struct("plk_model_params", {"use_mmap": 1})

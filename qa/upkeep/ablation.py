@@ -61,7 +61,6 @@ STEPS = ("b6845", "0.3.20", "0.3.30", "0.3.35", "b11063", "b11549")
 _MODULES = (Path(__file__), Path(queues.__file__), Path(port_comparison.__file__))
 
 _Off = tuple[Any, str, Any]
-_Changes = "Mapping[str, DraftEntry | None]"
 #: A patch, a state and a mode, and whether the tree is wrong.
 _Row = dict[tuple[str, str, str], bool]
 

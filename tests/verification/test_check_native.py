@@ -12,7 +12,6 @@ from pyllamakv.verification import discovery, parallel_runs
 from pyllamakv.verification.check import pair_up
 from pyllamakv.verification.verdict import Verdict, decide
 
-RELEASE = "0.3.9"
 ALL = discovery.discover()
 #: Features belong to their own patches.
 JUDGED = [each for each in ALL.values() if each.kind != "feature"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 from pyllamakv.scenarios.cell_picture import FREE, SHARED, Picture
 from pyllamakv.view import drawing
-from pyllamakv.view.cell_drawing import draw, letter, paint, plain, svg
+from pyllamakv.view.cell_drawing import draw, letter, paint, plain
 
 
 def snapshot() -> Snapshot:
@@ -47,7 +47,7 @@ def test_large_cache_is_drawn_with_several_cells_per_character() -> None:
 
 def test_svg_is_well_formed_and_complete() -> None:
     """The cells of each owner are labelled, and labels are escaped."""
-    text = svg(Picture("a < b & c", (0, 0, FREE, SHARED)), columns=2)
+    text = drawing.svg(paint(Picture("a < b & c", (0, 0, FREE, SHARED)), columns=2))
     root = ET.fromstring(text)
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert names[1:] == ["shared", "free", "sequence 0"]

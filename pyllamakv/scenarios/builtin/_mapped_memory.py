@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from pyllamakv.scenarios.lab import Lab
     from pyllamakv.scenarios.player import Player
 
-#: Maximum number of pages that the kernel maps at one page fault (fault-around).
-AROUND = 16
-
 
 def mapped(lab: Lab, n_ctx: int, **options: Any) -> Player:
     """Return a player with a cache in anonymous mapped memory; raise Unsupported elsewhere."""

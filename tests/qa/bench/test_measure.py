@@ -41,10 +41,3 @@ def test_interleave_runs_both_equally_often_and_swaps_the_order() -> None:
     assert order[2:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert pairs.ratio.median == 2.0
     assert pairs.difference.median == 1.0
-
-
-def test_rounding_keeps_significant_digits() -> None:
-    """Small and large numbers keep three significant digits."""
-    assert measure.rounded(0.0012345) == 0.00123
-    assert measure.rounded(123456.0) == 123000.0
-    assert measure.rounded(0.0) == 0.0
