@@ -64,7 +64,8 @@ class Cache(Protocol):
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Replace ``target`` by the first positions of ``source``; return their number.
 
-        Copying a sequence to itself changes nothing. Raises Unsupported.
+        Copying a sequence to itself changes nothing. Raises Unsupported, and KVCacheFull if there
+        are no cells for the state of a checkpoint.
         """
 
     def can_resume(self, sequence: int, position: int) -> bool:

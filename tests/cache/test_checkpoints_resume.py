@@ -11,7 +11,7 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.cache.checkpoints import CheckpointSchedule
-from pyllamakv.errors import StateError, Unsupported
+from pyllamakv.errors import KVCacheFull, StateError, Unsupported
 from pyllamakv.scenarios import architectures, synthetic_models
 
 if TYPE_CHECKING:
@@ -208,6 +208,27 @@ def test_aborted_pass_leaves_a_usable_checkpoint(
     cache.check()
 
 
+@pytest.mark.native
+def test_reused_cells_of_a_full_sized_window_cannot_be_resumed() -> None:
+    """With ``swa_full``, llama.cpp writes over tokens outside of the window, too."""
+    with (
+        kv.open(built("b11549+patched").folder) as library,
+        library.load_model(synthetic_models.model("sliding")) as model,
+        kv.ContextCache.init(
+            model, max_sequences=2, capacity=256, max_batch=64, swa_full=True
+        ) as cache,
+    ):
+        forward(cache, 1, some(10))
+        forward(cache, 0, some(128))
+        assert all(cache.can_resume(0, position) for position in range(129))
+        cache.remove(1, 0)
+        forward(cache, 1, some(20))
+        assert not cache.can_resume(0, 5)
+        assert cache.prepare_restore(0, 5) == 0
+        assert cache.can_resume(0, 128)
+        cache.check()
+
+
 def test_checkpoints_are_dropped_when_new_tokens_replace_a_sequence(tmp_path: Path) -> None:
     """A state of other tokens must not be used for the present ones."""
     cache = simulated(tmp_path, {"partial": False})
@@ -231,6 +252,20 @@ def test_empty_removal_keeps_all_checkpoints(tmp_path: Path) -> None:
     for at in (0, 7, 20, 21, 40):
         cache.remove(0, at, at)
         assert (cache.length(0), cache.rewinder.rings[0].positions) == (21, [19])
+
+
+def test_copy_from_a_checkpoint_without_free_cells_is_refused(tmp_path: Path) -> None:
+    """The error has the counts of cells, and nothing has changed."""
+    cache = simulated(tmp_path, {"partial": False})
+    cache.rewinder.saves = True
+    forward(cache, 0, range(20))
+    forward(cache, 0, [5] * 30)
+    before = picture(cache)
+    with pytest.raises(KVCacheFull, match="no free cells to restore sequence 1") as caught:
+        cache.copy_prefix(0, 1, 20)
+    assert (caught.value.cells, caught.value.used, caught.value.wanted) == (64, 50, 20)
+    assert picture(cache) == before
+    cache.check()
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
