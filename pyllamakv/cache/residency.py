@@ -8,11 +8,13 @@ There is one class per kind; `kind_of` is the only place that decides between th
   each one is whole, also in a page.
 - `Windows`: a sliding window forgets cells, so that decoding continues from the end of a branch, or
   from recent positions.
-- `States`: recurrent and hybrid memories cannot go back at all.
+- `States`: recurrent and hybrid memories cannot go back at all. Decoding continues from the end of
+  a branch or a saved state, and a cancelled decode empties all sequences.
 
 Each finds the longest prefix that a prompt can continue (`longest_prefix`), takes sequences in
-(`keep`), gives them up (`page_out`, `drop`) and brings them back (`page_in`). Other modules test
-neither the kind of memory nor what a class below says about it.
+(`keep`), gives them up (`page_out`, `drop`) and brings them back (`page_in`). Prefix and slot
+caches, allocation and tiers test no type of memory: they ask these classes, `shares_cells` or
+`stores_parts`. `ContextCache` has rules of its own, in `checkpoints`.
 """
 
 from __future__ import annotations

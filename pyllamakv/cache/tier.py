@@ -25,9 +25,10 @@ Content is evicted, and goes to a tier, in these cases only:
 Content returns when a prompt begins with it. `PrefixCache.acquire` loads a stored prefix if the
 tree has a shorter one, then reads the page in which the prefix ends, if no sequence has it.
 
-A new tier implements `PageTier` or `PrefixTier`, and `PrefixCache` creates it. `size` and `count`
-must be exact after each call: budgets, statistics and `check` use them. Only tiers, and
-`prefix_store` for the directory, read and write files.
+A new tier implements `PageTier`, and `page_tier` creates it from the argument ``paging``; or it
+implements `PrefixTier`, and `PrefixCache` creates it as ``stored``. `size` and `count` must be
+exact after each call: budgets, statistics and `check` use them. Only tiers, and `prefix_store` for
+the directory, read and write files.
 """
 
 from __future__ import annotations
