@@ -17,6 +17,8 @@ from native_kit import TEST_RELEASE, built
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from source_kit import Server
+
     from pyllamakv.building.variant import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis_profile  # noqa: F401 (no deadlines: a loaded machine is not a fault)
 
     config.addinivalue_line("markers", "release(name): the release that a native test runs on")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a data directory of the test, with a lock and pip settings of its own."""
+    from source_kit import isolate
+
+    return isolate(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Return a server that pip's settings name as the index."""
+    from source_kit import serving
+
+    with serving({}) as found:
+        monkeypatch.setenv("PIP_INDEX_URL", found.url + "/simple")
+        yield found
 
 
 @pytest.fixture(scope="session")

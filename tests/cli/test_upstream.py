@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from source_kit import Server, index_page, isolate, json_index, pack, pinned, serving
+from source_kit import Server, index_page, json_index, pack, pinned
 from typer.main import get_command
 
 from pyllamakv.cli import upstream
@@ -17,22 +17,10 @@ from pyllamakv.source.releases import Release
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Return a server that pip's settings name as the index."""
-    with serving({}) as found:
-        monkeypatch.setenv("PIP_INDEX_URL", found.url + "/simple")
-        yield found
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def run(*words: str) -> None:

@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 from model_kit import CONTENT, MEMBER, NAME, pin, write_wheel
-from source_kit import isolate
 
 from pyllamakv import content_digest, models
 from pyllamakv.errors import ArgumentTypeError, LockFileError, NotFetched, UnknownModel
 from pyllamakv.models import catalog
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

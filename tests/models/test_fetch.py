@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from model_kit import CONTENT, MEMBER, NAME, PROJECT, WHEEL, Offer, offer_wheel, pin, write_wheel
-from source_kit import isolate
 
 import pyllamakv as kv
 from pyllamakv.errors import (
@@ -27,10 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory and pip settings."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import TREE, Server, index_page, isolate, objects, pinned, refs, sdist, serving
+from source_kit import TREE, Server, index_page, objects, pinned, refs, sdist, serving
 
 from pyllamakv.errors import (
     ArchiveError,
@@ -26,22 +26,10 @@ from pyllamakv.source.spec_resolver import resolve
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Return a server that pip's settings name as the index."""
-    with serving({}) as found:
-        monkeypatch.setenv("PIP_INDEX_URL", found.url + "/simple")
-        yield found
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_a_release_is_fetched_once(tmp_path: Path, server: Server, home: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import TREE, isolate, refs, repository
+from source_kit import TREE, refs, repository
 
 from pyllamakv.cli import main
 from pyllamakv.errors import FetchError, KvError, LockFileError, UsageError
@@ -65,10 +65,7 @@ LAZY = """
 """
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def hostile(folder: Path, config: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import index_page, isolate, json_index, pack, serving, sha256
+from source_kit import index_page, json_index, pack, serving, sha256
 
 from pyllamakv.errors import FetchError
 from pyllamakv.source import tree_limits
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own pip settings."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def sdists(folder: Path, *versions: str) -> list[Path]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from source_kit import isolate
 
 from pyllamakv.errors import LockFileError
 from pyllamakv.home import data
@@ -43,10 +42,7 @@ REFERENCE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def release(name: str, date: str = "2025-01-01T00:00:00Z") -> Release:

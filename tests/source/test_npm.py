@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from source_kit import TREE, isolate, link, objects, pack, refs, repository, sha256
+from source_kit import TREE, link, objects, pack, refs, repository, sha256
 
 from pyllamakv.errors import ArchiveError, FetchError, HashMismatch, ToolMissing
 from pyllamakv.source import fetch, git_command, lockfile, npm, tree_limits
@@ -22,10 +22,7 @@ BUNDLE = "package/llama/gitRelease.bundle"
 ABOUT = "package/llama/llama.cpp.info.json"
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def bundle(folder: Path, *revisions: str) -> bytes:

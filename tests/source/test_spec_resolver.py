@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import TREE, fill, imported, isolate, objects, refs, repository
+from source_kit import TREE, fill, imported, objects, refs, repository
 
 from pyllamakv.errors import (
     FetchError,
@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Kind
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.mark.parametrize(

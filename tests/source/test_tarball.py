@@ -7,9 +7,6 @@ import tarfile
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import (
-    isolate,
-)
 
 from pyllamakv.source import tarball, tree_limits
 from pyllamakv.source.sdist_import import import_sdist
@@ -19,11 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 from archive_kit import PLAIN, UNPACKED, refused, sdist
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])

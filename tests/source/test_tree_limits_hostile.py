@@ -13,7 +13,6 @@ from archive_kit import BUNDLE, PLAIN, UNPACKED, not_fetched, refused, sdist
 from source_kit import (
     TREE,
     fill,
-    isolate,
     objects,
     pack,
     repository,
@@ -30,10 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.mark.regression(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from source_kit import Server, index_page, isolate, json_index, pack, serving, sha256
+from source_kit import Server, index_page, json_index, pack, serving, sha256
 
 from pyllamakv.errors import FetchError, ToolMissing
 from pyllamakv.source import lockfile, npm, spec_resolver, watch
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from pyllamakv.source.releases import Kind
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def offered(folder: Path, version: str) -> Path:

@@ -14,11 +14,9 @@ from source_kit import (
     WHOLE_TREE,
     Server,
     index_page,
-    isolate,
     link,
     objects,
     refs,
-    serving,
     sha256,
     xllamacpp_sdist,
 )
@@ -31,7 +29,6 @@ from pyllamakv.source.store import open_store
 from pyllamakv.source.xllamacpp import import_package
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 VERSION = "2026.10.11549"
@@ -39,18 +36,7 @@ PACKAGE = f"xllamacpp=={VERSION}"
 TREE_FOLDER = f"xllamacpp-{VERSION}/thirdparty/llama.cpp"
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give every test its own data directory."""
-    return isolate(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Return a server that pip's settings name as the index."""
-    with serving({}) as found:
-        monkeypatch.setenv("PIP_INDEX_URL", found.url + "/simple")
-        yield found
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def without(*names: str) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trace_kit
+from cli_kit import Opened, cli
 from fakes.simulated import SimulatedNative
 from runtime_kit import Opener
 
@@ -178,29 +179,12 @@ def test_interrupt_of_the_first_run_returns_the_whole_trace(
         assert (len(found.lines) - 1, found.minimal) == (left, False)
 
 
-def cli(capsys, *words: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(leaving.value.code or 0), out, err
-
-
 @pytest.mark.slow
 def test_minimize_writes_a_trace_with_results(capsys, monkeypatch, tmp_path: Path) -> None:
     """It is written next to the original, with results of the build on which it fails."""
-
-    class Opened:
-        def __init__(self) -> None:
-            self.native = SimulatedNative()
-            self.about = self.native.about
-
-        def __enter__(self) -> Opened:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(pyllamakv, "open", lambda *_, **__: Opened(), raising=False)
+    monkeypatch.setattr(
+        pyllamakv, "open", lambda *_, **__: Opened(SimulatedNative()), raising=False
+    )
     monkeypatch.setattr(variant_selection, "variant_folder", lambda *_: Path("lib"))
     monkeypatch.setattr(
         minimize, "ScenarioRunner", lambda _: ScenarioRunner(Opener(SimulatedNative))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import trace_kit
+from cli_kit import cli
 from fakes.simulated import SimulatedNative
 
 import pyllamakv
 from pyllamakv import open_variant
-from pyllamakv.cli import main
 from pyllamakv.errors import UsageError, WorkerDied
 from pyllamakv.open_variant import OpenLibrary
 from pyllamakv.source import spec_resolver
@@ -195,13 +195,6 @@ def test_replay_opens_only_built_variants(
     code, _, err = cli(capsys, "trace", words[0], "run.jsonl", *words[1:])
     assert code == 2
     assert "Traceback" not in err
-
-
-def cli(capsys, *words: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(leaving.value.code or 0), out, err
 
 
 class Opened:
