@@ -39,6 +39,7 @@ test-all: ## Set up, build, and run every test
 	@$(call own,test) && \
 	$(run) build $(RELEASE) --backend cpu && \
 	tools/bootstrap.sh peer "$$py" && \
+	tools/bootstrap.sh clients "$$py" && \
 	PYLLAMAKV_REQUIRE_NATIVE=1 "$$py" -m pytest $(parallel) $(PYTEST_ARGS)
 
 check: ## Verify the patches on the test release

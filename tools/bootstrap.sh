@@ -5,6 +5,8 @@
 #                                    or if another checkout uses it
 #   tools/bootstrap.sh here EXTRAS   like own, but prefer python3 if its pip may install packages
 #   tools/bootstrap.sh peer PYTHON   install llama-cpp-python there, without its library
+#   tools/bootstrap.sh clients PYTHON
+#                                    install the clients of `pyllamakv serve` there
 #   tools/bootstrap.sh clang         install clang with libFuzzer, if root may install it with apt
 #   tools/bootstrap.sh hint PYTHON   print the command that runs the tests with that Python
 #
@@ -184,6 +186,19 @@ sys.exit(importlib.metadata.version(name) != version)' "$version" >/dev/null 2>&
     fi
 }
 
+clients() {
+    if "$1" -c '
+import importlib.util, sys
+names = ("openai", "litellm", "langchain_openai", "schemathesis")
+sys.exit(not all(map(importlib.util.find_spec, names)))' >/dev/null 2>&1; then
+        return 0
+    fi
+    say "installing clients of pyllamakv serve"
+    if ! "$1" -m pip install -q -e ".[clients]" >&2; then
+        say "cannot install the clients: tests that need them will be skipped"
+    fi
+}
+
 # Report whether a clang compiles programs of libFuzzer.
 fuzzes() {
     program=$(mktemp) || return 1
@@ -221,7 +236,7 @@ hint() {
 }
 
 case ${1:-} in
-own | here | peer | hint) "$1" "${2:?the second argument is missing}" ;;
+own | here | peer | clients | hint) "$1" "${2:?the second argument is missing}" ;;
 clang) clang ;;
-*) die "expected own, here, peer, clang or hint" ;;
+*) die "expected own, here, peer, clients, clang or hint" ;;
 esac

@@ -20,6 +20,7 @@ here=$0
 case "$*" in
 *EXTERNALLY-MANAGED*) [ -z "${MANAGED:-}" ]; exit ;;
 *'distribution("pyllamakv")'*) echo "${ORIGIN:-$PWD}"; exit ;;
+*langchain_openai*) exit 1 ;;
 *'find_spec'*) exit ;;
 *'split("==")'*) exit 1 ;;
 '-m pip --version') [ -z "${NO_PIP:-}" ]; exit ;;
@@ -237,6 +238,15 @@ def test_failed_peer_installation_skips_its_tests(place: Place, fails: str) -> N
     assert ("will be skipped" in done.stderr) == bool(fails)
 
 
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_failed_installation_of_clients_skips_their_tests(place: Place, fails: str) -> None:
+    """If the clients of `pyllamakv serve` cannot be installed, only their tests are skipped."""
+    done = place.run("clients", place.python(), PIP_FAILS=fails)
+    assert done.returncode == 0, done.stderr
+    assert ".[clients]" in place.called()[-1]
+    assert ("will be skipped" in done.stderr) == bool(fails)
+
+
 def test_missing_clang_skips_header_fuzzing(place: Place) -> None:
     """Without clang and without root, only the fuzzing of the header is skipped."""
     done = place.run("clang")
@@ -246,7 +256,7 @@ def test_missing_clang_skips_header_fuzzing(place: Place) -> None:
 
 def test_unknown_bootstrap_word_is_refused(place: Place) -> None:
     """An unknown word is refused with the list of known ones."""
-    assert "own, here, peer, clang or hint" in place.run("there", "x").stderr
+    assert "own, here, peer, clients, clang or hint" in place.run("there", "x").stderr
 
 
 def test_makefile_has_the_targets_of_its_help() -> None:
