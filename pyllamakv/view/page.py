@@ -97,10 +97,10 @@ def render(
 
 
 def css_class(verdict: str) -> str:
-    """Return the CSS class of a verdict's colour: good, idle, bad or dim."""
+    """Return the CSS class for the word of a verdict: good, idle, bad or dim."""
     if verdict in ("needed", "holds", "works"):
         return "good"
-    if verdict in GOOD:
+    if verdict in GOOD or verdict == "unchanged":
         return "idle"
     return "dim" if verdict == Verdict.UNTESTABLE else "bad"
 

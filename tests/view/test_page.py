@@ -153,6 +153,13 @@ def test_every_verdict_has_a_tone_and_a_meaning() -> None:
     assert {tones[v] for v in ("harmful", "ineffective", "broken-apply", "broken-build")} == {"bad"}
 
 
+def test_a_scenario_that_the_patch_does_not_claim_is_not_drawn_as_a_defect() -> None:
+    """Both sides fail alike, and the verdict is harmless."""
+    one = result(scenarios=(replace(row("x", "harmless"), word="unchanged"),))
+    html = page.render((one,), compare((one,), {}))
+    assert '<span class="tag idle">unchanged</span>' in html
+
+
 def test_empty_matrix_renders_a_page() -> None:
     """A matrix without results is not a failure."""
     reader = Reader()
