@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_MAIL = re.compile(rb"^From [0-9a-f]{40,64} Mon Sep 17 00:00:00 2001\r?$", re.MULTILINE)
+#: The line before a mail of a mailbox: git writes a commit and a fixed date, mail programs and
+#: archives write a sender and a date.
+MAIL = re.compile(
+    rb"^From \S+ +[A-Z][a-z]{2} [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?: [+-]\d{4})? \d{4}"
+    rb"(?: [+-]\d{4})?\r?$",
+    re.MULTILINE,
+)
 _Ranges = tuple[int, int, int, int]
 
 #: Line numbers have at most nine digits: Python does not convert numbers of thousands of digits.
@@ -248,7 +254,7 @@ def read(path: Path) -> Patch:
 
 def split(data: bytes) -> tuple[bytes, ...]:
     """Cut a mailbox into its mails; text that is no mailbox is one piece."""
-    starts = [match.start() for match in _MAIL.finditer(data)]
+    starts = [match.start() for match in MAIL.finditer(data)]
     if not starts:
         return (data,)
     ends = [*starts[1:], len(data)]
@@ -273,7 +279,7 @@ def parse(data: bytes, name: str = "patch") -> Patch:
         raise PatchFormatError(
             f"{name} has no change: expected a line that starts with `diff --git`.", name, 1
         )
-    if len(_MAIL.findall(data)) > 1:
+    if len(MAIL.findall(data)) > 1:
         raise PatchFormatError(f"{name} is a mailbox of several patches: split it.", name)
     patch = Patch(header, _without_directories(reader, files), lead)
     if patch.data != data:  # Check that the output equals the input.

@@ -11,6 +11,7 @@ from email.utils import parseaddr, parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError
+from pyllamakv.patching import hunks
 from pyllamakv.source import git_command
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 LICENCE = "MIT; the lines around the changes are llama.cpp's (MIT)"
 _MAIL_DATE = "Fri, 20 Nov 2026 00:00:00 +0000"
 _FIELD = re.compile(r"(From|Date|Subject): (.*)")
+_OTHER_FIELD = re.compile(r"[A-Za-z][\w-]*:")
 #: Fields of DEP-3, the header of Debian's patches, by what a mail calls them.
 _DEP3 = {"Author": "From", "Description": "Subject", "Last-Update": "Date"}
 _DEP3_FIELD = re.compile(r"([A-Z][A-Za-z-]*): ?(.*)")
@@ -89,7 +91,7 @@ def parse(data: bytes) -> MailHeader:
     text = _INDEX.sub("", text.replace("\r\n", "\n"))
     found: dict[str, str] = {}
     lines = text.split("\n")
-    if lines and lines[0].startswith("From ") and "Mon Sep 17" in lines[0]:
+    if hunks.MAIL.fullmatch(lines[0].encode("utf-8", "replace")):
         lines = lines[1:]
     key = ""
     taken = 0
@@ -98,9 +100,10 @@ def parse(data: bytes) -> MailHeader:
         if match:
             key = match.group(1)
             found[key] = match.group(2)
-        elif line.startswith((" ", "\t")) and key:
-            found[key] += " " + line.strip()
-        elif re.match(r"[A-Za-z-]+: ", line) and found:
+        elif line.startswith((" ", "\t")) and taken:
+            if key:
+                found[key] += " " + line.strip()
+        elif _OTHER_FIELD.match(line):
             key = ""
         else:
             break

@@ -139,6 +139,25 @@ def test_mailbox_is_split() -> None:
     assert hunks.split(data) == (data,)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"From a@b.example Sun Nov 29 19:30:31 2026",
+        b"From git@z Thu Jan  1 00:00:00 1970",
+        b"From a@b.example Sun Nov  9 19:30:31 2026 +0100",
+        b"From a@b.example Sun Nov  9 19:30:31 +0100 2026",
+    ],
+)
+def test_mailbox_of_a_mail_program_is_split(line: bytes) -> None:
+    """Mail programs and archives write the sender and a date before each mail."""
+    _, data = three_hunks()
+    box = (line + b"\nSubject: a\n\n" + data) * 2
+    pieces = [hunks.parse(piece).header for piece in hunks.split(box)]
+    assert [header.count(b"Subject") for header in pieces] == [1, 1]
+    with pytest.raises(PatchFormatError, match="split"):
+        hunks.parse(box)
+
+
 def test_signature_is_kept_as_the_trailer() -> None:
     """The signature of git format-patch belongs to no hunk."""
     _, data = three_hunks()

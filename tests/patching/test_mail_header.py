@@ -37,6 +37,12 @@ def test_written_header_is_read_back() -> None:
         ),
         (b"Subject: =?UTF-8?q?=C3=A4?=\r\n\r\nBody\r\n", MailHeader(subject="ä", body="Body")),
         (b"From: =?nonsense?q?x?= <a@b>\n\n", MailHeader("=?nonsense?q?x?=", "a@b")),
+        (
+            b"From a@b Mon Mar  3 10:00:00 2025\nReturn-Path: <c@d>\nReceived: from x\n\tby y\n"
+            b"From: A B <a@b>\nContent-Type: text/plain;\n charset=x\nSubject: [PATCH] One\n\nBody",
+            MailHeader("A B", "a@b", "", "One", "Body"),
+        ),
+        (b"From now on: more.\n", MailHeader(body="From now on: more.")),
     ],
 )
 def test_folded_and_encoded_headers_are_read(data: bytes, mail: MailHeader) -> None:
